@@ -1,0 +1,47 @@
+# Everything a developer does here; `make test` is what CI does.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+
+.PHONY: help demo demo-server test test-fast lint docs clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+demo: $(VENV)/.installed ## two servers charge a fee: without a lock and with it (SQLite, under a minute)
+	$(BIN)/python -m testproject demo
+
+demo-server: $(VENV)/.installed ## serve the demo's pages and its admin
+	$(BIN)/python -m testproject serve
+
+test: ## all that CI does, on every server; installs what is missing
+	tools/install-debian-packages
+	$(MAKE) --no-print-directory $(VENV)/.installed-dev
+	tools/run-all-tests
+
+test-fast: $(VENV)/.installed-dev ## no servers, nothing slow, under a minute
+	$(BIN)/python -m pytest -q -m "not server and not slow"
+
+lint: $(VENV)/.installed-dev ## style, types, layers, spelling
+	tools/lint
+
+docs: $(VENV)/.installed-dev ## build the documentation into docs/_build
+	tools/build-docs
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage .coverage.* htmlcov dist docs/_build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --editable '.[demo]'
+	touch $@
+
+# Dependency groups need a newer pip than Python 3.11 brings along.
+$(VENV)/.installed-dev: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade 'pip>=25.1'
+	$(PIP) install --editable '.[all,demo]' --group dev
+	touch $(VENV)/.installed $@

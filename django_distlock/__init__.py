@@ -1,0 +1,49 @@
+"""Distributed locks for Django, over the servers a project already runs."""
+
+from .backends.rowlock import transaction_lock
+from .busy import respond, retry, skip
+from .decorators import distributed_lock
+from .exceptions import (
+    InvalidLockBackend,
+    LockBackendError,
+    LockDeadlock,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockNotHeld,
+    LockNotOwned,
+    LockOutcomeUnknown,
+    NotSupported,
+    ReleasedBeforeCommit,
+    StaleFencingToken,
+)
+from .handler import locks
+from .lease import Lease
+from .lock import Lock, current_lease, lock
+from .lock_all import lock_all
+
+__all__ = [
+    "InvalidLockBackend",
+    "Lease",
+    "Lock",
+    "LockBackendError",
+    "LockDeadlock",
+    "LockError",
+    "LockLost",
+    "LockNotAcquired",
+    "LockNotHeld",
+    "LockNotOwned",
+    "LockOutcomeUnknown",
+    "NotSupported",
+    "ReleasedBeforeCommit",
+    "StaleFencingToken",
+    "current_lease",
+    "distributed_lock",
+    "lock",
+    "lock_all",
+    "locks",
+    "respond",
+    "retry",
+    "skip",
+    "transaction_lock",
+]

@@ -1,0 +1,323 @@
+"""The acquire loop: try, wait to be woken, try; whatever stops it leaves nothing behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+from . import clock, waiting
+from .bells import TaskBell, ThreadBell
+from .exceptions import LockBackendError, LockNotAcquired, LockOutcomeUnknown
+from .holding import LeaseBackend
+from .protocol import Busy, Grant, new_owner
+
+if TYPE_CHECKING:
+    from .lease import Lease
+    from .local_queue import LocalQueue
+    from .protocol import Request
+
+    AnyBell = ThreadBell | TaskBell
+
+#: Seconds to stand back for other processes, after many hand-offs inside this one.
+GIVE_WAY = 0.1
+#: Seconds within which a reply must have been lost for the question to be asked again at once.
+SETTLE = 0.5
+
+
+class WaitableBackend(LeaseBackend, Protocol):
+    """What the loop asks of a backend; BaseLockBackend says what each verb means."""
+
+    queue: LocalQueue
+    queues_locally: bool
+    queues_waiters: bool
+    wakes_waiters: bool
+    looks_before_retry: bool
+    queues_by_trying: bool
+    listening_time: float | None
+    waits_on_server: bool
+
+    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """Ask once."""
+
+    async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """See try_acquire()."""
+
+    def wait_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
+        """Have the server make us wait."""
+
+    async def await_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
+        """See wait_acquire()."""
+
+    def interrupt(self, request: Request) -> None:
+        """End a wait_acquire() that another thread is in."""
+
+    def probe(self, request: Request) -> Busy | None:
+        """Look without taking it."""
+
+    async def aprobe(self, request: Request) -> Busy | None:
+        """See probe()."""
+
+    def enqueue(self, request: Request, bell: AnyBell) -> None:
+        """Stand in the server's queue."""
+
+    async def aenqueue(self, request: Request, bell: AnyBell) -> None:
+        """See enqueue()."""
+
+    def forget_bell(self, request: Request) -> None:
+        """Ring no more; no I/O."""
+
+    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
+        """Wait until woken."""
+
+    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
+        """See sleep()."""
+
+    async def aabandon(self, request: Request) -> None:
+        """See abandon()."""
+
+    def dequeue_later(self, request: Request) -> None:
+        """Leave the server's queue, in the background."""
+
+
+class _Acquisition:
+    """One attempt to get one lease: what both loops decide, without I/O."""
+
+    def __init__(self, backend: WaitableBackend, lease: Lease, timeout: float | None) -> None:
+        self.backend = backend
+        self.lease = lease
+        self.request = lease.request
+        self.wait = waiting.Wait(timeout)
+        self.busy = Busy()
+        self._tries = 0
+        self._asked_at = 0.0
+        self._is_in_line = False
+        self._is_queued = False
+        self._is_unsure = False
+        self._is_last_try = False
+
+    def _must_wait_in_line(self, bell: AnyBell) -> bool:
+        """Join the line of this process. Readers need none, nor does a single try of a free lock."""
+        key = self.request.key
+        if self.request.shared or not self.backend.queues_locally:
+            return False
+        if self.wait.is_over and self.backend.queue.held_by(key) is None:
+            return False
+        self._is_in_line = True
+        return not self.backend.queue.join(key, bell)
+
+    def _may_ask(self, bell: AnyBell) -> bool:
+        """Return whether to ask the server: it is our turn, or there is time for one last try only."""
+        if self.backend.queue.has_turn(self.request.key, bell):
+            return True
+        if self.wait.is_over:
+            self._refuse_for_local_holder()
+        return self.wait.is_over
+
+    def _refuse_for_local_holder(self) -> None:
+        lease = self.backend.queue.held_by(self.request.key)
+        if lease is not None and lease.held:
+            self.busy = Busy(lease.holder, lease.remaining)
+            self._refuse()
+
+    def _gives_way(self) -> bool:
+        return self._is_in_line and self.backend.queue.gives_way(self.request.key)
+
+    def _before_try(self) -> float:
+        self._is_unsure = True
+        self._is_last_try = self.wait.is_over
+        if self.backend.queues_by_trying and not self._is_last_try:
+            self._is_queued = True
+        self._asked_at = clock.lease_time()
+        return self._asked_at
+
+    def _is_granted(self, start: float, answer: Grant | Busy) -> bool:
+        """Take the answer in. A grant that came after its own deadline is none."""
+        if isinstance(answer, Grant):
+            granted = self.lease.grant(answer.start or start, answer.token)
+        else:
+            granted, self._is_unsure, self.busy = False, False, answer
+        if not granted and self._is_last_try:
+            self._refuse()
+        return granted
+
+    def _was_not_asked(self) -> None:
+        """Take note of a try that did not reach the server: nothing is there, unless by an earlier one."""
+        self._is_unsure = False
+        if self._tries == 1:
+            self._is_queued = False
+
+    def _begin_anew(self) -> None:
+        """Ask as another owner after a grant that came too late: the server may know that this one gave it back."""
+        self.request = self.lease.request = replace(self.request, owner=new_owner())
+        self._is_queued = False
+
+    def _is_hung(self) -> bool:
+        """Return whether the reply was waited for in vain: to ask again would take as long once more."""
+        return clock.lease_time() - self._asked_at > SETTLE
+
+    def _waits_on_server(self) -> bool:
+        """Return whether to ask by waiting: after a first try, and with time left."""
+        return self.backend.waits_on_server and self._tries > 0 and not self._is_last_try
+
+    def _looks_first(self) -> bool:
+        """Return whether to ask read-only whether a try is worth it: after it was refused once."""
+        self._tries += 1
+        return self._tries > 1 and self.backend.looks_before_retry
+
+    def _refuse(self) -> NoReturn:
+        raise LockNotAcquired(
+            self.lease.name, self.wait.waited, self.busy.holder, self.busy.remaining
+        )
+
+    def _pause(self) -> float:
+        if self.backend.waits_on_server:
+            return 0.0
+        if (seconds := self.backend.listening_time) is not None:
+            left = self.busy.remaining
+            return self.wait.bounded(seconds if left is None else min(seconds, left))
+        wakeable = self.backend.wakes_waiters
+        longest = waiting.LONGEST_WAKEABLE_PAUSE if wakeable else waiting.LONGEST_PAUSE
+        return self.wait.next_pause(self.busy.remaining, longest=longest)
+
+    def _joins_server_queue(self) -> bool:
+        """Return whether to enqueue now; the next try follows at once: a release may have slipped in."""
+        if self._is_in_line:
+            self.backend.queue.contest(self.request.key)
+        if self._is_queued or not self.backend.queues_waiters:
+            return False
+        self._is_queued = True
+        return True
+
+    def _settle(self, bell: AnyBell) -> Lease:
+        """Be done: whose turn is next is told when the lease ends."""
+        self.backend.forget_bell(self.request)
+        if self._is_in_line:
+            self.backend.queue.hold(self.request.key, self.lease)
+            self.lease.at_end(lambda: self.backend.queue.leave(self.request.key, bell))
+        return self.lease
+
+    def _abandon(self, bell: AnyBell) -> None:
+        """Leave nothing: what the server has, or may have, is given back in the background."""
+        self.lease.give_up()
+        self.backend.interrupt(self.request)
+        self.backend.forget_bell(self.request)
+        if self._is_unsure:
+            self.backend.abandon_later(self.request)
+        elif self._is_queued:
+            self.backend.dequeue_later(self.request)
+        if self._is_in_line:
+            self.backend.queue.leave(self.request.key, bell)
+
+
+class Acquisition(_Acquisition):
+    """The loop for threads."""
+
+    def run(self) -> Lease:
+        """Return the lease, held; raise LockNotAcquired or LockBackendError."""
+        bell = ThreadBell()
+        try:
+            self._take_turn(bell)
+            while not self._try():
+                self._wait(bell)
+            return self._settle(bell)
+        except BaseException:
+            self._abandon(bell)
+            raise
+
+    def _take_turn(self, bell: ThreadBell) -> None:
+        if self._must_wait_in_line(bell):
+            while not self._may_ask(bell):
+                bell.wait(self.wait.left)
+        if self._gives_way():
+            bell.wait(self.wait.bounded(GIVE_WAY))
+
+    def _try(self) -> bool:
+        start = self._before_try()
+        answer = self._ask()
+        granted = self._is_granted(start, answer)
+        if self._is_unsure and not granted:
+            self.backend.abandon(self.request)
+            self._begin_anew()
+        return granted
+
+    def _ask(self) -> Grant | Busy:
+        """Ask; if the reply is lost, ask again: the same owner gets the same grant."""
+        if self._waits_on_server():
+            return self.backend.wait_acquire(self.request, self.wait.left)
+        if self._looks_first() and (busy := self.backend.probe(self.request)):
+            return busy
+        try:
+            return self.backend.try_acquire(self.request, queued=self._is_queued)
+        except LockOutcomeUnknown as lost:
+            if self._is_hung():
+                raise
+            try:
+                return self.backend.try_acquire(self.request, queued=self._is_queued)
+            except LockBackendError as error:
+                raise LockOutcomeUnknown(*error.args) from lost
+        except LockBackendError:
+            self._was_not_asked()
+            raise
+
+    def _wait(self, bell: ThreadBell) -> None:
+        if self._joins_server_queue():
+            self.backend.enqueue(self.request, bell)
+        else:
+            self.backend.sleep(self.request, bell, self._pause())
+
+
+class AsyncAcquisition(_Acquisition):
+    """The loop for asyncio tasks, of the same shape."""
+
+    async def run(self) -> Lease:
+        """See Acquisition.run()."""
+        bell = TaskBell()
+        try:
+            await self._take_turn(bell)
+            while not await self._try():
+                await self._wait(bell)
+            return self._settle(bell)
+        except BaseException:
+            self._abandon(bell)
+            raise
+
+    async def _take_turn(self, bell: TaskBell) -> None:
+        if self._must_wait_in_line(bell):
+            while not self._may_ask(bell):
+                await bell.wait(self.wait.left)
+        if self._gives_way():
+            await bell.wait(self.wait.bounded(GIVE_WAY))
+
+    async def _try(self) -> bool:
+        start = self._before_try()
+        answer = await self._ask()
+        granted = self._is_granted(start, answer)
+        if self._is_unsure and not granted:
+            await self.backend.aabandon(self.request)
+            self._begin_anew()
+        return granted
+
+    async def _ask(self) -> Grant | Busy:
+        """See Acquisition._ask()."""
+        if self._waits_on_server():
+            return await self.backend.await_acquire(self.request, self.wait.left)
+        if self._looks_first() and (busy := await self.backend.aprobe(self.request)):
+            return busy
+        try:
+            return await self.backend.atry_acquire(self.request, queued=self._is_queued)
+        except LockOutcomeUnknown as lost:
+            if self._is_hung():
+                raise
+            try:
+                return await self.backend.atry_acquire(self.request, queued=self._is_queued)
+            except LockBackendError as error:
+                raise LockOutcomeUnknown(*error.args) from lost
+        except LockBackendError:
+            self._was_not_asked()
+            raise
+
+    async def _wait(self, bell: TaskBell) -> None:
+        if self._joins_server_queue():
+            await self.backend.aenqueue(self.request, bell)
+        else:
+            await self.backend.asleep(self.request, bell, self._pause())

@@ -1,0 +1,201 @@
+"""Locks in the admin: who holds what, since when, and for how long still."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin
+from django.db import router
+from django.forms.utils import to_current_timezone
+from django.utils import formats, timezone
+from django.utils.html import format_html
+from django.utils.timesince import timesince
+from django.utils.translation import gettext as _, gettext_lazy
+
+from .backends.database import DatabaseBackend, records
+from .backends.database.records import State
+from .exceptions import InvalidLockBackend
+from .forced_release import ForcedRelease
+from .handler import locks
+from .models import MethodLock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from datetime import datetime, timedelta
+
+    from django.db.models import QuerySet
+    from django.http import HttpRequest
+
+#: Seconds from which on a time is told in minutes, hours or days.
+LONG = 120
+#: What no query may be narrowed by: it could be guessed letter by letter.
+SECRETS = {"owner", "last_owner"}
+
+
+class StateFilter(admin.SimpleListFilter):
+    """Held, stale, held until min_hold, or free: at this moment of the server's clock."""
+
+    title = gettext_lazy("state")
+    parameter_name = "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        """Offer every state."""
+        return State.choices
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """Keep the locks in the chosen state."""
+        return queryset.filter(state=self.value()) if self.value() else queryset
+
+
+@admin.register(MethodLock)
+class MethodLockAdmin(ForcedRelease):
+    """The locks in one database: to be looked at, and to be freed by those who are permitted.
+
+    To show those of another database as well, register a subclass with its *using*: on another
+    admin site, or for a proxy model.
+    """
+
+    #: The database; None: where the first database alias of DISTLOCK has its locks.
+    using: str | None = None
+
+    list_display = (
+        "name",
+        "state",
+        "held_by",
+        "since",
+        "remaining",
+        "fencing_token",
+        "waiters",
+        "alias",
+    )
+    list_filter = (StateFilter,)
+    search_fields = ("description", "method_name")
+    ordering = ("method_name",)
+    show_full_result_count = False
+    fields = readonly_fields = ("full_name", "key", *list_display[1:], "last_change")
+
+    @admin.display(description=gettext_lazy("name"), ordering="description")
+    def name(self, lock: MethodLock) -> str:
+        """Return the name, shortened."""
+        return str(lock)
+
+    @admin.display(description=gettext_lazy("name"))
+    def full_name(self, lock: MethodLock) -> str:
+        """Return the whole name."""
+        return _wrapped(lock.description)
+
+    @admin.display(description=gettext_lazy("key"))
+    def key(self, lock: MethodLock) -> str:
+        """Return what the server knows the lock by."""
+        return _wrapped(lock.method_name)
+
+    @admin.display(description=gettext_lazy("state"), ordering="state")
+    def state(self, lock: Any) -> str:
+        """Return what the row says."""
+        return str(State(lock.state).label)
+
+    @admin.display(description=gettext_lazy("holder"))
+    def held_by(self, lock: MethodLock) -> str:
+        """Return who holds it: host, process, thread or task, purpose."""
+        return str(records.holder_of(lock) or self.get_empty_value_display())
+
+    @admin.display(description=gettext_lazy("since"), ordering="acquired_at")
+    def since(self, lock: Any) -> str:
+        """Return when it was acquired."""
+        if lock.owner is None or lock.acquired_at is None:
+            return self.get_empty_value_display()
+        return _here(lock.acquired_at, lock.server_now)
+
+    @admin.display(description=gettext_lazy("last change"))
+    def last_change(self, lock: Any) -> str:
+        """Return when it was last acquired, extended or released."""
+        return _here(lock.updated_at, lock.server_now)
+
+    @admin.display(description=gettext_lazy("remaining"), ordering="available_at")
+    def remaining(self, lock: Any) -> str:
+        """Return for how long it is held still, or since when a stale one is not."""
+        if lock.state == State.FREE:
+            return self.get_empty_value_display()
+        if lock.state == State.STALE:
+            return _("ended %s ago") % _span(lock.server_now - lock.expires_at)
+        ends = lock.available_at if lock.state == State.RESERVED else lock.expires_at
+        return _span(ends - lock.server_now)
+
+    @admin.display(description=gettext_lazy("waiters"), ordering="waiters")
+    def waiters(self, lock: Any) -> int:
+        """Return how many wait for it with a place in the server's queue."""
+        number: int = lock.waiters
+        return number
+
+    @admin.display(description=gettext_lazy("alias"))
+    def alias(self, lock: MethodLock) -> str:
+        """Return the aliases of DISTLOCK whose lock it is; of a stranger's, its kind and prefix."""
+        aliases = [backend.alias for backend in self.backends_of(lock)]
+        prefix = lock.method_name.rpartition("|")[0]
+        return ", ".join(aliases) or prefix or self.get_empty_value_display()
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Refuse: acquire makes the rows."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: MethodLock | None = None) -> bool:
+        """Refuse: the rows are the server's memory."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: MethodLock | None = None) -> bool:
+        """Refuse: it would free a held lock and not raise its token. For old ones there is purge_stale_locks."""
+        return False
+
+    def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest) -> bool:
+        """Refuse to narrow by what must not be known."""
+        is_secret = lookup.partition("__")[0] in SECRETS
+        return not is_secret and super().lookup_allowed(lookup, value, request)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[MethodLock]:
+        """Return the rows, with what the server's clock makes of them."""
+        return records.described(self.database).order_by(*self.ordering)
+
+    @property
+    def database(self) -> str:
+        """The database that is shown."""
+        first = next((backend.options.using for backend in _database_backends()), None)
+        return self.using or first or router.db_for_write(MethodLock)
+
+    def backends_of(self, lock: MethodLock) -> Iterator[DatabaseBackend]:
+        """See ForcedRelease.backends_of()."""
+        for backend in _database_backends():
+            if backend.options.using == self.database and backend.keeps(lock.method_name):
+                yield backend
+
+    def columns(self, lock: MethodLock) -> dict[str, Any]:
+        """See ForcedRelease.columns()."""
+        names = ("name", "state", "held_by", "since", "remaining")
+        shown = {name: getattr(self, name)(lock) for name in names}
+        return {**shown, "fencing_token": lock.fencing_token}
+
+
+def _database_backends() -> Iterator[DatabaseBackend]:
+    for alias in locks:
+        # One alias with wrong settings must not hide the locks of the others.
+        with suppress(InvalidLockBackend):
+            if isinstance(backend := locks[alias], DatabaseBackend):
+                yield backend
+
+
+def _here(instant: datetime, server_now: datetime) -> str:
+    """Return an instant of the server on the clock and in the zone of this machine."""
+    here = to_current_timezone(timezone.now() - (server_now - instant))
+    return formats.date_format(here, "SHORT_DATETIME_FORMAT")
+
+
+def _span(span: timedelta) -> str:
+    if abs(seconds := span.total_seconds()) < LONG:
+        return _("%d s") % seconds
+    now = timezone.now()
+    return timesince(now - span, now, depth=1)
+
+
+def _wrapped(text: str) -> str:
+    # A name may be one word of any length.
+    return format_html('<span style="overflow-wrap: anywhere">{}</span>', text)

@@ -1,0 +1,1 @@
+"""Implementations: each a few verbs over one kind of server."""

@@ -1,0 +1,205 @@
+"""AddBackend: locks by nothing but add(), get() and delete() of a cache that is trusted to be atomic."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from django.core.cache import BaseCache, caches
+
+from django_distlock import clock
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.holder import Holder
+from django_distlock.protocol import Busy, Grant, Release
+
+from .base import BaseLockBackend
+from .cache_alias import (
+    LONGEST_KEY,
+    cache_class,
+    check_clearing,
+    check_ttl,
+    check_ttl_setting,
+    checked_cache,
+    dotted_path,
+    own_instance,
+    plain_key,
+    whole_seconds,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from django.core.checks import CheckMessage
+
+    from django_distlock.conf import BackendSettings
+    from django_distlock.protocol import Request
+
+#: Seconds of its ttl that a lock must have left to be deleted, else it is left to expire: between
+#: the look whose it is and the delete() it may become another's.
+MARGIN = 1.0
+#: Seconds for which the cache keeps what it is tried with.
+TRIAL = 10.0
+#: Caches of a parent process: kept, as who drops one may say goodbye in the parent's name.
+_OF_PARENTS: list[BaseCache] = []
+
+
+@dataclass(frozen=True, slots=True)
+class AddOptions:
+    """OPTIONS for an alias whose class is not known, but trusted.
+
+    cache: the alias in CACHES.
+    trust_add: the classes, by dotted path, whose add() has one winner.
+    """
+
+    cache: str = "default"
+    trust_add: Sequence[str] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a key holds. *ends* is on the lease clock of the owner's machine."""
+
+    owner: str
+    ends: float
+    holder: Holder | None
+
+    def pack(self) -> str:
+        holder = self.holder.to_json() if self.holder else ""
+        return json.dumps([self.owner, self.ends, holder])
+
+    @classmethod
+    def unpack(cls, text: object) -> _Found:
+        try:
+            owner, ends, holder = json.loads(text)  # type: ignore[arg-type]  # TypeError is caught
+            return cls(owner, float(ends), Holder.from_json(holder))
+        except (TypeError, ValueError):
+            return cls("", 0.0, None)
+
+
+class AddBackend(BaseLockBackend):
+    """The least that a lock can be: taken by add(), given back by delete(), never extended."""
+
+    options_class = AddOptions
+    options: AddOptions
+    kind = "distlock"
+    #: A cache cannot compare and touch in one step: a lease ends with its ttl.
+    supports_extend = False
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        check_ttl_setting(settings)
+        _check_trust(self.options)
+        self._keys = own_instance(self.options.cache)
+        self._released: deque[str] = deque(maxlen=256)
+        self._is_proved = False
+
+    def check_ttl(self, ttl: float) -> None:
+        """Raise ValueError for a ttl that the cache cannot be trusted with."""
+        check_ttl(ttl)
+
+    def request(self, name: str, **wishes: Any) -> Request:
+        """Return a request whose key the cache takes with what it puts before it."""
+        request = super().request(name, **wishes)
+        room = LONGEST_KEY - len(self._keys.make_key(""))
+        return replace(request, key=plain_key(request.key, room))
+
+    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """Add it; if it is there, look whether it is our own, of a request whose reply was lost."""
+        self._prove()
+        mine = _Found(request.owner, clock.lease_time() + request.ttl, request.holder)
+        if self._add(request.key, mine.pack(), request.ttl):
+            return Grant(None)
+        found = self._look(request.key)
+        if found is None:
+            return Busy()
+        return Grant(None) if found.owner == request.owner else Busy(found.holder)
+
+    def release(self, request: Request) -> Release:
+        """Delete it if it is ours for long enough; else let it expire."""
+        found = self._look(request.key)
+        if found is None or found.owner != request.owner:
+            if request.owner in self._released:
+                return Release.RELEASED
+            return Release.GONE if found is None else Release.TAKEN
+        self._released.append(request.owner)
+        if found.ends - clock.lease_time() > MARGIN:
+            with self._translated("delete") as cache:
+                cache.delete(request.key)
+        return Release.RELEASED
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """Tell which are still there; none lives longer for it."""
+        found = [self._look(request.key) for request in requests]
+        return [
+            there is not None and there.owner == request.owner
+            for there, request in zip(found, requests, strict=True)
+        ]
+
+    def probe(self, request: Request) -> Busy | None:
+        """Look who has it."""
+        found = self._look(request.key)
+        return None if found is None else Busy(found.holder)
+
+    def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
+        """Warn of what clears the locks."""
+        return check_clearing(self.alias, self.options.cache) if databases is None else []
+
+    def abandon_after_fork(self) -> None:
+        """Leave the parent's connection alone: the cache of this thread is made anew."""
+        _OF_PARENTS.append(caches[self.options.cache])
+        del caches[self.options.cache]
+
+    def _add(self, key: str, value: str, ttl: float) -> bool:
+        """Return whether it was added; anything but True and False is an error that was hidden."""
+        with self._translated("add") as cache:
+            answer = cache.add(key, value, timeout=whole_seconds(ttl))
+        if answer is True or answer is False:
+            return answer
+        raise LockOutcomeUnknown(self.alias, f"add() answered {answer!r}, not True or False")
+
+    def _look(self, key: str) -> _Found | None:
+        with self._translated("get") as cache:
+            text = cache.get(key)
+        if text is None:
+            # A cache that hides its errors says None for them too.
+            self._add(f"{self.kind}-trial", "", TRIAL)
+            return None
+        return _Found.unpack(text)
+
+    def _prove(self) -> None:
+        """See once that a second add() is refused: a cache that takes all would exclude nobody."""
+        if self._is_proved:
+            return
+        key = f"{self.kind}-trial-{secrets.token_hex(8)}"
+        if not (self._add(key, "", TRIAL) and not self._add(key, "", TRIAL)):
+            problem = f"the cache {self.options.cache!r} does not refuse a second add()"
+            raise LockBackendError(self.alias, problem)
+        self._is_proved = True
+
+    @contextmanager
+    def _translated(self, verb: str) -> Iterator[BaseCache]:
+        """Lend the cache of this thread; whatever it raises is an error of ours."""
+        try:
+            yield caches[self.options.cache]
+        except Exception as error:
+            problem = f"{verb}() of the cache {self.options.cache!r} failed: {error}"
+            raise LockOutcomeUnknown(self.alias, problem) from error
+
+
+def _check_trust(options: AddOptions) -> None:
+    kind = cache_class(checked_cache(options.cache))
+    if not is_trusted(kind, options.trust_add):
+        msg = f"'trust_add' does not name {dotted_path(kind)}, the class of the cache {options.cache!r}."
+        raise ValueError(msg)
+
+
+def is_trusted(kind: type, trusted: object) -> bool:
+    """Return whether *trusted* names *kind*; TypeError if it is no list of names."""
+    if not (isinstance(trusted, list | tuple) and all(isinstance(path, str) for path in trusted)):
+        msg = f"'trust_add' must be a list of dotted paths, not {trusted!r}."
+        raise TypeError(msg)
+    return dotted_path(kind) in trusted

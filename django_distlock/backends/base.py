@@ -1,0 +1,380 @@
+"""What every backend is: a few verbs to write; the acquire loop and the async twins for free."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from abc import ABC, abstractmethod
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from django_distlock import clock
+from django_distlock.acquisition import Acquisition, AsyncAcquisition
+from django_distlock.background import background
+from django_distlock.conf import NoOptions, checked_options
+from django_distlock.exceptions import LockBackendError, LockNotAcquired, NotSupported
+from django_distlock.lease import Lease
+from django_distlock.local_queue import LocalQueue
+from django_distlock.naming import printable, server_key
+from django_distlock.protocol import Busy, Grant, Held, Purged, Release, Request, digest
+from django_distlock.registry import registry
+from django_distlock.signals import announce, lock_acquired, lock_busy, lock_forced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from django.core.checks import CheckMessage
+
+    from django_distlock.bells import TaskBell, ThreadBell
+    from django_distlock.conf import BackendSettings
+
+logger = logging.getLogger("django_distlock")
+_T = TypeVar("_T")
+
+#: Seconds before a failed giving back is tried again; doubled each time, up to the second one.
+RETRY, LONGEST_RETRY = 0.25, 5.0
+#: Seconds until a release that found nothing is sent once more.
+SECOND_LOOK = 2.0
+#: Threads in which asyncio's tasks wait on a server that keeps the queue: one for each lock waited for.
+WAITS = 64
+
+
+class BaseLockBackend(ABC):
+    """One alias of DISTLOCK in this process, shared by all its threads and tasks.
+
+    A backend writes the verbs; each is one round trip, waits for nobody, and raises
+    LockBackendError (LockOutcomeUnknown where a request may have arrived).
+    """
+
+    #: The class of its OPTIONS: a frozen dataclass, its fields are the known options.
+    options_class: ClassVar[type] = NoOptions
+    #: What it can do; for some it depends on the server or the OPTIONS.
+    supports_fencing: bool = False
+    supports_shared: bool = False
+    supports_fair: ClassVar[bool] = False
+    supports_listing: bool = False
+    supports_purge: ClassVar[bool] = False
+    supports_detach: ClassVar[bool] = False
+    #: min_hold and lock_delay.
+    supports_delays: ClassVar[bool] = False
+    #: Whether extend() lets a lease live longer; else it only tells whether it is still there.
+    supports_extend: ClassVar[bool] = True
+    #: Whether a lock ends with the connection or session that holds it, not with a ttl alone.
+    session_bound: ClassVar[bool] = False
+    #: Whose clock ends a lease on the server: "server", "client" or "session".
+    clock: ClassVar[str] = "server"
+    #: What stands in front of its keys, for backends that share a table.
+    kind: ClassVar[str] = ""
+    #: What request() makes.
+    request_class: ClassVar[type[Request]] = Request
+
+    #: Whether those of one process stand in a line of their own first.
+    queues_locally: bool = True
+    #: Whether a waiter has a place on the server, and whether it is woken there.
+    queues_waiters: bool = False
+    wakes_waiters: bool = False
+    #: Whether a retry should probe() first, as a try writes even if it is refused.
+    looks_before_retry: bool = False
+    #: Whether a try that is refused takes a place at once: enqueue() is not called.
+    queues_by_trying: bool = False
+    #: Seconds after which a waiter that was not woken looks again; None: soon, then less and less often.
+    listening_time: float | None = None
+    #: Whether it has wait_acquire(): the server keeps the queue.
+    waits_on_server: bool = False
+
+    def __init__(self, settings: BackendSettings) -> None:
+        """Make the backend of one alias; ValueError or TypeError for wrong OPTIONS."""
+        self.alias = settings.alias
+        self.ttl = settings.ttl
+        self.timeout = settings.timeout
+        self.key_prefix = settings.key_prefix
+        self.strict = settings.strict
+        self.options: Any = self.options_class(**settings.options)
+        self.queue = LocalQueue()
+        self._lanes = _Lanes(settings.alias)
+
+    @classmethod
+    def for_settings(cls, found: BackendSettings) -> BaseLockBackend:
+        """Return the backend that *found* stands for: of this class, or of one that this class chooses."""
+        return cls(checked_options(cls, found))
+
+    # The verbs to write.
+
+    @abstractmethod
+    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """Ask once. The same owner again gets the same grant; *queued*: it has a place to give up."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def release(self, request: Request) -> Release:
+        """Give back what this owner holds, and wake who is next. Again: the same answer."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """Let each live at least its ttl from now, if it is still its owner's; tell which are."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def probe(self, request: Request) -> Busy | None:
+        """Look, without taking it, whether the lock is held, and by whom."""
+        raise NotImplementedError
+
+    def wait_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
+        """Ask, and have the server make us wait for up to *seconds* (None: as long as it takes)."""
+        raise NotImplementedError
+
+    def interrupt(self, request: Request) -> None:
+        """End a wait_acquire() of this request that another thread is in. No I/O that blocks."""
+
+    def is_session_over(self, request: Request) -> bool:
+        """Return whether the session that holds it is known to be gone. No I/O that blocks."""
+        return False
+
+    def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
+        """Take a place in the server's queue; *bell* is rung when it is worth to try again."""
+
+    def dequeue(self, request: Request) -> None:
+        """Give the place up."""
+
+    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
+        """Wait until woken, for up to *seconds*: on *bell*, or on what the server has for this waiter."""
+        bell.wait(seconds)
+
+    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
+        """See sleep()."""
+        await bell.wait(seconds)
+
+    def forget_bell(self, request: Request) -> None:
+        """Ring no more for this request. No I/O."""
+
+    def take_over(self, request: Request, former: str) -> bool:
+        """Have this owner hold what *former* holds, as extend() would; tell whether it was held still.
+
+        The same token. Again: the same answer. *former* holds it no more: only one can take it over.
+        """
+        raise NotSupported(self.alias, "Lease.attach()", "The lock is bound to its process.")
+
+    async def atake_over(self, request: Request, former: str) -> bool:
+        """See take_over()."""
+        return await self._lanes.run_release(lambda: self.take_over(request, former))
+
+    def guard(self, request: Request, token: int, using: str) -> None:
+        """See Lease.guard()."""
+        raise NotSupported(
+            self.alias, "guard()", "Locks must live in the database that they protect."
+        )
+
+    def held(self) -> Iterable[Held]:
+        """Tell the locks that are held, for operators."""
+        raise NotSupported(self.alias, "listing")
+
+    def end_holding(self, key: str, owner_digest: str) -> bool:
+        """End the holding that *owner_digest* names, and no other; tell whether it was there."""
+        raise NotSupported(self.alias, "force_release()")
+
+    def purge(
+        self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
+    ) -> Iterator[Purged]:
+        """Delete what has been stale or free for longer than *older_than* seconds, batch by batch.
+
+        With *dry_run* tell what would be deleted. Safe beside itself and beside traffic.
+        """
+        raise NotSupported(self.alias, "purge()")
+
+    def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
+        """Return what ``manage.py check`` should say; servers are asked only for *databases*."""
+        return []
+
+    def close(self) -> None:
+        """Let connections and threads go; they come back when they are needed."""
+        self._lanes.close()
+
+    def abandon_after_fork(self) -> None:
+        """Drop what belongs to the parent process, without a word to the server."""
+
+    # What comes for free.
+
+    def check_ttl(self, ttl: float) -> None:
+        """Raise ValueError if the server cannot keep a lock for *ttl* seconds."""
+
+    def request(self, name: str, **wishes: Any) -> Request:
+        """Return a request for *name*, with its key and a new owner."""
+        key = server_key(name, prefix=self.key_prefix, kind=self.kind)
+        return self.request_class(name=name, key=key, **wishes)
+
+    def acquire(self, lease: Lease, timeout: float | None) -> Lease:
+        """Have the pending *lease* granted within *timeout* seconds (None: however long it takes)."""
+        try:
+            Acquisition(self, lease, timeout).run()
+        except LockNotAcquired as busy:
+            announce(lock_busy, type(self), **self._note_busy(busy))
+            raise
+        except LockBackendError as error:
+            logger.error("Lock %s: %s", printable(lease.name), error)  # noqa: TRY400 - callers see the trace
+            raise
+        announce(lock_acquired, type(self), **self._note_acquired(lease))
+        return lease
+
+    async def aacquire(self, lease: Lease, timeout: float | None) -> Lease:
+        """See acquire()."""
+        try:
+            await AsyncAcquisition(self, lease, timeout).run()
+        except LockNotAcquired as busy:
+            announce(lock_busy, type(self), **self._note_busy(busy))
+            raise
+        except LockBackendError as error:
+            logger.error("Lock %s: %s", printable(lease.name), error)  # noqa: TRY400 - as above
+            raise
+        announce(lock_acquired, type(self), **self._note_acquired(lease))
+        return lease
+
+    def force_release(self, key: str, owner_digest: str) -> bool:
+        """Free what somebody holds, if it is the holding that was shown; tell whether it was.
+
+        The holder learns it at its next renewal at the latest; fenced data refuses it.
+        """
+        if not self.supports_listing:
+            raise NotSupported(self.alias, "force_release()")
+        shown = (h for h in self.held() if (h.key, h.owner_digest) == (key, owner_digest))
+        ended = next(shown, None)
+        if ended is None or not self.end_holding(key, owner_digest):
+            return False
+        self.tell_forced(ended)
+        return True
+
+    def tell_forced(self, ended: Held) -> None:
+        """Tell everybody, first a holder in this very process, that *ended* was freed by an operator."""
+        for lease in registry.leases():
+            if lease.backend is self and digest(lease.request.owner) == ended.owner_digest:
+                lease.lose("its release was forced by an operator")
+        logger.warning("Lock %s, held by %s, was forced free", printable(ended.name), ended.holder)
+        facts = {"name": ended.name, "using": self.alias, "holder": ended.holder}
+        announce(lock_forced, type(self), **facts)
+
+    def abandon(self, request: Request) -> Release:
+        """Give back whatever the server has for this owner, granted or waiting."""
+        if self.queues_waiters:
+            self.dequeue(request)
+        return self.release(request)
+
+    def revoke(self, request: Request) -> Release:
+        """abandon() for good: where the server can, it refuses what of this owner arrives late."""
+        return self.abandon(request)
+
+    def abandon_later(self, request: Request) -> None:
+        """See revoke(); in the background, until it has worked or the ttl is over."""
+        ends = clock.lease_time() + request.ttl
+
+        def job() -> None:
+            if self.revoke(request) is Release.GONE:
+                # A server that hung may carry out the lost acquire after this release.
+                self._later(partial(self.revoke, request), ends, SECOND_LOOK)
+
+        self._lanes.after(request, partial(self._later, job, ends))
+
+    def dequeue_later(self, request: Request) -> None:
+        """See dequeue(); in the background."""
+        job = partial(self.dequeue, request)
+        self._lanes.after(request, partial(self._later, job, clock.lease_time() + request.ttl))
+
+    async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """See try_acquire()."""
+        return await self._lanes.run_try(request, lambda: self.try_acquire(request, queued=queued))
+
+    async def await_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
+        """See wait_acquire()."""
+        return await self._lanes.run_wait(request, lambda: self.wait_acquire(request, seconds))
+
+    async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
+        """See enqueue()."""
+        await self._lanes.run_try(request, lambda: self.enqueue(request, bell))
+
+    async def arelease(self, request: Request) -> Release:
+        """See release()."""
+        return await self._lanes.run_release(lambda: self.release(request))
+
+    async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """See extend()."""
+        return await self._lanes.run_release(lambda: self.extend(requests))
+
+    async def aprobe(self, request: Request) -> Busy | None:
+        """See probe()."""
+        return await self._lanes.run_release(lambda: self.probe(request))
+
+    async def aabandon(self, request: Request) -> None:
+        """See abandon()."""
+        await self._lanes.run_release(lambda: self.abandon(request))
+
+    def _note_busy(self, busy: LockNotAcquired) -> dict[str, Any]:
+        logger.info("%s", busy)
+        facts = {"waited": busy.waited, "holder": busy.holder, "remaining": busy.remaining}
+        return {"name": busy.name, "using": self.alias, **facts}
+
+    def _note_acquired(self, lease: Lease) -> dict[str, Any]:
+        logger.debug("Lock %s acquired, token %s", printable(lease.name), lease.fencing_token)
+        return {"name": lease.name, "using": self.alias, "lease": lease}
+
+    def _later(self, job: Callable[[], object], ends: float, pause: float = 0.0) -> None:
+        def attempt() -> None:
+            try:
+                job()
+            except LockBackendError:
+                if clock.lease_time() < ends:
+                    self._later(job, ends, min(pause * 2 or RETRY, LONGEST_RETRY))
+
+        background.submit(self.alias, attempt, pause)
+
+
+class _Lanes:
+    """The threads in which the verbs of one backend run for asyncio: one lane for tries, one for ends.
+
+    A release never stands behind the tries that wait for it.
+    """
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._mutex = threading.Lock()
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._tries: dict[str, Future[Any]] = {}
+
+    async def run_try(self, request: Request, verb: Callable[[], _T]) -> _T:
+        """Run *verb* in the lane of tries; whatever comes after() it waits for its end."""
+        return await self._run(self._pool("try", 4), request, verb)
+
+    async def run_wait(self, request: Request, verb: Callable[[], _T]) -> _T:
+        """Run *verb*, which may take long, in a lane where it is in nobody's way."""
+        return await self._run(self._pool("wait", WAITS), request, verb)
+
+    async def _run(self, pool: ThreadPoolExecutor, request: Request, verb: Callable[[], _T]) -> _T:
+        future = pool.submit(verb)
+        self._tries[request.owner] = future
+        future.add_done_callback(lambda _: self._tries.pop(request.owner, None))
+        return await asyncio.wrap_future(future)
+
+    async def run_release(self, verb: Callable[[], _T]) -> _T:
+        """Run *verb* in the lane of releases."""
+        return await asyncio.wrap_future(self._pool("release", 2).submit(verb))
+
+    def after(self, request: Request, job: Callable[[], None]) -> None:
+        """Run *job* once no try of *request* is under way: a cancelled task leaves its thread running."""
+        if future := self._tries.get(request.owner):
+            future.add_done_callback(lambda _: job())
+        else:
+            job()
+
+    def close(self) -> None:
+        """End the threads."""
+        with self._mutex:
+            pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.shutdown(wait=False)
+
+    def _pool(self, name: str, size: int) -> ThreadPoolExecutor:
+        with self._mutex:
+            if name not in self._pools:
+                prefix = f"distlock-{self._alias}-{name}"
+                self._pools[name] = ThreadPoolExecutor(size, thread_name_prefix=prefix)
+            return self._pools[name]

@@ -1,0 +1,5 @@
+"""Lease rows in a database: the default backend."""
+
+from .backend import DatabaseBackend
+
+__all__ = ["DatabaseBackend"]

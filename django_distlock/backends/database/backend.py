@@ -1,0 +1,136 @@
+"""DatabaseBackend: leases as rows, taken and given back by one statement each."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from django_distlock.protocol import Busy, Grant, Release
+
+from . import checks, purge, records
+from .base import BaseDatabaseBackend
+from .connections import Contended
+from .listener import Listener
+from .mysql import MySQL
+from .options import DatabaseOptions
+from .portable import Portable
+from .postgresql import PostgreSQL
+from .sqlite import SQLite
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from django.core.checks import CheckMessage
+
+    from django_distlock.bells import Bell
+    from django_distlock.conf import BackendSettings
+    from django_distlock.protocol import Held, Purged, Request
+
+    from .engine import Engine
+
+_ENGINES: dict[str, type[Engine]] = {"postgresql": PostgreSQL, "mysql": MySQL, "sqlite": SQLite}
+#: Requests in one statement.
+BATCH = 500
+
+
+class DatabaseBackend(BaseDatabaseBackend):
+    """Locks in a table of a database that the project has already."""
+
+    options_class = DatabaseOptions
+    supports_fencing = True
+    supports_fair = True
+    supports_listing = True
+    supports_purge = True
+    supports_detach = True
+    supports_delays = True
+    options: DatabaseOptions
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self._listener = Listener(self._own)
+        self.wakes_waiters = isinstance(self.engine, PostgreSQL) and self.options.listen
+        self.queues_waiters = self.wakes_waiters or self.options.fair
+        self.looks_before_retry = self.engine.looks_before_retry and not self.options.fair
+
+    def make_engine(self, vendor: str) -> Engine:
+        """Return what is written for the server, or what works on any."""
+        options = self.options
+        chosen = Portable if options.engine == "portable" else _ENGINES.get(vendor, Portable)
+        return chosen(fair=options.fair)
+
+    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """Ask once. Rows that others are at work on just now are theirs: busy."""
+        ask = partial(self.engine.try_acquire, request=request, queued=queued)
+        if self.engine.has_one_writer:
+            return self._press(ask)
+        try:
+            return self._ask(ask)
+        except Contended:
+            return Busy()
+
+    def release(self, request: Request) -> Release:
+        """Give it back, and wake who is next."""
+        return self._insist(lambda cursor: self.engine.release(cursor, request))
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """Extend all, in as few statements as the server lets us."""
+        kept: list[bool] = []
+        for begin in range(0, len(requests), BATCH):
+            batch = requests[begin : begin + BATCH]
+            kept += self._insist(partial(self.engine.extend, requests=batch))
+        return kept
+
+    def take_over(self, request: Request, former: str) -> bool:
+        """Change the owner."""
+        return self._insist(partial(self.engine.take_over, request=request, former=former))
+
+    def probe(self, request: Request) -> Busy | None:
+        """Look."""
+        return self._insist(lambda cursor: self.engine.probe(cursor, request))
+
+    def enqueue(self, request: Request, bell: Bell) -> None:
+        """Take a place in the queue, where a release finds it."""
+        channel = ""
+        if self.wakes_waiters:
+            self._listener.expect(request.owner, bell)
+            channel = self._listener.channel
+        ticket = self._insist(lambda cursor: self.engine.enqueue(cursor, request, channel))
+        self._listener.ring_for(request.owner, ticket)
+
+    def dequeue(self, request: Request) -> None:
+        """Give the place up."""
+        self.forget_bell(request)
+        self._insist(lambda cursor: self.engine.dequeue(cursor, request))
+
+    def forget_bell(self, request: Request) -> None:
+        """Ring no more."""
+        self._listener.forget_bell(request.owner)
+
+    def held(self) -> Iterable[Held]:
+        """Tell the locks of this alias that have an owner, those that end first at the front."""
+        return records.held(self.options.using, self.keeps)
+
+    def end_holding(self, key: str, owner_digest: str) -> bool:
+        """End the holding that *owner_digest* names, and raise the token past it."""
+        return records.force_release(self.options.using, key, owner_digest)
+
+    def purge(
+        self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
+    ) -> Iterator[Purged]:
+        """Delete, each batch in a short transaction of its own; ValueError for sizes out of range."""
+        terms = purge.Terms(older_than, batch_size, dry_run)
+        return purge.purge(self._insist, self.keeps, terms)
+
+    def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
+        """Say what this database cannot do, as far as the settings tell."""
+        return checks.check_database(self.alias, self.options, databases)
+
+    def close(self) -> None:
+        """Close idle connections and end the threads."""
+        super().close()
+        self._listener.close()
+
+    def abandon_after_fork(self) -> None:
+        """Leave the connections to the parent."""
+        super().abandon_after_fork()
+        self._listener.abandon()

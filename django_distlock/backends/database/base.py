@@ -1,0 +1,140 @@
+"""What backends on a database share: own connections, guard(), asking again past other writers."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from django.db import connections
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.exceptions import (
+    LockBackendError,
+    LockError,
+    LockOutcomeUnknown,
+    NotSupported,
+    StaleFencingToken,
+)
+from django_distlock.naming import server_key
+from django_distlock.waiting import Wait
+
+from .connections import Contended, OwnConnections
+from .engine import StaleSnapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django.db.backends.utils import CursorWrapper
+
+    from django_distlock.conf import BackendSettings
+    from django_distlock.protocol import Request
+
+    from .engine import Engine
+
+_T = TypeVar("_T")
+#: Seconds between two tries to get past other writers.
+SHORT_PAUSE = 0.02
+
+
+class BaseDatabaseBackend(BaseLockBackend):
+    """Locks that live in the database ``OPTIONS["using"]``, with fencing tokens beside them."""
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self.engine = self.make_engine(connections[self.options.using].vendor)
+        self._own = self.make_pool(self.engine, self.options.max_connections)
+
+    def make_engine(self, vendor: str) -> Engine:
+        """Return what knows the SQL of this kind of server."""
+        raise NotImplementedError
+
+    def make_pool(self, engine: Engine, limit: int) -> OwnConnections:
+        """Return a pool of own connections, with none open yet."""
+        options = self.options
+        return OwnConnections(
+            self.alias, options.using, engine, limit=limit, io_timeout=options.io_timeout
+        )
+
+    def guard(self, request: Request, token: int, using: str) -> None:
+        """Lock the fencing token in the caller's transaction."""
+        connection = connections[using]
+        if _place(connections[self.options.using].settings_dict) != _place(
+            connection.settings_dict
+        ):
+            raise NotSupported(
+                self.alias, f"guard(using={using!r})", f"Its locks live in {self.options.using!r}."
+            )
+        if not connection.in_atomic_block:
+            msg = f"guard() protects a transaction: call it inside atomic(using={using!r})."
+            raise LockError(msg)
+        try:
+            with connection.cursor() as cursor:
+                found = self.engine.guard(cursor, request.key, token)
+        except StaleSnapshot as error:
+            msg = f"This transaction reads data from before lock {request.name!r} was taken: begin it inside the lock."
+            raise LockError(msg) from error
+        if found != token:
+            raise StaleFencingToken(request.name, token, "a later holder has the lock", found)
+
+    def close(self) -> None:
+        """Close idle connections and end the threads."""
+        super().close()
+        self._own.close()
+
+    def abandon_after_fork(self) -> None:
+        """Leave the connections to the parent."""
+        self._own.abandon()
+
+    def keeps(self, key: str) -> bool:
+        """Return whether *key* has the kind and the prefix of this alias."""
+        return (
+            key.rpartition("|")[0]
+            == server_key("x", prefix=self.key_prefix, kind=self.kind).rpartition("|")[0]
+        )
+
+    def _ask(self, verb: Callable[[CursorWrapper], _T]) -> _T:
+        with self._own.cursor() as cursor:
+            return verb(cursor)
+
+    def _insist(self, verb: Callable[[CursorWrapper], _T]) -> _T:
+        """Ask until there is an answer, for a verb that may be carried out twice."""
+        try:
+            return self._press(verb)
+        except LockOutcomeUnknown:
+            return self._press(verb)
+
+    def _press(self, verb: Callable[[CursorWrapper], _T]) -> _T:
+        """Ask again, for a while, as long as only others at work on the same rows are in the way."""
+        wait = Wait(self.options.io_timeout)
+        while True:
+            try:
+                return self._ask(verb)
+            except Contended as error:
+                self._own_transaction_must_not_block(error)
+                if wait.is_over:
+                    problem = (
+                        f"the database {self.options.using!r} is busy with other writers: {error}"
+                    )
+                    raise LockBackendError(self.alias, problem) from error
+                time.sleep(wait.next_pause(longest=SHORT_PAUSE))
+
+    def _own_transaction_must_not_block(self, error: Contended) -> None:
+        """Tell a caller whose own transaction is the other writer: it would wait for itself."""
+        if not self.engine.has_one_writer or self.options.using not in connections.settings:
+            return
+        connection = connections[self.options.using]
+        if (
+            connection.in_atomic_block
+            and connection.connection is not None
+            and connection.connection.in_transaction
+        ):
+            problem = (
+                f"the caller's own transaction on {self.options.using!r} has locked the whole file: take and "
+                "release locks outside atomic(), or keep them in a database file of their own (OPTIONS 'using')"
+            )
+            raise LockBackendError(self.alias, problem) from error
+
+
+def _place(settings: dict[str, Any]) -> tuple[str, ...]:
+    """Return what tells two databases apart."""
+    return tuple(str(settings[key]) for key in ("ENGINE", "HOST", "PORT", "NAME"))

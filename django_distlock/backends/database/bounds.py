@@ -1,0 +1,114 @@
+"""How long a request on an own connection may take before it is given up, and whether the line is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterator
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+#: Not everywhere; it tells that the server has said its last word, however much of it is unread.
+_HANGUP = getattr(select, "POLLRDHUP", select.POLLIN) | select.POLLHUP | select.POLLERR
+
+
+def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
+    """Give up each request of *connection* after so many seconds; None: never.
+
+    TCP alone does not tell that a server hangs: its kernel goes on to acknowledge.
+    """
+    raw = connection.connection
+    if connection.vendor == "postgresql" and hasattr(raw, "wait"):
+        _bound_psycopg(raw, seconds)
+    elif hasattr(raw, "_read_timeout"):  # PyMySQL; mysqlclient cannot change what it began with
+        raw._read_timeout = seconds  # noqa: SLF001 - has no public name
+
+
+@contextmanager
+def patient(
+    connection: BaseDatabaseWrapper, seconds: float | None, *, usually: float
+) -> Iterator[None]:
+    """Give up requests after *seconds* meanwhile, and after the *usual* time from then on."""
+    bound_requests(connection, seconds)
+    try:
+        yield
+    finally:
+        if connection.connection is not None:
+            bound_requests(connection, usually)
+
+
+def descriptor(raw: Any) -> int | None:
+    """Return the socket of a driver's connection: psycopg and mysqlclient tell, PyMySQL keeps it."""
+    try:
+        if hasattr(raw, "fileno"):
+            found: int = raw.fileno()
+            return found
+        kept = getattr(raw, "_sock", None)
+        return None if kept is None else kept.fileno()
+    except Exception:  # noqa: BLE001 - drivers' own ways to say that it is closed
+        return None
+
+
+def is_cut(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the server has closed its end; no I/O."""
+    found = descriptor(connection.connection)
+    if found is None or found < 0:
+        return True
+    poll = select.poll()
+    poll.register(found, _HANGUP)
+    return bool(poll.poll(0))
+
+
+def cut(connection: BaseDatabaseWrapper) -> None:
+    """End the connection under a thread that waits for its reply: it gets an error at once."""
+    found = descriptor(connection.connection)
+    if found is None or found < 0:
+        return
+    line = socket.socket(fileno=os.dup(found))
+    with line, contextlib.suppress(OSError):
+        line.shutdown(socket.SHUT_RDWR)
+
+
+def keep_alive(connection: BaseDatabaseWrapper) -> None:
+    """Have the kernel find out within some ten seconds that the server's machine is gone."""
+    found = descriptor(connection.connection)
+    if found is None or not hasattr(socket, "TCP_KEEPIDLE"):
+        return
+    line = socket.socket(fileno=os.dup(found))
+    with line, contextlib.suppress(OSError):  # a Unix socket needs none
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _bound_psycopg(raw: Any, seconds: float | None) -> None:
+    raw.__dict__.pop("wait", None)
+    if seconds is None:
+        return
+    wait = raw.wait
+
+    def bounded_wait(work: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
+        return wait(_bounded(work, time.monotonic() + seconds), *args, **kwargs)
+
+    raw.wait = bounded_wait
+
+
+def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any, Any]:
+    try:
+        wanted = next(work)
+        while True:
+            ready = yield wanted
+            if not ready and time.monotonic() >= ends:
+                msg = "no answer in time"
+                raise TimeoutError(msg)
+            wanted = work.send(ready)
+    except StopIteration as done:
+        return done.value

@@ -1,0 +1,192 @@
+"""Connections of our own: never the caller's, whose transaction a lease must not live in."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from django.db import DatabaseError, connections
+from django.db.utils import InterfaceError, OperationalError, ProgrammingError
+
+from django_distlock.background import background
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
+
+from .bounds import bound_requests, descriptor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.utils import CursorWrapper
+
+    from .engine import Engine
+
+#: Seconds after which an idle connection is closed.
+IDLE = 30.0
+#: Connections of a parent process: kept, as closing them would say goodbye in the parent's name.
+_OF_PARENTS: list[BaseDatabaseWrapper] = []
+
+
+class Contended(Exception):
+    """The server gave up on our statement because of others at work on the same rows."""
+
+
+class OwnConnections:
+    """A few connections to one database, in autocommit, each borrowed for one request."""
+
+    def __init__(
+        self, alias: str, database: str, engine: Engine, *, limit: int, io_timeout: float
+    ) -> None:
+        self._alias = alias
+        self._database = database
+        self._engine = engine
+        self._io_timeout = io_timeout
+        self._limit = limit
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin with no connections."""
+        self._mutex = threading.Lock()
+        self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
+        self._places = threading.BoundedSemaphore(self._limit)
+        self._closes_idle = False
+
+    @contextmanager
+    def cursor(self) -> Iterator[CursorWrapper]:
+        """Lend a cursor on a connection of our own; database errors become lock errors."""
+        connection = self.borrow()
+        is_sound = False
+        try:
+            with self.translated(), connection.cursor() as cursor:
+                yield cursor
+            is_sound = True
+        except Contended:
+            is_sound = connection.get_autocommit()
+            raise
+        finally:
+            self.give_back(connection, is_sound=is_sound)
+
+    def open(self, *, bounded: bool = True) -> BaseDatabaseWrapper:
+        """Open a connection; a bounded one gives up a request that has no answer in time."""
+        connection = connections.create_connection(self._database)
+        connection.settings_dict = self._settings()
+        connection.inc_thread_sharing()
+        try:
+            connection.ensure_connection()
+            self._engine.prepare(connection)
+        except (DatabaseError, InterfaceError) as error:
+            problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
+            raise LockBackendError(self._alias, problem) from error
+        if bounded:
+            bound_requests(connection, self._io_timeout)
+        return connection
+
+    def close(self) -> None:
+        """Close the idle ones."""
+        with self._mutex:
+            idle, self._idle = self._idle, []
+        for _, connection in idle:
+            _close_quietly(connection)
+
+    def abandon(self) -> None:
+        """In a forked child: drop the parent's connections with no goodbye, and begin anew."""
+        for _, connection in self._idle:
+            abandon(connection)
+        self.forget()
+
+    def borrow(self) -> BaseDatabaseWrapper:
+        """Return a connection for one caller alone; LockBackendError if none comes free in time."""
+        if not self._places.acquire(timeout=self._io_timeout):
+            problem = f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
+            raise LockBackendError(self._alias, problem)
+        try:
+            with self._mutex:
+                connection = self._idle.pop()[1] if self._idle else None
+            return connection or self.open()
+        except BaseException:
+            self._places.release()
+            raise
+
+    def give_back(self, connection: BaseDatabaseWrapper, *, is_sound: bool) -> None:
+        """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones."""
+        self._places.release()
+        if is_sound:
+            with self._mutex:
+                self._idle.append((time.monotonic(), connection))
+            self._close_idle_later()
+        else:
+            # What broke one connection has broken the idle ones too, mostly: a restarted server.
+            _close_quietly(connection)
+            self.close()
+
+    def _close_idle_later(self) -> None:
+        if not self._closes_idle:
+            self._closes_idle = True
+            background.submit(self._alias, self._close_idle, IDLE)
+
+    def _close_idle(self) -> None:
+        oldest = time.monotonic() - IDLE
+        with self._mutex:
+            old = [connection for since, connection in self._idle if since <= oldest]
+            self._idle = [entry for entry in self._idle if entry[0] > oldest]
+            self._closes_idle = False
+        for connection in old:
+            _close_quietly(connection)
+        if self._idle:
+            self._close_idle_later()
+
+    def _settings(self) -> dict[str, Any]:
+        settings = copy.deepcopy(connections[self._database].settings_dict)
+        settings.update(CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=False, AUTOCOMMIT=True)
+        # An application's pool must not be drained by its locks.
+        settings["OPTIONS"].pop("pool", None)
+        settings["OPTIONS"].update(self._engine.connection_options(settings, self._io_timeout))
+        return settings
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Raise lock errors for database errors: Contended, LockOutcomeUnknown, LockBackendError."""
+        try:
+            yield
+        except (OperationalError, InterfaceError, TimeoutError) as error:
+            if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
+                raise Contended(first_line(error)) from error
+            raise self._lost(error) from error
+        except DatabaseError as error:
+            if self._engine.is_contention(error):
+                raise Contended(first_line(error)) from error
+            raise LockBackendError(self._alias, _explained(error, self._database)) from error
+
+    def _lost(self, error: Exception) -> LockBackendError:
+        if self._engine.is_missing_table(error):
+            return LockBackendError(self._alias, _explained(error, self._database))
+        problem = f"the database {self._database!r} did not answer: {first_line(error)}"
+        return LockOutcomeUnknown(self._alias, problem)
+
+
+def abandon(connection: BaseDatabaseWrapper) -> None:
+    """Cut *connection*, inherited over a fork, from its socket, and never close it."""
+    _OF_PARENTS.append(connection)
+    found = descriptor(connection.connection)
+    if found is not None:
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, found)
+        os.close(nowhere)
+
+
+def _close_quietly(connection: BaseDatabaseWrapper) -> None:
+    # The driver's own: Django's close() refuses to work where an event loop runs.
+    driver, connection.connection = connection.connection, None
+    with suppress(Exception):
+        driver.close()
+
+
+def _explained(error: Exception, database: str) -> str:
+    text = first_line(error)
+    if isinstance(error, (ProgrammingError, OperationalError)):
+        return f"{text}: is the app migrated? Run manage.py migrate django_distlock --database={database}"
+    return text

@@ -1,0 +1,127 @@
+"""What differs between database servers: the SQL of each verb, one statement where it can be."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from django_distlock.holder import Holder
+from django_distlock.naming import printable
+from django_distlock.protocol import Busy, Grant, Release, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.utils import CursorWrapper
+
+#: Seconds a place in the queue counts for after its waiter last looked.
+PATIENCE = 2.5
+#: Seconds our statements wait for a row that another statement of this package has just locked.
+ROW_WAIT = 1.0
+LOCK = "django_distlock_methodlock"
+COUNTER = "django_distlock_fencingcounter"
+WAITER = "django_distlock_lockwaiter"
+
+
+# A row that is stale already changes its owner too, and is then not extended.
+_TAKE_OVER = f"""
+UPDATE {LOCK} SET owner = %(owner)s, holder = %(holder)s
+WHERE method_name = %(key)s AND owner = %(former)s
+"""
+
+
+class Engine(ABC):
+    """The verbs in the SQL of one kind of server. A verb is given a cursor in autocommit."""
+
+    #: Whether a retry should look, read-only, before it writes.
+    looks_before_retry: ClassVar[bool] = True
+    #: Whether the server has one writer at a time, so that any other transaction may be in the way.
+    has_one_writer: ClassVar[bool] = False
+
+    def __init__(self, *, fair: bool) -> None:
+        self.fair = fair
+
+    def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
+        """Return what the OPTIONS of an own connection must be."""
+        return {}
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        """Set a new connection up."""
+
+    @abstractmethod
+    def is_contention(self, error: Exception) -> bool:
+        """Return whether others at work on the same rows are all that is wrong."""
+
+    def is_missing_table(self, error: Exception) -> bool:
+        """Return whether the app is not migrated."""
+        return False
+
+    @abstractmethod
+    def try_acquire(self, cursor: CursorWrapper, request: Request, *, queued: bool) -> Grant | Busy:
+        """See BaseLockBackend.try_acquire()."""
+
+    @abstractmethod
+    def release(self, cursor: CursorWrapper, request: Request) -> Release:
+        """See BaseLockBackend.release()."""
+
+    @abstractmethod
+    def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
+        """See BaseLockBackend.extend()."""
+
+    def take_over(self, cursor: CursorWrapper, request: Request, former: str) -> bool:
+        """See BaseLockBackend.take_over()."""
+        cursor.execute(_TAKE_OVER, {**parameters(request), "former": former})
+        return self.extend(cursor, [request])[0]
+
+    @abstractmethod
+    def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
+        """See BaseLockBackend.probe()."""
+
+    @abstractmethod
+    def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
+        """Take a place in the queue and return the ticket; *channel* is where to be woken."""
+
+    def dequeue(self, cursor: CursorWrapper, request: Request) -> None:
+        """Give the place up."""
+        cursor.execute(f"DELETE FROM {WAITER} WHERE owner = %(owner)s", {"owner": request.owner})
+
+    @abstractmethod
+    def guard(self, cursor: CursorWrapper, key: str, token: int) -> int | None:
+        """Lock the token of *key* until the caller's transaction ends; return it as it is now.
+
+        Raises StaleSnapshot if the transaction reads from before the lock was taken.
+        """
+
+
+class StaleSnapshot(Exception):
+    """The caller's transaction reads data as it was before the lock was taken."""
+
+
+def parameters(request: Request, **more: Any) -> dict[str, Any]:
+    """Return what the statements name: texts and seconds."""
+    return {
+        "key": request.key,
+        "name": printable(request.name),
+        "owner": request.owner,
+        "holder": request.holder.to_json(),
+        "ttl": request.ttl,
+        "min_hold": request.min_hold,
+        "lock_delay": request.lock_delay,
+        "patience": PATIENCE,
+        **more,
+    }
+
+
+def busy(holder: str | None, remaining: float | None) -> Busy:
+    """Return who is busy: *holder* as JSON, *remaining* in seconds."""
+    left = None if remaining is None else max(0.0, float(remaining))
+    return Busy(Holder.from_json(holder), left)
+
+
+def missed(row: tuple[bool, bool] | None) -> Release:
+    """Return what a release that freed nothing found: *row* is (released by us, held by another)."""
+    if row is None:
+        return Release.GONE
+    is_ours, is_taken = row
+    return Release.RELEASED if is_ours else Release.TAKEN if is_taken else Release.GONE

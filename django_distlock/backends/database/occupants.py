@@ -1,0 +1,109 @@
+"""Who holds a lock by a session: kept as JSON beside its fencing token, told by the session's label."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from django_distlock.holder import Holder
+from django_distlock.naming import printable
+from django_distlock.protocol import Held, digest
+
+if TYPE_CHECKING:
+    from .sessions import Session
+
+#: What labels of sessions begin with.
+PREFIX = "distlock:"
+#: Characters of a name, for people, where there is little place.
+LONGEST_NAME = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """The last holding of a lock: for people, and by what the server knows it."""
+
+    name: str
+    holder: Holder
+    owner_digest: str
+    caller: str
+    session: int
+    shared: bool
+
+    @classmethod
+    def of(cls, session: Session, number: int) -> Occupant:
+        """Return what *session* is, which the server knows by *number*."""
+        request = session.request
+        name = printable(request.name)[:LONGEST_NAME]
+        known = digest(request.owner), session.caller, number
+        return cls(name, request.holder, *known, request.shared)
+
+    @classmethod
+    def from_json(cls, text: str | None) -> Occupant | None:
+        """Return what is written in *text*, or None where it cannot be read."""
+        try:
+            known: dict[str, Any] = json.loads(text or "")
+            return cls(holder=Holder(**known.pop("holder")), **known)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def to_json(self) -> str:
+        """Return it as a short JSON object."""
+        return json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False)
+
+
+class Label(NamedTuple):
+    """What a session says of itself on the server: who waits or holds, and which lock.
+
+    With 63 characters it is as long as PostgreSQL's application_name may be.
+    """
+
+    mode: str
+    caller: str
+    owner_digest: str
+    key_digest: str
+
+    @classmethod
+    def of(cls, session: Session) -> Label:
+        """Return the label of *session*."""
+        request = session.request
+        mode = "r" if request.shared else "w"
+        return cls(mode, session.caller, digest(request.owner), digest(request.key))
+
+    @classmethod
+    def parse(cls, text: str) -> Label | None:
+        """Return the label that *text* is, or None."""
+        parts = text.removeprefix(PREFIX).split(":")
+        return cls(*parts) if text.startswith(PREFIX) and len(parts) == 4 else None
+
+    @property
+    def shared(self) -> bool:
+        """Whether it reads together with others."""
+        return self.mode == "r"
+
+    def __str__(self) -> str:
+        return PREFIX + ":".join(self)
+
+
+class Counted(NamedTuple):
+    """A lock that was held once: its key, its name, its last token, and who had it."""
+
+    key: str
+    name: str
+    token: int
+    occupant: Occupant | None
+
+
+def as_held(counted: Counted, owner_digest: str, *, shared: bool) -> Held:
+    """Return *counted* as an operator sees it, held by whom *owner_digest* names."""
+    occupant = counted.occupant
+    is_last = occupant is not None and occupant.owner_digest == owner_digest
+    return Held(
+        name=counted.name,
+        key=counted.key,
+        holder=occupant.holder if occupant is not None and is_last else None,
+        remaining=None,
+        token=counted.token if is_last else None,
+        owner_digest=owner_digest,
+        shared=shared,
+    )

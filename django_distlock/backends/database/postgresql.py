@@ -1,0 +1,261 @@
+"""PostgreSQL: one guarded statement a verb, waiters woken by NOTIFY. Written for version 14 and later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+try:
+    from django.db.backends.postgresql.psycopg_any import is_psycopg3 as _is_psycopg3
+except ImportError:
+    _is_psycopg3 = False
+
+from django_distlock.protocol import Busy, Grant, Release, Request
+
+from .engine import (
+    COUNTER,
+    LOCK,
+    PATIENCE,
+    ROW_WAIT,
+    WAITER,
+    Engine,
+    StaleSnapshot,
+    busy,
+    missed,
+    parameters,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.utils import CursorWrapper
+
+#: Whether the driver is psycopg 3, and not psycopg2.
+HAS_PSYCOPG3: bool = _is_psycopg3
+MICROSECONDS = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+_AFTER = "clock_timestamp() + make_interval(secs => {})"
+
+# Nobody alive stands before us in the queue.
+_TURN = f"""NOT EXISTS (
+        SELECT FROM {WAITER} AS w
+        WHERE w.method_name = %(key)s AND w.expires_at > clock_timestamp() AND w.owner <> %(owner)s
+          AND w.ticket < coalesce((SELECT ticket FROM {WAITER} WHERE owner = %(owner)s), 9223372036854775807))"""
+
+# Takes the lock for %(owner)s if it is free for it, and raises its fencing token.
+#
+# seen      what the row says: a refusal ends here and writes nothing, no WAL and no transaction id.
+# counter   the counter's row, locked; none if guard() holds it, or another acquire does right now.
+# settled   makes this one transaction durable and impatient, whatever the session is set to.
+# granted   decides, on the newest version of the row and by a clock read after any wait for it.
+# counted   has the token where guard() looks for it.
+# One row: token (null: refused), whether the row is ours, holder, seconds until others may have it.
+_ACQUIRE = f"""
+WITH seen AS (
+    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, holder,
+           extract(epoch FROM available_at - clock_timestamp())::float8 AS remaining
+    FROM {LOCK} WHERE method_name = %(key)s
+), allowed AS MATERIALIZED (
+    SELECT coalesce((SELECT mine FROM seen), false) AS mine,
+           coalesce((SELECT free FROM seen), true) AND {{turn}} AS free
+), counter AS MATERIALIZED (
+    SELECT value FROM {COUNTER}
+    WHERE method_name = %(key)s AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
+), settled AS MATERIALIZED (
+    SELECT set_config('lock_timeout', %(row_wait)s, true),
+           set_config('synchronous_commit', CASE current_setting('synchronous_commit')
+               WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)
+    FROM allowed
+    WHERE mine OR (free AND (EXISTS (SELECT FROM counter)
+        OR NOT EXISTS (SELECT FROM {COUNTER} WHERE method_name = %(key)s)))
+), granted AS (
+    INSERT INTO {LOCK} AS l (method_name, description, owner, holder, fencing_token, acquired_at,
+                             expires_at, available_at, updated_at)
+    SELECT %(key)s, %(name)s, %(owner)s, %(holder)s,
+           greatest(coalesce((SELECT value FROM counter), 0) + 1, {MICROSECONDS}), clock_timestamp(),
+           {_AFTER.format("%(ttl)s")},
+           greatest({_AFTER.format("%(min_hold)s")}, {_AFTER.format("%(ttl)s + %(lock_delay)s")}),
+           clock_timestamp()
+    FROM settled
+    ON CONFLICT (method_name) DO UPDATE SET
+        owner = excluded.owner, holder = excluded.holder,
+        fencing_token = CASE WHEN l.owner = %(owner)s THEN l.fencing_token ELSE
+            greatest(l.fencing_token + 1, coalesce((SELECT value FROM counter), 0) + 1, {MICROSECONDS}) END,
+        acquired_at = CASE WHEN l.owner = %(owner)s THEN l.acquired_at ELSE clock_timestamp() END,
+        expires_at = {_AFTER.format("%(ttl)s")},
+        available_at = greatest({_AFTER.format("%(min_hold)s")}, {_AFTER.format("%(ttl)s + %(lock_delay)s")}),
+        updated_at = clock_timestamp()
+    WHERE l.owner = %(owner)s OR l.available_at <= clock_timestamp()
+    RETURNING fencing_token, holder
+), counted AS (
+    INSERT INTO {COUNTER} AS c (method_name, value, holder)
+    SELECT %(key)s, fencing_token, holder FROM granted
+    ON CONFLICT (method_name) DO UPDATE SET value = excluded.value, holder = excluded.holder
+    WHERE c.value < excluded.value
+){{queue}}
+SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT remaining FROM seen)
+"""
+
+# A waiter that is granted leaves the queue; one that is not keeps its place for some more time.
+_QUEUE = f""", gone AS (
+    DELETE FROM {WAITER} WHERE owner = %(owner)s AND EXISTS (SELECT FROM granted)
+), kept AS (
+    UPDATE {WAITER} SET expires_at = {_AFTER.format("%(patience)s")}
+    WHERE owner = %(owner)s AND NOT EXISTS (SELECT FROM granted)
+      AND expires_at < {_AFTER.format("%(patience)s / 2")}
+)"""
+
+# Frees the lock if %(owner)s has it, and rings the first live waiter, if there is one:
+# NOTIFY takes a lock on the whole database at commit, so nobody is not notified.
+# One row: freed, in time, released by us before, held by another.
+_RELEASE = f"""
+WITH freed AS (
+    UPDATE {LOCK} SET owner = NULL, last_owner = %(owner)s, holder = NULL, updated_at = clock_timestamp(),
+        available_at = acquired_at + make_interval(secs => %(min_hold)s)
+    WHERE method_name = %(key)s AND owner = %(owner)s
+    RETURNING expires_at > clock_timestamp() AS in_time
+), head AS (
+    SELECT channel, ticket FROM {WAITER}
+    WHERE method_name = %(key)s AND expires_at > clock_timestamp() AND channel <> '' AND EXISTS (SELECT FROM freed)
+    ORDER BY ticket LIMIT 1
+), rung AS (
+    SELECT pg_notify(channel, ticket::text) FROM head
+)
+SELECT f.in_time, l.last_owner = %(owner)s, l.owner IS NOT NULL AND l.expires_at > clock_timestamp(),
+       (SELECT count(*) FROM rung)
+FROM (SELECT) AS nothing LEFT JOIN freed AS f ON true
+LEFT JOIN {LOCK} AS l ON l.method_name = %(key)s
+"""
+
+# Gives each lease that is still its owner's more time, never less. A row for each that was.
+_EXTEND = f"""
+UPDATE {LOCK} AS l SET
+    expires_at = greatest(l.expires_at, {_AFTER.format("e.ttl")}),
+    available_at = greatest(l.available_at, {_AFTER.format("e.ttl + e.lock_delay")}),
+    updated_at = clock_timestamp()
+FROM unnest(%(keys)s::text[], %(owners)s::text[], %(ttls)s::float8[], %(delays)s::float8[])
+    AS e (key, owner, ttl, lock_delay)
+WHERE l.method_name = e.key AND l.owner = e.owner AND l.expires_at > clock_timestamp()
+RETURNING l.owner
+"""
+
+_PROBE = f"""
+SELECT holder, extract(epoch FROM available_at - clock_timestamp())::float8
+FROM {LOCK} WHERE method_name = %(key)s AND available_at > clock_timestamp()
+"""
+
+_ENQUEUE = f"""
+INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
+VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format("%(patience)s")})
+ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING ticket
+"""
+
+#: lock_not_available, serialization_failure, deadlock_detected.
+_CONTENTION = {"55P03", "40001", "40P01"}
+_UNDEFINED_TABLE = "42P01"
+
+
+class PostgreSQL(Engine):
+    """One statement, one round trip a verb."""
+
+    looks_before_retry = False
+
+    def __init__(self, *, fair: bool) -> None:
+        super().__init__(fair=fair)
+        turn = _TURN if fair else "true"
+        self._acquire = _ACQUIRE.format(turn=turn, queue="")
+        self._acquire_queued = _ACQUIRE.format(turn=turn, queue=_QUEUE)
+
+    def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
+        """Find a dead server soon; read what is committed, whatever the application prefers."""
+        options: dict[str, Any] = {
+            "connect_timeout": max(2, round(io_timeout)),
+            "keepalives": 1,
+            "keepalives_idle": 5,
+            "keepalives_interval": 2,
+            "keepalives_count": 3,
+            "tcp_user_timeout": round(io_timeout * 1000),
+        }
+        settings["OPTIONS"].pop("isolation_level", None)
+        return {**options, "server_side_binding": True} if HAS_PSYCOPG3 else options
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        """Have statements parsed and planned once, where the connection is the server's own."""
+        if HAS_PSYCOPG3 and is_direct(connection):
+            with connection.cursor() as cursor:
+                cursor.execute("SET plan_cache_mode = force_generic_plan")
+            connection.connection.prepare_threshold = 0
+
+    def is_contention(self, error: Exception) -> bool:
+        """Return whether it is a lock timeout, a deadlock or a serialization failure."""
+        return sqlstate(error) in _CONTENTION
+
+    def try_acquire(self, cursor: CursorWrapper, request: Request, *, queued: bool) -> Grant | Busy:
+        """Ask once."""
+        statement = self._acquire_queued if queued else self._acquire
+        cursor.execute(statement, parameters(request, row_wait=f"{round(ROW_WAIT * 1000)}ms"))
+        token, holder, remaining = cursor.fetchone()
+        return busy(holder, remaining) if token is None else Grant(token)
+
+    def release(self, cursor: CursorWrapper, request: Request) -> Release:
+        """Give it back."""
+        cursor.execute(_RELEASE, parameters(request))
+        in_time, was_released, is_taken, _ = cursor.fetchone()
+        if in_time is None:
+            return missed((bool(was_released), bool(is_taken)))
+        return Release.RELEASED if in_time else Release.GONE
+
+    def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
+        """Extend all in one statement."""
+        cursor.execute(
+            _EXTEND,
+            {
+                "keys": [request.key for request in requests],
+                "owners": [request.owner for request in requests],
+                "ttls": [request.ttl for request in requests],
+                "delays": [request.lock_delay for request in requests],
+            },
+        )
+        kept = {owner for (owner,) in cursor.fetchall()}
+        return [request.owner in kept for request in requests]
+
+    def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
+        """Look."""
+        cursor.execute(_PROBE, {"key": request.key})
+        row = cursor.fetchone()
+        return None if row is None else busy(*row)
+
+    def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
+        """Take a place, or keep the one that this owner has."""
+        cursor.execute(_ENQUEUE, parameters(request, channel=channel, patience=PATIENCE))
+        ticket: int = cursor.fetchone()[0]
+        return ticket
+
+    def guard(self, cursor: CursorWrapper, key: str, token: int) -> int | None:
+        """FOR SHARE: renewals write another row, an acquire of somebody else skips a locked one."""
+        try:
+            cursor.execute(
+                f"SELECT value FROM {COUNTER} WHERE method_name = %(key)s FOR SHARE", {"key": key}
+            )
+        except Exception as error:
+            # Under REPEATABLE READ: the row was written after the snapshot of this transaction.
+            if sqlstate(error) == "40001":
+                raise StaleSnapshot from error
+            raise
+        row = cursor.fetchone()
+        return None if row is None else row[0]
+
+
+def is_direct(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether all statements of *connection* meet one server process.
+
+    Behind PgBouncer the next one may meet another: it reports a process id of its own making.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        found: bool = cursor.fetchone() == (connection.connection.info.backend_pid,)
+    return found
+
+
+def sqlstate(error: Exception) -> str | None:
+    cause = error.__cause__
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)

@@ -1,0 +1,183 @@
+"""Deleting what locks leave behind, in short transactions that wait for nobody."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from django_distlock.protocol import Purged
+
+from .engine import COUNTER, LOCK, WAITER
+from .portable import microseconds, short_transaction
+from .records import ServerNow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from django.db.backends.utils import CursorWrapper
+
+    Ask = Callable[[Callable[[CursorWrapper], Any]], Any]
+    Parameters = dict[str, Any]
+
+#: Seconds. A statement that was sent before a row was deleted may make it anew with a token of its
+#: own time, which must still be above the deleted one; and SQLite's clock counts milliseconds. With
+#: no such limit 4 of 6,000 tokens were given out twice there.
+LEAST_AGE = 10.0
+#: A batch's keys become parameters of a statement, of which servers take some ten thousand.
+LARGEST_BATCH = 10_000
+
+# Nobody has it, can get it back or waits for it, and the clock is past its token.
+_IS_OLD = f"""l.available_at < %(cutoff)s AND l.updated_at < %(cutoff)s
+    AND (l.owner IS NULL OR l.expires_at < %(cutoff)s) AND l.fencing_token < %(token)s
+    AND NOT EXISTS (SELECT 1 FROM {WAITER} AS w WHERE w.method_name = l.method_name AND w.expires_at >= %(now)s)"""
+
+# The next rows in the order of their keys, old or not, each with whether it is: no row is passed
+# twice, and none is locked yet.
+_LOOK = f"""
+SELECT l.id, l.method_name, CASE WHEN {_IS_OLD} THEN 1 ELSE 0 END
+FROM {LOCK} AS l WHERE l.id > %(after)s ORDER BY l.id LIMIT %(size)s"""
+_LOOK_AT_WAITERS = f"""
+SELECT w.ticket, w.method_name, CASE WHEN w.expires_at < %(cutoff)s THEN 1 ELSE 0 END
+FROM {WAITER} AS w WHERE w.ticket > %(after)s ORDER BY w.ticket LIMIT %(size)s"""
+_ENDS = f"SELECT min(id), max(id) FROM {LOCK}"
+
+# Decides, on the newest version of the rows: those in use meanwhile are not old any more.
+_SEIZE = f"SELECT l.id, l.method_name FROM {LOCK} AS l WHERE l.id IN {{these}} AND {_IS_OLD} ORDER BY l.id"
+_DELETE = f"DELETE FROM {LOCK} WHERE id IN {{these}}"
+_SEIZE_COUNTERS = (
+    f"SELECT method_name FROM {COUNTER} WHERE method_name IN {{these}} AND value < %(token)s"
+)
+_DELETE_COUNTERS = f"DELETE FROM {COUNTER} WHERE method_name IN {{these}}"
+_DELETE_WAITERS = f"DELETE FROM {WAITER} WHERE ticket IN {{these}} AND expires_at < %(cutoff)s"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What to delete: what is older than so many seconds, so many rows in one transaction."""
+
+    older_than: float
+    batch_size: int
+    dry_run: bool
+
+    def __post_init__(self) -> None:
+        if not self.older_than >= LEAST_AGE:
+            msg = f"older_than must be {LEAST_AGE:g} seconds or more, not {self.older_than!r}."
+            raise ValueError(msg)
+        if not 1 <= self.batch_size <= LARGEST_BATCH:
+            msg = f"batch_size must be from 1 to {LARGEST_BATCH}, not {self.batch_size!r}."
+            raise ValueError(msg)
+
+
+class _Row(NamedTuple):
+    key: int
+    method_name: str
+    is_old: int
+
+
+def purge(ask: Ask, is_mine: Callable[[str], bool], terms: Terms) -> Iterator[Purged]:
+    """Yield each batch as it is done. *ask* runs a verb on a cursor in autocommit; *is_mine*: of this alias."""
+    known = ask(partial(_moment, terms=terms))
+    first, last = ask(_ends)
+    for batch in _batches(ask, _LOOK, known):
+        deleted = _finish(ask, _delete, _chosen(batch, is_mine), known, terms)
+        yield Purged(
+            len(batch), deleted, min(1.0, (batch[-1].key - first + 1) / (last - first + 1))
+        )
+    for batch in _batches(ask, _LOOK_AT_WAITERS, known):
+        deleted = _finish(ask, _delete_waiters, _chosen(batch, is_mine), known, terms)
+        yield Purged(len(batch), deleted, 1.0)
+
+
+def _batches(ask: Ask, look: str, known: Parameters) -> Iterator[list[_Row]]:
+    after = 0
+    while batch := ask(partial(_read, look=look, known={**known, "after": after})):
+        yield batch
+        after = batch[-1].key
+
+
+def _chosen(batch: list[_Row], is_mine: Callable[[str], bool]) -> list[int]:
+    return [row.key for row in batch if row.is_old and is_mine(row.method_name)]
+
+
+def _finish(
+    ask: Ask, delete: Callable[..., int], keys: list[int], known: Parameters, terms: Terms
+) -> int:
+    if terms.dry_run or not keys:
+        return len(keys)
+    deleted: int = ask(partial(delete, keys=keys, known=known))
+    return deleted
+
+
+def _moment(cursor: CursorWrapper, *, terms: Terms) -> Parameters:
+    """Return what the statements name: instants of the server, once for the whole purge."""
+    from django_distlock.models import MethodLock
+
+    connection = cursor.db
+    clock, _ = (
+        MethodLock.objects.all().query.get_compiler(connection=connection).compile(ServerNow())
+    )
+    cursor.execute(f"SELECT {clock}{connection.features.bare_select_suffix}", {})
+    (read,) = cursor.fetchone()
+    now = read if isinstance(read, datetime) else datetime.fromisoformat(read)
+    cutoff = now - timedelta(seconds=terms.older_than)
+    write = connection.ops.adapt_datetimefield_value
+    instants = {"now": write(now), "cutoff": write(cutoff)}
+    return {**instants, "token": microseconds(cutoff), "size": terms.batch_size}
+
+
+def _ends(cursor: CursorWrapper) -> tuple[int, int]:
+    cursor.execute(_ENDS)
+    first, last = cursor.fetchone()
+    return first or 0, last or 0
+
+
+def _read(cursor: CursorWrapper, *, look: str, known: Parameters) -> list[_Row]:
+    cursor.execute(look, known)
+    return [_Row(*row) for row in cursor.fetchall()]
+
+
+def _delete(cursor: CursorWrapper, *, keys: list[int], known: Parameters) -> int:
+    with short_transaction(cursor):
+        locks = _select(cursor, _SEIZE + _for_update(cursor), keys, known)
+        deleted = _execute(cursor, _DELETE, [key for key, _ in locks], known)
+        # Last, since a lock whose counter is locked is taken for busy. One that guard() holds stays.
+        names = [name for _, name in locks]
+        counters = _select(cursor, _SEIZE_COUNTERS + _for_update(cursor), names, known)
+        _execute(cursor, _DELETE_COUNTERS, [name for (name,) in counters], known)
+    return deleted
+
+
+def _delete_waiters(cursor: CursorWrapper, *, keys: list[int], known: Parameters) -> int:
+    return _execute(cursor, _DELETE_WAITERS, keys, known)
+
+
+def _select(
+    cursor: CursorWrapper, statement: str, these: Collection[Any], known: Parameters
+) -> list[tuple[Any, ...]]:
+    _execute(cursor, statement, these, known)
+    return cursor.fetchall() if these else []
+
+
+def _execute(
+    cursor: CursorWrapper, statement: str, these: Collection[Any], known: Parameters
+) -> int:
+    """Execute *statement* with its list in place, if it is not empty; return the number of rows."""
+    if not these:
+        return 0
+    listed = {f"this{number}": value for number, value in enumerate(these)}
+    places = ", ".join(f"%({place})s" for place in listed)
+    known = {**known, **listed}
+    cursor.execute(statement.format(these=f"({places})"), known)
+    count: int = cursor.rowcount
+    return count
+
+
+def _for_update(cursor: CursorWrapper) -> str:
+    """Return what locks the selected rows, those that are locked already left out where it can be."""
+    features = cursor.db.features
+    if not features.has_select_for_update:
+        return ""
+    skips = features.has_select_for_update_skip_locked
+    return f" {cursor.db.ops.for_update_sql(skip_locked=skips)}"

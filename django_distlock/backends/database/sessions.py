@@ -1,0 +1,237 @@
+"""Sessions: a connection of our own for each lock that is held or waited for."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakSet
+
+from django_distlock.caller import current_task
+from django_distlock.exceptions import LockBackendError
+from django_distlock.protocol import Request, digest
+
+from . import bounds
+from .connections import abandon
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from django_distlock.protocol import Grant
+
+    from .connections import OwnConnections
+
+#: How many of the owners that released or were interrupted last are remembered.
+REMEMBERED = 1000
+
+
+class _Process:
+    """What tells this process from all others; another one after a fork."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.secret = secrets.token_hex(8)
+
+
+_process = _Process()
+os.register_at_fork(after_in_child=_process.renew)
+
+
+def this_caller() -> str:
+    """Return a short text for the running thread or task, different from all others anywhere."""
+    task = current_task()
+    return digest(f"{_process.secret}:{threading.get_ident()}:{0 if task is None else id(task)}")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest(Request):
+    """A request that tells whose it is: who holds what and waits for what makes deadlocks."""
+
+    caller: str = field(default_factory=this_caller)
+
+
+class Session:
+    """One connection and the one lock that it holds or waits for."""
+
+    def __init__(
+        self, request: Request, connection: BaseDatabaseWrapper, *, was_idle: bool
+    ) -> None:
+        self.request = request
+        self.connection = connection
+        #: Whether its connection came from the pool, and whether the server had closed it at its end.
+        self.was_idle = was_idle
+        self.was_cut = False
+        #: Held by whoever makes a request on the connection.
+        self.mutex = threading.Lock()
+        self.grant: Grant | None = None
+        #: Until when the server keeps it at least, on ``clock.lease_time()``.
+        self.ends = 0.0
+        #: For how many milliseconds the server bears its silence.
+        self.limit = 0
+        #: Set by who ends the wait; why, if that is for people.
+        self.interrupted = threading.Event()
+        self.deadlock = ""
+        self._state = threading.Lock()
+        self._is_waiting = False
+
+    @property
+    def caller(self) -> str:
+        """The thread or task that it is for."""
+        return getattr(self.request, "caller", "")
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the server makes it wait now."""
+        return self._is_waiting
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let interrupt() end what is done inside."""
+        with self._state:
+            self._is_waiting = True
+            if self.interrupted.is_set():
+                bounds.cut(self.connection)
+        try:
+            yield
+        finally:
+            with self._state:
+                self._is_waiting = False
+
+    def interrupt(self) -> None:
+        """Have a waiting thread return at once, by cutting its connection; no I/O that blocks."""
+        with self._state:
+            self.interrupted.set()
+            if self._is_waiting:
+                bounds.cut(self.connection)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server has closed the connection; False while a request is under way."""
+        if not self.mutex.acquire(blocking=False):
+            return False
+        try:
+            return bounds.is_cut(self.connection)
+        finally:
+            self.mutex.release()
+
+
+class Sessions:
+    """The sessions of one backend by owner, and the pool that their connections come from."""
+
+    everywhere: ClassVar[WeakSet[Sessions]] = WeakSet()
+
+    def __init__(self, pool: OwnConnections) -> None:
+        self._pool = pool
+        self._forget()
+        self.everywhere.add(self)
+
+    def _forget(self) -> None:
+        self._mutex = threading.Lock()
+        self._by_owner: dict[str, Session] = {}
+        self._ended: OrderedDict[str, bool] = OrderedDict()
+        self._seen: WeakSet[BaseDatabaseWrapper] = WeakSet()
+
+    def open(self, request: Request) -> Session:
+        """Return a session for *request*; LockBackendError if there is no connection for it."""
+        connection = self._borrow()
+        session = Session(request, connection, was_idle=connection in self._seen)
+        with self._mutex:
+            self._seen.add(connection)
+            self._by_owner[request.owner] = session
+            # It may have been interrupted before it began; one that was released may ask again.
+            if self._ended.pop(request.owner, None) is False:
+                session.interrupted.set()
+        return session
+
+    def get(self, owner: str) -> Session | None:
+        """Return the session of *owner*, whether it holds or waits."""
+        return self._by_owner.get(owner)
+
+    def held(self, owner: str) -> Session | None:
+        """Return the session of *owner* if it holds its lock."""
+        session = self._by_owner.get(owner)
+        return session if session is not None and session.grant is not None else None
+
+    def close(self, session: Session, *, is_sound: bool) -> None:
+        """Forget *session*; its connection is used again if it *is_sound*, else closed."""
+        with self._mutex:
+            known = self._by_owner.get(session.request.owner) is session
+            if known:
+                del self._by_owner[session.request.owner]
+        if known:
+            session.was_cut = not is_sound and bounds.is_cut(session.connection)
+            self._pool.give_back(session.connection, is_sound=is_sound)
+
+    def note_release(self, owner: str) -> None:
+        """Remember that *owner* has released."""
+        self._note(owner, is_released=True)
+
+    def has_released(self, owner: str) -> bool:
+        """Return whether *owner* has released, not too long ago."""
+        return self._ended.get(owner, False)
+
+    def interrupt(self, owner: str) -> None:
+        """End the wait of *owner*, which may only be about to begin."""
+        session = self._by_owner.get(owner)
+        if session is not None:
+            session.interrupt()
+        elif owner not in self._ended:
+            self._note(owner, is_released=False)
+
+    def translated(self) -> AbstractContextManager[None]:
+        """See OwnConnections.translated()."""
+        return self._pool.translated()
+
+    @classmethod
+    def holds_any(cls, caller: str) -> bool:
+        """Return whether *caller* holds a lock by any backend of this kind: else it cannot deadlock."""
+        return any(
+            session.caller == caller and session.grant is not None
+            for sessions in list(cls.everywhere)
+            for session in list(sessions._by_owner.values())  # noqa: SLF001 - our own
+        )
+
+    def close_idle(self) -> None:
+        """Close the connections that hold nothing."""
+        self._pool.close()
+
+    def abandon(self) -> None:
+        """In a forked child: drop the parent's sessions with no goodbye."""
+        for session in self._by_owner.values():
+            abandon(session.connection)
+        self._pool.abandon()
+        self._forget()
+
+    def _borrow(self) -> BaseDatabaseWrapper:
+        try:
+            connection = self._pool.borrow()
+        except LockBackendError:
+            # Sessions that the server has ended are nobody's any more, and take places.
+            if not self._drop_ended():
+                raise
+            connection = self._pool.borrow()
+        while bounds.is_cut(connection):
+            self._pool.give_back(connection, is_sound=False)
+            connection = self._pool.borrow()
+        return connection
+
+    def _drop_ended(self) -> bool:
+        ended = [session for session in list(self._by_owner.values()) if session.is_over]
+        for session in ended:
+            self.close(session, is_sound=False)
+        return bool(ended)
+
+    def _note(self, owner: str, *, is_released: bool) -> None:
+        with self._mutex:
+            self._ended[owner] = is_released
+            while len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)

@@ -1,0 +1,163 @@
+"""SQLite: one statement a verb, which is atomic there; the token stands in the lock's own row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django_distlock.protocol import Busy, Grant, Release, Request
+
+from .engine import LOCK, PATIENCE, WAITER, Engine, StaleSnapshot, busy, missed, parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from django.db.backends.utils import CursorWrapper
+
+#: Seconds that SQLite itself waits for the file; the backend asks again until its own limit.
+SLICE = 0.1
+
+# Instants are text that sorts; 'now' stands still within one statement, after any wait for the file.
+_NOW = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
+_AFTER = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', ({}) || ' seconds')"
+_MICROSECONDS = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000"
+_LEFT = "(julianday(available_at) - julianday('now')) * 86400.0"
+
+_TURN = f"""NOT EXISTS (
+        SELECT 1 FROM {WAITER} AS w
+        WHERE w.method_name = %(key)s AND w.expires_at > {_NOW} AND w.owner <> %(owner)s
+          AND w.ticket < coalesce((SELECT ticket FROM {WAITER} WHERE owner = %(owner)s), 9223372036854775807))"""
+
+# Takes the lock for %(owner)s if it is free for it, and raises its fencing token.
+# A row with the token, or none: refused. The same owner again gets the same token.
+_ACQUIRE = f"""
+INSERT INTO {LOCK} (method_name, description, owner, holder, fencing_token, acquired_at, expires_at,
+                    available_at, updated_at)
+SELECT %(key)s, %(name)s, %(owner)s, %(holder)s, {_MICROSECONDS}, {_NOW}, {_AFTER.format("%(ttl)s")},
+       max({_AFTER.format("%(min_hold)s")}, {_AFTER.format("%(ttl)s + %(lock_delay)s")}), {_NOW}
+WHERE {{turn}} OR EXISTS (SELECT 1 FROM {LOCK} WHERE method_name = %(key)s AND owner = %(owner)s)
+ON CONFLICT (method_name) DO UPDATE SET
+    holder = excluded.holder, expires_at = excluded.expires_at,
+    available_at = excluded.available_at, updated_at = excluded.updated_at,
+    acquired_at = CASE WHEN owner = %(owner)s THEN acquired_at ELSE excluded.acquired_at END,
+    fencing_token = CASE WHEN owner = %(owner)s THEN fencing_token
+                    ELSE max(fencing_token + 1, excluded.fencing_token) END,
+    owner = excluded.owner
+WHERE owner = %(owner)s OR available_at <= {_NOW}
+RETURNING fencing_token
+"""
+
+_LOOK = f"SELECT holder, {_LEFT} FROM {LOCK} WHERE method_name = %(key)s"
+_PROBE = f"{_LOOK} AND available_at > {_NOW}"
+
+# Frees the lock if %(owner)s has it. A row that tells if it was in time, or none: it was not ours.
+_RELEASE = f"""
+UPDATE {LOCK} SET owner = NULL, last_owner = %(owner)s, holder = NULL, updated_at = {_NOW},
+    available_at = strftime('%%Y-%%m-%%d %%H:%%M:%%f', acquired_at, %(min_hold)s || ' seconds')
+WHERE method_name = %(key)s AND owner = %(owner)s RETURNING expires_at > {_NOW}
+"""
+
+_MISSED = f"""
+SELECT last_owner IS %(owner)s, owner IS NOT NULL AND expires_at > {_NOW}
+FROM {LOCK} WHERE method_name = %(key)s
+"""
+
+# Gives a lease that is still its owner's more time, never less. Matches one row, or none.
+_EXTEND = f"""
+UPDATE {LOCK} SET updated_at = {_NOW}, expires_at = max(expires_at, {_AFTER.format("%(ttl)s")}),
+    available_at = max(available_at, {_AFTER.format("%(ttl)s + %(lock_delay)s")})
+WHERE method_name = %(key)s AND owner = %(owner)s AND expires_at > {_NOW}
+"""
+
+_ENQUEUE = f"""
+INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
+VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format("%(patience)s")})
+ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING ticket
+"""
+_KEEP_PLACE = f"""
+UPDATE {WAITER} SET expires_at = {_AFTER.format("%(patience)s")}
+WHERE owner = %(owner)s AND expires_at < {_AFTER.format("%(patience)s / 2")}
+"""
+
+
+class SQLite(Engine):
+    """One statement a verb; the file has one writer at a time, so there is nothing else to lock."""
+
+    has_one_writer = True
+
+    def __init__(self, *, fair: bool) -> None:
+        super().__init__(fair=fair)
+        self._acquire = _ACQUIRE.format(turn=_TURN if fair else "true")
+
+    def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
+        """Wait for the file in slices: this process may itself be what blocks it."""
+        return {"timeout": SLICE, "transaction_mode": "IMMEDIATE"}
+
+    def is_contention(self, error: Exception) -> bool:
+        """Return whether somebody else writes the file just now."""
+        return "locked" in str(error)
+
+    def is_missing_table(self, error: Exception) -> bool:
+        """Return whether there is no such table."""
+        return "no such table" in str(error)
+
+    def try_acquire(self, cursor: CursorWrapper, request: Request, *, queued: bool) -> Grant | Busy:
+        """Ask once."""
+        known = parameters(request)
+        cursor.execute(self._acquire, known)
+        row = cursor.fetchone()
+        if queued:
+            done = f"DELETE FROM {WAITER} WHERE owner = %(owner)s"
+            cursor.execute(_KEEP_PLACE if row is None else done, known)
+        return self._refusal(cursor, known) if row is None else Grant(row[0])
+
+    def release(self, cursor: CursorWrapper, request: Request) -> Release:
+        """Give it back."""
+        known = parameters(request)
+        cursor.execute(_RELEASE, known)
+        if (row := cursor.fetchone()) is not None:
+            return Release.RELEASED if row[0] else Release.GONE
+        cursor.execute(_MISSED, known)
+        return missed(cursor.fetchone())
+
+    def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
+        """Extend each."""
+        kept = []
+        for request in requests:
+            cursor.execute(_EXTEND, parameters(request))
+            kept.append(cursor.rowcount == 1)
+        return kept
+
+    def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
+        """Look."""
+        cursor.execute(_PROBE, {"key": request.key})
+        row = cursor.fetchone()
+        return None if row is None else busy(*row)
+
+    def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
+        """Take a place, or keep the one that this owner has."""
+        cursor.execute(_ENQUEUE, parameters(request, channel=channel, patience=PATIENCE))
+        ticket: int = cursor.fetchone()[0]
+        return ticket
+
+    def guard(self, cursor: CursorWrapper, key: str, token: int) -> int | None:
+        """Write the token as it is: the caller is the file's one writer until its transaction ends."""
+        try:
+            cursor.execute(
+                f"UPDATE {LOCK} SET fencing_token = fencing_token WHERE method_name = %(key)s",
+                {"key": key},
+            )
+        except Exception as error:
+            # A transaction that has read cannot become the writer once another has written.
+            if self.is_contention(error):
+                raise StaleSnapshot from error
+            raise
+        cursor.execute(
+            f"SELECT fencing_token FROM {LOCK} WHERE method_name = %(key)s", {"key": key}
+        )
+        row = cursor.fetchone()
+        return None if row is None else row[0]
+
+    def _refusal(self, cursor: CursorWrapper, known: dict[str, Any]) -> Busy:
+        cursor.execute(_LOOK, known)
+        row = cursor.fetchone()
+        return Busy() if row is None else busy(*row)

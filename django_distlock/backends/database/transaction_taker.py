@@ -1,0 +1,159 @@
+"""One call of transaction_lock(): what is the same on each kind of server."""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+from django.db.utils import OperationalError
+
+from django_distlock.exceptions import LockDeadlock, LockError, LockNotAcquired
+from django_distlock.naming import server_key
+
+from .connections import Contended, OwnConnections
+from .engine import LOCK
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.utils import CursorWrapper
+
+    from django_distlock.waiting import Wait
+
+    from .engine import Engine
+
+#: What the rows of a RowLockBackend without KEY_PREFIX have in front: the same name is the same lock.
+KIND = "row"
+#: Seconds a request for a missing row may take, and on how many connections at once.
+IO_TIMEOUT, AT_ONCE = 2.0, 2
+#: Seconds to stand back for others, at most.
+STAND_BACK = 0.1
+#: Isolation levels at which a transaction reads what was committed when it began.
+SNAPSHOT = {"repeatable read", "serializable", "REPEATABLE-READ", "SERIALIZABLE"}
+
+SELECT = f"SELECT {{what}} FROM {LOCK} WHERE method_name = %(key)s FOR UPDATE {{how}}"
+
+
+class Found(enum.Enum):
+    """What an attempt to lock the row found."""
+
+    LOCKED = "locked"
+    MISSING = "there is no row"
+    STALE = "locked, in a snapshot from before it was free"
+
+
+class Taker(ABC):
+    """One call of transaction_lock()."""
+
+    #: For what a connection of our own does: the row is made outside of the caller's transaction.
+    engine: ClassVar[Engine]
+
+    def __init__(self, connection: BaseDatabaseWrapper, name: str, wait: Wait) -> None:
+        self.connection = connection
+        self.name = name
+        self.key = server_key(name, kind=KIND)
+        self.wait = wait
+
+    def take(self) -> None:
+        """Take the lock, or raise why not."""
+        self.look_before()
+        self._make_row()
+        attempts = 0
+        while (found := self._attempt()) is not Found.LOCKED:
+            attempts += 1
+            if found is Found.MISSING:
+                self._make_row()
+            elif attempts > 1:
+                # Others were in between: all would be for ever if nobody stood back.
+                time.sleep(self.wait.next_pause(longest=STAND_BACK))
+
+    @abstractmethod
+    def make_row(self, cursor: CursorWrapper) -> None:
+        """Make the row if there is none. *cursor*: of a connection of our own."""
+
+    @abstractmethod
+    def look_before(self) -> None:
+        """Raise LockError if the transaction reads what was committed before the lock can be ours."""
+
+    @abstractmethod
+    def lock(self, cursor: CursorWrapper) -> Found:
+        """Lock the row within the time that is left; OperationalError if that is over."""
+
+    @abstractmethod
+    def is_deadlock(self, error: Exception) -> bool:
+        """Return whether the server ended our wait for being one of a circle."""
+
+    def _attempt(self) -> Found:
+        self.begin()
+        try:
+            with self.connection.cursor() as cursor:
+                found = self.lock(cursor)
+        except LockError:
+            self.undo()
+            raise
+        except OperationalError as error:
+            if not self.engine.is_contention(error):
+                raise
+            self._give_up(error)
+        if found is Found.LOCKED:
+            self.keep()
+        else:
+            self.undo()
+        return found
+
+    def begin(self) -> None:
+        """Have a point to come back to if the lock is not had."""
+        self._savepoint = self.connection.savepoint() or ""
+
+    def undo(self) -> None:
+        """Come back to that point: the transaction can go on."""
+        self.connection.savepoint_rollback(self._savepoint)
+        self.connection.savepoint_commit(self._savepoint)
+
+    def keep(self) -> None:
+        """Let what was done since then stand."""
+        self.connection.savepoint_commit(self._savepoint)
+
+    def after_deadlock(self) -> None:
+        """Have the transaction as the server left it."""
+        self.undo()
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        if self.is_deadlock(error):
+            self.after_deadlock()
+            reason = "the server found a circle of transactions that wait for each other"
+            raise LockDeadlock(self.name, reason) from error
+        self.undo()
+        raise LockNotAcquired(self.name, self.wait.waited) from error
+
+    def refuse_old_snapshot(self) -> NoReturn:
+        """Raise LockError."""
+        msg = (
+            f"transaction_lock({self.name!r}) must be the first statement of the outermost atomic block at this "
+            "isolation level: what was read before is from before the lock was free. Or use READ COMMITTED."
+        )
+        raise LockError(msg)
+
+    def _make_row(self) -> None:
+        with suppress(Contended), _pool(self.connection.alias, self.engine).cursor() as cursor:
+            self.make_row(cursor)
+
+
+_pools: dict[str, OwnConnections] = {}
+
+
+def _pool(alias: str, engine: Engine) -> OwnConnections:
+    if alias not in _pools:
+        _pools[alias] = OwnConnections(alias, alias, engine, limit=AT_ONCE, io_timeout=IO_TIMEOUT)
+    return _pools[alias]
+
+
+def _abandon_pools() -> None:
+    for pool in _pools.values():
+        pool.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_pools)

@@ -1,0 +1,216 @@
+"""Locks in the memory of one process: they keep every promise among its threads and tasks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from django_distlock import clock
+from django_distlock.protocol import Busy, Grant, Held, Release, Request, digest
+
+from .base import BaseLockBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from django_distlock.bells import Bell
+    from django_distlock.conf import BackendSettings
+
+
+@dataclass(slots=True)
+class _Holding:
+    request: Request
+    token: int
+    acquired: float
+    expires: float
+
+
+@dataclass(slots=True)
+class _Record:
+    """One lock. Instants are seconds on the lease clock."""
+
+    available: float = 0.0
+    holdings: dict[str, _Holding] = field(default_factory=dict)
+    waiters: dict[str, tuple[Request, Bell]] = field(default_factory=dict)
+
+    def expire(self, now: float) -> None:
+        """Forget holdings whose ttl is over."""
+        for owner, holding in list(self.holdings.items()):
+            if holding.expires <= now:
+                del self.holdings[owner]
+                self.available = max(self.available, holding.expires + holding.request.lock_delay)
+
+    def admits(self, request: Request, now: float) -> bool:
+        """Return whether *request* may have it now: free for it, and nobody it must let in first."""
+        if now < self.available or self._is_behind(request):
+            return False
+        return all(request.shared and holding.request.shared for holding in self.holdings.values())
+
+    def busy(self, now: float) -> Busy:
+        """Return who has it, and for how long still."""
+        last = max(self.holdings.values(), key=lambda holding: holding.expires, default=None)
+        ends = max([self.available] + [holding.expires for holding in self.holdings.values()])
+        return Busy(last.request.holder if last else None, ends - now if ends > now else None)
+
+    def wake(self) -> None:
+        """Ring the first waiter; with a reader, all the readers before the first writer."""
+        for is_first, (request, bell) in enumerate(self.waiters.values()):
+            if is_first and not request.shared:
+                return
+            bell.ring()
+            if not request.shared:
+                return
+
+    def _is_behind(self, request: Request) -> bool:
+        for owner, (other, _) in self.waiters.items():
+            if owner == request.owner:
+                return False
+            if not (request.shared and other.shared):
+                return True
+        return False
+
+
+class LocMemBackend(BaseLockBackend):
+    """First come, first served, with readers and writers; nothing leaves this process."""
+
+    supports_fencing = True
+    supports_shared = True
+    supports_fair = True
+    supports_listing = True
+    supports_detach = True
+    supports_delays = True
+    clock = "client"
+    queues_waiters = True
+    wakes_waiters = True
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self._mutex = threading.Lock()
+        self._records: dict[str, _Record] = {}
+        self._released: deque[str] = deque(maxlen=256)
+        self._token = 0
+
+    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """Ask once."""
+        with self._mutex:
+            now, record = clock.lease_time(), self._records.setdefault(request.key, _Record())
+            record.expire(now)
+            if request.owner not in record.holdings:
+                if not record.admits(request, now):
+                    return record.busy(now)
+                self._take(record, request, now)
+            return Grant(record.holdings[request.owner].token)
+
+    def release(self, request: Request) -> Release:
+        """Give it back and wake who is next."""
+        with self._mutex:
+            record = self._records.get(request.key, _Record())
+            record.expire(clock.lease_time())
+            holding = record.holdings.pop(request.owner, None)
+            if holding is None:
+                return self._missed(record, request)
+            self._released.append(request.owner)
+            record.available = max(record.available, holding.acquired + request.min_hold)
+            record.wake()
+            self._tidy(request.key, record)
+            return Release.RELEASED
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """Let each live on, if it does."""
+        with self._mutex:
+            return [self._extend(request) for request in requests]
+
+    def take_over(self, request: Request, former: str) -> bool:
+        """Change the owner."""
+        with self._mutex:
+            record = self._records.get(request.key, _Record())
+            if (holding := record.holdings.pop(former, None)) is not None:
+                record.holdings[request.owner] = replace(holding, request=request)
+            return self._extend(request)
+
+    def probe(self, request: Request) -> Busy | None:
+        """Tell who has it."""
+        with self._mutex:
+            now, record = clock.lease_time(), self._records.get(request.key, _Record())
+            record.expire(now)
+            return record.busy(now) if record.holdings or record.available > now else None
+
+    def enqueue(self, request: Request, bell: Bell) -> None:
+        """Stand in line."""
+        with self._mutex:
+            self._records.setdefault(request.key, _Record()).waiters[request.owner] = (
+                request,
+                bell,
+            )
+
+    def dequeue(self, request: Request) -> None:
+        """Leave the line; who was behind us may be first now."""
+        self.forget_bell(request)
+
+    def forget_bell(self, request: Request) -> None:
+        """See dequeue(): here both are one."""
+        with self._mutex:
+            record = self._records.get(request.key)
+            if record and record.waiters.pop(request.owner, None):
+                record.wake()
+
+    def held(self) -> Iterable[Held]:
+        """Tell the locks that are held."""
+        with self._mutex:
+            now = clock.lease_time()
+            return [
+                _as_held(key, record, holding, now)
+                for key, record in self._records.items()
+                for holding in record.holdings.values()
+            ]
+
+    def end_holding(self, key: str, owner_digest: str) -> bool:
+        """End the holding that *owner_digest* names."""
+        with self._mutex:
+            record = self._records.get(key, _Record())
+            owners = [owner for owner in record.holdings if digest(owner) == owner_digest]
+            for owner in owners:
+                del record.holdings[owner]
+            record.wake()
+            return bool(owners)
+
+    def abandon_after_fork(self) -> None:
+        """Begin empty: the parent's locks are the parent's."""
+        self._mutex, self._records = threading.Lock(), {}
+
+    def _take(self, record: _Record, request: Request, now: float) -> None:
+        self._token = max(self._token + 1, time.time_ns() // 1000)
+        record.holdings[request.owner] = _Holding(request, self._token, now, now + request.ttl)
+        record.available = (
+            max(record.available, now + request.min_hold) if not request.shared else 0.0
+        )
+        record.waiters.pop(request.owner, None)
+
+    def _extend(self, request: Request) -> bool:
+        record, now = self._records.get(request.key, _Record()), clock.lease_time()
+        record.expire(now)
+        holding = record.holdings.get(request.owner)
+        if holding is not None:
+            holding.expires = max(holding.expires, now + request.ttl)
+        return holding is not None
+
+    def _missed(self, record: _Record, request: Request) -> Release:
+        if request.owner in self._released:
+            return Release.RELEASED
+        return Release.TAKEN if record.holdings else Release.GONE
+
+    def _tidy(self, key: str, record: _Record) -> None:
+        if not (record.holdings or record.waiters or record.available > clock.lease_time()):
+            del self._records[key]
+
+
+def _as_held(key: str, record: _Record, holding: _Holding, now: float) -> Held:
+    request = holding.request
+    left, waiters = holding.expires - now, len(record.waiters)
+    shown = digest(request.owner)
+    return Held(
+        request.name, key, request.holder, left, holding.token, shown, request.shared, waiters
+    )

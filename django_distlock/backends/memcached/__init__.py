@@ -1,0 +1,5 @@
+"""Locks in memcached, through an alias of CACHES."""
+
+from .backend import CacheMemcachedBackend
+
+__all__ = ["CacheMemcachedBackend"]

@@ -1,0 +1,213 @@
+"""Locks in Redis: each verb is one script, which the server carries out as one step."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from django.core.cache import caches
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.cache_alias import check_clearing, own_instance
+from django_distlock.bells import TaskBell, ThreadBell
+from django_distlock.exceptions import LockOutcomeUnknown
+
+from .checks import check_redis
+from .keys import KeySpace
+from .links import LISTEN, LoopLinks, open_link
+from .options import RedisCacheOptions, RedisOptions, RedisSettings
+from .scripts import RETENTION
+from .sources import Source, source_of_cache
+from .transactions import transact
+from .verbs import BATCH, Verbs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from django.core.checks import CheckMessage
+
+    from django_distlock.conf import BackendSettings
+    from django_distlock.protocol import Busy, Grant, Held, Release, Request
+
+    from .keys import MakeKey
+
+#: Locks that a listing shows at most.
+MOST_LISTED = 1000
+#: Seconds until a waiter whose connection broke tries again.
+CUT_OFF = 0.05
+
+
+class RedisBackend(BaseLockBackend):
+    """Locks in the Redis that ``OPTIONS["location"]`` names."""
+
+    options_class: ClassVar[type[RedisSettings]] = RedisOptions
+    supports_fencing = True
+    supports_shared = True
+    supports_fair = True
+    supports_listing = True
+    supports_detach = True
+    supports_delays = True
+    queues_waiters = True
+    wakes_waiters = True
+    queues_by_trying = True
+    listening_time = LISTEN
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self.source = self.make_source()
+        self._space = KeySpace(self.make_key())
+        # The locks of one script must be on one server.
+        batch = 1 if self.source.is_cluster else BATCH
+        self._verbs = Verbs(self.alias, self._space, self.options, transact, batch=batch)
+        self._open()
+
+    def make_source(self) -> Source:
+        """Return where its Redis is."""
+        return Source(
+            self.options.location,
+            connect_timeout=self.options.connect_timeout,
+            io_timeout=self.options.io_timeout,
+            is_cluster=self.options.cluster,
+        )
+
+    def make_key(self) -> MakeKey:
+        """Return what makes a key of Redis of a key of ours."""
+        return str
+
+    def request(self, name: str, **wishes: Any) -> Request:
+        """See BaseLockBackend.request(); ValueError for a lock_delay that would be forgotten."""
+        if wishes.get("lock_delay", 0.0) > RETENTION:
+            msg = f"lock_delay must be at most {RETENTION} seconds in Redis, not {wishes['lock_delay']!r}."
+            raise ValueError(msg)
+        return super().request(name, **wishes)
+
+    # The verbs.
+
+    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """Ask once."""
+        return self._link.converse(self._verbs.acquire(request, is_queued=queued))
+
+    def release(self, request: Request) -> Release:
+        """Give it back, and ring for who is next."""
+        return self._link.converse(self._verbs.release(request))
+
+    def revoke(self, request: Request) -> Release:
+        """Give it back for good."""
+        return self._link.converse(self._verbs.release(request, is_final=True))
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """Extend many at once."""
+        return self._link.converse(self._verbs.extend(requests))
+
+    def take_over(self, request: Request, former: str) -> bool:
+        """Change the owner."""
+        return self._link.converse(self._verbs.take_over(request, former))
+
+    def probe(self, request: Request) -> Busy | None:
+        """Look."""
+        return self._link.converse(self._verbs.probe(request))
+
+    def dequeue(self, request: Request) -> None:
+        """Leave the queue."""
+        self._link.converse(self._verbs.leave(request))
+
+    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
+        """Block on the doorbell that this waiter has on the server."""
+        try:
+            self._link.hear(self._bell(request), seconds)
+        except LockOutcomeUnknown:
+            # Only listening was broken off: the next try tells how the server is.
+            bell.wait(min(seconds, CUT_OFF))
+
+    def held(self) -> Iterable[Held]:
+        """Tell the locks that are held, the first thousand that are found."""
+        return [shown for shown, _ in self._link.converse(self._verbs.held(self._keys()))]
+
+    def end_holding(self, key: str, owner_digest: str) -> bool:
+        """End the holding that *owner_digest* names."""
+        found = self._link.converse(self._verbs.held([key]))
+        owners = [owner for shown, owner in found if shown.owner_digest == owner_digest]
+        return any(self._link.converse(self._verbs.force(key, owner)) for owner in owners)
+
+    def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
+        """Say what is wrong with the settings; with *databases*, with the server."""
+        return check_redis(self.alias, self.options, self._link) if databases else []
+
+    def close(self) -> None:
+        """Let idle connections go; an event loop takes its own along when it ends."""
+        super().close()
+        self._link.close()
+
+    def abandon_after_fork(self) -> None:
+        """Forget the parent's connections, and say nothing on them."""
+        self._open()
+
+    # Their twins for asyncio.
+
+    async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """See try_acquire()."""
+        return await self._loops.converse(self._verbs.acquire(request, is_queued=queued))
+
+    async def arelease(self, request: Request) -> Release:
+        """See release()."""
+        return await self._loops.converse(self._verbs.release(request))
+
+    async def aabandon(self, request: Request) -> None:
+        """See abandon()."""
+        await self._loops.converse(self._verbs.leave(request))
+        await self.arelease(request)
+
+    async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """See extend()."""
+        return await self._loops.converse(self._verbs.extend(requests))
+
+    async def atake_over(self, request: Request, former: str) -> bool:
+        """See take_over()."""
+        return await self._loops.converse(self._verbs.take_over(request, former))
+
+    async def aprobe(self, request: Request) -> Busy | None:
+        """See probe()."""
+        return await self._loops.converse(self._verbs.probe(request))
+
+    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
+        """See sleep()."""
+        try:
+            await self._loops.hear(self._bell(request), seconds)
+        except LockOutcomeUnknown:
+            await bell.wait(min(seconds, CUT_OFF))
+
+    def _open(self) -> None:
+        self._link = open_link(self.alias, self.source)
+        self._loops = LoopLinks(self.alias, self.source)
+
+    def _bell(self, request: Request) -> str:
+        return self._space.of(request.key).bell(request.owner)
+
+    def _keys(self) -> list[str]:
+        found = (self._space.key_of(record) for record in self._link.keys(self._space.pattern))
+        return sorted(islice((key for key in found if key), MOST_LISTED))
+
+
+class CacheRedisBackend(RedisBackend):
+    """Locks in the Redis behind the cache ``OPTIONS["cache"]``: its server, its keys, not its time limits."""
+
+    options_class = RedisCacheOptions
+
+    def make_source(self) -> Source:
+        """Return what the cache's settings name."""
+        return source_of_cache(
+            caches.settings[self.options.cache],
+            is_cluster=self.options.cluster,
+            connect_timeout=self.options.connect_timeout,
+            io_timeout=self.options.io_timeout,
+        )
+
+    def make_key(self) -> MakeKey:
+        """Return the cache's key function, with its prefix and version."""
+        return own_instance(self.options.cache).make_key
+
+    def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
+        """See RedisBackend.check(); and warn if the cache is cleared together with the default one."""
+        if databases is None:
+            return check_clearing(self.alias, self.options.cache)
+        return super().check(databases)

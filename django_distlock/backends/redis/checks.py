@@ -1,0 +1,65 @@
+"""What `manage.py check` says of a Redis that holds locks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from django.core.checks import CheckMessage, Error, Warning as CheckWarning
+
+from django_distlock.exceptions import LockBackendError
+
+if TYPE_CHECKING:
+    from .links import Conversation, Link
+    from .options import RedisSettings
+
+#: BLPOP takes fractions of a second, and EVALSHA's effects are replicated, not the script.
+OLDEST = (6, 0)
+
+
+def check_redis(alias: str, options: RedisSettings, link: Link) -> list[CheckMessage]:
+    """Ask the server for its version, and whether it drops keys when its memory is full."""
+    return check_server(f"DISTLOCK[{alias!r}]", link, allow_eviction=options.allow_eviction)
+
+
+def check_server(where: str, link: Link, *, allow_eviction: bool) -> list[CheckMessage]:
+    """See check_redis(); *where* is what it is called."""
+    try:
+        facts = link.converse(_facts())
+    except LockBackendError as error:
+        hint = "Start it, or mend the settings."
+        return [CheckWarning(f"{where}: {error}", hint=hint, id="distlock.W020")]
+    return [*_check_version(where, facts), *_check_eviction(where, facts, allow_eviction)]
+
+
+def _facts() -> Conversation[dict[str, str]]:
+    (answer,) = yield (("INFO",),)
+    if isinstance(answer, dict):  # as a cluster's client has read it already
+        first = next(iter(answer.values()))
+        return {
+            name: str(value)
+            for name, value in (first if isinstance(first, dict) else answer).items()
+        }
+    lines = answer.decode().splitlines() if isinstance(answer, bytes) else ()
+    return dict(line.partition(":")[::2] for line in lines if ":" in line)
+
+
+def _check_version(where: str, facts: dict[str, str]) -> list[CheckMessage]:
+    version = facts.get("redis_version", "")
+    if not version or tuple(map(int, version.split(".")[:2])) >= OLDEST:
+        return []
+    text = f"{where}: Redis {version} is too old."
+    return [Error(text, hint="Use Redis 6.0 or later, or Valkey.", id="distlock.E020")]
+
+
+def _check_eviction(where: str, facts: dict[str, str], is_allowed: bool) -> list[CheckMessage]:
+    policy = facts.get("maxmemory_policy", "noeviction")
+    if policy == "noeviction":
+        return []
+    text = f"{where}: the server's maxmemory-policy is {policy}: it drops locks that are held when its memory is full."
+    if is_allowed:
+        return [CheckWarning(text, hint="Two holders are possible.", id="distlock.W021")]
+    hint = (
+        "Set it to noeviction, give locks a server of their own, or, if two holders at once are "
+        "bearable, set OPTIONS 'allow_eviction': True."
+    )
+    return [Error(text, hint=hint, id="distlock.E021")]

@@ -1,0 +1,342 @@
+"""The Lua scripts, each with its contract: what Redis carries out as one step.
+
+Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (TIME). A lock has
+
+- *record*, a hash: ``token`` the last one given, ``mode`` x (exclusive) or s (shared), ``available``
+  the instant from which others may have it, ``name``, ``ended`` the last owners that gave it back,
+  ``revoked`` the last ones that are refused from now on, and for each holder ``h:OWNER``: "token acquired min_hold lock_delay holder";
+- *holders*, a sorted set: owner by the instant its lease ends;
+- *queue*, a sorted set: waiter (mode and owner) by ticket; *alive*: waiter by the end of its patience;
+- a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on.
+
+The record outlives its lock by RETENTION: so tokens rise though the clock may step back, and an
+answer can be given twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+#: Seconds for which what is known of a free lock is kept.
+RETENTION = 2 * 3600
+#: Seconds without a word from a waiter after which others are served before it.
+PATIENCE = 0.5
+#: Seconds of silence after which a waiter loses its place for good.
+FORGOTTEN = 10.0
+
+#: What scripts begin with: the server's clock, and numbers from and to text.
+CLOCK = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+
+local function text(number) return string.format('%.0f', number) end
+local function number(value) return tonumber(value or 0) or 0 end
+"""
+
+# KEYS: record, holders, queue, alive. ARGV[1]: what the names of doorbells begin with.
+_COMMON = f"""{CLOCK}
+local record, holders, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
+
+local function keep(ends)
+  local left = math.max(0, math.ceil((ends - now) / 1000)) + {RETENTION * 1000}
+  for _, key in ipairs({{record, holders}}) do
+    -- Nearly as long is long enough, and saves a write.
+    if redis.call('PTTL', key) < left - 600000 then redis.call('PEXPIRE', key, text(left)) end
+  end
+end
+
+local function described(owner)
+  local token, acquired, min_hold, lock_delay, holder =
+    string.match(redis.call('HGET', record, 'h:' .. owner) or '', '^(%d+) (%d+) (%d+) (%d+) (.*)$')
+  return number(token), number(acquired), number(min_hold), number(lock_delay), holder or ''
+end
+
+local function hold_back(instant)
+  if instant > now and instant > number(redis.call('HGET', record, 'available')) then
+    redis.call('HSET', record, 'available', text(instant))
+  end
+end
+
+local function forget(owner)
+  redis.call('ZREM', holders, owner)
+  redis.call('HDEL', record, 'h:' .. owner)
+end
+
+local function expire()
+  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', text(now))) do
+    local _, _, _, lock_delay = described(owner)
+    hold_back(number(redis.call('ZSCORE', holders, owner)) + lock_delay)
+    forget(owner)
+  end
+end
+
+-- Calls visit(mode, owner) for each waiter that is alive, in the order of tickets, until it says true.
+local function each_waiter(visit)
+  local first = 0
+  repeat
+    local some = redis.call('ZRANGE', queue, first, first + 15)
+    for _, waiter in ipairs(some) do
+      local patience = number(redis.call('ZSCORE', alive, waiter))
+      if patience > now and visit(string.sub(waiter, 1, 1), string.sub(waiter, 2)) then return end
+    end
+    first = first + 16
+  until #some < 16
+end
+
+local function ring(owner)
+  local bell = bells .. owner
+  if redis.call('EXISTS', bell) == 0 then
+    redis.call('RPUSH', bell, 1)
+    redis.call('PEXPIRE', bell, 10000)
+  end
+end
+
+-- Wakes the first writer, or all readers before the first writer; with readers inside, no writer.
+local function wake()
+  if redis.call('EXISTS', queue) == 0 then return end
+  local has_readers, is_first = redis.call('ZCARD', holders) > 0, true
+  if has_readers and redis.call('HGET', record, 'mode') == 'x' then return end
+  each_waiter(function(mode, owner)
+    if mode == 'x' then
+      if is_first and not has_readers then ring(owner) end
+      return true
+    end
+    is_first = false
+    ring(owner)
+  end)
+end
+
+local function leave(owner)
+  local left = redis.call('ZREM', queue, 'x' .. owner, 's' .. owner)
+  if left > 0 then redis.call('ZREM', alive, 'x' .. owner, 's' .. owner) end
+  redis.call('DEL', bells .. owner)
+  return left
+end
+
+-- Keeps the last eight: as many readers may give back at once, and ask again.
+local function note(list, owner)
+  local noted = redis.call('HGET', record, list) or ''
+  redis.call('HSET', record, list, string.sub(owner .. ' ' .. noted, 1, 8 * (#owner + 1)))
+end
+
+local function is_noted(list, owner)
+  return string.find(redis.call('HGET', record, list) or '', owner, 1, true) ~= nil
+end
+
+local function busy()
+  local last = redis.call('ZREVRANGE', holders, 0, 0, 'WITHSCORES')
+  local holder, ends = '', math.max(number(last[2]), number(redis.call('HGET', record, 'available')))
+  if last[1] then holder = select(5, described(last[1])) end
+  return {{0, holder, ends > now and ends - now or -1}}
+end
+"""
+
+# Asks for the lock, once.
+# ARGV: bells, owner, mode, ttl, min_hold, lock_delay (microseconds), name, holder, '1' to stand in the
+# queue if refused, '1' if the first in the queue is always served first.
+# Returns {1, token}, or {0, holder of the lease that ends last, microseconds left or -1}.
+# The same owner again: the same token. An owner that was given back for good: refused.
+_ACQUIRE = f"""
+local owner, mode, ttl = ARGV[2], ARGV[3], tonumber(ARGV[4])
+local min_hold, lock_delay = tonumber(ARGV[5]), tonumber(ARGV[6])
+expire()
+local ends = redis.call('ZSCORE', holders, owner)
+if ends then
+  redis.call('ZADD', holders, text(math.max(tonumber(ends), now + ttl)), owner)
+  return {{1, (described(owner))}}
+end
+local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked')
+if string.find(known[4] or '', owner, 1, true) then return busy() end
+local has_queue = redis.call('EXISTS', queue) == 1
+
+local function is_behind()
+  if not has_queue or (mode == 'x' and ARGV[10] == '') then return false end
+  local behind = false
+  each_waiter(function(other, who)
+    if who == owner then return true end
+    behind = mode == 'x' or other == 'x'
+    return behind
+  end)
+  return behind
+end
+
+local function is_free()
+  if number(known[3]) > now then return false end
+  return redis.call('ZCARD', holders) == 0 or (mode == 's' and known[2] == 's')
+end
+
+if is_free() and not is_behind() then
+  local token = math.max(number(known[1]) + 1, now)
+  local holding = table.concat({{text(token), text(now), text(min_hold), text(lock_delay), ARGV[8]}}, ' ')
+  local available = mode == 'x' and now + min_hold or 0
+  redis.call('HSET', record, 'token', text(token), 'mode', mode, 'available', text(available),
+    'name', ARGV[7], 'h:' .. owner, holding)
+  redis.call('ZADD', holders, text(now + ttl), owner)
+  keep(now + ttl + lock_delay)
+  if has_queue then leave(owner) end
+  return {{1, token}}
+end
+
+if ARGV[9] == '1' then
+  local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
+  redis.call('ZADD', queue, 'NX', text(math.max(number(last[2]) + 1, now)), mode .. owner)
+  redis.call('ZADD', alive, text(now + {PATIENCE * 1e6:.0f}), mode .. owner)
+  for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', text(now - {FORGOTTEN * 1e6:.0f}))) do
+    redis.call('ZREM', queue, waiter)
+    redis.call('ZREM', alive, waiter)
+  end
+  redis.call('PEXPIRE', queue, 60000)
+  redis.call('PEXPIRE', alive, 60000)
+end
+return busy()
+"""
+
+# Gives back what an owner holds, and wakes who is next.
+# ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late, and take it from the queue.
+# Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
+_RELEASE = """
+local owner, is_final = ARGV[2], ARGV[3] == '1'
+if is_final then leave(owner) end
+local ends = redis.call('ZSCORE', holders, owner)
+if ends and tonumber(ends) > now then
+  local _, acquired, min_hold = described(owner)
+  forget(owner)
+  hold_back(acquired + min_hold)
+  note('ended', owner)
+  if is_final then note('revoked', owner) end
+  keep(now)
+  wake()
+  return 1
+end
+expire()
+local answer = redis.call('ZCARD', holders) > 0 and 2 or 0
+if is_noted('ended', owner) then answer = 1 end
+if is_final and not is_noted('revoked', owner) then
+  note('revoked', owner)
+  keep(now)
+end
+if answer == 0 or is_final then wake() end
+return answer
+"""
+
+# Lets leases live longer, never shorter, if they are still their owner's.
+# KEYS: record and holders of each lock. ARGV: owner and ttl (microseconds) of each.
+# Returns 1 or 0 for each. Needs nothing of the above.
+_EXTEND = f"""
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local kept = {{}}
+for i = 1, #KEYS / 2 do
+  local record, holders, owner, ttl = KEYS[2 * i - 1], KEYS[2 * i], ARGV[2 * i - 1], tonumber(ARGV[2 * i])
+  local ends = tonumber(redis.call('ZSCORE', holders, owner) or 0)
+  kept[i] = ends > now and 1 or 0
+  -- Redis refuses to begin with ZADD, not to go on with it, when its memory is full: this needs none.
+  if i == 1 then redis.call('ZREM', holders, '') end
+  if ends > now and ends < now + ttl then
+    redis.call('ZADD', holders, string.format('%.0f', now + ttl), owner)
+    local left = math.ceil(ttl / 1000) + {RETENTION * 1000}
+    for _, key in ipairs({{record, holders}}) do
+      if redis.call('PTTL', key) < left - 600000 then redis.call('PEXPIRE', key, string.format('%.0f', left)) end
+    end
+  end
+end
+return kept
+"""
+
+# Has an owner hold what another one holds, with the same token.
+# ARGV: bells, new owner, former owner, ttl (microseconds), holder.
+# Returns 1 if it is the new owner's now (also when asked again), or 0.
+_TAKE_OVER = """
+local owner, former, ttl = ARGV[2], ARGV[3], tonumber(ARGV[4])
+expire()
+if redis.call('ZSCORE', holders, owner) then return 1 end
+local ends = redis.call('ZSCORE', holders, former)
+if not ends then return 0 end
+local token, acquired, min_hold, lock_delay = described(former)
+forget(former)
+redis.call('HSET', record, 'h:' .. owner,
+  table.concat({text(token), text(acquired), text(min_hold), text(lock_delay), ARGV[5]}, ' '))
+redis.call('ZADD', holders, text(math.max(tonumber(ends), now + ttl)), owner)
+keep(now + ttl)
+return 1
+"""
+
+# Looks, and writes nothing. ARGV: bells.
+# Returns {name, token, microseconds until others may have it or -1, waiters, mode} and then owner,
+# microseconds left and holder of each who holds it.
+_LOOK = """
+local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode')
+local answer = {known[1] or '', number(known[2]), number(known[3]) - now,
+  redis.call('ZCOUNT', alive, '(' .. text(now), '+inf'), known[4] or 'x'}
+local found = redis.call('ZRANGEBYSCORE', holders, '(' .. text(now), '+inf', 'WITHSCORES')
+for i = 1, #found, 2 do
+  answer[#answer + 1] = found[i]
+  answer[#answer + 1] = tonumber(found[i + 1]) - now
+  answer[#answer + 1] = select(5, described(found[i]))
+end
+return answer
+"""
+
+# Ends a holding for its operator: as if it had expired, and with a higher token.
+# ARGV: bells, owner. Returns 1 if it was there, or 0.
+_FORCE = """
+if not redis.call('ZSCORE', holders, ARGV[2]) then return 0 end
+forget(ARGV[2])
+redis.call('HSET', record, 'token', text(math.max(number(redis.call('HGET', record, 'token')) + 1, now)))
+keep(now)
+wake()
+return 1
+"""
+
+# Gives up a place in the queue; who is next may have been passed over.
+# ARGV: bells, owner. Returns 1 if there was one, or 0.
+_LEAVE = """
+local left = leave(ARGV[2])
+expire()
+wake()
+return left
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script by its name; Redis knows it by *sha*."""
+
+    name: str
+    text: str
+    sha: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        # What Redis itself names scripts by.
+        digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+        object.__setattr__(self, "sha", digest)
+
+
+ACQUIRE = Script("acquire", _COMMON + _ACQUIRE)
+RELEASE = Script("release", _COMMON + _RELEASE)
+EXTEND = Script("extend", _EXTEND)
+TAKE_OVER = Script("take_over", _COMMON + _TAKE_OVER)
+LOOK = Script("look", _COMMON + _LOOK)
+FORCE = Script("force", _COMMON + _FORCE)
+LEAVE = Script("leave", _COMMON + _LEAVE)
+SCRIPTS = (ACQUIRE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A script with what it is to work on."""
+
+    script: Script
+    keys: tuple[str, ...]
+    args: tuple[str | int | bytes, ...]
+
+    @property
+    def by_sha(self) -> tuple[str | int | bytes, ...]:
+        """The command, for a server that knows the script."""
+        return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
+
+    @property
+    def by_text(self) -> tuple[str | int | bytes, ...]:
+        """The command, for one that has not seen it yet."""
+        return ("EVAL", self.script.text, len(self.keys), *self.keys, *self.args)

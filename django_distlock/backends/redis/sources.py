@@ -1,0 +1,183 @@
+"""Where a Redis is and how to log in: from a URL, or from what a cache alias says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from redis import connection as driver
+from redis.asyncio.connection import (
+    SSLConnection as AsyncSSLConnection,
+    parse_url as parse_async_url,
+)
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.asyncio.sentinel import SentinelManagedSSLConnection as AsyncMasterSSLConnection
+from redis.backoff import NoBackoff
+from redis.connection import SSLConnection
+from redis.retry import Retry
+from redis.sentinel import SentinelManagedSSLConnection
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: What a cache may set for itself and locks decide on their own: how long to wait, how often to ask.
+_OURS = frozenset(
+    {
+        "socket_timeout", "socket_connect_timeout", "timeout", "retry", "retry_on_timeout",
+        "retry_on_error", "max_connections", "connection_class", "decode_responses", "encoding",
+        "encoding_errors", "parser_class", "protocol", "health_check_interval", "pool_class",
+        "serializer", "is_master", "check_connection",
+    }
+)  # fmt: skip
+
+#: As many as the server allows: it says so when there are too many.
+MOST_CONNECTIONS = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One Redis, the master that *sentinels* name by *service*, or the cluster that *url* belongs to.
+
+    *settings* are redis-py's, without time limits: those are *connect_timeout* and *io_timeout*, in seconds.
+    """
+
+    url: str = field(repr=False)
+    connect_timeout: float
+    io_timeout: float
+    settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    sentinels: tuple[tuple[str, int], ...] = ()
+    sentinel_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    is_cluster: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", re.sub(r"^valkey(s?)://", r"redis\1://", self.url))
+        _parsed(self.url, self.is_cluster)
+
+    @property
+    def where(self) -> str:
+        """What it is called in errors: no password in it."""
+        known = _read_url(self.url)
+        place = known.get("path") or f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
+        if self.sentinels:
+            return f"Redis (the master of {self.service!r}, by Sentinel)"
+        return f"Redis{' Cluster' if self.is_cluster else ''} at {place}"
+
+    @property
+    def service(self) -> str:
+        """What Sentinels know the master by."""
+        return str(_read_url(self.url).get("host", ""))
+
+    @property
+    def connection(self) -> dict[str, Any]:
+        """The arguments of a connection pool."""
+        known = {**self._usable(_read_url(self.url)), **self.settings, **self._limits}
+        if self.sentinels and known.get("connection_class") is SSLConnection:
+            known["connection_class"] = SentinelManagedSSLConnection
+        return self._without_place(known)
+
+    @property
+    def async_connection(self) -> dict[str, Any]:
+        """See connection."""
+        known = {
+            **self._usable(dict(parse_async_url(self.url))),
+            **self.settings,
+            **self._async_limits,
+            # A crowd of tasks that connect at once keeps its event loop busy for longer than a connect may take.
+            "socket_connect_timeout": None,
+        }
+        if self.sentinels and known.get("connection_class") is AsyncSSLConnection:
+            known["connection_class"] = AsyncMasterSSLConnection
+        return self._without_place(known)
+
+    @property
+    def cluster_settings(self) -> dict[str, Any]:
+        """The arguments of a cluster's client, but the URL."""
+        return {**self.settings, **self._limits, "retry": Retry(NoBackoff(), 0)}
+
+    @property
+    def async_cluster_settings(self) -> dict[str, Any]:
+        """See cluster_settings."""
+        return {**self.settings, **self._async_limits, "retry": AsyncRetry(NoBackoff(), 0)}
+
+    @property
+    def sentinel_settings(self) -> dict[str, Any]:
+        """The arguments of a Sentinel's connections."""
+        return {**self.sentinel_kwargs, **self._limits, "retry": Retry(NoBackoff(), 0)}
+
+    @property
+    def async_sentinel_settings(self) -> dict[str, Any]:
+        """See sentinel_settings."""
+        return {**self.sentinel_kwargs, **self._async_limits, "retry": AsyncRetry(NoBackoff(), 0)}
+
+    @property
+    def _limits(self) -> dict[str, Any]:
+        # Version 2 of the protocol: one greeting less for each connection.
+        limits = {"socket_connect_timeout": self.connect_timeout, "socket_timeout": self.io_timeout}
+        # Each waiter listens on a connection of its own; the driver stops at a hundred.
+        return {**limits, "protocol": 2, "max_connections": MOST_CONNECTIONS}
+
+    @property
+    def _async_limits(self) -> dict[str, Any]:
+        # Whoever uses them sets the limits: see links.
+        return {**self._limits, "socket_timeout": None}
+
+    def _without_place(self, known: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: value
+            for key, value in known.items()
+            if not (self.sentinels and key in {"host", "port"})
+        }
+
+    @staticmethod
+    def _usable(parsed: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in parsed.items() if k not in _OURS or k == "connection_class"}
+
+
+def source_of_cache(
+    settings: Mapping[str, Any], *, is_cluster: bool, connect_timeout: float, io_timeout: float
+) -> Source:
+    """Return where the cache with these *settings* (an alias of CACHES) keeps its keys: the master only."""
+    options = dict(settings.get("OPTIONS", {}))
+    location = settings.get("LOCATION", "")
+    servers = re.split(r"[;,]", location) if isinstance(location, str) else list(location)
+    if not servers or not servers[0]:
+        msg = "the cache has no LOCATION"
+        raise ValueError(msg)
+    return Source(
+        url=servers[0].strip(),
+        connect_timeout=connect_timeout,
+        io_timeout=io_timeout,
+        settings=_connection_settings(options),
+        sentinels=tuple((host, int(port)) for host, port in options.get("SENTINELS", ())),
+        sentinel_kwargs=options.get("SENTINEL_KWARGS") or {},
+        is_cluster=is_cluster or "cluster" in str(options.get("REDIS_CLIENT_CLASS", "")).lower(),
+    )
+
+
+def _connection_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Return redis-py's arguments: django-redis has names of its own, Django's cache passes all on."""
+    known = {
+        key.lower(): options[key] for key in ("USERNAME", "PASSWORD", "DB") if options.get(key)
+    }
+    known |= options.get("CONNECTION_POOL_KWARGS", {})
+    known |= {key: value for key, value in options.items() if key.islower()}
+    return {key: value for key, value in known.items() if key not in _OURS}
+
+
+def _read_url(url: str) -> dict[str, Any]:
+    known: dict[str, Any] = driver.parse_url(url)  # type: ignore[no-untyped-call] # it has no types
+    return known
+
+
+def _parsed(url: str, is_cluster: bool) -> None:
+    try:
+        database = _read_url(url).get("db", 0)
+    except ValueError as error:
+        # Its text may have a part of the password.
+        problem = "what is special in a password is quoted (%23 for #)" if "@" in url else error
+        msg = f"a Redis is named by a URL (redis://, rediss:// or unix://): {problem}"
+        raise ValueError(msg) from None
+    if is_cluster and database:
+        msg = f"a Redis Cluster has database 0 only, not {database}"
+        raise ValueError(msg)

@@ -1,0 +1,74 @@
+"""What is held, as each server has it, and what a majority of them has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from django_distlock.holder import Holder
+from django_distlock.protocol import Held, digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from django_distlock.backends.redis.links import Conversation
+    from django_distlock.backends.redis.scripts import Call
+
+#: Locks that one message asks for.
+BATCH = 250
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A lock as one server has it. *left* is seconds; *token* is 0 if the server knows none."""
+
+    key: str
+    owner_digest: str
+    left: float
+    holder: str
+    name: str
+    token: int
+
+
+def looks(calls: Mapping[str, Call]) -> Conversation[list[Seen]]:
+    """Ask one server for the locks that *calls* look at, by their keys."""
+    found: list[Seen] = []
+    keys = list(calls)
+    for first in range(0, len(keys), BATCH):
+        some = keys[first : first + BATCH]
+        answers = yield tuple(calls[key].by_text for key in some)
+        found += [
+            _seen(key, each) for key, each in zip(some, answers, strict=True) if _is_held(each)
+        ]
+    return found
+
+
+def merged(found: Iterable[list[Seen]], most: int) -> list[Held]:
+    """Return what at least *most* servers have, in the order of keys."""
+    holdings: dict[tuple[str, str], list[Seen]] = {}
+    for seen in (seen for each in found for seen in each):
+        holdings.setdefault((seen.key, seen.owner_digest), []).append(seen)
+    return [_held(holdings[each]) for each in sorted(holdings) if len(holdings[each]) >= most]
+
+
+def _is_held(answer: object) -> bool:
+    return isinstance(answer, list) and bool(answer)
+
+
+def _seen(key: str, answer: list[bytes]) -> Seen:
+    owner, left, holder, name, token = answer
+    return Seen(
+        key, digest(owner.decode()), int(left) / 1e6, holder.decode(), name.decode(), int(token)
+    )
+
+
+def _held(votes: list[Seen]) -> Held:
+    last = max(votes, key=lambda seen: seen.left)
+    return Held(
+        name=last.name,
+        key=last.key,
+        holder=Holder.from_json(last.holder),
+        remaining=last.left,
+        token=max(seen.token for seen in votes) or None,
+        owner_digest=last.owner_digest,
+    )

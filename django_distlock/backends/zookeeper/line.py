@@ -1,0 +1,111 @@
+"""The line for one lock, as its children in ZooKeeper tell it: names and order, no I/O."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote
+
+from django_distlock.holder import Holder
+from django_distlock.protocol import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from django_distlock.protocol import Request
+
+#: The owner's digest, the attempt, reader or writer, and the number that ZooKeeper appends.
+_NODE = re.compile(r"([0-9a-f]{16})-[0-9a-f]{8}-([rw])-(-?\d{10})", re.ASCII)
+#: What server_key() lets through and ZooKeeper takes as it is.
+_SAFE = "._:@=|#-"
+#: Numbers are those of a counter of 32 bits, which begins anew below zero.
+_ROUND, _HALF = 2**32, 2**31
+#: Characters of a name that are kept for people: a node holds a megabyte at most.
+LONGEST_NAME = 100_000
+
+
+def quoted(key: str) -> str:
+    """Return the name of the node that stands for the lock *key*: one for each key."""
+    name = quote(key, safe=_SAFE)
+    return name.replace(".", "%2E") if name in {".", ".."} else name
+
+
+def unquoted(name: str) -> str | None:
+    """Return the key whose node has this *name*; None for a node that is none of ours."""
+    key = unquote(name)
+    return key if quoted(key) == name else None
+
+
+def prefix(request: Request, attempt: str) -> str:
+    """Return how the name of a node begins by which *request* stands in line."""
+    return f"{digest(request.owner)}-{attempt}-{'r' if request.shared else 'w'}-"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One in the line."""
+
+    name: str
+    owner_digest: str
+    shared: bool
+    number: int
+
+    @classmethod
+    def of(cls, name: str) -> Node | None:
+        """Return the node with this name; None if it is none of ours."""
+        found = _NODE.fullmatch(name)
+        if found is None:
+            return None
+        owner_digest, kind, number = found.groups()
+        return cls(name, owner_digest, kind == "r", int(number))
+
+
+class Line:
+    """All who hold a lock or wait for it, in the order of their arrival."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        nodes = [node for node in map(Node.of, names) if node is not None]
+        pivot = nodes[0].number if nodes else 0
+        self.nodes = sorted(nodes, key=lambda node: (node.number - pivot + _HALF) % _ROUND)
+
+    @property
+    def holders(self) -> list[Node]:
+        """Those who have it: the first, or all readers before the first writer."""
+        if self.nodes and not self.nodes[0].shared:
+            return self.nodes[:1]
+        writers = (place for place, node in enumerate(self.nodes) if not node.shared)
+        return self.nodes[: next(writers, len(self.nodes))]
+
+    def before(self, name: str) -> Node | None:
+        """Return whom *name* waits for: the one before it, or for a reader the last writer before it."""
+        names = [node.name for node in self.nodes]
+        place = names.index(name)
+        ahead = reversed(self.nodes[:place])
+        return next(
+            (node for node in ahead if not (self.nodes[place].shared and node.shared)), None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What a node says to people."""
+
+    name: str
+    holder: Holder | None
+
+    @classmethod
+    def read(cls, data: bytes) -> Label:
+        """Return what *data* says, as far as it can be read."""
+        try:
+            known = json.loads(data)
+            return cls(str(known["name"]), Holder.from_json(json.dumps(known["holder"])))
+        except (ValueError, TypeError, KeyError):
+            return cls("", None)
+
+
+def label(request: Request) -> bytes:
+    """Return what the node of *request* says."""
+    name = json.dumps(request.name[:LONGEST_NAME])
+    return f'{{"name":{name},"holder":{request.holder.to_json()}}}'.encode()

@@ -1,0 +1,258 @@
+"""Who of this process holds or waits for what, and getting rid of the nodes of those who left."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kazoo.exceptions import (
+    ConnectionLoss,
+    OperationTimeoutError,
+    RequestTimeoutError,
+    SessionMovedError,
+)
+
+from django_distlock.protocol import Busy, Request
+
+from .line import prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from django_distlock.bells import Bell
+
+    from .session import Session
+
+#: After these a request may have been carried out.
+UNSURE = (ConnectionLoss, OperationTimeoutError, RequestTimeoutError, SessionMovedError)
+#: How many of the owners that released last are remembered.
+REMEMBERED = 1000
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """One node in the line for a lock, from before it is asked for until it is surely gone."""
+
+    request: Request
+    folder: str
+    #: Tells this attempt from others of the same owner: their nodes may linger.
+    attempt: str = field(default_factory=lambda: secrets.token_hex(4))
+    #: The name of the node, and the session that it ends with, once they are known.
+    node: str = ""
+    session: int | None = None
+    token: int = 0
+    #: The request that makes the node, while it is under way; whether its reply was lost.
+    creating: Any = None
+    is_unsure: bool = False
+    is_doomed: bool = False
+    is_granted: bool = False
+    #: Whether it is being released, and whether a request to delete it may have been carried out.
+    is_ending: bool = False
+    is_leaving: bool = False
+    #: Until when it may hold without being extended, on ``clock.lease_time()``.
+    ends: float = 0.0
+    bell: Bell | None = None
+    #: Who is waited for, and what was found when they were looked at last (wait time).
+    watched: str | None = None
+    busy: Busy = field(default_factory=Busy)
+    looked_at: float = 0.0
+
+    @property
+    def prefix(self) -> str:
+        """How the name of its node begins."""
+        return prefix(self.request, self.attempt)
+
+    @property
+    def path(self) -> str:
+        """Its node."""
+        return f"{self.folder}/{self.node}"
+
+    def leave(self) -> None:
+        """Have no node any more, and be a new attempt from here on."""
+        self.node, self.session, self.is_unsure, self.is_granted = "", None, False, False
+        self.is_ending = self.is_leaving = False
+        self.attempt = secrets.token_hex(4)
+
+    def ring(self) -> bool:
+        """Wake who waits, and tell whether somebody is there: an event loop may be gone."""
+        return self.bell is None or self.bell.ring()
+
+
+class Watch:
+    """What kazoo calls once a node has changed: kazoo keeps one for each node, however many ask."""
+
+    def __init__(self, path: str, tell: Callable[[str], None]) -> None:
+        self.path = path
+        self._tell = tell
+
+    def __call__(self, event: Any) -> None:
+        self._tell(self.path)
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Watch) and other.path == self.path
+
+
+class Places:
+    """The places of one backend by owner. Nothing here blocks."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._mutex = threading.RLock()
+        self._by_owner: dict[str, Place] = {}
+        self._doomed: set[Place] = set()
+        self._watchers: dict[str, set[Place]] = {}
+        self._released: OrderedDict[str, None] = OrderedDict()
+
+    def get(self, owner: str) -> Place | None:
+        """Return the place of *owner*."""
+        return self._by_owner.get(owner)
+
+    def open(self, request: Request, folder: str) -> Place:
+        """Return the place of *request*, a new one if it has none."""
+        with self._mutex:
+            place = self._by_owner.get(request.owner)
+            if place is None:
+                self._released.pop(request.owner, None)
+                place = self._by_owner[request.owner] = Place(request, folder)
+            return place
+
+    def granted(self) -> list[Place]:
+        """Return the places that hold."""
+        return [place for place in list(self._by_owner.values()) if place.is_granted]
+
+    def is_dead(self, place: Place) -> bool:
+        """Return whether its node has gone with the session that made it."""
+        return bool(place.node) and place.session != self._session.id
+
+    def forget(self, place: Place) -> None:
+        """Have no such place any more: its node is gone."""
+        with self._mutex:
+            self._doomed.discard(place)
+            if self._by_owner.get(place.request.owner) is place:
+                del self._by_owner[place.request.owner]
+            self._unwatch(place)
+
+    def note_released(self, owner: str) -> None:
+        """Remember that *owner* has released."""
+        with self._mutex:
+            self._released[owner] = None
+            while len(self._released) > REMEMBERED:
+                self._released.popitem(last=False)
+
+    def has_released(self, owner: str) -> bool:
+        """Return whether *owner* has released, not too long ago."""
+        return owner in self._released
+
+    # Waiting for another node to go.
+
+    def watch(self, place: Place, path: str) -> Watch:
+        """Have *place* rung when the node *path* is gone; return what kazoo calls then."""
+        with self._mutex:
+            self._unwatch(place)
+            place.watched = path
+            self._watchers.setdefault(path, set()).add(place)
+        return Watch(path, self._changed)
+
+    def unwatch(self, place: Place) -> None:
+        """Wait for nobody."""
+        with self._mutex:
+            self._unwatch(place)
+
+    def _unwatch(self, place: Place) -> None:
+        if place.watched is None:
+            return
+        others = self._watchers.get(place.watched, set())
+        others.discard(place)
+        if not others:
+            self._watchers.pop(place.watched, None)
+        place.watched = None
+
+    def _changed(self, path: str) -> None:
+        with self._mutex:
+            waiting = self._watchers.pop(path, set())
+            for place in waiting:
+                place.watched = None
+        self._ring(waiting)
+
+    def _ring(self, places: Iterable[Place]) -> None:
+        for place in places:
+            if not place.ring():
+                self.drop(place)
+
+    # Making a node, and the outcome.
+
+    def create(self, client: Any, place: Place, data: bytes) -> Any:
+        """Ask for the node of *place*; what comes of it is noted whoever waits for it."""
+        place.creating = creating = client.create_async(
+            f"{place.folder}/{place.prefix}", data, ephemeral=True, sequence=True, include_data=True
+        )
+        creating.rawlink(partial(self.note_created, place))
+        return creating
+
+    def note_created(self, place: Place, result: Any) -> None:
+        """Take note of what came of create(); once is enough."""
+        with self._mutex:
+            if place.creating is not result:
+                return
+            place.creating = None
+            if result.successful():
+                path, stat = result.value
+                place.node = path.rpartition("/")[2]
+                place.session, place.token = stat.ephemeralOwner, stat.czxid
+            else:
+                place.is_unsure = isinstance(result.exception, UNSURE)
+        if place.is_doomed:
+            self.drop(place)
+
+    # Getting rid of nodes.
+
+    def drop(self, place: Place) -> None:
+        """Delete its node in the background, until that has worked or its session is over."""
+        with self._mutex:
+            if self._by_owner.get(place.request.owner) is place:
+                del self._by_owner[place.request.owner]
+            self._unwatch(place)
+            place.is_doomed = True
+            self._doomed.add(place)
+        self._bury(place)
+
+    def go_on(self) -> None:
+        """Go on with what a lost connection has stopped: kazoo has forgotten all watches."""
+        for place in list(self._doomed):
+            self._bury(place)
+        self._ring([place for place in list(self._by_owner.values()) if not place.is_granted])
+
+    def _bury(self, place: Place) -> None:
+        client = self._session.client
+        if place.creating is not None or client is None:
+            return  # note_created() or go_on() will be called
+        if self.is_dead(place) or not (place.node or place.is_unsure):
+            self.forget(place)
+        elif place.node:
+            client.delete_async(place.path).rawlink(partial(self._note_deleted, place))
+        else:
+            # What another server was asked for may not be known to this one yet.
+            client.sync_async(place.folder)
+            client.get_children_async(place.folder).rawlink(partial(self._note_found, place))
+
+    def _note_deleted(self, place: Place, result: Any) -> None:
+        if result.successful() or not isinstance(result.exception, UNSURE):
+            self.forget(place)
+
+    def _note_found(self, place: Place, result: Any) -> None:
+        if not result.successful():
+            if not isinstance(result.exception, UNSURE):
+                self.forget(place)
+            return
+        own = [name for name in result.value if name.startswith(place.prefix)]
+        place.is_unsure = False
+        if own:
+            place.node, place.session = own[0], self._session.id
+        self._bury(place)

@@ -1,0 +1,208 @@
+"""distributed_lock(): a function, view, task or generator that runs while it holds a lock."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
+
+from asgiref.sync import iscoroutinefunction
+
+from . import holder, views
+from .busy import find_request
+from .exceptions import LockNotAcquired
+from .lock import Lock, LockTerms, Terms
+from .naming import NameTemplate, checked_name
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+
+    from .busy import Policy
+    from .lease import Lease
+
+_F = TypeVar("_F", bound="Callable[..., Any]")
+_T = TypeVar("_T")
+
+
+class Decorator(Protocol):
+    """Gives back a function of the same signature."""
+
+    def __call__(self, function: _F, /) -> _F:
+        """Return *function*, locked."""
+
+
+@overload
+def distributed_lock(function: _F, /) -> _F: ...
+@overload
+def distributed_lock(
+    name: str | None = None, /, *, on_busy: Policy | None = None, **terms: Unpack[LockTerms]
+) -> Decorator: ...
+def distributed_lock(
+    name: Any = None, /, *, on_busy: Policy | None = None, **terms: Unpack[LockTerms]
+) -> Any:
+    """Run the decorated function only while it holds a lock.
+
+    *name* may have fields for the call's arguments: ``"fee:{account_id}"``, ``"{account.pk}"``.
+    Without one it is the function's module and qualified name: the function itself is locked.
+    *on_busy* is called with LockNotAcquired and the call's arguments, and what it returns is
+    returned (see busy.py); by default LockNotAcquired is raised. See LockTerms for *terms*.
+
+    Works on functions and coroutine functions, on views, and on generators: these, like
+    streaming responses, hold the lock until they are exhausted or closed. Under ATOMIC_REQUESTS
+    a view's transaction is begun inside the lock and committed before it is released.
+    """
+    if callable(name):
+        return _decorate(name, None, Terms.of(terms), on_busy)
+    checked = Terms.of(terms)
+    return lambda function: _decorate(function, name, checked, on_busy)
+
+
+def _decorate(function: _F, name: str | None, terms: Terms, on_busy: Policy | None) -> _F:
+    recipe = _Recipe(function, name, terms, on_busy)
+    for is_kind, wrap in _KINDS:
+        if is_kind(function):
+            return functools.wraps(function)(wrap(recipe))  # type: ignore[return-value]
+    wrapped = functools.wraps(function)(_sync(recipe))
+    recipe.transactions.mark(wrapped)
+    return wrapped  # type: ignore[return-value]  # all four wrappers keep the signature
+
+
+class _Recipe:
+    """What is decorated, and how."""
+
+    def __init__(
+        self, function: Callable[..., Any], name: str | None, terms: Terms, on_busy: Policy | None
+    ) -> None:
+        self.function = function
+        self.terms = terms
+        self.title = f"{function.__module__}.{function.__qualname__}"
+        self.transactions = views.RequestTransactions(function)
+        self._on_busy = on_busy
+        self._own_name = checked_name(self.title)
+        self._template = None if name is None else NameTemplate(name, _signature(function))
+
+    def lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
+        """Return the lock for one call."""
+        name = self._template.name_for(args, kwargs) if self._template else self._own_name
+        return Lock.on_terms(name, self.terms)
+
+    def refuse(self, busy: LockNotAcquired, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the call gives instead, or raise *busy*."""
+        if self._on_busy is None:
+            raise busy
+        return self._on_busy(busy, *args, **kwargs)
+
+    def purpose(self, args: tuple[Any, ...]) -> str:
+        """Return what a call is for: the path of a view, else the function."""
+        request = find_request(args)
+        return self.title if request is None else f"{request.method} {request.path}"
+
+
+def _sync(recipe: _Recipe) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            try:
+                lease = _enter(stack, recipe, args, kwargs)
+            except LockNotAcquired as busy:
+                return recipe.refuse(busy, args, kwargs)
+            result = recipe.transactions.inside(args)(*args, **kwargs)
+            if inspect.isawaitable(result):
+                return _awaited(result, stack.pop_all())
+            if getattr(result, "streaming", False):
+                views.hold_until_closed(result, lease, stack.pop_all().close)
+            return result
+
+    return call
+
+
+def _async(recipe: _Recipe) -> Callable[..., Any]:
+    async def call(*args: Any, **kwargs: Any) -> Any:
+        recipe.transactions.refuse_async(args)
+        async with AsyncExitStack() as stack:
+            try:
+                lease = await _aenter(stack, recipe, args, kwargs)
+            except LockNotAcquired as busy:
+                refused = recipe.refuse(busy, args, kwargs)
+                return await refused if inspect.isawaitable(refused) else refused
+            result = await recipe.function(*args, **kwargs)
+            if getattr(result, "streaming", False):
+                stack.pop_all()
+                views.hold_until_streamed(result, lease)
+            return result
+
+    return call
+
+
+def _generator(recipe: _Recipe) -> Callable[..., Any]:
+    def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        with ExitStack() as stack:
+            try:
+                _enter(stack, recipe, args, kwargs)
+            except LockNotAcquired as busy:
+                return recipe.refuse(busy, args, kwargs)
+            return (yield from recipe.function(*args, **kwargs))
+
+    return generate
+
+
+def _async_generator(recipe: _Recipe) -> Callable[..., Any]:
+    async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        async with AsyncExitStack() as stack:
+            try:
+                await _aenter(stack, recipe, args, kwargs)
+            except LockNotAcquired as busy:
+                refused = recipe.refuse(busy, args, kwargs)
+                if inspect.isawaitable(refused):
+                    await refused
+                return
+            async with aclosing(recipe.function(*args, **kwargs)) as items:
+                with suppress(StopAsyncIteration):
+                    item = await items.asend(None)
+                    while True:
+                        try:
+                            sent = yield item
+                        except Exception as error:  # noqa: BLE001 - it is the generator's to handle
+                            item = await items.athrow(error)
+                        else:
+                            item = await items.asend(sent)
+
+    return generate
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    """Return whether calling it gives a coroutine: as asgiref marks it, or as an async view's dispatch()."""
+    return iscoroutinefunction(function) or views.is_async_view(function)
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return how to call *function*; a partial, as method_decorator() makes one, may claim to be another."""
+    is_partial = isinstance(function, functools.partial)
+    return inspect.signature(function, follow_wrapped=not is_partial)
+
+
+_KINDS = (
+    (inspect.isasyncgenfunction, _async_generator),
+    (_is_async, _async),
+    (inspect.isgeneratorfunction, _generator),
+)
+
+
+def _enter(
+    stack: ExitStack, recipe: _Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Lease:
+    with holder.acting_for(recipe.purpose(args)):
+        return stack.enter_context(recipe.lock(args, kwargs))
+
+
+async def _aenter(
+    stack: AsyncExitStack, recipe: _Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Lease:
+    with holder.acting_for(recipe.purpose(args)):
+        return await stack.enter_async_context(recipe.lock(args, kwargs))
+
+
+async def _awaited(result: Awaitable[_T], stack: ExitStack) -> _T:
+    """Hold the lock for what a plain function has only begun."""
+    with stack:
+        return await result

@@ -1,0 +1,178 @@
+"""The admin's forced release: it asks, compares with what it showed, frees, and tells."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import django
+from django.contrib import admin, messages
+from django.core.exceptions import PermissionDenied
+from django.db import connections, transaction
+from django.http import HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import path, reverse
+from django.utils.translation import gettext as _, gettext_lazy, ngettext
+
+from .backends.database import DatabaseBackend, records
+from .naming import printable
+from .protocol import digest
+from .signals import announce, lock_forced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from django.db.models import QuerySet
+    from django.http import HttpRequest, HttpResponse
+    from django.urls import URLPattern
+
+    from .models import MethodLock
+
+logger = logging.getLogger("django_distlock")
+#: Locks on one confirmation page: more than anybody reads is more than anybody means.
+MOST_AT_ONCE = 100
+#: Digits that are sure to fit into 64 bits.
+LONGEST_KEY = 18
+
+
+class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
+    """An admin of lock rows with an action and a button that free what others hold."""
+
+    actions = ("force_release",)
+    change_form_template = "admin/django_distlock/change_form.html"
+
+    @property
+    def database(self) -> str:
+        """The database that is shown."""
+        raise NotImplementedError
+
+    def backends_of(self, lock: MethodLock) -> Iterator[DatabaseBackend]:
+        """Yield those whose lock it is."""
+        raise NotImplementedError
+
+    def columns(self, lock: MethodLock) -> dict[str, Any]:
+        """Return what the confirmation page shows."""
+        raise NotImplementedError
+
+    def has_force_release_permission(self, request: HttpRequest) -> bool:
+        """Return whether this user may free what others hold."""
+        return request.user.has_perm("django_distlock.force_release_methodlock")
+
+    @admin.action(
+        permissions=["force_release"],
+        description=gettext_lazy("Force release of selected %(verbose_name_plural)s"),
+    )
+    def force_release(
+        self, request: HttpRequest, queryset: QuerySet[MethodLock]
+    ) -> HttpResponse | None:
+        """Ask for confirmation."""
+        return self._confirmation(request, queryset)
+
+    def force_release_view(self, request: HttpRequest) -> HttpResponse:
+        """Ask for confirmation (GET), or free what was confirmed (POST)."""
+        if not (self.has_force_release_permission(request) and self.has_view_permission(request)):
+            raise PermissionDenied
+        page = None
+        if request.method == "POST":
+            self._force_all(request, request.POST.getlist("lock"))
+        else:
+            keys = filter(_is_key, request.GET.getlist("lock"))
+            page = self._confirmation(request, self.get_queryset(request).filter(pk__in=keys))
+        return page or HttpResponseRedirect(self._url("changelist"))
+
+    def get_urls(self) -> list[URLPattern]:
+        """Add the confirmation page."""
+        view = self.admin_site.admin_view(self.force_release_view)
+        for database in connections:
+            # What ATOMIC_REQUESTS begins has read the session: SQLite may not let it write any more.
+            transaction.non_atomic_requests(database)(view)
+        name = self._url_name("force_release")
+        return [path("force-release/", view, name=name), *super().get_urls()]
+
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Add the button."""
+        lock = context["original"]
+        if lock.owner is not None and self.has_force_release_permission(request):
+            context["force_release_url"] = f"{self._url('force_release')}?lock={lock.pk}"
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def _confirmation(
+        self, request: HttpRequest, queryset: QuerySet[MethodLock]
+    ) -> TemplateResponse | None:
+        """Return the page that asks, or None after saying why there is nothing to ask."""
+        held = list(queryset.filter(owner__isnull=False)[: MOST_AT_ONCE + 1])
+        if not held:
+            self.message_user(request, _("Nobody holds what was selected."), messages.WARNING)
+            return None
+        if len(held) > MOST_AT_ONCE:
+            refusal = _("Select at most %d held locks.") % MOST_AT_ONCE
+            self.message_user(request, refusal, messages.ERROR)
+            return None
+        request.current_app = self.admin_site.name
+        context = {**self.admin_site.each_context(request), **self._question(held)}
+        return TemplateResponse(request, "admin/django_distlock/force_release.html", context)
+
+    def _question(self, held: list[MethodLock]) -> dict[str, Any]:
+        # The page carries a digest of each owner: the owner itself is nobody else's to know.
+        values = [f"{lock.pk}:{digest(lock.owner or '')}" for lock in held]
+        return {
+            "title": _("Force release"),
+            "opts": self.opts,
+            "rows": [self.columns(lock) for lock in held],
+            "values": values,
+            "action_url": self._url("force_release"),
+            "changelist_url": self._url("changelist"),
+            "has_listed_breadcrumbs": django.VERSION >= (6, 1),
+        }
+
+    def _force_all(self, request: HttpRequest, confirmed: list[str]) -> None:
+        freed = sum(self._force(request, *value.partition(":")[::2]) for value in confirmed)
+        if freed:
+            text = ngettext("%(count)d lock was released.", "%(count)d locks were released.", freed)
+            self.message_user(request, text % {"count": freed}, messages.SUCCESS)
+
+    def _force(self, request: HttpRequest, key: str, owner_digest: str) -> bool:
+        """Free the lock if its holder is still the one who was shown; else say that it is not."""
+        lock = self.get_queryset(request).filter(pk=key).first() if _is_key(key) else None
+        if lock and records.is_holding(lock, owner_digest) and self._free(request, lock):
+            return True
+        refusal = _("“%s” was not released: who was shown to hold it does not hold it any more.")
+        self.message_user(request, refusal % (lock or key), messages.WARNING)
+        return False
+
+    def _free(self, request: HttpRequest, lock: MethodLock) -> bool:
+        """Free the lock and write down who did it; if that cannot be written, do not."""
+        facts = {"holder": records.holder_of(lock) or "-", "token": lock.fencing_token}
+        with transaction.atomic(using=self.database):
+            if not records.free(self.database, lock):
+                return False
+            text = _("Forced the release: held by %(holder)s, fencing token %(token)d.")
+            self.log_change(request, lock, text % facts)
+            tell = partial(self._tell, lock, request.user.get_username())
+            transaction.on_commit(tell, using=self.database)
+        return True
+
+    def _tell(self, lock: MethodLock, username: str) -> None:
+        holder, backend = records.holder_of(lock), next(self.backends_of(lock), None)
+        text = "Lock %s, held by %s: its release was forced by %s"
+        logger.warning(text, printable(lock.description), holder, printable(username))
+        announce(
+            lock_forced,
+            DatabaseBackend if backend is None else type(backend),
+            name=lock.description,
+            using="" if backend is None else backend.alias,
+            holder=holder,
+        )
+
+    def _url(self, name: str) -> str:
+        return reverse(f"admin:{self._url_name(name)}", current_app=self.admin_site.name)
+
+    def _url_name(self, name: str) -> str:
+        return f"{self.opts.app_label}_{self.opts.model_name}_{name}"
+
+
+def _is_key(text: str) -> bool:
+    return text.isdecimal() and len(text) <= LONGEST_KEY

@@ -1,0 +1,109 @@
+"""`locks`: from settings to one backend per alias and process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+from django.core.signals import setting_changed
+from django.utils.module_loading import import_string
+
+from .backends.base import BaseLockBackend
+from .conf import BackendSettings, read_settings
+from .exceptions import InvalidLockBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class LockHandler:
+    """The backends by alias: ``locks["default"]``. Each is made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()
+        self._settings: dict[str, BackendSettings] | None = None
+        self._backends: dict[str, BaseLockBackend] = {}
+
+    def __getitem__(self, alias: str) -> BaseLockBackend:
+        """Return the backend of *alias*; InvalidLockBackend if the settings have none, or are wrong."""
+        backend = self._backends.get(alias)
+        return backend if backend is not None else self._make(alias)
+
+    def __iter__(self) -> Iterator[str]:
+        """Go over the aliases of the settings."""
+        return iter(self._read())
+
+    def close(self) -> None:
+        """Let go of all connections and threads; they come back when they are needed."""
+        for backend in list(self._backends.values()):
+            backend.close()
+
+    def replace(self, alias: str, backend: BaseLockBackend) -> BaseLockBackend | None:
+        """Put *backend* behind *alias*, for tests; return the one that was there, if one was made."""
+        with self._mutex:
+            before = self._backends.get(alias)
+            self._backends[alias] = backend
+            return before
+
+    def reset(self) -> None:
+        """Close all, and read the settings anew at the next use."""
+        with self._mutex:
+            backends, self._backends, self._settings = self._backends, {}, None
+        for backend in backends.values():
+            backend.close()
+
+    def forget_parent(self) -> None:
+        """Begin anew in a forked child: what the parent opened is the parent's."""
+        backends = list(self._backends.values())
+        self._mutex, self._backends = threading.RLock(), {}
+        for backend in backends:
+            backend.abandon_after_fork()
+
+    def _read(self) -> dict[str, BackendSettings]:
+        with self._mutex:
+            if self._settings is None:
+                self._settings = read_settings()
+            return self._settings
+
+    def _make(self, alias: str) -> BaseLockBackend:
+        with self._mutex:
+            if alias not in self._backends:
+                self._backends[alias] = make_backend(self._settings_of(alias))
+            return self._backends[alias]
+
+    def _settings_of(self, alias: str) -> BackendSettings:
+        found = self._read()
+        if alias not in found:
+            known = ", ".join(map(repr, found)) or "none"
+            raise InvalidLockBackend(f"DISTLOCK has no alias {alias!r}; it has {known}.")
+        return found[alias]
+
+
+def make_backend(found: BackendSettings) -> BaseLockBackend:
+    """Return a new backend for *found*; InvalidLockBackend names the alias and what is wrong."""
+    where = f"DISTLOCK[{found.alias!r}]"
+    try:
+        backend = import_string(found.backend)
+    except ImportError as error:
+        raise InvalidLockBackend(
+            f"{where}: BACKEND {found.backend!r} cannot be imported: {error}"
+        ) from error
+    if not (isinstance(backend, type) and issubclass(backend, BaseLockBackend)):
+        raise InvalidLockBackend(f"{where}: BACKEND {found.backend!r} is not a lock backend.")
+    try:
+        return backend.for_settings(found)
+    except (TypeError, ValueError) as error:
+        raise InvalidLockBackend(f"{where}: OPTIONS: {error}") from error
+
+
+locks = LockHandler()
+
+
+def _forget_old_settings(*, setting: str, **_: Any) -> None:
+    if setting in {"DISTLOCK", "DATABASES", "CACHES"}:
+        locks.reset()
+
+
+setting_changed.connect(_forget_old_settings, dispatch_uid="django_distlock.locks")
+os.register_at_fork(after_in_child=locks.forget_parent)

@@ -1,0 +1,402 @@
+"""lock() and Lock: what stands after ``with`` and ``async with``."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+
+from django.core import signing
+
+from . import clock
+from .conf import DEFAULT_ALIAS, checked_ttl, optional_seconds, seconds
+from .exceptions import LockDeadlock, LockLost, LockNotAcquired, LockNotHeld, NotSupported
+from .handler import locks
+from .holder import Holder
+from .lease import HANDOVER, Lease, unmasked
+from .naming import checked_name, printable
+from .registry import registry
+from .renewal import renewal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from datetime import timedelta
+    from types import TracebackType
+
+    from .backends.base import BaseLockBackend
+    from .protocol import Request
+
+    Seconds = float | timedelta
+
+registry.watch(renewal.watch)
+#: The leases held in this chain of contexts: what re-entry looks at.
+_holdings: ContextVar[tuple[Lease, ...]] = ContextVar("distlock_holdings", default=())
+
+
+class LockTerms(TypedDict, total=False):
+    """The keyword arguments of lock(); times are seconds or timedeltas.
+
+    using: the alias in DISTLOCK.
+    timeout: how long to wait; 0 tries once, None waits for ever. Default: TIMEOUT of the alias.
+    ttl: how long the lease lives on the server unless extended. Default: TTL of the alias.
+    shared: hold it together with other readers; writers are excluded.
+    reentrant: let the same thread or task enter again; True unless said otherwise.
+    renew: extend the lease in the background at a third of its ttl; True unless said otherwise.
+    max_hold: end renewal so that the lease lives no longer than this.
+    min_hold: refuse the name to others for so long after it was acquired, even if it is released.
+    lock_delay: refuse it to others for so long after a lease ended by expiry, not by release.
+    release: "at_exit", or "on_commit": after the transaction that is open at the exit has ended.
+    purpose: what it is held for, shown to people.
+    """
+
+    using: str
+    timeout: Seconds | None
+    ttl: Seconds
+    shared: bool
+    reentrant: bool
+    renew: bool
+    max_hold: Seconds | None
+    min_hold: Seconds
+    lock_delay: Seconds
+    release: Literal["at_exit", "on_commit"]
+    purpose: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """LockTerms, checked. What is None here comes from the settings of the alias."""
+
+    using: str = DEFAULT_ALIAS
+    timeout: float | None = None
+    has_timeout: bool = False
+    ttl: float | None = None
+    shared: bool = False
+    reentrant: bool = True
+    renew: bool = True
+    max_hold: float | None = None
+    min_hold: float = 0.0
+    lock_delay: float = 0.0
+    on_commit: bool = False
+    purpose: str = ""
+
+    @classmethod
+    def of(cls, wishes: LockTerms) -> Terms:
+        """Return *wishes*, checked; TypeError or ValueError says which is wrong."""
+        known: dict[str, Any] = {**wishes}
+        for name, check in _CHECKS.items():
+            if name in known:
+                known[name] = check(known[name], name)
+        release = known.pop("release", "at_exit")
+        if release not in {"at_exit", "on_commit"}:
+            msg = f'release must be "at_exit" or "on_commit", not {release!r}.'
+            raise ValueError(msg)
+        return cls(**known, has_timeout="timeout" in known, on_commit=release == "on_commit")
+
+
+def _or_none(value: object, what: str) -> float | None:
+    return None if value is None else seconds(value, what)
+
+
+def _or_zero(value: object, what: str) -> float:
+    return seconds(value, what, zero=True)
+
+
+_CHECKS: dict[str, Callable[[object, str], float | None]] = {
+    "timeout": optional_seconds,
+    "ttl": checked_ttl,
+    "max_hold": _or_none,
+    "min_hold": _or_zero,
+    "lock_delay": _or_zero,
+}
+
+
+class Lock:
+    """A recipe for taking one lock: it opens no connection until it is used.
+
+    One object may serve many threads and tasks; each acquisition makes a Lease of its own. It keeps
+    to the protocol of ``threading.RLock``: ``acquire()``, ``release()``, ``locked()``, ``with``.
+    """
+
+    def __init__(self, name: str, **terms: Unpack[LockTerms]) -> None:
+        """See LockTerms for *terms*."""
+        self._prepare(name, Terms.of(terms))
+
+    @classmethod
+    def on_terms(cls, name: str, terms: Terms) -> Lock:
+        """Return a lock on terms that are checked already."""
+        lock = cls.__new__(cls)
+        lock._prepare(name, terms)  # noqa: SLF001 - our own
+        return lock
+
+    def _prepare(self, name: str, terms: Terms) -> None:
+        self.name = checked_name(name)
+        self.terms = terms
+        self._mutex = threading.Lock()
+        self._acquired: list[Lease] = []
+        self._entered: list[Lease] = []
+
+    # The protocol of threading.Lock.
+
+    def acquire(self, blocking: bool = True, timeout: Seconds | None = -1) -> Lease | None:
+        """Return a lease, or None if somebody else has it until *timeout* seconds are over.
+
+        -1 stands for the timeout of the lock, None for no limit; *blocking* False tries once.
+        """
+        try:
+            lease = self.take(self._patience(timeout, blocking=blocking))
+        except LockNotAcquired:
+            return None
+        self._remember(lease)
+        return lease
+
+    async def aacquire(self, blocking: bool = True, timeout: Seconds | None = -1) -> Lease | None:
+        """See acquire()."""
+        try:
+            lease = await self.atake(self._patience(timeout, blocking=blocking))
+        except LockNotAcquired:
+            return None
+        self._remember(lease)
+        return lease
+
+    def release(self) -> None:
+        """Release the lease that this thread or task acquired last; LockNotHeld if there is none."""
+        self._recall().release()
+
+    async def arelease(self) -> None:
+        """See release()."""
+        await self._recall().arelease()
+
+    def locked(self) -> bool:
+        """Return whether anybody holds the lock now. It may be another answer a moment later."""
+        return self._backend().probe(self._request(self._backend())) is not None
+
+    async def alocked(self) -> bool:
+        """See locked()."""
+        return await self._backend().aprobe(self._request(self._backend())) is not None
+
+    def __enter__(self) -> Lease:
+        return self.enter(self.default_timeout())
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        lease = self._leave()
+        with unmasked(lease, error):
+            if lease.is_entered:
+                lease.release()
+
+    async def __aenter__(self) -> Lease:
+        return await self.aenter(self.default_timeout())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        lease = self._leave()
+        with unmasked(lease, error):
+            if lease.is_entered:
+                await lease.arelease()
+
+    def __repr__(self) -> str:
+        return f"<Lock {printable(self.name)!r} using={self.terms.using!r}>"
+
+    # What the decorator and lock_all() build on.
+
+    def enter(self, timeout: float | None) -> Lease:
+        """Do what ``with`` does at its begin, within *timeout* seconds."""
+        lease = self.take(timeout)
+        with self._mutex:
+            self._entered.append(lease)
+        return lease
+
+    async def aenter(self, timeout: float | None) -> Lease:
+        """See enter()."""
+        lease = await self.atake(timeout)
+        with self._mutex:
+            self._entered.append(lease)
+        return lease
+
+    def take(self, timeout: float | None) -> Lease:
+        """Return a lease within *timeout* seconds; LockNotAcquired if somebody else has it."""
+        if (lease := self._reentered()) is None:
+            pending = self._pending()
+            lease = _note(self._backend().acquire(pending, timeout))
+        return lease
+
+    async def atake(self, timeout: float | None) -> Lease:
+        """See take()."""
+        if self.terms.on_commit:
+            raise NotSupported(
+                self.terms.using,
+                'release="on_commit" in async code',
+                "Transactions are not either.",
+            )
+        if (lease := self._reentered()) is None:
+            pending = self._pending()
+            lease = _note(await self._backend().aacquire(pending, timeout))
+        return lease
+
+    def default_timeout(self) -> float | None:
+        """Return how long to wait when the call does not say."""
+        return self.terms.timeout if self.terms.has_timeout else self._backend().timeout
+
+    def _patience(self, timeout: Seconds | None = -1, *, blocking: bool = True) -> float | None:
+        if not blocking:
+            if timeout != -1:
+                msg = "A timeout makes no sense with blocking=False."
+                raise ValueError(msg)
+            return 0.0
+        return self.default_timeout() if timeout == -1 else optional_seconds(timeout, "timeout")
+
+    def _backend(self) -> BaseLockBackend:
+        return locks[self.terms.using]
+
+    def _request(self, backend: BaseLockBackend) -> Request:
+        terms = self.terms
+        ttl = backend.ttl if terms.ttl is None else terms.ttl
+        return backend.request(
+            self.name,
+            ttl=min(ttl, terms.max_hold or ttl),
+            holder=Holder.current(terms.purpose),
+            shared=terms.shared,
+            min_hold=terms.min_hold,
+            lock_delay=terms.lock_delay,
+        )
+
+    def _pending(self) -> Lease:
+        backend = self._backend()
+        if self.terms.shared and not backend.supports_shared:
+            raise NotSupported(backend.alias, "shared locks")
+        if (self.terms.min_hold or self.terms.lock_delay) and not backend.supports_delays:
+            raise NotSupported(backend.alias, "min_hold and lock_delay")
+        request, terms = self._request(backend), self.terms
+        backend.check_ttl(request.ttl)
+        lease = Lease(backend, request, renew=terms.renew, max_hold=terms.max_hold)
+        lease.on_commit = terms.on_commit
+        return lease
+
+    def _reentered(self) -> Lease | None:
+        """Return the lease that this context holds already, entered once more."""
+        if not self.terms.reentrant:
+            return None
+        for lease in _holdings.get():
+            if lease.name == self.name and lease.using == self.terms.using and lease.is_mine():
+                if lease.shared and not self.terms.shared:
+                    raise LockDeadlock(
+                        self.name, "this caller holds it shared, and would wait for itself"
+                    )
+                lease.on_commit |= self.terms.on_commit
+                return lease.enter()
+        return None
+
+    def _remember(self, lease: Lease) -> None:
+        with self._mutex:
+            self._acquired = [old for old in self._acquired if old.is_entered]
+            self._acquired.append(lease)
+
+    def _recall(self) -> Lease:
+        """Return the last lease of this caller; others release theirs."""
+        with self._mutex:
+            mine = [lease for lease in self._acquired if lease.is_of_caller()]
+            if not mine:
+                raise LockNotHeld(self.name)
+            _remove_last(self._acquired, mine[-1])
+            return mine[-1]
+
+    def _leave(self) -> Lease:
+        """Return what this caller entered last; a generator may be closed by another thread than its own."""
+        with self._mutex:
+            if not self._entered:
+                raise LockNotHeld(self.name)
+            mine = [lease for lease in self._entered if lease.is_of_caller()]
+            lease = (mine or self._entered)[-1]
+            _remove_last(self._entered, lease)
+            return lease
+
+
+def lock(name: str, **terms: Unpack[LockTerms]) -> Lock:
+    """Return the lock called *name*, for ``with``, ``async with`` or acquire().
+
+    See LockTerms for *terms*. TypeError or ValueError for wrong ones; nothing is opened yet.
+    """
+    return Lock(name, **terms)
+
+
+def current_lease(name: str | None = None) -> Lease | None:
+    """Return the lease that the running thread or task took last and holds, of *name* if one is given.
+
+    It is what a decorated function has its lease by: ``current_lease().claim(account)``.
+    """
+    wanted = None if name is None else checked_name(name)
+    for lease in reversed(_holdings.get()):
+        if lease.is_mine() and wanted in (None, lease.name):
+            return lease
+    return None
+
+
+def _note(lease: Lease) -> Lease:
+    _holdings.set((*(held for held in _holdings.get() if held.held), lease))
+    return lease
+
+
+def _remove_last(leases: list[Lease], lease: Lease) -> None:
+    del leases[len(leases) - 1 - leases[::-1].index(lease)]
+
+
+def _attach(text: str) -> Lease:
+    """See Lease.attach()."""
+    handed = _Handed(text)
+    with handed.given_up_on_error():
+        is_ours = handed.backend.take_over(handed.lease.request, handed.former)
+    return handed.attached(is_ours=is_ours)
+
+
+async def _aattach(text: str) -> Lease:
+    """See Lease.aattach()."""
+    handed = _Handed(text)
+    with handed.given_up_on_error():
+        is_ours = await handed.backend.atake_over(handed.lease.request, handed.former)
+    return handed.attached(is_ours=is_ours)
+
+
+class _Handed:
+    """A lease on its way from the process that detached it to this one, which makes a new owner."""
+
+    def __init__(self, text: str) -> None:
+        known = signing.loads(text, salt=HANDOVER)
+        self.backend = locks[known.pop("using")]
+        self.former = known.pop("owner")
+        self._token = known.pop("token")
+        renew, max_hold = known.pop("renew"), known.pop("max_hold")
+        request = self.backend.request(**known, holder=Holder.current())
+        self.lease = Lease(self.backend, request, renew=renew, max_hold=max_hold)
+        self._start = clock.lease_time()
+
+    @contextmanager
+    def given_up_on_error(self) -> Iterator[None]:
+        """Leave no pending lease; what the server did is given back in the background."""
+        try:
+            yield
+        except BaseException:
+            self.lease.give_up()
+            self.backend.abandon_later(self.lease.request)
+            raise
+
+    def attached(self, *, is_ours: bool) -> Lease:
+        """Return the lease, held; LockLost if it had ended, or another process has attached it."""
+        if is_ours and self.lease.grant(self._start, self._token):
+            return _note(self.lease)
+        self.lease.give_up()
+        raise LockLost(self.lease.name, "it had ended, or was attached elsewhere, before")
+
+
+# A lease knows no backends: this module does.
+Lease._attach = _attach  # noqa: SLF001
+Lease._aattach = _aattach  # noqa: SLF001

@@ -1,0 +1,110 @@
+"""lock_all(): several locks at once, all or none."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack, ExitStack
+from typing import TYPE_CHECKING, Unpack
+
+from .exceptions import LockNotAcquired
+from .lock import Lock, LockTerms, Terms
+from .waiting import Wait
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from .lease import Lease
+
+
+class LockSet:
+    """A recipe for several locks, taken in one order by everybody: two such sets never deadlock."""
+
+    def __init__(self, names: tuple[str, ...], terms: Terms) -> None:
+        """Raise ValueError if there are no *names*."""
+        if not names:
+            msg = "lock_all() takes at least one name."
+            raise ValueError(msg)
+        named = [Lock.on_terms(name, terms) for name in names]
+        self.names = tuple(lock.name for lock in named)
+        self._locks = {lock.name: lock for lock in sorted(named, key=lambda lock: lock.name)}
+
+    def acquire(self) -> tuple[Lease, ...] | None:
+        """Return the leases in the order of the names, or None if not all could be had in time.
+
+        Give them back by release().
+        """
+        try:
+            return self.__enter__()
+        except LockNotAcquired:
+            return None
+
+    async def aacquire(self) -> tuple[Lease, ...] | None:
+        """See acquire()."""
+        try:
+            return await self.__aenter__()
+        except LockNotAcquired:
+            return None
+
+    def release(self) -> None:
+        """Give back all that this thread or task acquired last."""
+        self.__exit__(None, None, None)
+
+    async def arelease(self) -> None:
+        """See release()."""
+        await self.__aexit__(None, None, None)
+
+    def __enter__(self) -> tuple[Lease, ...]:
+        wait = self._wait()
+        with ExitStack() as stack:
+            leases = {}
+            for name, lock in self._locks.items():
+                leases[name] = lock.enter(wait.left)
+                stack.push(lock)
+            stack.pop_all()
+        return tuple(leases[name] for name in self.names)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stack = ExitStack()
+        for lock in self._locks.values():
+            stack.push(lock)
+        stack.__exit__(kind, error, trace)
+
+    async def __aenter__(self) -> tuple[Lease, ...]:
+        wait = self._wait()
+        async with AsyncExitStack() as stack:
+            leases = {}
+            for name, lock in self._locks.items():
+                leases[name] = await lock.aenter(wait.left)
+                stack.push_async_exit(lock)
+            stack.pop_all()
+        return tuple(leases[name] for name in self.names)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stack = AsyncExitStack()
+        for lock in self._locks.values():
+            stack.push_async_exit(lock)
+        await stack.__aexit__(kind, error, trace)
+
+    def __repr__(self) -> str:
+        return f"<LockSet {list(self._locks.values())!r}>"
+
+    def _wait(self) -> Wait:
+        """Begin the one wait that all the locks have together."""
+        return Wait(next(iter(self._locks.values())).default_timeout())
+
+
+def lock_all(*names: str, **terms: Unpack[LockTerms]) -> LockSet:
+    """Return several locks as one: all or none, within one timeout.
+
+    ``with lock_all("account:1", "account:2") as leases:`` gives a lease for each name, in order.
+    """
+    return LockSet(names, Terms.of(terms))

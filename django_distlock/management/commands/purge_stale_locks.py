@@ -1,0 +1,133 @@
+"""``manage.py purge_stale_locks``, for cron: deletes what locks have left behind."""
+
+from __future__ import annotations
+
+import re
+import time
+from argparse import ArgumentTypeError
+from typing import TYPE_CHECKING, Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from django_distlock import locks
+from django_distlock.exceptions import InvalidLockBackend, LockError
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+    from collections.abc import Iterator
+
+    from django_distlock.protocol import Purged
+
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+#: Characters of the progress bar.
+WIDTH = 30
+WRONG_ARGUMENTS = 2
+
+
+class Command(BaseCommand):
+    help = (
+        "Delete the records of locks that have been stale or free for longer than a day (or "
+        "--older-than) and that nobody waits for. Safe beside itself and beside traffic. "
+        "Exit codes: 0 done, 1 some aliases failed (the others are done), 2 wrong arguments."
+    )
+    # A wrong setting of one alias must not keep the others from being purged.
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument(
+            "--using",
+            action="append",
+            metavar="ALIAS",
+            help="an alias of DISTLOCK; may be repeated (default: each that can be purged)",
+        )
+        parser.add_argument(
+            "--older-than",
+            type=_seconds,
+            default="1d",
+            metavar="TIME",
+            help="seconds, or a number with s, m, h, d or w: 12h, 7d (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--batch-size",
+            type=int,
+            default=1000,
+            metavar="N",
+            help="records in one transaction (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--dry-run", action="store_true", help="tell what would be deleted, delete nothing"
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            aliases = _known(options["using"]) or list(locks)
+        except InvalidLockBackend as error:
+            raise CommandError(str(error)) from error
+        failed = [alias for alias in aliases if not self._try_purge(alias, options)]
+        if failed:
+            raise CommandError(f"Not purged: {', '.join(failed)}.")
+
+    def _try_purge(self, alias: str, options: dict[str, Any]) -> bool:
+        try:
+            if options["using"] or locks[alias].supports_purge:
+                self._purge(alias, options)
+        except (LockError, InvalidLockBackend) as error:
+            self.stderr.write(self.style.ERROR(f"{alias}: {error}"))
+            return False
+        except ValueError as error:
+            raise CommandError(str(error), returncode=WRONG_ARGUMENTS) from error
+        return True
+
+    def _purge(self, alias: str, options: dict[str, Any]) -> None:
+        size, dry_run = options["batch_size"], options["dry_run"]
+        looked_at = deleted = 0
+        began = time.monotonic()
+        batches = locks[alias].purge(options["older_than"], batch_size=size, dry_run=dry_run)
+        for batch in _giving_way(batches):
+            looked_at, deleted = looked_at + batch.looked_at, deleted + batch.deleted
+            self._show_progress(alias, batch)
+        done = "would be deleted" if dry_run else "deleted"
+        spent = time.monotonic() - began
+        self._clear_progress()
+        self.stdout.write(f"{alias}: {deleted:,} of {looked_at:,} records {done} in {spent:.1f} s")
+
+    def _show_progress(self, alias: str, batch: Purged) -> None:
+        if self.stdout.isatty():
+            bar = "#" * round(batch.progress * WIDTH)
+            self.stdout.write(f"\r{alias}: [{bar:.<{WIDTH}}] {batch.progress:4.0%}", ending="")
+            self.stdout.flush()
+
+    def _clear_progress(self) -> None:
+        if self.stdout.isatty():
+            self.stdout.write("\r\x1b[K", ending="")
+
+
+def _known(aliases: list[str] | None) -> list[str]:
+    for alias in aliases or ():
+        if alias not in list(locks):
+            known = ", ".join(locks)
+            raise CommandError(
+                f"DISTLOCK has no alias {alias!r}; it has {known}.", returncode=WRONG_ARGUMENTS
+            )
+    return list(dict.fromkeys(aliases or ()))
+
+
+def _giving_way(batches: Iterator[Purged]) -> Iterator[Purged]:
+    """Leave half of the time to others: SQLite lets whoever asks next write, not who waits longest."""
+    while True:
+        began = time.monotonic()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+        if batch.deleted:
+            time.sleep(time.monotonic() - began)
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip().lower())
+    if found is None:
+        msg = f"{text!r} is no time: write seconds, or a number with s, m, h, d or w, like 12h."
+        raise ArgumentTypeError(msg)
+    number, unit = found.groups()
+    return float(number) * UNITS[unit]

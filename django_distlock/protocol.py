@@ -1,0 +1,93 @@
+"""What a backend is asked and what it answers: values, no I/O."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .holder import Holder
+
+
+def new_owner() -> str:
+    """Return the secret of a new holding: 128 random bits from the operating system, as hex."""
+    return secrets.token_hex(16)
+
+
+def digest(owner: str) -> str:
+    """Return what tells two holdings apart and does not tell the owner."""
+    return hashlib.sha256(owner.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One wish to hold one lock. The owner is made with it, before anything is sent.
+
+    *ttl*, *min_hold* and *lock_delay* are seconds. *key* is what the server knows the lock by.
+    """
+
+    name: str
+    key: str
+    ttl: float
+    holder: Holder
+    shared: bool = False
+    min_hold: float = 0.0
+    lock_delay: float = 0.0
+    owner: str = field(default_factory=new_owner, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The lock is ours; *token* is None where the backend has no fencing.
+
+    *start*: since when its ttl runs at the earliest, on ``clock.lease_time()``, where that is later
+    than when it was asked for: a server that lets us wait begins to count at the end of the wait.
+    """
+
+    token: int | None
+    start: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Somebody else has it; what is not known is None. *remaining* is seconds."""
+
+    holder: Holder | None = None
+    remaining: float | None = None
+
+
+class Release(enum.Enum):
+    """What a release found on the server."""
+
+    RELEASED = "released"
+    GONE = "gone"
+    TAKEN = "taken"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A lock as an operator sees it. *remaining* is seconds; below 0 the record is stale.
+
+    *owner_digest* tells two holdings apart without telling the owner.
+    """
+
+    name: str
+    key: str
+    holder: Holder | None
+    remaining: float | None
+    token: int | None
+    owner_digest: str
+    shared: bool = False
+    waiters: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """One batch of a purge; *progress* is how far the whole of it is, from 0 to 1."""
+
+    looked_at: int
+    deleted: int
+    progress: float

@@ -1,0 +1,66 @@
+"""Every attempt and every holding of this process, from before its first request to its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from . import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .holding import Holding
+
+#: Seconds that the exit of the interpreter may spend on giving back what is still held.
+EXIT_BUDGET = 2.0
+
+
+class Registry:
+    """The leases of this process that have not ended; who watches is told of each grant."""
+
+    def __init__(self) -> None:
+        self._leases: dict[int, Holding] = {}
+        self._watchers: list[Callable[[Holding], None]] = []
+
+    def add(self, lease: Holding) -> None:
+        """Remember *lease*, pending or held."""
+        self._leases[id(lease)] = lease
+
+    def discard(self, lease: Holding) -> None:
+        """Forget *lease*, which has ended."""
+        self._leases.pop(id(lease), None)
+
+    def leases(self) -> list[Holding]:
+        """Return the leases of now."""
+        return list(self._leases.values())
+
+    def watch(self, watcher: Callable[[Holding], None]) -> None:
+        """Have *watcher* called with each lease as it is granted."""
+        self._watchers.append(watcher)
+
+    def granted(self, lease: Holding) -> None:
+        """Tell the watchers."""
+        for watcher in self._watchers:
+            watcher(lease)
+
+    def disown(self) -> None:
+        """Make every lease inert: a forked child holds nothing of its parent's."""
+        for lease in self.leases():
+            lease.disown()
+        self._leases = {}
+
+    def release_all(self) -> None:
+        """Give back all that is held or may be, one after the other, in two seconds at most."""
+        ends = clock.wait_time() + EXIT_BUDGET
+        for lease in self.leases():
+            if clock.wait_time() < ends:
+                with contextlib.suppress(Exception):
+                    lease.abandon()
+
+
+registry = Registry()
+os.register_at_fork(after_in_child=registry.disown)
+atexit.register(registry.release_all)

@@ -1,0 +1,167 @@
+"""The renewing of leases: one schedule for the process, batched per backend."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
+
+from . import clock
+from .background import background
+from .holding import State
+from .naming import printable
+from .signals import announce, lock_extended
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .holding import Holding, LeaseBackend
+    from .protocol import Request
+
+logger = logging.getLogger("django_distlock")
+
+#: Seconds between two looks after threads and tasks that ended without releasing.
+SWEEP = 1.0
+#: Part of its ttl by which a lease may be renewed early, to go with others in one request.
+EARLY = 0.1
+
+
+class Renewal:
+    """Extends every held lease at a third of its ttl and tells of those that are lost."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: in a forked child no lease is ours."""
+        self._mutex = threading.Lock()
+        self._due: dict[Holding, float] = {}
+        self._in_flight: set[Holding] = set()
+        self._next_look = float("inf")
+
+    def watch(self, lease: Holding) -> None:
+        """Look after *lease* until it ends."""
+        with self._mutex:
+            self._due[lease] = clock.lease_time() + lease.ttl / 3
+        lease.at_end(lambda: self._forget(lease))
+        self._look_at(min(lease.ttl / 3, SWEEP))
+
+    def _forget(self, lease: Holding) -> None:
+        with self._mutex:
+            self._due.pop(lease, None)
+
+    def _look_at(self, delay: float) -> None:
+        due = clock.lease_time() + delay
+        with self._mutex:
+            if due >= self._next_look:
+                return
+            self._next_look = due
+        background.at(due, partial(self._look, due))
+
+    def _look(self, due: float) -> None:
+        """Do what is due, and come back when the next thing is."""
+        with self._mutex:
+            if due != self._next_look:
+                return  # an earlier look was asked for since, and has seen to the next one
+            self._next_look = float("inf")
+            leases = list(self._due)
+        self._end_what_is_over(leases)
+        self._renew(self._take_due())
+        if leases:
+            self._look_at(self._until_next())
+
+    def _end_what_is_over(self, leases: Iterable[Holding]) -> None:
+        for lease in leases:
+            # Asking for the state makes a lease whose deadline has passed tell that it is lost.
+            if lease.state is State.HELD and lease.backend.is_session_over(lease.request):
+                lease.lose("the session that held it has ended")
+            if lease.state is State.HELD and lease.caller is not None and lease.caller.is_gone:
+                lease.lose("the thread or task that held it ended without releasing it")
+                lease.backend.abandon_later(lease.request)
+
+    def _take_due(self) -> dict[LeaseBackend, list[Holding]]:
+        now = clock.lease_time()
+        batches: dict[LeaseBackend, list[Holding]] = {}
+        with self._mutex:
+            for lease, due in self._due.items():
+                is_due = due <= now + lease.ttl * EARLY
+                if is_due and lease.renews and lease not in self._in_flight:
+                    self._in_flight.add(lease)
+                    batches.setdefault(lease.backend, []).append(lease)
+        return batches
+
+    def _renew(self, batches: dict[LeaseBackend, list[Holding]]) -> None:
+        for backend, leases in batches.items():
+            background.submit(backend.alias, partial(self._extend, backend, leases))
+
+    def _extend(self, backend: LeaseBackend, leases: list[Holding]) -> None:
+        start = clock.lease_time()
+        asked = [
+            (lease, request) for lease in leases if lease.held and (request := lease.renewal())
+        ]
+        try:
+            kept = backend.extend([request for _, request in asked]) if asked else []
+        except Exception as error:  # noqa: BLE001 - whatever it is, the deadline decides
+            self._endanger(asked, error)
+        else:
+            for (lease, request), is_kept in zip(asked, kept, strict=True):
+                self._take_note(lease, start, request, is_kept=is_kept)
+        finally:
+            self._put_back(leases)
+
+    def _take_note(self, lease: Holding, start: float, request: Request, *, is_kept: bool) -> None:
+        if not is_kept:
+            # What is being given back meanwhile is not lost.
+            if lease.is_entered:
+                lease.lose("the server says that it is not ours any more")
+            return
+        if not lease.backend.supports_extend:
+            return  # it was only looked at
+        self._warn_if_late(lease, start)
+        lease.confirm(start, request.ttl)
+        announce(
+            lock_extended, type(lease.backend), name=lease.name, using=lease.using, lease=lease
+        )
+
+    def _warn_if_late(self, lease: Holding, start: float) -> None:
+        late = start - self._due.get(lease, start)
+        if late > lease.ttl / 4:
+            logger.warning(
+                "Lock %s was renewed %.3g s late: is this process busy?",
+                printable(lease.name),
+                late,
+            )
+
+    def _endanger(self, asked: list[tuple[Holding, Request]], error: Exception) -> None:
+        for lease, _ in asked:
+            lease.endanger()
+            logger.warning("Lock %s could not be renewed yet: %s", printable(lease.name), error)
+
+    def _put_back(self, leases: list[Holding]) -> None:
+        # Asked for without the mutex: a lease that finds itself lost has us forget it.
+        parts = {lease: 9 if lease.in_jeopardy else 3 for lease in leases}
+        now = clock.lease_time()
+        with self._mutex:
+            self._in_flight.difference_update(leases)
+            for lease in leases:
+                if lease in self._due:
+                    # One that is in jeopardy is tried again soon: nine times in a ttl.
+                    self._due[lease] = now + lease.ttl / parts[lease]
+        self._look_at(self._until_next())
+
+    def _until_next(self) -> float:
+        now = clock.lease_time()
+        with self._mutex:
+            dues = [
+                due
+                for lease, due in self._due.items()
+                if lease.renews and lease not in self._in_flight
+            ]
+            ends = [lease.deadline for lease in self._due]
+        return max(0.0, min([now + SWEEP, *dues, *ends]) - now)
+
+
+renewal = Renewal()
+os.register_at_fork(after_in_child=renewal.reset)

@@ -1,0 +1,53 @@
+"""What happens to locks, as Django signals: a receiver's error never breaks a lock.
+
+Senders are backend classes. Every signal has *name* and *using* (the alias), and:
+
+``lock_acquired``, ``lock_released``, ``lock_extended``: *lease*
+``lock_busy``: *waited* (seconds), *holder*, *remaining* (seconds)
+``lock_lost``: *lease*, *reason*
+``lock_forced``: *holder*, the one whose lease was ended by an operator
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from django.dispatch import Signal
+
+from .background import background
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+lock_acquired = Signal()
+lock_busy = Signal()
+lock_released = Signal()
+lock_lost = Signal()
+lock_extended = Signal()
+lock_forced = Signal()
+
+
+def announce(signal: Signal, sender: Hashable, **facts: Any) -> None:
+    """Send *signal* to its receivers; their errors are logged by Django and go no further.
+
+    From code that an event loop runs it is sent by another thread: a receiver may block, and the
+    one thread in which Django runs synchronous code may be waiting for this very lock.
+    """
+    if not signal.has_listeners(sender):
+        return
+    send = partial(signal.send_robust, sender, **facts)
+    if _is_in_event_loop():
+        background.submit("signals", partial(copy_context().run, send))
+    else:
+        send()
+
+
+def _is_in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

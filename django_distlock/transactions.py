@@ -1,0 +1,113 @@
+"""Locks and the caller's transactions: releasing after their end, and telling when it is before."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections, transaction
+
+from .exceptions import LockError, ReleasedBeforeCommit
+from .naming import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from .lease import Lease
+
+logger = logging.getLogger("django_distlock")
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+def open_blocks() -> dict[str, Any]:
+    """Return the outermost atomic block that is open on each database of this thread."""
+    blocks = ((c.alias, _outermost(c)) for c in connections.all(initialized_only=True))
+    return {alias: block for alias, block in blocks if block is not None}
+
+
+def release_at_end(lease: Lease) -> bool:
+    """Have *lease* released after the transaction of this thread has ended; False if there is none.
+
+    Django calls what is left with on_commit() after the commit, and drops it on rollback, on the
+    rollback of a savepoint, and when the connection is closed: then its finalizer releases.
+    """
+    blocks = open_blocks()
+    if blocks:
+        _LastEnd(lease, len(blocks)).listen(blocks)
+    return bool(blocks)
+
+
+def warn_if_before_commit(lease: Lease, began_in: dict[str, Any], *, strict: bool) -> None:
+    """Warn, once per call site, if a block that *lease* was taken in is still open."""
+    now = open_blocks()
+    for alias, block in began_in.items():
+        if now.get(alias) is block:
+            problem = ReleasedBeforeCommit(lease.name, alias)
+            if strict:
+                raise problem
+            warnings.warn(problem, stacklevel=_frames_to_caller())
+
+
+class _LastEnd:
+    """Releases a lease once, when the last of the transactions has ended that were open."""
+
+    def __init__(self, lease: Lease, open_ones: int) -> None:
+        self._lease = lease
+        self._open = open_ones
+
+    def listen(self, databases: Iterable[str]) -> None:
+        for alias in databases:
+            transaction.on_commit(_End(self), using=alias)
+
+    def is_last(self) -> bool:
+        self._open -= 1
+        return self._open == 0
+
+    def release(self) -> None:
+        try:
+            self._lease.release_now()
+        except LockError:
+            # The data is committed: an error now would tell the caller that it was not.
+            logger.exception(
+                "Lock %s could not be released after the commit", printable(self._lease.name)
+            )
+
+    def drop(self) -> None:
+        if self.is_last():
+            self._lease.release_later()
+
+
+class _End:
+    """The end of one transaction: called at its commit, else dropped."""
+
+    def __init__(self, last: _LastEnd) -> None:
+        self._last = last
+        # A finalizer may run anywhere, so it only hands over: no I/O in it.
+        self._dropped = weakref.finalize(self, last.drop)
+        self._dropped.atexit = False
+
+    def __call__(self) -> None:
+        self._dropped.detach()
+        if self._last.is_last():
+            self._last.release()
+
+
+def _outermost(connection: BaseDatabaseWrapper) -> Any:
+    if not connection.in_atomic_block:
+        return None
+    # A TestCase runs in atomic blocks of its own, which are no transactions of the code under test.
+    blocks = (b for b in connection.atomic_blocks if not getattr(b, "_from_testcase", False))
+    return next(blocks, None)
+
+
+def _frames_to_caller() -> int:
+    """Return how many frames up the code is that used the lock."""
+    frame, level = sys._getframe(1), 1  # noqa: SLF001 - what warnings does itself
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "contextlib")):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,0 +1,32 @@
+"""How Sphinx builds the documentation: `sphinx-build -n -W docs docs/_build`."""
+
+import os
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+import django
+
+# Autodoc imports the package, whose models need settings.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "testproject.settings")
+django.setup()
+
+project = "django-distlock"
+author = "The django-distlock authors"
+copyright = author  # noqa: A001 - the name that Sphinx reads
+version = release = installed_version("django-distlock")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+exclude_patterns = ["_build"]
+nitpicky = True
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+# Signatures are written out where they are documented: types of other projects are no links here.
+autodoc_typehints = "none"
+autodoc_member_order = "bysource"
+
+html_theme = "furo"
+html_title = f"django-distlock {release}"

@@ -1,0 +1,74 @@
+"""The demo's pages and its admin, with something to see."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.core.management.base import BaseCommand
+
+from django_distlock import lock
+from testproject.models import Account
+from testproject.servers import let_go, read_line, start
+from testproject.services import open_account
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+    from collections.abc import Iterator
+
+NAME = PASSWORD = "demo"
+CUSTOMERS = {"Ada": "1200.00", "Grace": "85000.50", "Linus": "310.75"}
+
+
+class Command(BaseCommand):
+    help = "Serve the demo's pages and its admin, with a demo user, some accounts and some locks."
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        call_command("migrate", verbosity=0)
+        make_user()
+        make_accounts()
+        address = f"127.0.0.1:{options['port']}"
+        with some_locks():
+            self.stdout.write(f"Pages: http://{address}/   Admin: http://{address}/admin/")
+            self.stdout.write(f"User: {NAME}   Password: {PASSWORD}   (Ctrl-C ends it)")
+            # Written to a file, it would else be seen only when the server has ended.
+            self.stdout.flush()
+            call_command("runserver", address, use_reloader=False)
+
+
+def make_user() -> None:
+    """Make the demo user, who may do everything, or give it its password back."""
+    user, _ = User.objects.get_or_create(
+        username=NAME, defaults={"is_staff": True, "is_superuser": True}
+    )
+    user.set_password(PASSWORD)
+    user.save()
+
+
+def make_accounts() -> None:
+    """Open the customers' accounts, those that are missing."""
+    known = set(Account.objects.values_list("name", flat=True))
+    for name, amount in CUSTOMERS.items():
+        if name not in known:
+            open_account(name, Decimal(amount))
+
+
+@contextmanager
+def some_locks() -> Iterator[None]:
+    """Have one lock that is free, one that a crash left behind, and one that is held meanwhile."""
+    with lock("newsletter", purpose="sending the newsletter"):
+        pass
+    start("hold", "import:orders", "--purpose=importing orders", "--ttl=1", "--crash").wait()
+    holder = start("hold", "report:monthly", "--purpose=the monthly report")
+    read_line(holder)
+    try:
+        yield
+    finally:
+        let_go(holder)
+        holder.wait()

@@ -1,0 +1,98 @@
+"""The fee as sync and async views, a page that shows the balance, and a statement to download."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from django.http import (
+    HttpRequest,
+    HttpResponse,
+    HttpResponseBase,
+    JsonResponse,
+    StreamingHttpResponse,
+)
+from django.shortcuts import get_object_or_404, redirect, render
+from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_GET, require_POST
+
+from django_distlock import distributed_lock, respond
+
+from .models import Account
+from .services import acharge_fee, audit, charge_fee
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from decimal import Decimal
+
+
+@require_GET
+def index(request: HttpRequest) -> HttpResponse:
+    """List the accounts."""
+    return render(request, "testproject/index.html", {"accounts": Account.objects.all()})
+
+
+@require_GET
+def account(request: HttpRequest, account_id: int) -> HttpResponseBase:
+    """Show the balance, and whether it is right; as JSON for clients that ask for it."""
+    found = get_object_or_404(Account, pk=account_id)
+    report = audit(account_id)
+    if wants_json(request):
+        return JsonResponse(
+            {"name": found.name, "balance": report.balance, "updates_lost": report.lost}
+        )
+    fees = found.fees.all()[:10]
+    return render(
+        request, "testproject/account.html", {"account": found, "audit": report, "fees": fees}
+    )
+
+
+# There is no log-in, so there is nothing that a forged request could borrow.
+@csrf_exempt
+@require_POST
+def charge_unlocked(request: HttpRequest, account_id: int) -> HttpResponseBase:
+    """Take the fee with no lock: what two requests at once get wrong."""
+    return charged(request, account_id, charge_fee(account_id))
+
+
+@csrf_exempt
+@require_POST
+@distributed_lock("fee:{account_id}", timeout=2, on_busy=respond(409))
+def charge(request: HttpRequest, account_id: int) -> HttpResponseBase:
+    """Take the fee, one request at a time; after two seconds of waiting, 409 with Retry-After."""
+    return charged(request, account_id, charge_fee(account_id))
+
+
+@csrf_exempt
+@require_POST
+@distributed_lock("fee:{account_id}", timeout=2, on_busy=respond(409))
+async def acharge(request: HttpRequest, account_id: int) -> HttpResponseBase:
+    """See charge(): the same lock, so sync and async requests exclude each other."""
+    return charged(request, account_id, await acharge_fee(account_id))
+
+
+@require_GET
+@distributed_lock("fee:{account_id}", timeout=2, on_busy=respond(409))
+def statement(request: HttpRequest, account_id: int) -> HttpResponseBase:
+    """Send all fees as CSV; the lock is held to the last line, so no fee slips in between."""
+    found = get_object_or_404(Account, pk=account_id)
+    return StreamingHttpResponse(statement_lines(found), content_type="text/csv; charset=utf-8")
+
+
+def statement_lines(found: Account) -> Iterator[str]:
+    """Give the lines of an account's statement."""
+    yield "charged at,amount\n"
+    for fee in found.fees.order_by("pk").iterator():
+        yield f"{fee.charged_at.isoformat()},{fee.amount}\n"
+    yield f"balance,{found.balance}\n"
+
+
+def charged(request: HttpRequest, account_id: int, fee: Decimal) -> HttpResponseBase:
+    """Answer that *fee* was taken: JSON for clients that ask for it, else the account's page."""
+    if wants_json(request):
+        return JsonResponse({"fee": fee})
+    return redirect("account", account_id)
+
+
+def wants_json(request: HttpRequest) -> bool:
+    """Tell whether the client likes JSON better than a page."""
+    return request.get_preferred_type(["text/html", "application/json"]) == "application/json"

@@ -1,0 +1,146 @@
+"""What the tests of faults at Redis share: aliases on a server, who waits there, and what other processes do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import redis as driver
+from django.conf import settings as django_settings
+
+from django_distlock import lock, locks
+from django_distlock.backends.redis import RedisBackend
+from tests.contract.rivals import Rival
+from tests.fixtures.child import hear_word, say
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pytest_django.fixtures import Settings
+
+    from tests.fixtures.redis import Redis
+
+BACKEND = "django_distlock.backends.redis.RedisBackend"
+DATABASE = 5
+
+
+def alias(port: int, **options: Any) -> dict[str, Any]:
+    """Return settings of a Redis on this port."""
+    location = f"redis://127.0.0.1:{port}/{DATABASE}"
+    return {"BACKEND": BACKEND, "OPTIONS": {"location": location, **options}}
+
+
+def configure(settings: Settings, server: Redis, port: int | None = None, **options: Any) -> None:
+    """Have "default" go to *port*, a proxy's perhaps, and "direct" to the server itself."""
+    settings.DISTLOCK = {
+        "default": alias(port or server.port, **options),
+        "direct": alias(server.port),
+    }
+
+
+def backend(using: str = "default") -> RedisBackend:
+    """Return the backend of *using* as what it is."""
+    found = locks[using]
+    assert isinstance(found, RedisBackend)
+    return found
+
+
+def rival(name: str, *, ttl: float = 20.0, using: str = "direct") -> Rival:
+    """Return somebody else who wants the lock, as the server sees them."""
+    return Rival.of(backend(using), name, ttl=ttl)
+
+
+def holders(name: str) -> int:
+    """Return how many the server says hold it now."""
+    return sum(held.name == name for held in backend("direct").held())
+
+
+def waiters(server: Redis, name: str) -> int:
+    """Return how many stand in the server's queue, dead or alive."""
+    queue = (
+        backend("direct")._space.of(backend("direct").request(name, ttl=1, holder=None).key).all[2]
+    )
+    with server.client(DATABASE) as client:
+        found: int = client.zcard(queue)
+        return found
+
+
+def left_behind(server: Redis) -> list[str]:
+    """Return the keys that a free lock does not have."""
+    with server.client(DATABASE) as client:
+        return [key for key in client.keys("*") if not key.endswith("}")]
+
+
+def connections(server: Redis) -> set[str]:
+    """Return the ids of all connections but the one that asks."""
+    with server.client(DATABASE) as client:
+        me = client.client_id()
+        return {each["id"] for each in client.client_list() if each["id"] != str(me)}
+
+
+# What children do.
+
+
+def use(aliases: Mapping[str, Any]) -> None:
+    django_settings.DISTLOCK = aliases
+
+
+def wait(aliases: dict[str, Any], name: str) -> None:
+    """Wait until served, tell, and hold it until told to leave."""
+    use(aliases)
+    with lock(name, timeout=None) as lease:
+        say("held", token=lease.fencing_token)
+        hear_word("leave")
+
+
+def stand_in_line(aliases: dict[str, Any], name: str, numbers: list[int], port: int) -> None:
+    """Have one waiter for each number begin to wait when told to; each notes its number when served."""
+    use(aliases)
+    say("ready")
+    threads = []
+    for number in numbers:
+        hear_word("next")
+        threads.append(threading.Thread(target=_note, args=(number, name, port)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+
+
+def _note(number: int, name: str, port: int) -> None:
+    with driver.Redis(port=port, db=DATABASE) as client:
+        with lock(name, using=f"site{number}", timeout=30):
+            client.rpush("served", number)
+
+
+def fork_with_a_lease(aliases: dict[str, Any], name: str) -> dict[str, Any]:
+    """Fork while the lock is held; the forked child uses locks, drops all that it has, and ends."""
+    use(aliases)
+    with lock(name, ttl=20) as lease:
+        say("held")
+        hear_word("fork")
+        pid = os.fork()
+        if pid == 0:
+            os._exit(_live_as_a_child(name))
+        _, status = os.waitpid(pid, 0)
+        say("forked", status=os.waitstatus_to_exitcode(status))
+        hear_word("go on")
+        lease.extend()
+        lease.check()
+    return {"state": lease.state.name}
+
+
+def _live_as_a_child(name: str) -> int:
+    is_free = lock(name, timeout=0).acquire()
+    with lock(f"{name}:child", timeout=1):
+        gc.collect()
+    locks.close()
+    gc.collect()
+    return 1 if is_free else 0
+
+
+def open_files() -> int:
+    """Return how many files, sockets included, this process has open."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - numbers, not paths

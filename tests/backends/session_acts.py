@@ -1,0 +1,80 @@
+"""What other processes do in the tests of locks that a session holds; see tests.fixtures.child."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from django.conf import settings
+
+from django_distlock import LockError, lock, locks
+from tests.fixtures.child import hear_word, say
+
+
+def hold(aliases: dict[str, Any], name: str, **terms: Any) -> None:
+    """Hold the lock until told to leave."""
+    settings.DISTLOCK = aliases
+    with lock(name, **terms) as lease:
+        say("held", token=lease.fencing_token)
+        hear_word("leave")
+
+
+def wait(aliases: dict[str, Any], name: str, using: str) -> None:
+    """Wait for the lock for ever."""
+    settings.DISTLOCK = aliases
+    say("waits")
+    lock(name, using=using, timeout=None).acquire()
+
+
+def wake_up_late(aliases: dict[str, Any], name: str, **terms: Any) -> list[str]:
+    """Take the lock; once told to go on, tell what check() and the release say."""
+    settings.DISTLOCK = aliases
+    lease = lock(name, **terms).acquire()
+    assert lease
+    say("held")
+    hear_word("go on")
+    said = []
+    for verb in (lease.check, lease.release):
+        try:
+            verb()
+            said.append("done")
+        except LockError as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def cross(aliases: dict[str, Any], names: list[str], using: str) -> list[str]:
+    """Take one lock, and when told the other one; tell what came of it, and of a third one after that."""
+    settings.DISTLOCK = aliases
+    said = []
+    with lock(names[0], using=using):
+        say("held")
+        hear_word("go on")
+        try:
+            with lock(names[1], using=using, timeout=30):
+                said.append("held")
+        except LockError as error:
+            said.append(type(error).__name__)
+    with lock(f"{names[0]}:after", using=using) as lease:
+        lease.check()
+    return said
+
+
+def fork_and_lock(aliases: dict[str, Any], name: str, using: str) -> dict[str, Any]:
+    """Fork while a lock is held; tell whether each process can lock, and how many sessions they have."""
+    settings.DISTLOCK = aliases
+    inherited = locks[using]
+    with lock(name, using=using) as lease:
+        reads, writes = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            assert inherited.probe(lease.request)
+            with lock(f"{name}:child", using=using, timeout=5):
+                os.write(writes, str(locks[using]._session.id).encode())  # type: ignore[attr-defined]
+            sys.exit(0)
+        _, status = os.waitpid(pid, 0)
+        lease.extend()
+        with lock(f"{name}:parent", using=using, timeout=5):
+            sessions = {os.read(reads, 100).decode(), str(locks[using]._session.id)}  # type: ignore[attr-defined]
+        return {"child": status == 0, "parent": lease.held, "sessions": len(sessions)}

@@ -1,0 +1,75 @@
+"""What the tests of locks held by a session share: their aliases, and what the server says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from django.db import connections
+
+from django_distlock import locks
+from django_distlock.backends.database.session_backend import SessionBackend
+
+KINDS = {
+    "rowlock": "django_distlock.backends.rowlock.RowLockBackend",
+    "advisory": "django_distlock.backends.advisory.AdvisoryBackend",
+}
+BOTH = [
+    pytest.param((database, kind), id=f"{database}-{kind}", marks=pytest.mark.server)
+    for database in ("postgres", "mariadb")
+    for kind in KINDS
+]
+#: Aliases by which as many servers of one application meet the same locks.
+SITES = [f"site{number}" for number in range(12)]
+
+
+def aliases(database: str, kind: str, **options: Any) -> dict[str, Any]:
+    """Return a DISTLOCK setting whose aliases all mean the same locks."""
+    each = {"BACKEND": KINDS[kind], "OPTIONS": {"using": database, **options}}
+    return dict.fromkeys(["locks", *SITES], each)
+
+
+def backend(alias: str = "locks") -> SessionBackend:
+    """Return the backend of *alias* as what it is."""
+    found = locks[alias]
+    assert isinstance(found, SessionBackend)
+    return found
+
+
+def ask(database: str, statement: str, *parameters: str | float) -> list[tuple[Any, ...]]:
+    """Return what the server answers to the application's own connection."""
+    with connections[database].cursor() as cursor:
+        cursor.execute(statement, parameters)
+        return list(cursor.fetchall())
+
+
+def waiters(database: str) -> int:
+    """Return how many sessions the server makes wait for a lock."""
+    if database == "postgres":
+        [(number,)] = ask(
+            database,
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND application_name LIKE 'distlock:%%'",
+        )
+    else:
+        [(number,)] = ask(
+            database,
+            "SELECT count(*) FROM information_schema.processlist WHERE info LIKE '/*distlock:%%'",
+        )
+    return int(number)
+
+
+def end_session(database: str, number: int) -> None:
+    """End a session as an operator would."""
+    if database == "postgres":
+        ask(database, "SELECT pg_terminate_backend(%s)", number)
+    else:
+        with connections[database].cursor() as cursor:
+            cursor.execute("KILL %s", [number])
+
+
+def session_number(owner: str, alias: str = "locks") -> int:
+    """Return by what the server knows the session that holds for *owner*."""
+    found = backend(alias)
+    session = found._sessions.held(owner)
+    assert session is not None
+    return found.server.session_number(session.connection)

@@ -1,0 +1,170 @@
+"""Advisory locks: no ghosts, no rows where none are wanted, and what a server does not have is not faked."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from django_distlock import NotSupported, lock, locks
+from django_distlock.backends.database.advisory_mysql import lock_name
+from django_distlock.backends.database.advisory_postgresql import lock_number
+from django_distlock.holder import Holder
+from django_distlock.protocol import Grant, Release
+from tests.fixtures.eventually import eventually
+
+from .session_tools import SITES, aliases, ask, backend
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+    from tests.fixtures.mariadb import MariaDB
+    from tests.fixtures.postgres import PostgreSQL
+
+#: Waits in the ghost hunt, by eight threads. Set it to 50000 for a long run.
+HUNT = int(os.environ.get("DISTLOCK_RACES", "12000"))
+SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
+
+
+@pytest.fixture(params=SERVERS)
+def database(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+    """Each server, with its advisory locks as the alias "locks"."""
+    request.getfixturevalue(request.param)
+    settings.DISTLOCK = aliases(request.param, "advisory")
+    yield request.param
+    locks.close()
+
+
+@pytest.fixture(params=SERVERS)
+def bare(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+    """Each server, without fencing."""
+    request.getfixturevalue(request.param)
+    settings.DISTLOCK = aliases(request.param, "advisory", fencing=False)
+    yield request.param
+    locks.close()
+
+
+def test_a_wait_that_times_out_as_it_is_granted_leaves_no_ghost(database: str, name: str) -> None:
+    granted = _hunt(name, HUNT)
+
+    assert granted > 100
+    for site in SITES:
+        assert not backend(site)._sessions._by_owner
+    # Their connections are open still: a ghost would sit in one of them.
+    assert not lock(name, using="locks").locked()
+    with lock(name, using="locks", timeout=0):
+        pass
+
+
+def _hunt(name: str, waits: int) -> int:
+    """Have eight servers of an application wait for 1 to 3 ms, again and again; return the grants."""
+    grants: list[int] = []
+
+    def work(site: str) -> None:
+        hunter, number = backend(site), 0
+        for _ in range(waits // 8):
+            request = hunter.request(name, ttl=60.0, holder=Holder.current())
+            answer = hunter.wait_acquire(request, random.uniform(0.001, 0.003))
+            if isinstance(answer, Grant):
+                number += 1
+                assert hunter.release(request) is Release.RELEASED
+        grants.append(number)
+
+    threads = [threading.Thread(target=work, args=(site,)) for site in SITES[:8]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(grants) == 8
+    return sum(grants)
+
+
+def test_without_fencing_there_are_no_rows_and_no_tokens(bare: str, name: str) -> None:
+    statement = "SELECT count(*) FROM django_distlock_fencingcounter WHERE method_name LIKE %s"
+
+    with lock(name, using="locks") as lease:
+        assert lease.fencing_token is None
+        assert lock(name, using="site0").locked()
+        assert not lock(name, using="site0").acquire(timeout=0)
+
+    assert ask(bare, statement, f"%{name}%") == [(0,)]
+    with pytest.raises(NotSupported, match="listing"):
+        backend().held()
+
+
+def test_with_fencing_a_name_has_one_row(database: str, name: str) -> None:
+    for _ in range(3):
+        with lock(name, using="locks"):
+            pass
+
+    found = ask(
+        database,
+        "SELECT count(*) FROM django_distlock_fencingcounter WHERE method_name = %s",
+        f"advisory||{name}",
+    )
+    assert found == [(1,)]
+
+
+@pytest.mark.server
+def test_mariadb_has_no_readers_and_says_so(
+    mariadb: MariaDB, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases("mariadb", "advisory")
+
+    assert not backend().supports_shared
+    with pytest.raises(NotSupported, match="shared"):
+        lock(name, using="locks", shared=True).acquire()
+
+
+@pytest.mark.server
+def test_a_release_that_the_server_denies_is_told_as_lost(
+    postgres: PostgreSQL, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases("postgres", "advisory")
+    request = backend().request(name, ttl=60.0, holder=Holder.current())
+    assert isinstance(backend().try_acquire(request, queued=False), Grant)
+    session = backend()._sessions.held(request.owner)
+    assert session
+    with session.connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_unlock_all()")
+
+    assert backend().release(request) is Release.GONE
+
+
+def test_names_that_a_server_would_cut_or_fold_are_different_locks(
+    database: str, name: str
+) -> None:
+    long = name + "x" * 300
+    with lock(f"{long}A", using="locks"), lock(f"{long}a", using="locks", timeout=0):
+        with lock(f"{long}á", using="locks", timeout=0):
+            pass
+
+
+def test_locks_of_other_applications_on_the_same_server_are_others(
+    database: str, name: str
+) -> None:
+    with lock(name, using="locks") as lease:
+        key = lease.request.key
+
+    assert -(2**63) <= lock_number(key) < 2**63
+    assert lock_number(key) != lock_number(name)
+    with backend()._own.cursor() as cursor:
+        assert len(lock_name(cursor, key)) <= 64
+
+
+def test_the_lock_is_in_the_servers_own_list_while_it_is_held(database: str, name: str) -> None:
+    def is_listed() -> bool:
+        if database == "postgres":
+            return bool(ask(database, "SELECT 1 FROM pg_locks WHERE locktype = 'advisory'"))
+        with backend("site0")._own.cursor() as cursor:
+            return ask(database, "SELECT IS_USED_LOCK(%s)", lock_name(cursor, key)) != [(None,)]
+
+    with lock(name, using="locks") as lease:
+        key = lease.request.key
+        assert is_listed()
+
+    eventually(lambda: not is_listed())

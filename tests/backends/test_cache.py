@@ -1,0 +1,510 @@
+"""Which way an alias of CACHES gives, which are refused, and the least of the ways: add()."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.core.cache import caches
+from django.core.checks import Error, Warning as CheckWarning, run_checks
+
+from django_distlock import (
+    InvalidLockBackend,
+    LockBackendError,
+    LockLost,
+    LockOutcomeUnknown,
+    NotSupported,
+    clock,
+    lock,
+    locks,
+)
+from django_distlock.backends.add import MARGIN, AddBackend, _Found
+from django_distlock.backends.cache import SingleProcessBackend
+from django_distlock.backends.memcached import CacheMemcachedBackend
+from django_distlock.conf import BackendSettings
+from django_distlock.handler import make_backend
+from django_distlock.holder import Holder
+from django_distlock.protocol import Release
+from tests.contract.acts import WIDTH
+from tests.contract.crew import elsewhere, together
+from tests.contract.rivals import Rival
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.memcached import Memcached
+
+from .caches import SilentCache, SoundCache
+from .memcached_tools import BACKEND, alias
+
+if TYPE_CHECKING:
+    from pytest_django import Settings
+
+    from django_distlock.backends.base import BaseLockBackend
+    from tests.fixtures.processes import Spawn
+
+DJANGO = "django.core.cache.backends"
+OURS = "tests.backends.caches"
+
+
+@pytest.fixture(autouse=True)
+def closed(settings: Settings) -> Iterator[None]:
+    yield
+    locks.close()
+    SoundCache.stored.clear()
+
+
+def configure(settings: Settings, cache: str | dict[str, Any], /, **options: Any) -> None:
+    """Keep the locks of the alias "locks" in an alias of *cache*, a class or all its settings."""
+    known = {"BACKEND": cache, "LOCATION": "nowhere"} if isinstance(cache, str) else cache
+    settings.CACHES = {"default": {"BACKEND": f"{DJANGO}.dummy.DummyCache"}, "locks": known}
+    chosen = {"cache": "locks", **options}
+    settings.DISTLOCK = {"locks": {"BACKEND": BACKEND, "OPTIONS": chosen}}
+
+
+def trust(settings: Settings, name: str = "SoundCache") -> BaseLockBackend:
+    """Keep the locks in one of the caches of ours, by add()."""
+    path = f"{OURS}.{name}"
+    configure(settings, path, trust_add=[path])
+    return locks["locks"]
+
+
+# The choice.
+
+
+@pytest.mark.parametrize("kind", ["PyMemcacheCache", "PyLibMCCache"])
+def test_memcached_is_taken_for_what_it_is(settings: Settings, kind: str) -> None:
+    configure(settings, alias("127.0.0.1:1", kind))
+
+    assert type(locks["locks"]) is CacheMemcachedBackend
+
+
+@pytest.mark.parametrize("path", ["django_redis.cache.RedisCache", f"{DJANGO}.redis.RedisCache"])
+def test_redis_is_taken_for_what_it_is(settings: Settings, path: str) -> None:
+    from django_distlock.backends.redis import CacheRedisBackend
+
+    configure(settings, {"BACKEND": path, "LOCATION": "redis://127.0.0.1:1/0"})
+
+    assert isinstance(locks["locks"], CacheRedisBackend)
+
+
+def test_the_default_alias_is_the_default(settings: Settings) -> None:
+    settings.CACHES = {"default": alias("127.0.0.1:1")}
+    settings.DISTLOCK = {"locks": {"BACKEND": BACKEND}}
+
+    assert isinstance(locks["locks"], CacheMemcachedBackend)
+
+
+REFUSED = {
+    f"{DJANGO}.db.DatabaseCache": "backends.database.DatabaseBackend",
+    f"{DJANGO}.filebased.FileBasedCache": "backends.database.DatabaseBackend with SQLite",
+    f"{DJANGO}.dummy.DummyCache": "backends.dummy.DummyBackend",
+    f"{DJANGO}.locmem.LocMemCache": "'single_process': True",
+    f"{OURS}.SoundCache": f"'trust_add': ['{OURS}.SoundCache']",
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_cache_that_can_hold_no_locks_is_refused_with_what_to_use_instead(
+    settings: Settings, path: str
+) -> None:
+    configure(settings, path)
+
+    with pytest.raises(InvalidLockBackend) as caught:
+        lock("report", using="locks").acquire()
+
+    text = str(caught.value)
+    kind = path.rpartition(".")[2]
+    assert text.startswith(
+        f"DISTLOCK['locks']: OPTIONS: 'cache' names 'locks', a {kind}, which can hold no locks: "
+    )
+    assert REFUSED[path] in text
+    [error] = run_checks(tags=["distlock"])
+    assert error == Error(text, hint=error.hint, id="distlock.E001")
+
+
+@pytest.mark.parametrize("path", list(REFUSED)[:3])
+def test_trust_makes_no_unfit_cache_fit(settings: Settings, path: str) -> None:
+    configure(settings, path, trust_add=[path])
+
+    with pytest.raises(InvalidLockBackend, match="can hold no locks"):
+        locks["locks"]
+
+
+def test_a_class_made_from_an_unfit_one_is_unfit(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from django.core.cache.backends.db import DatabaseCache
+
+    monkeypatch.setattr(f"{OURS}.Own", type("Own", (DatabaseCache,), {}), raising=False)
+    configure(settings, f"{OURS}.Own", trust_add=[f"{OURS}.Own"])
+
+    with pytest.raises(InvalidLockBackend, match="a Own, which can hold no locks: it grants"):
+        locks["locks"]
+
+
+def test_memory_of_one_process_holds_locks_if_there_is_but_one(settings: Settings) -> None:
+    configure(settings, f"{DJANGO}.locmem.LocMemCache", single_process=True)
+
+    with lock("report", using="locks") as lease:
+        assert isinstance(lease.backend, SingleProcessBackend)
+        assert lease.fencing_token
+        for number in range(1_000):
+            caches["locks"].set(f"other:{number}", number)
+        caches["locks"].clear()
+        assert elsewhere(lambda: lock("report", using="locks", timeout=0).acquire()) is None
+
+
+@pytest.mark.parametrize(
+    ("cache", "options", "problem"),
+    [
+        ({}, {"cache": "missing"}, "'cache' names 'missing', but CACHES has 'default', 'locks'"),
+        ({}, {"cache": 5}, "'cache' must be a str, not 5"),
+        ({"BACKEND": "no.such.Cache"}, {}, "whose BACKEND 'no.such.Cache' cannot be imported"),
+        (alias("127.0.0.1:1"), {"fair": True}, "unknown OPTIONS 'fair'. It takes cache, connect"),
+        (alias("127.0.0.1:1"), {"trust_add": []}, "unknown OPTIONS 'trust_add'. It takes cache"),
+        (alias("127.0.0.1:1"), {"cahce": "locks"}, "unknown OPTIONS 'cahce'"),
+        ({"BACKEND": f"{DJANGO}.dummy.DummyCache"}, {"fair": True}, "unknown OPTIONS 'fair'"),
+        ({"BACKEND": f"{OURS}.SoundCache"}, {"trust_add": f"{OURS}.SoundCache"}, "must be a list"),
+        ({"BACKEND": f"{DJANGO}.locmem.LocMemCache"}, {"single_process": 1}, "has one of its own"),
+    ],
+)
+def test_wrong_settings_are_named(
+    settings: Settings, cache: dict[str, Any], options: dict[str, Any], problem: str
+) -> None:
+    configure(settings, cache or alias("127.0.0.1:1"), **options)
+
+    with pytest.raises(InvalidLockBackend) as caught:
+        locks["locks"]
+
+    assert str(caught.value).startswith("DISTLOCK['locks']: ")
+    assert problem in str(caught.value)
+
+
+def test_a_misspelt_cache_is_told_before_what_is_wrong_with_the_default(settings: Settings) -> None:
+    settings.CACHES = {"default": {"BACKEND": f"{DJANGO}.locmem.LocMemCache"}}
+    settings.DISTLOCK = {"locks": {"BACKEND": BACKEND, "OPTIONS": {"cahce": "redis"}}}
+
+    with pytest.raises(
+        InvalidLockBackend, match=r"^DISTLOCK\['locks'\]: unknown OPTIONS 'cahce'\."
+    ):
+        locks["locks"]
+
+
+@pytest.mark.parametrize(
+    ("cache", "missing"),
+    [
+        ({"BACKEND": f"{DJANGO}.redis.RedisCache"}, "django_distlock.backends.redis"),
+        (alias("127.0.0.1:1"), "pymemcache.serde"),
+        (alias("127.0.0.1:1", "PyLibMCCache"), "pylibmc"),
+    ],
+)
+def test_a_driver_that_is_not_installed_is_named(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, cache: dict[str, Any], missing: str
+) -> None:
+    configure(settings, cache)
+    monkeypatch.setitem(sys.modules, missing, None)
+
+    with pytest.raises(InvalidLockBackend, match=f"driver .* not installed: .*{missing}"):
+        locks["locks"]
+
+
+@pytest.mark.parametrize("way", ["add.AddBackend", "memcached.CacheMemcachedBackend"])
+def test_a_way_that_is_chosen_by_hand_looks_at_the_alias_too(settings: Settings, way: str) -> None:
+    configure(settings, f"{DJANGO}.db.DatabaseCache")
+    settings.DISTLOCK["locks"]["BACKEND"] = f"django_distlock.backends.{way}"
+    locks.reset()
+
+    with pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['locks'\]: OPTIONS: .*DatabaseCache"):
+        locks["locks"]
+
+
+# What clears the locks.
+
+
+@pytest.mark.parametrize(
+    ("default", "is_cleared"),
+    [
+        (alias("127.0.0.1:1"), True),
+        (alias(["127.0.0.1:2", "127.0.0.1:1"], KEY_PREFIX="other"), True),
+        (alias("127.0.0.1:2"), False),
+    ],
+)
+def test_a_default_cache_in_the_same_place_is_warned_of(
+    settings: Settings, default: dict[str, Any], is_cleared: bool
+) -> None:
+    configure(settings, alias("127.0.0.1:1"))
+    settings.CACHES = {**settings.CACHES, "default": default}
+
+    found = run_checks(tags=["distlock"])
+
+    text = (
+        "DISTLOCK['locks']: its locks live in the cache 'locks', where the 'default' cache lives too: "
+        "cache.clear() drops them while they are held."
+    )
+    hint = "Give locks an alias in CACHES and a server (on Redis, a database) of their own."
+    assert found == [CheckWarning(text, hint=hint, id="distlock.W010")] * is_cleared
+
+
+def test_a_server_of_the_locks_own_is_not_warned_of(settings: Settings) -> None:
+    configure(settings, alias(["127.0.0.1:1", "127.0.0.1:2"]), server="127.0.0.1:3")
+    settings.CACHES = {**settings.CACHES, "default": settings.CACHES["locks"]}
+    assert run_checks(tags=["distlock"]) == []
+
+    settings.DISTLOCK["locks"]["OPTIONS"]["server"] = "127.0.0.1:2"
+    locks.reset()
+    assert [message.id for message in run_checks(tags=["distlock"])] == ["distlock.W010"]
+
+
+def test_locks_in_the_default_cache_are_warned_of(settings: Settings) -> None:
+    settings.CACHES = {"default": {"BACKEND": f"{OURS}.SoundCache"}}
+    options = {"cache": "default", "trust_add": (f"{OURS}.SoundCache",)}
+    settings.DISTLOCK = {"locks": {"BACKEND": BACKEND, "OPTIONS": options}}
+
+    assert [message.id for message in run_checks(tags=["distlock"])] == ["distlock.W010"]
+    assert locks["locks"].check(["default"]) == []
+
+
+# By add() alone.
+
+
+def rival(name: str, backend: BaseLockBackend | None = None, ttl: float = 20) -> Rival:
+    return Rival.of(backend or locks["locks"], name, ttl=ttl)
+
+
+def test_threads_exclude_each_other(settings: Settings, name: str) -> None:
+    trust(settings)
+    sites = [trust_site(number) for number in range(3)]
+    balance = 0
+
+    def work(site: BaseLockBackend) -> None:
+        nonlocal balance
+        for _ in range(10):
+            mine = rival(name, site)
+            mine.takes(within=20)
+            read = balance
+            # Whoever is let in meanwhile reads the same.
+            never(lambda: False, 0.001)
+            balance = read + 1
+            mine.leaves()
+
+    together(*(partial(work, site) for site in sites))
+
+    assert balance == 30
+
+
+def trust_site(number: int, cache: str = "locks", path: str = f"{OURS}.SoundCache") -> AddBackend:
+    """Return a backend as another process would have it."""
+    options = {"cache": cache, "trust_add": [path]}
+    made = make_backend(
+        BackendSettings(f"site{number}", "django_distlock.backends.add.AddBackend", options=options)
+    )
+    assert isinstance(made, AddBackend)
+    return made
+
+
+def test_processes_with_a_lock_by_add_on_a_real_server_lose_nothing(
+    settings: Settings, memcached: Memcached, name: str, spawn: Spawn, tmp_path: Path
+) -> None:
+    balance = tmp_path / "balance"
+    balance.write_text("0" * WIDTH)
+    options = {"cache": "pymemcache", "trust_add": [f"{DJANGO}.memcached.PyMemcacheCache"]}
+    aliases = {"add": {"BACKEND": "django_distlock.backends.add.AddBackend", "OPTIONS": options}}
+    raising = {"using": "add", "name": name, "path": str(balance), "rounds": 10, "timeout": 30}
+    spawned = [
+        spawn("tests.contract.acts:raise_balance", aliases=aliases, **raising) for _ in range(3)
+    ]
+
+    for each in spawned:
+        each.expect("ready")
+    for each in spawned:
+        each.tell("go")
+    for each in spawned:
+        each.result(40)
+
+    assert int(balance.read_text()) == 30
+
+
+async def test_tasks_use_it_too(settings: Settings, name: str) -> None:
+    trust(settings)
+
+    async with lock(name, using="locks"):
+        assert await lock(name, using="locks").alocked()
+
+    assert not await lock(name, using="locks").alocked()
+
+
+def test_who_is_refused_is_told_by_whom(settings: Settings, name: str) -> None:
+    trust(settings)
+    holder, other = rival(name), rival(name)
+    holder.takes()
+
+    assert not other.tries()
+    assert other.refused.holder == holder.request.holder
+    assert holder.request.owner not in repr(other.refused)
+
+
+def test_an_acquire_sent_again_gets_the_same_grant_and_a_release_the_same_answer(
+    settings: Settings, name: str
+) -> None:
+    backend = trust(settings)
+    holder, other = rival(name), rival(name)
+    assert holder.tries()
+    assert holder.tries()
+    assert not other.tries()
+    assert other.leaves() is Release.TAKEN
+
+    assert holder.leaves() is Release.RELEASED
+    assert holder.leaves() is Release.RELEASED
+    assert other.leaves() is Release.GONE
+    assert other.tries()
+    assert holder.leaves() is Release.RELEASED
+    assert backend.probe(holder.request)
+
+
+def test_a_lock_with_little_left_is_not_deleted_but_expires(settings: Settings, name: str) -> None:
+    """It may be another's by the time of the delete()."""
+    backend = trust(settings)
+    holder = rival(name, ttl=2)
+    holder.takes()
+    key = holder.request.key
+    ends = clock.lease_time() + MARGIN - 0.01
+    late = _Found(holder.request.owner, ends, Holder.current())
+    caches["locks"].delete(key)
+    caches["locks"].add(key, late.pack(), timeout=2)
+
+    assert holder.leaves() is Release.RELEASED
+
+    assert backend.probe(holder.request)
+    rival(name).takes(within=4)
+
+
+def test_a_lease_is_not_extended_and_ends_with_its_ttl(settings: Settings, name: str) -> None:
+    trust(settings)
+    lease = lock(name, using="locks", ttl=2).acquire()
+    assert lease
+    deadline = lease.deadline
+    with pytest.raises(NotSupported, match=r"extend\(\)"):
+        lease.extend()
+
+    eventually(lambda: lease.lost, 4)
+
+    assert lease.deadline == deadline <= clock.lease_time()
+    with pytest.raises(LockLost):
+        lease.release()
+
+
+def test_what_was_dropped_is_told_before_the_ttl_is_over(settings: Settings, name: str) -> None:
+    trust(settings)
+    lease = lock(name, using="locks", ttl=3).acquire()
+    assert lease
+
+    caches["locks"].clear()
+
+    eventually(lambda: lease.lost, 2)
+    assert "not ours any more" in lease.reason
+
+
+@pytest.mark.parametrize("ttl", [0.5, 1.5, 30 * 86_400])
+def test_a_ttl_that_whole_seconds_do_not_keep_is_refused(
+    settings: Settings, name: str, ttl: float
+) -> None:
+    trust(settings)
+
+    with pytest.raises(ValueError, match="2 seconds to 29 days"):
+        lock(name, using="locks", ttl=ttl).acquire()
+
+
+def test_a_key_is_short_enough_for_every_cache_with_its_prefix(settings: Settings) -> None:
+    cache = {"BACKEND": f"{OURS}.SoundCache", "KEY_PREFIX": "p" * 100}
+    configure(settings, cache, trust_add=[f"{OURS}.SoundCache"])
+
+    keys = {rival(f"{'n' * 95}{number}").request.key for number in range(3)}
+    long = {rival(f"{'n' * 5_000}{number}").request.key for number in range(3)}
+
+    assert len(keys | long) == 6
+    assert all(len(caches["locks"].make_key(key)) <= 250 for key in keys | long)
+    assert rival("x" * 5_000).tries()
+
+
+@pytest.mark.parametrize("name_of_class", ["SilentCache", "LoudCache"])
+def test_a_cache_whose_server_is_down_is_never_busy_held_or_free(
+    settings: Settings, name: str, name_of_class: str
+) -> None:
+    trust(settings, name_of_class)
+    someone = rival(name)
+
+    for ask in (
+        someone.tries,
+        lambda: someone.holds,
+        someone.leaves,
+        lock(name, using="locks").locked,
+    ):
+        with pytest.raises(LockOutcomeUnknown):
+            ask()
+    with pytest.raises(LockOutcomeUnknown):
+        lock(name, using="locks", timeout=0).acquire()
+
+
+def test_a_lease_outlives_errors_that_the_cache_hides(
+    settings: Settings, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SilentCache, "is_down", False)
+    trust(settings, "SilentCache")
+    lease = lock(name, using="locks", ttl=3).acquire()
+    assert lease
+
+    monkeypatch.setattr(SilentCache, "is_down", True)
+    eventually(lambda: lease.in_jeopardy, 2)
+    assert lease.held
+    monkeypatch.setattr(SilentCache, "is_down", False)
+
+    lease.release()
+
+
+def test_a_forked_child_uses_no_connection_of_its_parent(settings: Settings) -> None:
+    backend = trust(settings)
+    parents = caches["locks"]
+
+    backend.abandon_after_fork()
+
+    assert caches["locks"] is not parents
+    backend.abandon_after_fork()
+
+
+def test_a_cache_that_takes_everything_is_found_out_at_the_first_use(
+    settings: Settings, name: str
+) -> None:
+    trust(settings, "GenerousCache")
+
+    with pytest.raises(LockBackendError, match=r"does not refuse a second add\(\)"):
+        lock(name, using="locks").acquire()
+
+
+def test_it_promises_nothing_that_it_cannot_keep(settings: Settings, name: str) -> None:
+    backend = trust(settings)
+    flags = [
+        flag for flag in dir(backend) if flag.startswith("supports_") and getattr(backend, flag)
+    ]
+
+    assert flags == []
+    assert not backend.session_bound
+    with pytest.raises(NotSupported):
+        lock(name, using="locks", shared=True).acquire()
+
+
+def test_a_value_of_somebody_else_is_nobodys_lock(settings: Settings, name: str) -> None:
+    backend = trust(settings)
+    other = rival(name)
+    for value in (5, "text", "[]", '["a", "b", "c"]', {"a": 1}, b"\x80"):
+        caches["locks"].add(other.request.key, value, timeout=60)
+
+        assert not other.tries()
+        assert not other.holds
+        assert other.leaves() is Release.TAKEN
+        caches["locks"].delete(other.request.key)
+    thief = dataclasses.replace(other.request, owner="")
+    caches["locks"].add(other.request.key, "text", timeout=60)
+    assert backend.probe(thief)

@@ -1,0 +1,303 @@
+"""Databases that go away: typed errors, nothing held for ever, nobody locked out."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from django.db import connections
+
+from django_distlock import LockBackendError, LockError, LockNotAcquired, lock, locks
+from django_distlock.holder import Holder
+from django_distlock.protocol import Grant, Release
+from tests.backends.conftest import backend
+from tests.fixtures.eventually import eventually
+
+if TYPE_CHECKING:
+    from tests.fixtures.postgres import PostgreSQL
+    from tests.fixtures.servers import Server
+
+#: Set it to 10000 for a long run.
+ROUNDS = int(os.environ.get("DISTLOCK_RACES", "300"))
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, server_database: str) -> Server:
+    found: Server = request.getfixturevalue(server_database)
+    return found
+
+
+def test_terminated_idle_connections_are_replaced_unseen(
+    server_database: str, server: Server, name: str
+) -> None:
+    with lock(name, using=server_database):
+        kill_all_sessions(server_database)
+    with lock(name, using=server_database) as lease:
+        lease.check()
+
+
+def kill_all_sessions(alias: str) -> None:
+    """End every session of the ordinary user but the one that asks."""
+    connection = connections[alias]
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE usename = 'distlock' AND pid <> pg_backend_pid()"
+            )
+            return
+        cursor.execute(
+            "SELECT id FROM information_schema.processlist WHERE user = 'distlock' AND id <> connection_id()"
+        )
+        for (session,) in cursor.fetchall():
+            cursor.execute("KILL %s", [session])
+
+
+def test_lease_survives_a_restart_of_the_server(
+    server_database: str, server: Server, name: str
+) -> None:
+    with lock(name, using=server_database, ttl=20) as lease:
+        connections[server_database].close()
+        server.restart()
+
+        lease.extend()
+        lease.check()
+        assert lock(name, using=server_database).locked()
+
+
+def test_server_that_is_down_is_an_error_and_never_busy(
+    server_database: str, server: Server, name: str
+) -> None:
+    with lock(name, using=server_database):
+        pass
+    connections[server_database].close()
+    server.stop()
+    try:
+        with pytest.raises(LockBackendError) as down:
+            lock(name, using=server_database, timeout=0).acquire()
+        assert down.value.__cause__ is not None
+        assert server_database in str(down.value)
+    finally:
+        server.start()
+    with lock(name, using=server_database):
+        pass
+
+
+def test_frozen_server_is_an_error_in_time_and_what_it_granted_is_given_back(
+    server_database: str, server: Server, name: str
+) -> None:
+    with lock(name, using=server_database):
+        pass
+    server.pause()
+    began = time.monotonic()
+    try:
+        with pytest.raises(LockBackendError):
+            lock(name, using=server_database, timeout=0, ttl=60).acquire()
+        assert time.monotonic() - began < 10
+    finally:
+        server.resume()
+
+    eventually(lambda: not lock(name, using=server_database).locked(), 15)
+    with lock(name, using=server_database, timeout=5):
+        pass
+
+
+def test_lease_is_lost_at_its_deadline_though_the_server_hangs(
+    server_database: str, server: Server, name: str
+) -> None:
+    reasons: list[str] = []
+    lease = lock(name, using=server_database, ttl=1).acquire()
+    assert lease is not None
+    lease.on_lost(reasons.append)
+    server.pause()
+    try:
+        eventually(lambda: reasons, 1.5)
+        assert lease.lost
+    finally:
+        server.resume()
+    with pytest.raises(LockError):
+        lease.release()
+
+
+def test_missing_table_tells_to_migrate(
+    postgres: PostgreSQL, settings: pytest.FixtureRequest, name: str
+) -> None:
+    with postgres.admin() as admin:
+        admin.execute("DROP DATABASE IF EXISTS empty")
+        admin.execute("CREATE DATABASE empty OWNER distlock")
+    connections.settings["empty"] = {**connections["postgres"].settings_dict, "NAME": "empty"}
+    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "empty"}}}  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(LockBackendError, match="migrate django_distlock --database=empty"):
+            lock(name).acquire()
+        with pytest.raises(LockBackendError, match="migrate"):
+            lock(name).locked()
+    finally:
+        locks.close()
+        del connections.settings["empty"]
+
+
+def test_full_pool_is_an_error_that_names_the_option(
+    settings: pytest.FixtureRequest, server_database: str, server: Server, name: str
+) -> None:
+    options = {"using": server_database, "max_connections": 1, "io_timeout": 0.3}
+    settings.DISTLOCK = {"default": {"OPTIONS": options}}  # type: ignore[attr-defined]
+
+    with backend("default")._own.cursor(), pytest.raises(LockBackendError, match="max_connections"):
+        lock(name).acquire()
+
+    with lock(name):
+        pass
+
+
+@pytest.mark.server
+def test_application_pool_is_not_drained_by_locks(
+    postgres: PostgreSQL, settings: pytest.FixtureRequest, name: str
+) -> None:
+    own = backend("postgres")._own
+    connections["postgres"].settings_dict["OPTIONS"]["pool"] = {"max_size": 1}
+    try:
+        assert "pool" not in own._settings()["OPTIONS"]
+    finally:
+        del connections["postgres"].settings_dict["OPTIONS"]["pool"]
+
+
+def test_own_connections_come_from_no_transaction_and_go_when_closed(
+    server_database: str, server: Server, name: str
+) -> None:
+    with lock(name, using=server_database):
+        pass
+    own = backend(server_database)._own
+    assert own._idle
+
+    locks.close()
+
+    assert own._idle == []
+
+
+def test_waiters_survive_the_loss_of_the_listening_connection(
+    postgres: PostgreSQL, name: str
+) -> None:
+    locked = locks["postgres"]
+    held = locked.request(name, ttl=30, holder=Holder.current())
+    locked.try_acquire(held, queued=False)
+    leases: list[object] = []
+    waiter = threading.Thread(
+        target=lambda: leases.append(lock(name, using="postgres", timeout=20).acquire())
+    )
+    waiter.start()
+    eventually(lambda: has_waiter(name), 5)
+    kill_all_sessions("postgres")
+
+    assert locked.release(held) is Release.RELEASED
+    waiter.join()
+
+    assert leases[0] is not None
+    connections["postgres"].close()
+
+
+def has_waiter(name: str) -> bool:
+    from django_distlock.models import LockWaiter
+
+    return LockWaiter.objects.using("postgres").filter(method_name=name).exists()
+
+
+def test_durable_though_the_session_is_not(postgres: PostgreSQL, name: str) -> None:
+    """An acquire is committed to disk even where the database is set to synchronous_commit=off."""
+    with postgres.admin("distlock") as admin:
+        admin.execute("ALTER DATABASE distlock SET synchronous_commit = off")
+    try:
+        locks.close()
+        with backend("postgres")._own.cursor() as cursor:
+            cursor.execute("SHOW synchronous_commit")
+            assert cursor.fetchone() == ("off",)
+        for _ in range(3):
+            lease = lock(name, using="postgres", ttl=60).acquire()
+            assert lease is not None
+            connections["postgres"].close()
+            postgres.kill()
+            postgres.start()
+            assert lock(name, using="postgres").locked()
+            lease.release()
+    finally:
+        with postgres.admin("distlock") as admin:
+            admin.execute("ALTER DATABASE distlock RESET synchronous_commit")
+        locks.close()
+
+
+def test_first_comers_of_unknown_names_meet_no_error(
+    server_database: str, server: Server, name: str
+) -> None:
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(8)
+
+    def work() -> None:
+        try:
+            for turn in range(20):
+                barrier.wait(30)
+                with lock(f"{name}:{turn}", using=server_database, timeout=30, reentrant=False):
+                    pass
+        except (LockError, threading.BrokenBarrierError) as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert errors == []
+
+
+def test_racers_on_an_expired_row_have_one_winner_and_rising_tokens(
+    database: str, name: str
+) -> None:
+    """Requests straight to the server, as of two processes; the queue of this process stays out of it."""
+    locked = locks[database]
+    winners: list[tuple[int, int]] = []
+    rounds = ROUNDS
+    barrier = threading.Barrier(2)
+    expire = f"UPDATE django_distlock_methodlock SET available_at = '2001-01-01', expires_at = '2001-01-01' WHERE method_name = '{name}'"
+
+    def race() -> None:
+        for turn in range(rounds):
+            barrier.wait(30)
+            request = locked.request(name, ttl=30, holder=Holder.current())
+            answer = locked.try_acquire(request, queued=False)
+            if isinstance(answer, Grant):
+                winners.append((turn, answer.token or 0))
+            if barrier.wait(30) == 0:
+                with connections[database].cursor() as cursor:
+                    cursor.execute(expire)
+            barrier.wait(30)
+        connections[database].close()
+
+    threads = [threading.Thread(target=race) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [turn for turn, _ in winners] == list(range(rounds))
+    tokens = [token for _, token in winners]
+    assert tokens == sorted(set(tokens))
+
+
+def test_timeout_is_kept_while_another_process_holds(database: str, name: str) -> None:
+    locked = locks[database]
+    held = locked.request(name, ttl=30, holder=Holder.current())
+    locked.try_acquire(held, queued=False)
+    began = time.monotonic()
+
+    with pytest.raises(LockNotAcquired) as busy, lock(name, using=database, timeout=0.3):
+        pass
+
+    assert 0.3 <= time.monotonic() - began < 1
+    assert busy.value.holder == held.holder
+    assert busy.value.remaining is not None
+    assert busy.value.remaining > 25
+    locked.release(held)

@@ -1,0 +1,115 @@
+"""How many statements a lock costs, and what a refused one leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from django_distlock import lock, locks
+from django_distlock.holder import Holder
+from django_distlock.models import MethodLock
+from django_distlock.protocol import Grant
+from tests.backends.conftest import backend, counted_statements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from tests.fixtures.postgres import PostgreSQL
+
+
+def test_uncontended_acquire_and_release_cost_one_statement_each(database: str, name: str) -> None:
+    with lock(name, using=database):
+        pass
+
+    with counted_statements(database) as statements, lock(name, using=database):
+        pass
+
+    assert len(statements) == 2
+
+
+def test_reentry_costs_no_statement(database: str, name: str) -> None:
+    with lock(name, using=database), counted_statements(database) as statements:
+        with lock(name, using=database), lock(name, using=database):
+            pass
+
+        assert statements == []
+
+
+def test_single_try_of_a_held_lock_asks_once_and_says_who_holds_it(
+    database: str, name: str
+) -> None:
+    limit = 1 if database == "postgres" else 2
+    locked = locks[database]
+    held = locked.request(name, ttl=30, holder=Holder.current("the other"))
+    assert isinstance(locked.try_acquire(held, queued=False), Grant)
+
+    with counted_statements(database) as statements:
+        refused = lock(name, using=database, timeout=0)
+        assert refused.acquire() is None
+
+    assert len(statements) == limit
+    locked.release(held)
+
+
+def test_locks_of_this_process_wait_for_each_other_without_statements(
+    database: str, name: str
+) -> None:
+    with lock(name, using=database), counted_statements(database) as statements:
+        waiter = threading.Thread(target=lock(name, using=database, timeout=0.1).acquire)
+        waiter.start()
+        waiter.join()
+
+        assert statements == []
+
+
+@pytest.mark.server
+def test_refusals_write_nothing_on_postgresql(postgres: PostgreSQL, name: str) -> None:
+    locked = backend("postgres")
+    held = locked.request(name, ttl=30, holder=Holder.current())
+    locked.try_acquire(held, queued=False)
+    other = locked.request(name, ttl=30, holder=Holder.current())
+
+    with postgres.admin("distlock") as watcher:
+        state = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text, pg_current_wal_insert_lsn() - '0/0'"
+        xid_before, wal_before = watcher.execute(state).fetchone() or ("", 0)
+        for _ in range(1000):
+            locked.try_acquire(other, queued=False)
+        xid_after, wal_after = watcher.execute(state).fetchone() or ("", 0)
+
+    # The server's own work in the background may write a little; a write for each would be 96 kB.
+    assert int(xid_after) - int(xid_before) < 20
+    assert wal_after - wal_before < 20_000
+    locked.release(held)
+
+
+@pytest.mark.server
+def test_refusals_burn_no_ids_on_mariadb(
+    mariadb: object, name: str, another: Callable[[str], BaseDatabaseWrapper]
+) -> None:
+    locked = backend("mariadb")
+    held = locked.request(name, ttl=30, holder=Holder.current())
+    locked.try_acquire(held, queued=False)
+    other = locked.request(name, ttl=30, holder=Holder.current())
+    before = MethodLock.objects.using("mariadb").create(method_name=f"{name}:before").pk
+
+    for _ in range(300):
+        locked.try_acquire(other, queued=False)
+
+    after = MethodLock.objects.using("mariadb").create(method_name=f"{name}:after").pk
+    assert after == before + 1
+    locked.release(held)
+
+
+def test_row_stays_at_release_without_an_owner(database: str, name: str) -> None:
+    with lock(name, using=database) as lease:
+        row = MethodLock.objects.using(database).get(method_name=name)
+        assert row.owner is not None
+        assert row.fencing_token == lease.fencing_token
+
+    row.refresh_from_db()
+    assert [row.owner, row.holder, row.description] == [None, None, name]
+    assert row.fencing_token == lease.fencing_token

@@ -1,0 +1,396 @@
+"""Locks and the transactions of their callers."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import uuid
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+from django.db import DatabaseError, connections, transaction
+from django.db.utils import InterfaceError
+
+from django_distlock import (
+    LockBackendError,
+    LockError,
+    LockNotAcquired,
+    ReleasedBeforeCommit,
+    lock,
+    locks,
+)
+from django_distlock.holder import Holder
+from django_distlock.models import MethodLock
+from testproject.models import Account
+from tests.backends.conftest import SERVERS
+from tests.fixtures.eventually import eventually, never
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from django_distlock.protocol import Release, Request
+
+THREADS, UPDATES = 6, 60
+LEVELS = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
+
+
+class RolledBack(Exception):
+    """Ends an atomic block."""
+
+
+@pytest.fixture
+def account(server_database: str) -> Iterator[Account]:
+    made = Account.objects.using(server_database).create(
+        name=uuid.uuid4().hex, balance=0, opening_balance=0
+    )
+    yield made
+    made.delete(using=server_database)
+
+
+def is_held(alias: str, name: str) -> bool:
+    return MethodLock.objects.using(alias).filter(method_name=name, owner__isnull=False).exists()
+
+
+def ask_elsewhere(alias: str, name: str) -> bool:
+    """Return whether another thread sees the lock held: on a connection of its own."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        answers.append(is_held(alias, name))
+        connections[alias].close()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+# A lease never lives in the caller's transaction.
+
+
+def test_lease_taken_in_a_transaction_is_committed_at_once_and_survives_rollback(
+    server_database: str, name: str
+) -> None:
+    recipe, lease = lock(name, using=server_database), None
+    with pytest.raises(RolledBack), transaction.atomic(using=server_database):
+        Account.objects.using(server_database).count()
+        lease = recipe.acquire()
+        assert ask_elsewhere(server_database, name)
+        raise RolledBack
+
+    assert lease is not None
+    assert is_held(server_database, name)
+    lease.check()
+    lease.release()
+    assert not is_held(server_database, name)
+
+
+def test_lease_taken_late_in_an_old_transaction_has_its_full_ttl(
+    server_database: str, name: str
+) -> None:
+    with transaction.atomic(using=server_database):
+        Account.objects.using(server_database).count()
+        time.sleep(0.9)
+
+        lease = lock(name, using=server_database, ttl=2, renew=False).acquire()
+        assert lease
+    with lease:
+        held = [h for h in locks[server_database].held() if h.name == name]
+
+        # An instant of the transaction's beginning would leave 1.1 seconds.
+        assert lease.remaining > 1.3
+        assert (held[0].remaining or 0) > 1.3
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_busy_lock_leaves_the_callers_transaction_usable(
+    server_database: str, name: str, level: str, account: Account
+) -> None:
+    locked = locks[server_database]
+    other = locked.request(name, ttl=30, holder=Holder.current())
+    locked.try_acquire(other, queued=False)
+    connection = connections[server_database]
+    connection.close()
+
+    with transaction.atomic(using=server_database):
+        set_level(connection, level)
+        Account.objects.using(server_database).filter(pk=account.pk).update(balance=7)
+        with pytest.raises(LockNotAcquired), lock(name, using=server_database, timeout=0.1):
+            pass
+        assert level_of(connection) == level
+        assert Account.objects.using(server_database).get(pk=account.pk).balance == 7
+
+    account.refresh_from_db()
+    assert account.balance == 7
+    locked.release(other)
+    # On MariaDB the level is the session's, and would be that of the tests that follow.
+    connection.close()
+
+
+def set_level(connection: BaseDatabaseWrapper, level: str) -> None:
+    with connection.cursor() as cursor:
+        if connection.vendor == "mysql":
+            cursor.execute("ROLLBACK")
+            cursor.execute(f"SET SESSION TRANSACTION ISOLATION LEVEL {level}")
+            cursor.execute("BEGIN")
+        else:
+            cursor.execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
+
+
+def level_of(connection: BaseDatabaseWrapper) -> str:
+    asks = {"mysql": "SELECT @@tx_isolation", "postgresql": "SHOW transaction_isolation"}
+    with connection.cursor() as cursor:
+        cursor.execute(asks[connection.vendor])
+        return str(cursor.fetchone()[0]).upper().replace("-", " ")
+
+
+def test_sqlite_tells_at_once_that_the_callers_own_transaction_is_in_the_way(name: str) -> None:
+    with transaction.atomic():
+        Account.objects.create(name=name, balance=0, opening_balance=0)
+        began = time.monotonic()
+
+        with pytest.raises(LockBackendError, match=r"own transaction .* outside atomic"):
+            lock(name).acquire()
+
+        assert time.monotonic() - began < 1
+        transaction.set_rollback(True)
+    assert lock(name).locked() is False
+
+
+# The three nestings of a lock and a transaction.
+
+
+def read_modify_write(account: Account, alias: str) -> None:
+    balance = Account.objects.using(alias).get(pk=account.pk).balance
+    time.sleep(random.uniform(0, 0.002))
+    Account.objects.using(alias).filter(pk=account.pk).update(balance=balance + 1)
+
+
+def lock_outside(account: Account, alias: str, name: str) -> None:
+    with lock(name, using=alias, timeout=60), transaction.atomic(using=alias):
+        read_modify_write(account, alias)
+
+
+def lock_inside(account: Account, alias: str, name: str) -> None:
+    with transaction.atomic(using=alias):
+        with lock(name, using=alias, timeout=60):
+            read_modify_write(account, alias)
+        # What else the transaction does before it is committed.
+        time.sleep(0.002)
+
+
+def lock_until_commit(account: Account, alias: str, name: str) -> None:
+    with transaction.atomic(using=alias):
+        with lock(name, using=alias, timeout=60, release="on_commit"):
+            read_modify_write(account, alias)
+        time.sleep(0.002)
+
+
+def lost_updates(
+    nesting: Callable[[Account, str, str], None], account: Account, alias: str, name: str
+) -> int:
+    """Return how many of 360 updates by six threads are lost."""
+
+    def work() -> None:
+        with warnings.catch_warnings():
+            for _ in range(UPDATES):
+                nesting(account, alias, name)
+        connections[alias].close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ReleasedBeforeCommit)
+        threads = [threading.Thread(target=work) for _ in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return THREADS * UPDATES - int(Account.objects.using(alias).get(pk=account.pk).balance)
+
+
+@pytest.fixture
+def read_committed(server_database: str) -> Iterator[None]:
+    """Have the threads of a test read what is committed: MariaDB's default is REPEATABLE READ."""
+    options = connections[server_database].settings_dict["OPTIONS"]
+    if connections[server_database].vendor == "mysql":
+        options["isolation_level"] = "read committed"
+    yield
+    options.pop("isolation_level", None)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("nesting", [lock_outside, lock_until_commit])
+@pytest.mark.usefixtures("read_committed")
+def test_no_update_is_lost_with_the_lock_around_the_transaction(
+    nesting: Callable[[Account, str, str], None], account: Account, server_database: str, name: str
+) -> None:
+    assert lost_updates(nesting, account, server_database, name) == 0
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("read_committed")
+def test_updates_are_lost_with_the_lock_inside_the_transaction(
+    account: Account, server_database: str, name: str
+) -> None:
+    assert lost_updates(lock_inside, account, server_database, name) > 0
+
+
+def test_release_before_the_commit_is_warned_of_at_the_call_site(
+    server_database: str, name: str
+) -> None:
+    with pytest.warns(ReleasedBeforeCommit) as warned, transaction.atomic(using=server_database):
+        with lock(name, using=server_database):
+            pass
+
+    assert [record.filename for record in warned] == [__file__]
+
+
+def test_strict_alias_raises_and_so_rolls_back(
+    settings: pytest.FixtureRequest, server_database: str, name: str, account: Account
+) -> None:
+    settings.DISTLOCK = {"default": {"STRICT": True, "OPTIONS": {"using": server_database}}}  # type: ignore[attr-defined]
+
+    with pytest.raises(ReleasedBeforeCommit), transaction.atomic(using=server_database):
+        with lock(name):
+            Account.objects.using(server_database).filter(pk=account.pk).update(balance=9)
+
+    account.refresh_from_db()
+    assert account.balance == 0
+    assert not is_held(server_database, name)
+
+
+# release="on_commit": each way that a transaction ends releases once.
+
+
+def commit(alias: str, name: str) -> None:
+    with transaction.atomic(using=alias):
+        take_until_commit(alias, name)
+
+
+def roll_back(alias: str, name: str) -> None:
+    with pytest.raises(RolledBack), transaction.atomic(using=alias):
+        take_until_commit(alias, name)
+        raise RolledBack
+
+
+def roll_back_savepoint(alias: str, name: str) -> None:
+    with transaction.atomic(using=alias):
+        with pytest.raises(RolledBack), transaction.atomic(using=alias):
+            take_until_commit(alias, name)
+            raise RolledBack
+        eventually(lambda: not ask_elsewhere(alias, name), 5)
+
+
+def lose_connection(alias: str, name: str) -> None:
+    connection = connections[alias]
+    with pytest.raises((DatabaseError, InterfaceError)), transaction.atomic(using=alias):
+        take_until_commit(alias, name)
+        kill_session(connection)
+        Account.objects.using(alias).count()
+    connection.close()
+
+
+def take_until_commit(alias: str, name: str) -> None:
+    with lock(name, using=alias, release="on_commit"):
+        Account.objects.using(alias).count()
+    assert ask_elsewhere(alias, name)
+
+
+def kill_session(connection: BaseDatabaseWrapper) -> None:
+    own = {"postgresql": "SELECT pg_backend_pid()", "mysql": "SELECT connection_id()"}[
+        connection.vendor
+    ]
+    kill = {"postgresql": "SELECT pg_terminate_backend(%s)", "mysql": "KILL %s"}[connection.vendor]
+    with connection.cursor() as cursor:
+        cursor.execute(own)
+        session = cursor.fetchone()[0]
+
+    def kill_it() -> None:
+        with connections[connection.alias].cursor() as other:
+            other.execute(kill, [session])
+        connections[connection.alias].close()
+
+    thread = threading.Thread(target=kill_it)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("ending", [commit, roll_back, roll_back_savepoint, lose_connection])
+def test_each_end_of_a_transaction_releases_exactly_once(
+    monkeypatch: pytest.MonkeyPatch,
+    ending: Callable[[str, str], None],
+    server_database: str,
+    name: str,
+) -> None:
+    locked = locks[server_database]
+    released, release = [], locked.release
+
+    def note(request: Request) -> Release:
+        released.append(request.name)
+        return release(request)
+
+    monkeypatch.setattr(locked, "release", note)
+
+    ending(server_database, name)
+
+    eventually(lambda: not is_held(server_database, name), 5)
+    never(lambda: len(released) > 1, 0.3)
+    assert released == [name]
+
+
+@pytest.mark.parametrize("database", SERVERS)
+def test_on_commit_without_a_transaction_releases_at_the_exit(
+    request: pytest.FixtureRequest, database: str, name: str
+) -> None:
+    request.getfixturevalue(database)
+    with lock(name, using=database, release="on_commit"):
+        pass
+
+    assert not is_held(database, name)
+
+
+def test_wrong_release_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="on_commit"):
+        lock(name, release="sometimes")  # type: ignore[arg-type]
+
+
+def test_snapshot_older_than_the_lock_is_refused_by_guard_or_seen_through_by_claim(
+    server_database: str, name: str, account: Account
+) -> None:
+    connection = connections[server_database]
+    connection.close()
+    with transaction.atomic(using=server_database):
+        set_level(connection, "REPEATABLE READ")
+        assert Account.objects.using(server_database).get(pk=account.pk).balance == 0
+        change_elsewhere(account, server_database)
+
+        with lock(name, using=server_database, release="on_commit") as lease:
+            if connection.vendor == "mysql":
+                assert lease.claim(account).balance == 5
+            else:
+                with pytest.raises(DatabaseError), transaction.atomic(using=server_database):
+                    lease.claim(account)
+        transaction.set_rollback(True, using=server_database)
+    connection.close()
+
+
+def change_elsewhere(account: Account, alias: str) -> None:
+    def change() -> None:
+        Account.objects.using(alias).filter(pk=account.pk).update(balance=5)
+        connections[alias].close()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    thread.join()
+
+
+def test_claim_outside_a_lock_is_no_operation(name: str) -> None:
+    lease = lock(name).acquire()
+    assert lease is not None
+    lease.release()
+
+    with pytest.raises(LockError):
+        lease.claim(Account(pk=1))

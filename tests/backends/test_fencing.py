@@ -1,0 +1,196 @@
+"""Fenced data: what the row itself refuses."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+from django.db import transaction
+
+from django_distlock import LockLost, NotSupported, StaleFencingToken, lock
+from testproject.models import Account
+from tests.fixtures.eventually import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from django_distlock import Lease
+
+
+@pytest.fixture
+def account(database: str) -> Iterator[Account]:
+    made = Account.objects.using(database).create(
+        name=uuid.uuid4().hex, balance=100, opening_balance=100
+    )
+    yield made
+    Account.objects.using(database).filter(pk=made.pk).delete()
+
+
+def paused_and_next(name: str, database: str) -> tuple[Lease, Lease]:
+    """Return the lease of a holder that was paused past its ttl, and that of the next one.
+
+    The first one still believes that it is valid: its clock says so.
+    """
+    first = lock(name, using=database, ttl=0.2, renew=False).acquire()
+    assert first is not None
+    eventually(lambda: first.lost, 5)
+    second = lock(name, using=database, reentrant=False).acquire()
+    assert second is not None
+    first._state = type(first.state).HELD
+    first._deadline = float("inf")
+    return first, second
+
+
+def test_claimed_row_is_read_fresh_and_can_be_saved(
+    database: str, name: str, account: Account
+) -> None:
+    Account.objects.using(database).filter(pk=account.pk).update(balance=50)
+
+    with lock(name, using=database) as lease:
+        fresh = lease.claim(account)
+        assert [fresh.balance, fresh.fence] == [50, lease.fencing_token]
+        fresh.balance -= 10
+        lease.save(fresh)
+
+    account.refresh_from_db()
+    assert [account.balance, account.fence] == [40, lease.fencing_token]
+
+
+def test_fenced_write_alone_would_lose_an_update_and_claim_does_not(
+    database: str, name: str, account: Account
+) -> None:
+    """The new holder reads, the old one writes, the new one writes: by tokens alone, all in order."""
+    rows = Account.objects.using(database).filter(pk=account.pk)
+    first, second = paused_and_next(name, database)
+    old = rows.get().balance + 1
+    new = rows.get().balance + 1
+
+    # Each write alone is allowed: no later token was seen by the row yet.
+    assert (
+        rows.filter(fence__lte=first.checked_token()).update(
+            balance=old, fence=first.checked_token()
+        )
+        == 1
+    )
+    assert (
+        rows.filter(fence__lte=second.checked_token()).update(
+            balance=new, fence=second.checked_token()
+        )
+        == 1
+    )
+    assert rows.get().balance == 101  # and one of the two updates is lost
+
+    rows.update(balance=100, fence=0)
+    stale = first.claim(account)
+    fresh = second.claim(account)
+    with pytest.raises(StaleFencingToken, match="later holder"):
+        first.save(stale)
+    fresh.balance += 1
+    second.save(fresh)
+    assert rows.get().balance == 101
+    second.release()
+
+
+def test_claimed_row_refuses_an_older_claim(database: str, name: str, account: Account) -> None:
+    first, second = paused_and_next(name, database)
+    second.claim(account)
+
+    with pytest.raises(StaleFencingToken) as refused:
+        first.claim(account)
+
+    assert (refused.value.token, refused.value.fence) == (first.fencing_token, second.fencing_token)
+    second.release()
+
+
+def test_row_that_is_not_claimed_cannot_be_saved(
+    database: str, name: str, account: Account
+) -> None:
+    with (
+        lock(name, using=database) as lease,
+        pytest.raises(StaleFencingToken, match=r"call lease\.claim"),
+    ):
+        lease.save(account)
+
+
+def test_queryset_is_claimed_and_updated_as_one(database: str, name: str, account: Account) -> None:
+    rows = Account.objects.using(database).filter(pk=account.pk)
+    with lock(name, using=database) as lease:
+        claimed = lease.claim(rows)
+        assert [row.balance for row in claimed] == [100]
+
+        assert lease.update(rows, balance=3) == 1
+
+    assert rows.get().balance == 3
+
+
+def test_update_refuses_rows_that_a_later_holder_has_claimed(
+    database: str, name: str, account: Account
+) -> None:
+    rows = Account.objects.using(database).filter(pk=account.pk)
+    first, second = paused_and_next(name, database)
+    first.claim(rows)
+    second.claim(rows)
+
+    with pytest.raises(StaleFencingToken):
+        first.update(rows, balance=3)
+
+    assert rows.get().balance == 100
+    second.release()
+
+
+def test_deleted_row_says_so(database: str, name: str, account: Account) -> None:
+    with lock(name, using=database) as lease:
+        Account.objects.using(database).filter(pk=account.pk).delete()
+
+        with pytest.raises(Account.DoesNotExist):
+            lease.claim(account)
+
+
+def test_new_row_is_born_with_the_fence_of_its_holder(database: str, name: str) -> None:
+    with lock(name, using=database) as lease:
+        born = Account(name=uuid.uuid4().hex, balance=1, opening_balance=1)
+        lease.save(born, using=database)
+
+    born.refresh_from_db()
+    assert born.fence == lease.fencing_token
+    born.delete()
+
+
+def test_save_of_some_fields_writes_these(database: str, name: str, account: Account) -> None:
+    with lock(name, using=database) as lease:
+        fresh = lease.claim(account)
+        fresh.balance, fresh.name = 1, "unsaved"
+        lease.save(fresh, update_fields=["balance"])
+
+    account.refresh_from_db()
+    assert account.balance == 1
+    assert account.name != "unsaved"
+
+
+def test_refused_save_leaves_the_callers_transaction_usable(
+    database: str, name: str, account: Account
+) -> None:
+    with lock(name, using=database) as lease, transaction.atomic(using=database):
+        with pytest.raises(StaleFencingToken):
+            lease.save(account)
+        assert Account.objects.using(database).filter(pk=account.pk).exists()
+
+
+def test_lost_lease_touches_nothing(database: str, name: str, account: Account) -> None:
+    lease = lock(name, using=database, ttl=0.1, renew=False).acquire()
+    assert lease is not None
+    eventually(lambda: lease.lost, 5)
+
+    for write in (lease.claim, lease.save):
+        with pytest.raises(LockLost):
+            write(account)
+    with pytest.raises(LockLost):
+        lease.update(Account.objects.using(database).all(), balance=0)
+
+
+def test_backend_without_tokens_says_so(settings: pytest.FixtureRequest, name: str) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}}  # type: ignore[attr-defined]
+
+    with lock(name) as lease, pytest.raises(NotSupported, match="fencing tokens"):
+        lease.claim(Account(pk=1))

@@ -1,0 +1,715 @@
+"""Locks in memcached: what only this server does to them, and what both its clients must not do."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.core.cache import caches
+
+from django_distlock import (
+    InvalidLockBackend,
+    LockBackendError,
+    LockLost,
+    LockOutcomeUnknown,
+    NotSupported,
+    clock,
+    lock,
+    locks,
+)
+from django_distlock.backends.memcached.record import Record
+from django_distlock.protocol import Release
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.memcached import Memcached
+from tests.fixtures.proxy import Proxy
+
+from .memcached_tools import DRIVERS, alias, another, backend, configure, rival
+
+if TYPE_CHECKING:
+    from pytest_django import Settings
+
+    from tests.fixtures.processes import Child, Spawn
+
+# Some start servers of their own.
+pytestmark = [pytest.mark.server, pytest.mark.caches]
+
+BOTH = ("pymemcache", "pylibmc")
+
+
+@pytest.fixture
+def both(settings: Settings, memcached: Memcached) -> Iterator[tuple[str, ...]]:
+    """An alias for each client, on one server: tests that take seconds try them at once."""
+    by_cache = "django_distlock.backends.cache.CacheBackend"
+    settings.DISTLOCK = {
+        using: {"BACKEND": by_cache, "OPTIONS": {"cache": using}} for using in BOTH
+    }
+    yield BOTH
+    locks.close()
+
+
+@pytest.fixture(params=BOTH)
+def using(request: pytest.FixtureRequest, both: tuple[str, ...]) -> str:
+    """Each client, on the shared server."""
+    return str(request.param)
+
+
+@pytest.fixture
+def server() -> Iterator[Memcached]:
+    """A server of the test's own, to do harm to."""
+    with Memcached() as server:
+        yield server
+
+
+@pytest.fixture(params=DRIVERS)
+def driver(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def proxy(server: Memcached, settings: Settings, driver: str) -> Iterator[Proxy]:
+    """The way to the test's own server, for the alias "locks"."""
+    with Proxy(server.port) as proxy:
+        configure(settings, alias(f"127.0.0.1:{proxy.port}", driver))
+        yield proxy
+        proxy.pass_through()
+        locks.close()
+
+
+# Whole seconds.
+
+
+def test_a_lock_lives_for_its_ttl_whatever_the_moment_and_not_much_longer(
+    both: tuple[str, ...], name: str
+) -> None:
+    """Time stands still between the ticks of the server: it lets keys expire up to a second early."""
+    holders, ends = [], {}
+    for number in range(40):
+        holder = rival(f"{name}:{number}", both[number % 2], ttl=2)
+        asked = time.monotonic()
+        holder.takes()
+        holders.append((holder, asked, time.monotonic()))
+        time.sleep(0.025)  # the next moment of the same second
+
+    def all_have_ended() -> bool:
+        for holder, _, _ in holders:
+            if holder not in ends and holder._backend.probe(holder.request) is None:
+                ends[holder] = time.monotonic()
+        return len(ends) == len(holders)
+
+    eventually(all_have_ended, 6)
+
+    assert min(ends[holder] - asked for holder, asked, _ in holders) >= 2
+    assert max(ends[holder] - answered for holder, _, answered in holders) < 4
+
+
+@pytest.mark.parametrize("ttl", [0.5, 1.9, 29 * 86_400 + 1, 31 * 86_400])
+def test_a_ttl_that_the_server_would_not_keep_is_refused(
+    both: tuple[str, ...], name: str, ttl: float
+) -> None:
+    wrong = lock(name, using=both[0], ttl=ttl)
+
+    with pytest.raises(ValueError, match="2 seconds to 29 days"):
+        wrong.acquire()
+    with lock(name, using=both[0], ttl=5) as lease:
+        before = lease.ttl, lease.deadline
+        with pytest.raises(ValueError, match="2 seconds to 29 days"):
+            lease.extend(ttl)
+        assert (lease.ttl, lease.deadline) == before
+
+
+def test_the_longest_ttl_is_kept(using: str, name: str, memcached: Memcached) -> None:
+    days = 29 * 86_400
+
+    with lock(name, using=using, ttl=days) as lease:
+        assert days <= _server_ttl(memcached, lease.request.key) <= days + 2
+
+
+@pytest.mark.parametrize("ttl", [1, 30 * 86_400])
+def test_a_ttl_of_the_settings_is_refused_with_the_name_of_the_alias(
+    settings: Settings, ttl: float
+) -> None:
+    configure(settings, alias("127.0.0.1:1"), ttl=ttl)
+
+    with pytest.raises(InvalidLockBackend, match=r"^DISTLOCK\['locks'\]: TTL: .* 29 days"):
+        locks["locks"]
+
+
+def test_an_extension_never_shortens_what_the_server_keeps(
+    using: str, name: str, memcached: Memcached
+) -> None:
+    with lock(name, using=using, ttl=3, renew=False) as lease:
+        lease.extend(60)
+        lease.extend(3)
+
+        assert lease.remaining > 50
+        assert _server_ttl(memcached, lease.request.key) >= 58
+
+
+def _server_ttl(server: Memcached, key: str) -> int:
+    answer = server.tell(f"mg {key} t\r\n".encode() + b"mn\r\nversion\r\nget x\r\n")
+    return int(answer.split()[1].removeprefix("t"))
+
+
+# Holding on, and losing.
+
+
+def test_a_lease_is_renewed_for_as_long_as_it_is_held(both: tuple[str, ...], name: str) -> None:
+    one = f"{name}:{both[0]}", f"{name}:{both[1]}"
+    others = [rival(each, using) for each, using in zip(one, both, strict=True)]
+
+    with lock(one[0], using=both[0], ttl=2) as first, lock(one[1], using=both[1], ttl=2) as second:
+        # Without a renewal the server would keep them for three seconds at most.
+        never(lambda: any(other.tries() for other in others), 3.2)
+        first.check()
+        second.check()
+
+    assert all(other.tries() for other in others)
+
+
+def test_a_flush_is_told_at_the_next_renewal(
+    server: Memcached, settings: Settings, driver: str, name: str
+) -> None:
+    configure(settings, server.alias(driver))
+    reasons: list[str] = []
+    lease = lock(name, using="locks", ttl=2).acquire()
+    assert lease
+    lease.on_lost(reasons.append)
+
+    server.flush()
+
+    eventually(lambda: reasons, 1.5)
+    assert "not ours any more" in reasons[0]
+    with pytest.raises(LockLost):
+        lease.release()
+    locks.close()
+
+
+def test_an_eviction_is_told_at_the_next_renewal_and_takes_nothing_back(
+    settings: Settings, name: str
+) -> None:
+    with Memcached(settings={"m": "2"}) as small:
+        configure(settings, small.alias())
+        lease = lock(name, using="locks", ttl=6).acquire()
+        assert lease
+        key, deadline = lease.request.key, lease.deadline
+
+        # Of the same size: memory is shared out by size, and evicted within it.
+        size = len(small.tell(f"get {key}\r\n".encode()).splitlines()[1])
+        number = 0
+        while _is_there(small, key):
+            number += _fill(small, size, number)
+
+        eventually(lambda: lease.lost, 4)
+        assert lease.deadline == deadline
+        assert not _is_there(small, key)
+        locks.close()
+
+
+def test_a_full_server_that_may_evict_nothing_refuses_locks_and_renewals_in_words(
+    settings: Settings, driver: str, name: str
+) -> None:
+    with Memcached(settings={"m": "2", "M": ""}) as full:
+        configure(settings, full.alias(driver))
+        with lock(name, using="locks") as lease:
+            size = len(full.tell(f"get {lease.request.key}\r\n".encode()).splitlines()[1])
+            _fill(full, size, 0)
+
+            for ask in (lock(f"{name}:other", using="locks").acquire, lease.extend):
+                with pytest.raises(LockBackendError) as caught:
+                    ask()
+                assert not isinstance(caught.value, LockOutcomeUnknown)
+            assert lease.held
+            full.flush()
+            with pytest.raises(LockLost):
+                lease.release()
+        locks.close()
+
+
+def _is_there(server: Memcached, key: str) -> bool:
+    # A look by `mg` without flags does not count as a use.
+    return server.tell(f"mg {key}\r\nget x\r\n".encode()).startswith("HD")
+
+
+def _fill(server: Memcached, size: int, number: int) -> int:
+    """Store another 20,000 values."""
+    ours = range(number, number + 20_000)
+    sets = "".join(f"set fill{n} 0 60 {size} noreply\r\n{'x' * size}\r\n" for n in ours)
+    server.tell(f"{sets}get x\r\n".encode())
+    return len(ours)
+
+
+def test_a_killed_or_frozen_holder_loses_the_lock_after_its_ttl_and_frees_nobody(
+    both: tuple[str, ...], name: str, spawn: Spawn, settings: Settings
+) -> None:
+    def child(act: str, using: str) -> Child:
+        aliases = {using: settings.DISTLOCK[using]}
+        terms = {"name": f"{name}:{act}", "using": using, "ttl": 2}
+        return spawn(f"tests.contract.acts:{act}", aliases=aliases, **terms)
+
+    killed, frozen = child("hold", both[0]), child("wake_up_late", both[1])
+    began = killed.expect("held")["began"]
+    frozen.expect("held")
+    after_death, after_frost = (rival(f"{name}:{act}", both[0]) for act in ("hold", "wake_up_late"))
+
+    killed.kill()
+    frozen.stop()
+
+    after_death.takes(within=6)
+    assert time.monotonic() - began >= 2
+    after_frost.takes(within=6)
+    frozen.tell("go on")
+    frozen.cont()
+    said = frozen.result()
+    assert said["check"] == "LockLost"
+    assert said["release"] in {"LockNotOwned", "LockLost"}
+    assert after_frost.holds
+
+
+# Compare and delete, compare and extend.
+
+
+@pytest.fixture
+def pause(using: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Have something happen, once, between the look whose the lock is and what follows."""
+
+    def pause(happens: Callable[[], object]) -> None:
+        look = backend(using)._look
+
+        def look_and_pause(request: Any) -> Any:
+            found = look(request)
+            monkeypatch.setattr(backend(using), "_look", look)
+            happens()
+            return found
+
+        monkeypatch.setattr(backend(using), "_look", look_and_pause)
+
+    return pause
+
+
+@pytest.mark.parametrize("verb", ["release", "extend"])
+def test_the_next_holder_is_not_touched_though_it_came_between_the_look_and_the_change(
+    using: str, name: str, memcached: Memcached, pause: Callable[..., None], verb: str
+) -> None:
+    late, after = rival(name, using), rival(name, using, ttl=300)
+    late.takes()
+
+    def expire_and_be_taken() -> None:
+        memcached.tell(f"delete {late.request.key}\r\nget x\r\n".encode())
+        after.takes()
+
+    pause(expire_and_be_taken)
+    answer = late.leaves() if verb == "release" else late.holds
+
+    assert answer is (Release.TAKEN if verb == "release" else False)
+    assert _server_ttl(memcached, after.request.key) > 200
+    assert after.holds
+
+
+def test_an_extension_takes_nothing_that_expired_between_the_look_and_the_change(
+    using: str, name: str, memcached: Memcached, pause: Callable[..., None]
+) -> None:
+    late = rival(name, using)
+    late.takes()
+    pause(lambda: memcached.tell(f"delete {late.request.key}\r\nget x\r\n".encode()))
+
+    assert not late.holds
+    assert rival(name, using).tries()
+
+
+@pytest.mark.parametrize("verb", ["release", "extend"])
+def test_a_renewal_between_the_look_and_the_change_hinders_neither(
+    using: str, name: str, pause: Callable[..., None], verb: str
+) -> None:
+    holder = rival(name, using)
+    holder.takes()
+    pause(lambda: backend(using).extend([holder.request]))
+
+    assert holder.leaves() is Release.RELEASED if verb == "release" else holder.holds
+    assert rival(name, using).tries() is (verb == "release")
+
+
+def test_a_value_that_is_no_record_of_a_lock_is_not_ours(
+    using: str, name: str, memcached: Memcached
+) -> None:
+    late, other = rival(name, using), rival(name, using)
+    key = late.request.key
+    for value in ("", "5", "null", '{"owner": 1}', "[" * 50, "\x80"):
+        stored = value.encode("latin-1")
+        for flags in (0, 1, 2):  # by which clients tell pickles and numbers
+            head = b"set %b %d 60 %d\r\n" % (key.encode(), flags, len(stored))
+            memcached.tell(head + stored + b"\r\n")
+
+            assert not other.tries()
+            assert not late.holds
+            assert late.leaves() is Release.TAKEN
+
+
+def test_an_uncontended_holding_takes_three_requests_on_one_connection(
+    server: Memcached, settings: Settings, driver: str, name: str
+) -> None:
+    configure(settings, server.alias(driver))
+    with lock(name, using="locks"):
+        pass
+    before = server.stats()
+
+    for _ in range(10):
+        with lock(name, using="locks"):
+            pass
+
+    after = server.stats()
+    counted = {
+        each: int(after[each]) - int(before[each])
+        for each in ("cmd_get", "cmd_set", "total_connections")
+    }
+    # An add and a cas are sets; the last connection is that of the stats.
+    assert counted == {"cmd_get": 10, "cmd_set": 20, "total_connections": 1}
+    locks.close()
+
+
+# The wire.
+
+
+def test_a_lost_reply_of_an_acquire_is_settled(proxy: Proxy, name: str) -> None:
+    locked = lock(name, using="locks")
+    proxy.drop_reply()
+
+    with locked as lease:
+        assert lease.held
+        assert not rival(name).tries()
+
+    assert rival(name).tries()
+
+
+@pytest.mark.parametrize("dropped", [1, 2])
+def test_a_lost_reply_of_a_release_is_settled(proxy: Proxy, name: str, dropped: int) -> None:
+    lease = lock(name, using="locks").acquire()
+    assert lease
+    proxy.drop_reply(dropped)
+
+    try:
+        lease.release()
+    except LockOutcomeUnknown:
+        assert dropped > 1, "the second try has told it"
+
+    rival(name).takes(within=5)
+
+
+def test_the_lost_reply_of_the_deletion_is_no_loss(
+    proxy: Proxy, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = lock(name, using="locks").acquire()
+    assert lease
+    change = backend()._change
+
+    def drop_and_change(*arguments: Any, **more: Any) -> bool:
+        monkeypatch.setattr(backend(), "_change", change)
+        proxy.drop_reply()
+        return change(*arguments, **more)
+
+    monkeypatch.setattr(backend(), "_change", drop_and_change)
+
+    lease.release()
+
+    assert rival(name).tries()
+
+
+def test_a_lost_reply_of_an_extension_is_settled(proxy: Proxy, name: str) -> None:
+    with lock(name, using="locks", ttl=20, renew=False) as lease:
+        before = lease.deadline
+        proxy.drop_reply()
+
+        lease.extend(60)
+
+        assert lease.deadline > before + 30
+
+
+def test_a_connection_that_was_cut_while_it_was_idle_is_not_noticed(
+    proxy: Proxy, name: str
+) -> None:
+    with lock(name, using="locks"):
+        pass
+    proxy.cut()
+    proxy.pass_through()
+
+    with lock(name, using="locks", timeout=0) as lease:
+        proxy.cut()
+        proxy.pass_through()
+        lease.extend()
+
+
+def test_a_server_that_hangs_is_an_error_and_never_busy_held_or_free(
+    server: Memcached, settings: Settings, driver: str, name: str
+) -> None:
+    configure(settings, server.alias(driver), io_timeout=0.25)
+    holder = rival(name)
+    holder.takes()
+    server.pause()
+    began = time.monotonic()
+
+    with pytest.raises(LockBackendError):
+        lock(f"{name}:other", using="locks").acquire(blocking=False)
+    assert time.monotonic() - began < 2
+    for ask in (lock(name, using="locks").locked, holder.leaves, lambda: holder.holds):
+        with pytest.raises(LockOutcomeUnknown):
+            ask()
+
+    server.resume()
+    rival(f"{name}:other").takes(within=8)
+    assert holder.holds
+    locks.close()
+
+
+def test_a_lease_survives_a_partition_that_is_shorter_than_its_ttl(proxy: Proxy, name: str) -> None:
+    with lock(name, using="locks", ttl=2) as lease:
+        proxy.cut()
+        eventually(lambda: lease.in_jeopardy, 2)
+
+        proxy.pass_through()
+
+        eventually(lambda: not lease.in_jeopardy, 1)
+        assert lease.held
+
+
+@pytest.mark.parametrize("driver", DRIVERS[:1])
+def test_a_lease_is_lost_on_time_in_a_longer_partition(proxy: Proxy, name: str) -> None:
+    lease = lock(name, using="locks", ttl=2).acquire()
+    assert lease
+
+    proxy.black_hole()
+
+    eventually(lambda: lease.lost, 4)
+    assert 0 <= clock.lease_time() - lease.deadline < 1
+    assert "deadline" in lease.reason
+
+
+def test_a_server_that_contradicts_itself_is_an_error_and_nobody_waits_for_ever(
+    settings: Settings, name: str
+) -> None:
+    """As a proxy may that knows one of the commands and not the other."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        answering = threading.Thread(target=_contradict, args=(listener,), daemon=True)
+        answering.start()
+        configure(settings, alias(f"127.0.0.1:{listener.getsockname()[1]}", "PyLibMCCache"))
+
+        with pytest.raises(LockOutcomeUnknown, match="does not show it"):
+            lock(name, using="locks").locked()
+        answering.join(5)
+    locks.close()
+
+
+def _contradict(listener: socket.socket) -> None:
+    link, _ = listener.accept()
+    with link:
+        while asked := link.recv(4096):
+            link.sendall(b"EXISTS\r\n" if asked.startswith(b"cas") else b"END\r\n")
+
+
+def test_what_is_lost_with_the_server_is_told(
+    server: Memcached, settings: Settings, driver: str, name: str
+) -> None:
+    configure(settings, server.alias(driver))
+    lease = lock(name, using="locks", ttl=30).acquire()
+    assert lease
+
+    server.kill()
+    server.start()
+
+    with pytest.raises(LockLost):
+        lease.extend()
+    locks.close()
+
+
+def test_ctrl_c_in_the_middle_of_a_reply_leaves_no_rest_of_it_to_the_next(
+    using: str, name: str, memcached: Memcached
+) -> None:
+    pool, asked = backend(using)._pool, list[object]()
+
+    def ask(client: object) -> None:
+        asked.append(client)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.ask(ask)
+
+    with lock(name, using=using):
+        assert not set(pool._idle) & set(asked)
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_connection_open(
+    server: Memcached, driver: str, name: str, spawn: Spawn
+) -> None:
+    tools = "tests.backends.memcached_tools"
+    parent = spawn(f"{tools}:fork_and_say_nothing", cache=server.alias(driver), name=name)
+    parent.expect("held")
+    before = int(server.stats()["total_connections"])
+
+    parent.tell("fork")
+    parent.expect("forked")
+    parent.tell("release")
+    parent.expect("released")
+
+    # The one that the statistics are asked on is new.
+    assert int(server.stats()["total_connections"]) == before + 1
+    parent.tell("leave")
+    parent.result()
+
+
+# One server.
+
+
+@pytest.mark.parametrize("several", [["127.0.0.1:1", "127.0.0.1:2"], "127.0.0.1:1;127.0.0.1:2"])
+def test_several_servers_are_refused_unless_one_is_chosen(
+    settings: Settings, driver: str, several: Any, server: Memcached, name: str
+) -> None:
+    configure(settings, alias(several, driver))
+
+    with pytest.raises(InvalidLockBackend, match=r"has 2 servers.*OPTIONS 'server'"):
+        locks["locks"]
+
+    configure(settings, alias(several, driver), server=f"127.0.0.1:{server.port}")
+    with lock(name, using="locks") as lease:
+        assert _is_there(server, lease.request.key)
+    locks.close()
+
+
+def test_a_server_that_cannot_be_reached_has_its_locks_looked_for_on_no_other(
+    settings: Settings, driver: str, name: str, server: Memcached, memcached: Memcached
+) -> None:
+    with Proxy(server.port) as proxy:
+        near, far = f"127.0.0.1:{memcached.port}", f"127.0.0.1:{proxy.port}"
+        configure(settings, alias([near, far], driver), server=far)
+        holder = another("locks", server=f"127.0.0.1:{server.port}")
+        key = holder.request(name, ttl=20, holder=None)
+        holder.try_acquire(key, queued=False)
+        assert not rival(name).tries()
+
+        proxy.cut()
+
+        for _ in range(5):
+            with pytest.raises(LockBackendError):
+                rival(name).tries()
+        holder.release(key)
+        holder.close()
+        locks.close()
+
+
+@pytest.mark.parametrize("wrong", [{"binary": True}, {"username": "a", "password": "b"}])
+def test_pylibmc_in_binary_is_refused(settings: Settings, wrong: dict[str, Any]) -> None:
+    configure(settings, alias("127.0.0.1:1", "PyLibMCCache", OPTIONS=wrong))
+
+    with pytest.raises(InvalidLockBackend, match="binary protocol"):
+        locks["locks"]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("server", 5), ("io_timeout", 0), ("connect_timeout", "1")]
+)
+def test_a_wrong_option_is_named(settings: Settings, option: str, value: object) -> None:
+    wrong: dict[str, Any] = {option: value}
+    configure(settings, alias("127.0.0.1:1"), **wrong)
+
+    with pytest.raises(
+        InvalidLockBackend, match=rf"^DISTLOCK\['locks'\]: OPTIONS: '{option}' must"
+    ):
+        locks["locks"]
+
+
+# Its settings.
+
+
+def test_a_unix_socket_is_as_good_as_a_port(settings: Settings, driver: str, name: str) -> None:
+    with Memcached(unix_socket=True) as server:
+        configure(settings, server.alias(driver))
+        with lock(name, using="locks"):
+            assert not rival(name).tries()
+        assert rival(name).tries()
+
+        configure(settings, server.alias(driver), server=f"unix:{server.socket_path}")
+        assert not rival(name).tries()
+        locks.close()
+
+
+def test_the_keys_are_those_of_the_alias(
+    settings: Settings, memcached: Memcached, name: str
+) -> None:
+    configure(settings, memcached.alias(KEY_PREFIX="mine", VERSION=7))
+    with lock(name, using="locks") as lease:
+        assert lease.request.key == f"mine:7:distlock||{name}"
+        assert _is_there(memcached, lease.request.key)
+
+        theirs = memcached.alias(KEY_PREFIX="theirs")
+        settings.CACHES = {**settings.CACHES, "theirs": theirs}
+        other = another("theirs")
+        assert other.probe(other.request(name, ttl=5, holder=None)) is None
+        other.close()
+
+
+@pytest.mark.parametrize(
+    ("driver", "options"),
+    [
+        ("PyMemcacheCache", {"key_prefix": b"tenant-"}),
+        ("PyLibMCCache", {"behaviors": {"namespace": "tenant-"}}),
+    ],
+)
+def test_a_prefix_that_the_client_is_told_is_kept_too(
+    settings: Settings, name: str, driver: str, options: dict[str, Any]
+) -> None:
+    configure(settings, alias("127.0.0.1:1", driver, OPTIONS=options))
+
+    assert backend().request(name, ttl=5, holder=None).key == f"tenant-:1:distlock||{name}"
+
+
+@pytest.mark.parametrize(
+    "prefix", ["with spaces", "l" * 240, "\u00fcml\u00e4ut", "a\r\nflush_all\r\n"]
+)
+def test_a_prefix_that_no_key_can_have_makes_a_key_all_the_same(
+    settings: Settings, memcached: Memcached, driver: str, name: str, prefix: str
+) -> None:
+    configure(settings, memcached.alias(driver, KEY_PREFIX=prefix))
+
+    with lock(name, using="locks") as lease:
+        assert len(lease.request.key) <= 250
+        assert not rival(name).tries()
+        assert rival(f"{name}:other").tries()
+    locks.close()
+
+
+def test_the_value_tells_people_whose_it_is_and_no_key_of_the_cache_is_touched(
+    using: str, name: str, memcached: Memcached
+) -> None:
+    caches[using].set(name, "a value of the cache")
+
+    with lock(name, using=using, purpose="the yearly report") as lease:
+        value = memcached.tell(f"get {lease.request.key}\r\n".encode()).splitlines()[1]
+        found = Record.unpack(value.encode())
+        assert found.holder == lease.holder
+        assert (found.name, found.owner) == (name, lease.request.owner)
+
+    assert caches[using].get(name) == "a value of the cache"
+    caches[using].close()
+
+
+def test_both_clients_keep_the_same_locks(both: tuple[str, ...], name: str) -> None:
+    first, second = (rival(name, using) for using in both)
+
+    assert first.tries()
+    assert not second.tries()
+    assert second.refused.holder == first.request.holder
+    assert second._backend.extend([first.request]) == [True]
+    assert second._backend.release(first.request) is Release.RELEASED
+    assert second.tries()
+
+
+def test_it_says_what_it_cannot_do(using: str, name: str) -> None:
+    with lock(name, using=using) as lease:
+        assert lease.fencing_token is None
+        with pytest.raises(NotSupported):
+            lease.detach()
+    with pytest.raises(NotSupported):
+        lock(name, using=using, shared=True).acquire()
+    with pytest.raises(NotSupported):
+        backend(using).force_release("key", "digest")

@@ -1,0 +1,92 @@
+"""Behind PgBouncer in transaction mode: leases work, locks of a session are refused, nothing leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from django.db import connections, transaction
+
+from django_distlock import LockBackendError, lock, locks, transaction_lock
+from django_distlock.checks import check_servers
+
+from .session_tools import KINDS, aliases, ask, backend
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+    from tests.fixtures.pgbouncer import PgBouncer
+
+pytestmark = pytest.mark.server
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, pgbouncer: PgBouncer, settings: Settings) -> Iterator[str]:
+    """Each kind of lock of a session, through PgBouncer, as the alias "locks"."""
+    settings.DISTLOCK = aliases("pgbouncer", request.param)
+    yield str(request.param)
+    locks.close()
+    connections["pgbouncer"].close()
+
+
+@pytest.mark.parametrize("timeout", [0, 2])
+def test_locks_of_a_session_are_refused_at_first_use(kind: str, name: str, timeout: float) -> None:
+    for _ in range(2):
+        with pytest.raises(LockBackendError, match=r"PgBouncer.*direct"):
+            lock(name, using="locks", timeout=timeout).acquire()
+
+    assert backend()._sessions._by_owner == {}
+    held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"
+    assert ask("postgres", held) == [(0,)]
+
+
+def test_check_says_so_where_the_server_may_be_asked(kind: str) -> None:
+    messages = check_servers(databases=["pgbouncer"])
+
+    assert {message.id for message in messages} == {"distlock.E005"}
+    assert "PgBouncer" in messages[0].msg
+    assert check_servers(databases=["default"]) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_check_has_nothing_to_say_of_a_direct_alias(
+    postgres: object, settings: Settings, kind: str
+) -> None:
+    settings.DISTLOCK = aliases("postgres", kind)
+
+    assert check_servers(databases=["postgres"]) == []
+    locks.close()
+
+
+def test_a_lock_in_the_callers_transaction_works(
+    pgbouncer: PgBouncer, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases("postgres", "rowlock")
+
+    with transaction.atomic(using="pgbouncer"):
+        transaction_lock(name, using="pgbouncer", timeout=1)
+        assert lock(name, using="locks").locked()
+
+    assert not lock(name, using="locks").locked()
+    connections["pgbouncer"].close()
+    locks.close()
+
+
+def test_nothing_that_a_lease_sets_stays_with_the_session(
+    pgbouncer: PgBouncer, settings: Settings, name: str
+) -> None:
+    database = "django_distlock.backends.database.DatabaseBackend"
+    options = {"using": "pgbouncer", "listen": False}
+    settings.DISTLOCK = {"leases": {"BACKEND": database, "OPTIONS": options}}
+    names = "('lock_timeout', 'synchronous_commit', 'plan_cache_mode', 'statement_timeout')"
+    statement = f"SELECT name, setting, source FROM pg_settings WHERE name IN {names} ORDER BY name"
+    before = ask("pgbouncer", statement)
+
+    for _ in range(20):
+        with lock(name, using="leases"):
+            pass
+
+    assert ask("pgbouncer", statement) == before
+    connections["pgbouncer"].close()
+    locks.close()

@@ -1,0 +1,657 @@
+"""Locks in Redis: what they cost, how tokens rise, who is next, and what the settings mean."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.core.cache import caches
+
+from django_distlock import LockBackendError, LockNotOwned, lock, locks
+from django_distlock.backends.redis import RedisBackend
+from django_distlock.backends.redis.keys import KeySpace
+from django_distlock.bells import ThreadBell
+from django_distlock.exceptions import InvalidLockBackend
+from django_distlock.holder import Holder
+from django_distlock.protocol import Busy, Grant, Release
+from tests.fixtures.eventually import eventually
+from tests.fixtures.redis import Redis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_django.fixtures import Settings
+
+    from django_distlock.protocol import Request
+    from tests.fixtures.redis import Replicated
+
+    Configure = Callable[..., RedisBackend]
+
+# Some start servers of their own.
+pytestmark = [pytest.mark.server, pytest.mark.caches]
+
+BACKEND = "django_distlock.backends.redis.RedisBackend"
+CACHE = "django_distlock.backends.cache.CacheBackend"
+DATABASE = 7
+
+
+@pytest.fixture
+def configure(settings: Settings) -> Iterator[Configure]:
+    """Makes the alias "default" a Redis at a URL, with OPTIONS."""
+
+    def make(server: Redis | str, **options: Any) -> RedisBackend:
+        url = server if isinstance(server, str) else f"redis://127.0.0.1:{server.port}/{DATABASE}"
+        alias = {"BACKEND": BACKEND, "OPTIONS": {"location": url, **options}}
+        settings.DISTLOCK = {"default": alias, "other": alias}
+        backend = locks["default"]
+        assert isinstance(backend, RedisBackend)
+        return backend
+
+    yield make
+    locks.reset()
+
+
+@pytest.fixture
+def backend(redis: Redis, configure: Configure) -> RedisBackend:
+    with redis.client(DATABASE) as client:
+        client.flushdb()
+    return configure(redis)
+
+
+@pytest.fixture
+def fair(backend: RedisBackend, redis: Redis, configure: Configure) -> RedisBackend:
+    return configure(redis, fair=True)
+
+
+_names = itertools.count(1)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"redis:{os.getpid()}:{next(_names)}"
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Redis]:
+    """A server that tests may treat as they like."""
+    with Redis() as server:
+        yield server
+
+
+def ask(backend: RedisBackend, name: str, **wishes: Any) -> Request:
+    """Return a request of somebody else."""
+    return backend.request(name, **{"ttl": 20.0, "holder": Holder.current(), **wishes})
+
+
+def wait_in_line(backend: RedisBackend, request: Request) -> None:
+    assert isinstance(backend.try_acquire(request, queued=True), Busy)
+
+
+def in_line(backend: RedisBackend, name: str, waiters: int = 2) -> tuple[Request, ...]:
+    """Return who holds *name*, and so many that wait for it."""
+    holder, *others = (ask(backend, name) for _ in range(waiters + 1))
+    assert isinstance(backend.try_acquire(holder, queued=False), Grant)
+    for each in others:
+        wait_in_line(backend, each)
+    return holder, *others
+
+
+# What it costs.
+
+
+def test_a_lock_costs_one_request_to_take_and_one_to_give_back(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    with lock("warm"):
+        pass
+
+    with redis.monitor() as monitor:
+        with lock(name):
+            pass
+
+    assert monitor.names == ["EVALSHA", "EVALSHA"]
+
+
+def test_reentry_costs_nothing(backend: RedisBackend, redis: Redis, name: str) -> None:
+    with lock(name), redis.monitor() as monitor:
+        with lock(name):
+            pass
+
+    assert monitor.names == []
+
+
+def test_a_waiter_costs_a_try_a_wait_and_a_try(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    holder = ask(backend, name)
+    assert isinstance(backend.try_acquire(holder, queued=False), Grant)
+
+    with ThreadPoolExecutor(1) as pool, redis.monitor() as monitor:
+        waiter = pool.submit(lambda: lock(name, timeout=10).acquire())
+        eventually(lambda: "BLPOP" in monitor.names)
+        backend.release(holder)
+        lease = waiter.result(10)
+
+    assert lease
+    lease.release()
+    others = monitor.names.copy()
+    others.remove("EVALSHA")  # the holder's release
+    listens = others.count("BLPOP")
+    assert listens <= 3  # on a slow machine a look more
+    assert others.count("EVALSHA") == listens + 1
+
+
+def test_a_thousand_leases_are_renewed_by_few_scripts(backend: RedisBackend, redis: Redis) -> None:
+    with ExitStack() as stack:
+        leases = [stack.enter_context(lock(f"many:{n}", ttl=60)) for n in range(1000)]
+        with redis.monitor() as monitor:
+            kept = backend.extend([lease.request for lease in leases])
+
+    assert list(kept) == [True] * 1000
+    assert len(monitor.names) <= 10
+
+
+# Tokens.
+
+
+def token(name: str) -> int:
+    with lock(name, timeout=5) as lease:
+        assert lease.fencing_token is not None
+        return lease.fencing_token
+
+
+def test_tokens_rise_whatever_happens_to_the_server(
+    own: Redis, configure: Configure, name: str
+) -> None:
+    backend = configure(own)
+    tokens = [token(name), token(name)]
+    with own.client() as client:
+        client.script_flush()
+        tokens.append(token(name))
+        client.flushall()
+        tokens.append(token(name))
+    short = ask(backend, name, ttl=0.05)
+    answer = backend.try_acquire(short, queued=False)
+    assert isinstance(answer, Grant)
+    assert answer.token
+    tokens.append(answer.token)
+    eventually(lambda: backend.probe(short) is None)
+    tokens.append(token(name))
+    own.restart()  # it keeps nothing on disk
+    tokens.append(token(name))
+
+    assert tokens == sorted(set(tokens))
+    assert len(tokens) == 7
+
+
+def test_tokens_rise_over_a_clock_that_stepped_back(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    ahead = int((time.time() + 3600) * 1e6)
+    first = token(name)
+    with redis.client(DATABASE) as client:
+        client.hset(f"distlock:{{{name}}}", "token", str(ahead))  # as given out before the step
+
+    assert first < ahead < token(name) == ahead + 1
+
+
+def test_tokens_rise_over_a_fail_over_to_a_stale_replica(
+    redis_sentinel: Replicated, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis_sentinel"}}}
+    first = token(name)
+    redis_sentinel.wait_for_replica()
+    redis_sentinel.cut_off_replica()
+    second = token(name)
+
+    redis_sentinel.fail_over()
+    third = _when_the_master_is_found(name)
+
+    assert first < second < third
+    locks.reset()
+
+
+def _when_the_master_is_found(name: str) -> int:
+    found: list[int] = []
+
+    def look() -> bool:
+        try:
+            found.append(token(name))
+        except LockBackendError:
+            return False
+        return True
+
+    eventually(look, 10)
+    return found[0]
+
+
+# What is told.
+
+
+def test_a_release_tells_three_outcomes_and_the_same_one_again(
+    backend: RedisBackend, name: str
+) -> None:
+    mine, gone, other = ask(backend, name), ask(backend, name, ttl=0.02), ask(backend, name)
+    backend.try_acquire(mine, queued=False)
+    assert [backend.release(mine), backend.release(mine)] == [Release.RELEASED] * 2
+
+    backend.try_acquire(gone, queued=False)
+    eventually(lambda: backend.probe(gone) is None)
+    assert [backend.release(gone), backend.release(gone)] == [Release.GONE] * 2
+
+    backend.try_acquire(other, queued=False)
+    assert backend.release(gone) is Release.TAKEN
+    # Whoever gave it back in time is told so, though another has it now.
+    assert backend.release(mine) is Release.RELEASED
+
+
+def test_readers_that_give_back_at_once_may_all_ask_again(backend: RedisBackend, name: str) -> None:
+    readers = [ask(backend, name, shared=True) for _ in range(8)]
+    for reader in readers:
+        assert isinstance(backend.try_acquire(reader, queued=False), Grant)
+
+    first = [backend.release(reader) for reader in readers]
+
+    assert first == [backend.release(reader) for reader in readers] == [Release.RELEASED] * 8
+
+
+def test_the_same_owner_gets_the_same_grant(backend: RedisBackend, name: str) -> None:
+    mine = ask(backend, name)
+
+    assert backend.try_acquire(mine, queued=True) == backend.try_acquire(mine, queued=True)
+
+
+def test_an_acquire_that_arrives_after_its_owner_gave_up_is_refused(
+    backend: RedisBackend, name: str
+) -> None:
+    late = ask(backend, name)
+
+    assert backend.revoke(late) is Release.GONE
+
+    assert isinstance(backend.try_acquire(late, queued=False), Busy)
+    assert isinstance(backend.try_acquire(ask(backend, name), queued=False), Grant)
+
+
+def test_holders_are_shown_and_owners_are_not(backend: RedisBackend, name: str) -> None:
+    with lock(name) as lease:
+        (shown,) = (each for each in backend.held() if each.name == name)
+        refused = backend.try_acquire(ask(backend, name), queued=False)
+
+    assert shown.holder == lease.holder == getattr(refused, "holder", None)
+    assert lease.request.owner not in repr((shown, refused, lease))
+    assert shown.token == lease.fencing_token
+
+
+@pytest.mark.parametrize(
+    "hostile", ["*", "a{b}c", "{}", "a b\r\nDEL x", "x" * 5000, "ключ", "a\0b", "[a]?"]
+)
+def test_hostile_names_are_locks_like_others(
+    backend: RedisBackend, redis: Redis, hostile: str
+) -> None:
+    with lock(hostile) as lease, lock("bystander"):
+        listed = {each.name for each in backend.held()}
+        assert not lock(hostile, using="other", timeout=0).acquire()
+
+    assert lease.state.name == "RELEASED"
+    assert len(listed) == 2
+
+
+def test_a_listing_ends_at_a_thousand(
+    backend: RedisBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("django_distlock.backends.redis.backend.MOST_LISTED", 3)
+    with ExitStack() as stack:
+        for number in range(5):
+            stack.enter_context(lock(f"listed:{number}"))
+        assert len(list(backend.held())) == 3
+
+
+def test_a_forced_release_frees_that_holding_and_raises_the_token(
+    backend: RedisBackend, name: str
+) -> None:
+    lease = lock(name).acquire()
+    assert lease
+    (shown,) = (each for each in backend.held() if each.name == name)
+
+    assert not backend.force_release(shown.key, "0" * 16)
+    assert lease.held
+    assert backend.force_release(shown.key, shown.owner_digest)
+
+    assert lease.lost
+    assert lease.fencing_token
+    assert token(name) > lease.fencing_token + 1
+    with pytest.raises(LockNotOwned):
+        held = ask(backend, name)
+        backend.try_acquire(held, queued=False)
+        lease.release()
+
+
+# Who is next.
+
+
+def test_a_fair_lock_is_not_taken_past_those_who_wait(fair: RedisBackend, name: str) -> None:
+    holder, first, second = in_line(fair, name)
+    fair.release(holder)
+
+    assert isinstance(fair.try_acquire(ask(fair, name), queued=False), Busy)
+    assert isinstance(fair.try_acquire(second, queued=True), Busy)
+    assert isinstance(fair.try_acquire(first, queued=True), Grant)
+
+
+def test_a_waiter_that_comes_back_in_time_has_its_old_place(
+    fair: RedisBackend, redis: Redis, name: str
+) -> None:
+    holder, first, second = in_line(fair, name)
+    with redis.client(DATABASE) as client:
+        client.zadd(
+            f"distlock:{{{name}}}:a", {f"x{first.owner}": (time.time() - 1) * 1e6}
+        )  # its patience is over
+    wait_in_line(fair, second)
+    wait_in_line(fair, first)
+    fair.release(holder)
+
+    assert isinstance(fair.try_acquire(second, queued=True), Busy)
+
+
+def test_a_dead_waiter_is_passed_over_soon(fair: RedisBackend, name: str) -> None:
+    holder, _dead, alive = in_line(fair, name)
+    fair.release(holder)
+
+    def is_served() -> bool:
+        return isinstance(fair.try_acquire(alive, queued=True), Grant)
+
+    assert not is_served()
+    eventually(is_served, 5)
+
+
+def test_a_release_rings_the_first_waiter_alone(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    holder, first, _second = in_line(backend, name)
+
+    backend.release(holder)
+
+    with redis.client(DATABASE) as client:
+        assert client.keys("distlock:*:b:*") == [f"distlock:{{{name}}}:b:{first.owner}"]
+
+
+def test_a_waiter_that_leaves_passes_its_ring_on(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    holder, first, second = in_line(backend, name)
+    backend.release(holder)
+
+    backend.dequeue(first)
+
+    with redis.client(DATABASE) as client:
+        assert client.keys("distlock:*:b:*") == [f"distlock:{{{name}}}:b:{second.owner}"]
+
+
+def test_a_ring_before_the_wait_is_heard(backend: RedisBackend, name: str) -> None:
+    holder, waiter = in_line(backend, name, waiters=1)
+    backend.release(holder)
+    began = time.monotonic()
+
+    backend.sleep(waiter, ThreadBell(), 20)
+
+    assert time.monotonic() - began < 10
+
+
+def test_all_readers_before_the_first_writer_are_woken_together(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    holder, writer = ask(backend, name), ask(backend, name)
+    readers = [ask(backend, name, shared=True) for _ in range(3)]
+    late = ask(backend, name, shared=True)
+    backend.try_acquire(holder, queued=False)
+    for waiter in [*readers, writer, late]:
+        wait_in_line(backend, waiter)
+
+    backend.release(holder)
+
+    with redis.client(DATABASE) as client:
+        rung = {key.rpartition(":")[2] for key in client.keys("distlock:*:b:*")}
+    assert rung == {reader.owner for reader in readers}
+    assert [isinstance(backend.try_acquire(each, queued=True), Grant) for each in readers] == [
+        True
+    ] * 3
+    assert isinstance(backend.try_acquire(late, queued=True), Busy)
+
+
+def test_nothing_is_left_for_ever(backend: RedisBackend, redis: Redis, name: str) -> None:
+    holder, _waiter = in_line(backend, name, waiters=1)
+    backend.release(holder)
+
+    with redis.client(DATABASE) as client:
+        keys = client.keys("*")
+        assert len(keys) == 4
+        assert all(client.pttl(key) > 0 for key in keys)
+
+
+# What the settings mean.
+
+
+def test_keys_have_the_prefix_and_the_version_of_the_cache(
+    redis: Redis, settings: Settings, name: str
+) -> None:
+    settings.CACHES = {
+        **settings.CACHES,
+        "redis_cache": {
+            **settings.CACHES["redis_cache"], "KEY_PREFIX": "shop[1]", "VERSION": 7
+        },
+    }  # fmt: skip
+    settings.DISTLOCK = {"default": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis_cache"}}}
+    with lock(name), redis.client(2) as client:
+        assert client.exists(f"shop[1]:7:distlock:{{{name}}}")
+        assert [each.name for each in locks["default"].held()] == [name]
+    locks.reset()
+
+
+def test_two_prefixes_are_two_worlds(redis: Redis, settings: Settings, name: str) -> None:
+    alias = {"BACKEND": BACKEND, "OPTIONS": {"location": f"redis://127.0.0.1:{redis.port}/7"}}
+    settings.DISTLOCK = {"default": alias, "other": {**alias, "KEY_PREFIX": "b"}}
+
+    with lock(name), lock(name, using="other", timeout=0) as other:
+        assert other.held
+
+
+@pytest.mark.parametrize("user", ["", "someone"])
+def test_a_password_and_a_unix_socket(configure: Configure, user: str, name: str) -> None:
+    with Redis(password="s3cret/?", unix_socket=True) as server:
+        if user:
+            with server.client() as client:
+                client.acl_setuser(
+                    user, enabled=True, passwords=["+s3cret/?"], commands=["+@all"], keys=["*"]
+                )
+        for url in (
+            f"redis://{user}:s3cret%2F%3F@127.0.0.1:{server.port}",
+            f"unix://{user}:s3cret%2F%3F@{server.socket}",
+        ):
+            backend = configure(url)
+            with lock(name) as lease:
+                assert lease.held
+            assert "s3cret" not in repr(backend.options) + repr(backend.source)
+
+        configure(f"redis://:wrong@127.0.0.1:{server.port}")
+        with pytest.raises(LockBackendError, match="cannot be reached") as caught:
+            lock(name).acquire()
+        assert "wrong@" not in str(caught.value)
+        locks.reset()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tls") / "both.pem"
+    make = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(path), "-out", str(path.with_suffix(".crt"))]
+    subprocess.run([*make, *names, *files], check=True, capture_output=True)
+    path.write_text(path.read_text() + path.with_suffix(".crt").read_text())
+    path.chmod(0o644)
+    for folder in path.parents[:3]:
+        folder.chmod(0o755)
+    return path
+
+
+# The driver leaves a socket whose handshake failed to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_tls(certificate: Path, configure: Configure, name: str) -> None:
+    from tests.fixtures.environment import free_port
+
+    port, file = free_port(), str(certificate)
+    tls = {
+        "tls-port": str(port),
+        "tls-cert-file": file,
+        "tls-key-file": file,
+        "tls-ca-cert-file": file,
+    }
+    with Redis(settings={**tls, "tls-auth-clients": "no"}):
+        configure(f"rediss://127.0.0.1:{port}?ssl_ca_certs={file}")
+        with lock(name) as lease:
+            assert lease.held
+        async with lock(name) as lease:
+            assert lease.held
+
+        configure(f"rediss://127.0.0.1:{port}")
+        with pytest.raises(LockBackendError, match="certificate"):
+            lock(name).acquire()
+        locks.reset()
+    gc.collect()  # here, where it is expected to complain
+
+
+def test_locks_follow_the_master(redis_sentinel: Replicated, settings: Settings, name: str) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis_sentinel"}}}
+    lease = lock(name, ttl=30).acquire()
+    assert lease
+    redis_sentinel.wait_for_replica()
+
+    redis_sentinel.fail_over()
+
+    eventually(lambda: _is_busy(name), 10)
+    lease.extend()
+    lease.release()
+    locks.reset()
+
+
+def _is_busy(name: str) -> bool:
+    try:
+        return lock(name, timeout=0, reentrant=False).locked()
+    except LockBackendError:
+        return False
+
+
+def test_all_keys_of_a_lock_are_in_one_slot(redis_cluster: list[Redis]) -> None:
+    keys = KeySpace(lambda key: f"prefix:1:{key}").of("fee|x#00ff")
+    with redis_cluster[0].client() as client:
+        slots = {client.cluster("KEYSLOT", key) for key in [*keys.all, keys.bell("someone")]}
+    assert len(slots) == 1
+
+
+def test_a_key_function_that_hides_the_key_is_refused() -> None:
+    for make_key in (lambda _: "same", lambda key: "{}" + key):
+        with pytest.raises(ValueError, match="key function"):
+            KeySpace(make_key)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"location": "http://x"}, "redis://"),
+        ({"location": 7}, "'location' must be a URL"),
+        ({"cluster": True, "location": "redis://x/3"}, "database 0 only"),
+        ({"cluster": True, "scripting": False}, "'scripting'"),
+        ({"cluster": True, "wait_replicas": 1}, "'wait_replicas'"),
+        ({"wait_replicas": -1}, "'wait_replicas'"),
+        ({"wait_replicas": True}, "'wait_replicas'"),
+        ({"io_timeout": 0}, "'io_timeout'"),
+        ({"connect_timeout": float("nan")}, "'connect_timeout'"),
+        ({"fair": "yes"}, "'fair'"),
+        ({"fiar": True}, "unknown OPTIONS 'fiar'"),
+    ],
+)
+def test_wrong_options_are_errors_that_name_them(
+    settings: Settings, options: dict[str, Any], problem: str
+) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": BACKEND, "OPTIONS": options}}
+
+    with pytest.raises(InvalidLockBackend, match=problem) as caught:
+        locks["default"]
+
+    assert "DISTLOCK['default']" in str(caught.value)
+
+
+def test_a_lock_delay_that_would_be_forgotten_is_refused(backend: RedisBackend, name: str) -> None:
+    with pytest.raises(ValueError, match="lock_delay"):
+        lock(name, lock_delay=7201).acquire()
+
+
+# What the server is asked by `manage.py check --database`.
+
+
+def ids(backend: RedisBackend) -> list[str]:
+    return [str(message.id) for message in backend.check(["default"])]
+
+
+def test_a_healthy_server_passes_the_check(backend: RedisBackend) -> None:
+    assert backend.check(["default"]) == backend.check(None) == []
+
+
+def test_a_server_that_drops_keys_is_an_error_unless_it_is_allowed(
+    own: Redis, configure: Configure
+) -> None:
+    with own.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        try:
+            assert ids(configure(own)) == ["distlock.E021"]
+            assert ids(configure(own, allow_eviction=True)) == ["distlock.W021"]
+        finally:
+            client.config_set("maxmemory-policy", "noeviction")
+
+
+def test_a_server_that_is_down_is_a_warning(configure: Configure) -> None:
+    assert ids(configure("redis://127.0.0.1:1/0")) == ["distlock.W020"]
+
+
+def test_a_cluster_passes_the_check(redis_cluster: list[Redis], configure: Configure) -> None:
+    url = f"redis://127.0.0.1:{redis_cluster[0].port}"
+    assert ids(configure(url, cluster=True)) == []
+
+
+def test_closing_lets_connections_go_and_they_come_back(
+    own: Redis, configure: Configure, name: str
+) -> None:
+    backend = configure(own)
+    with own.client() as client:
+        before = len(client.client_list())
+        with lock(name):
+            assert len(client.client_list()) == before + 1
+        backend.close()
+        eventually(lambda: len(client.client_list()) == before)
+        with lock(name):
+            assert len(client.client_list()) == before + 1
+
+
+def test_the_cache_is_not_asked(redis: Redis, settings: Settings, name: str) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": CACHE, "OPTIONS": {"cache": "django_redis"}}}
+    with lock(name):
+        assert caches["django_redis"].get(name) is None
+    locks.reset()

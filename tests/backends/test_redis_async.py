@@ -1,0 +1,309 @@
+"""Locks in Redis for asyncio: whatever is cancelled leaves nothing, and an event loop leaves nothing either."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import os
+import random
+import threading
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+
+from django_distlock import LockBackendError, LockOutcomeUnknown, lock, locks
+from django_distlock.registry import registry
+from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.proxy import Proxy
+from tests.fixtures.redis import Redis
+
+from .redis_tools import (
+    alias,
+    configure,
+    connections,
+    holders,
+    left_behind,
+    open_files,
+    rival,
+    waiters,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_django.fixtures import Settings
+
+# Some start servers of their own.
+pytestmark = [pytest.mark.server, pytest.mark.caches]
+
+#: A ttl that no test lives to see the end of.
+LONG = 60
+CROWD = 200
+#: Set it higher for a long run.
+LOOPS = int(os.environ.get("DISTLOCK_LOOPS", "1000"))
+
+_names = itertools.count(1)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"async:{os.getpid()}:{next(_names)}"
+
+
+@pytest.fixture
+def server(settings: Settings) -> Iterator[Redis]:
+    """A server of the test's own, behind the alias "default"."""
+    with Redis() as server:
+        configure(settings, server)
+        yield server
+        locks.reset()
+
+
+@pytest.fixture
+def proxy(server: Redis, settings: Settings) -> Iterator[Proxy]:
+    """The way to the server for the alias "default"."""
+    with Proxy(server.port) as proxy:
+        configure(settings, server, proxy.port)
+        yield proxy
+        proxy.pass_through()
+        locks.reset()
+
+
+async def hold(name: str, *, shared: bool = False) -> None:
+    async with lock(name, ttl=LONG, timeout=10, shared=shared):
+        await asyncio.sleep(0)
+
+
+# Cancelled tasks.
+
+
+@pytest.mark.parametrize("crowd", ["one lock", "readers", "a lock each"])
+async def test_tasks_cancelled_at_any_moment_leave_nothing(
+    server: Redis, proxy: Proxy, name: str, crowd: str
+) -> None:
+    proxy.delay(0.004)
+    moments = random.Random(7)
+    abreast = asyncio.Semaphore(4)
+
+    async def be_cancelled(number: int) -> bool:
+        async with abreast:
+            mine = f"{name}:{number}" if crowd == "a lock each" else name
+            task = asyncio.create_task(hold(mine, shared=crowd == "readers"))
+            await asyncio.sleep(moments.uniform(0, 0.03))
+            had_ended = not task.cancel()
+            (ended,) = await asyncio.gather(task, return_exceptions=True)
+            # Never swallowed, and never turned into something else.
+            assert had_ended if ended is None else isinstance(ended, asyncio.CancelledError)
+            return not had_ended
+
+    cancelled = await asyncio.gather(*map(be_cancelled, range(CROWD)))
+
+    assert sum(cancelled) > CROWD / 4
+    await aeventually(lambda: not left_behind(server), 2, "nobody holds, and nobody waits")
+    await aeventually(lambda: not registry.leases(), 1, "nor does anybody believe to hold")
+    proxy.delay(0)
+    async with asyncio.timeout(1):
+        await hold(name)
+
+
+async def test_waiters_that_are_cancelled_together_leave_nothing(server: Redis, name: str) -> None:
+    holder = rival(name, ttl=LONG)
+    await asyncio.to_thread(holder.takes)
+
+    async def read() -> None:
+        async with lock(name, shared=True, timeout=None):
+            pytest.fail("a writer has it")
+
+    readers = [asyncio.create_task(read()) for _ in range(50)]
+    await aeventually(lambda: waiters(server, name) == len(readers), 10, "all stand in line")
+
+    for reader in readers:
+        assert reader.cancel()
+
+    ended = await asyncio.gather(*readers, return_exceptions=True)
+    assert all(isinstance(each, asyncio.CancelledError) for each in ended)
+    await aeventually(lambda: not waiters(server, name), 2, "nobody waits")
+    await asyncio.to_thread(holder.leaves)
+
+
+# Lost replies and broken connections.
+
+
+async def test_whichever_reply_is_lost_nobody_is_locked_out(
+    server: Redis, proxy: Proxy, name: str
+) -> None:
+    for number in itertools.count():
+        await disconnect(server)  # to connect anew: greetings are answered as well
+        proxy.drop_reply(after=number)
+
+        outcome = await live_with_a_lost_reply(f"{name}:{number}")
+
+        assert outcome in {"held", "not asked"}
+        await asyncio.to_thread(rival(f"{name}:{number}").takes, 1)
+        if proxy.replies_to_drop:
+            break
+    assert number >= 4
+
+
+async def live_with_a_lost_reply(name: str) -> str:
+    """Take, extend and release; whatever gets lost, the lock was held, or had not been asked for."""
+    outcome = "not asked"
+    try:
+        async with lock(name, ttl=LONG, timeout=0) as lease:
+            outcome = "held"
+            try:
+                await lease.aextend()
+            except LockOutcomeUnknown:
+                lease.check()
+                await lease.aextend()
+    except LockOutcomeUnknown:
+        return "held" if outcome == "held" else "unknown"
+    except LockBackendError as error:
+        return "not asked" if "cannot be reached" in str(error) else str(error)
+    return outcome
+
+
+async def disconnect(server: Redis) -> None:
+    """Have the server close all connections, also those that the background opens meanwhile."""
+
+    def are_gone() -> bool:
+        with server.client() as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+        return not connections(server)
+
+    await aeventually(are_gone, 5)
+
+
+async def test_connections_that_broke_while_idle_are_replaced_unseen(
+    server: Redis, name: str
+) -> None:
+    await hold(name)
+    for _ in range(3):
+        await disconnect(server)
+        await hold(name)
+
+
+async def test_a_waiter_whose_connection_breaks_goes_on_waiting(server: Redis, name: str) -> None:
+    holder = rival(name, ttl=LONG)
+    await asyncio.to_thread(holder.takes)
+    waiter = asyncio.create_task(hold(name))
+    for _ in range(3):
+        await aeventually(lambda: server.info("clients")["blocked_clients"], 5, "it listens")
+        with server.client() as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+
+    assert not waiter.done()
+    await asyncio.to_thread(holder.leaves)
+    await asyncio.wait_for(waiter, 1)
+
+
+async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
+    server: Redis, name: str
+) -> None:
+    await hold(name)
+    server.pause()
+    try:
+        async with asyncio.timeout(1.5):
+            with pytest.raises(LockBackendError):
+                await lock(name, ttl=LONG, timeout=0).aacquire()
+    finally:
+        server.resume()
+
+    await aeventually(lambda: not left_behind(server), 5)
+    await asyncio.sleep(0.2)  # whatever comes late has come
+    assert not holders(name)
+
+
+# Event loops that come and go.
+
+
+def test_a_thousand_short_event_loops_leave_nothing(server: Redis, name: str) -> None:
+    asyncio.run(hold(name))
+    files, open_before = open_files(), connections(server)
+
+    for _ in range(LOOPS):
+        asyncio.run(hold(name))
+
+    eventually(lambda: connections(server) <= open_before, 5, "their connections are closed")
+    assert open_files() <= files
+    assert not left_behind(server)
+
+
+def test_loops_that_are_closed_without_order_do_not_pile_up(server: Redis, name: str) -> None:
+    asyncio.run(hold(name))
+    files = open_files()
+
+    # The driver warns of each connection that nobody closed, and rightly.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        for _ in range(20):
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(hold(name))
+            loop.close()
+        asyncio.run(hold(name))
+        gc.collect()
+
+    eventually(lambda: open_files() <= files, 5, "their connections are closed")
+    eventually(lambda: not connections(server), 5)
+
+
+# Crowds.
+
+
+@pytest.mark.parametrize("crowd", ["one lock", "a lock each"])
+async def test_two_hundred_tasks_wait_without_threads_and_are_all_served(
+    server: Redis, settings: Settings, name: str, crowd: str
+) -> None:
+    configure(settings, server, io_timeout=10)  # a machine that is busy may need long for a crowd
+    await hold(name)
+    names = [name] * CROWD if crowd == "one lock" else [f"{name}:{i}" for i in range(CROWD)]
+    rivals = [rival(each, ttl=LONG) for each in dict.fromkeys(names)]
+    assert all(await asyncio.to_thread(lambda: [other.tries() for other in rivals]))
+    threads = threading.active_count()
+    tasks = [asyncio.create_task(hold(each)) for each in names]
+    await aeventually(lambda: queues(server) == len(rivals), 20, "all wait")
+
+    assert threading.active_count() <= threads
+    await asyncio.to_thread(lambda: [other.leaves() for other in rivals])
+
+    async with asyncio.timeout(10):
+        await asyncio.gather(*tasks)
+
+
+async def test_two_hundred_waiters_for_one_fair_lock_do_not_melt_the_server(
+    server: Redis, settings: Settings, name: str
+) -> None:
+    sites = {f"site{i}": alias(server.port, fair=True, io_timeout=10) for i in range(CROWD)}
+    settings.DISTLOCK = {"direct": alias(server.port), **sites}
+    holder, served = rival(name, ttl=LONG), list[str]()
+    await asyncio.to_thread(holder.takes)
+
+    async def queue(site: str) -> None:
+        async with lock(name, using=site, timeout=30):
+            served.append(site)
+
+    tasks = [asyncio.create_task(queue(site)) for site in sites]
+    await aeventually(lambda: waiters(server, name) == CROWD, 20, "all stand in line")
+    asked = server.calls()["evalsha"]
+    busy = _seconds_of_work(server)
+    await asyncio.sleep(1)
+
+    # Each looks five times a second, and costs less than a tenth of a millisecond.
+    assert server.calls()["evalsha"] - asked < CROWD * 10
+    assert _seconds_of_work(server) - busy < 0.8
+    await asyncio.to_thread(holder.leaves)
+    async with asyncio.timeout(15):
+        await asyncio.gather(*tasks)
+    assert sorted(served) == sorted(sites)
+
+
+def queues(server: Redis) -> int:
+    """Return at how many locks somebody stands in line."""
+    return sum(key.endswith(":q") for key in left_behind(server))
+
+
+def _seconds_of_work(server: Redis) -> float:
+    cpu = server.info("cpu")
+    return float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])

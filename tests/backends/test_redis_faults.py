@@ -1,0 +1,751 @@
+"""Faults between a lock and its Redis, and in both: nobody is locked out, nothing is stranded, the holder is told."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from django_distlock import (
+    InvalidLockBackend,
+    LockBackendError,
+    LockLost,
+    LockNotOwned,
+    LockOutcomeUnknown,
+    clock,
+    lock,
+    locks,
+)
+from django_distlock.backends import base
+from tests.contract.crew import start
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.proxy import Proxy
+from tests.fixtures.redis import Redis
+
+from .redis_tools import (
+    DATABASE,
+    alias,
+    backend,
+    configure,
+    connections,
+    holders,
+    left_behind,
+    rival,
+    waiters,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from concurrent.futures import Future
+
+    from pytest_django.fixtures import Settings
+
+    from django_distlock import Lease
+    from tests.fixtures.processes import Child, Spawn
+    from tests.fixtures.redis import Replicated
+
+# Some start servers of their own.
+pytestmark = [pytest.mark.server, pytest.mark.caches]
+
+#: A ttl that no test lives to see the end of.
+LONG = 60
+#: Seconds until a waiter is served that does not have to wait for the end of any ttl.
+SOON = 1.0
+
+_names = itertools.count(1)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"faults:{os.getpid()}:{next(_names)}"
+
+
+@pytest.fixture
+def server() -> Iterator[Redis]:
+    """A server of the test's own, to do harm to."""
+    with Redis() as server:
+        yield server
+
+
+@pytest.fixture
+def direct(server: Redis, settings: Settings) -> Iterator[Redis]:
+    """The server behind the alias "default"."""
+    configure(settings, server)
+    yield server
+    locks.reset()
+
+
+@pytest.fixture
+def proxy(server: Redis, settings: Settings) -> Iterator[Proxy]:
+    """The way to the server for the alias "default", connected, with its scripts known."""
+    with Proxy(server.port) as proxy:
+        configure(settings, server, proxy.port)
+        warm_up()
+        yield proxy
+        proxy.pass_through()
+        locks.reset()
+
+
+def warm_up() -> None:
+    with lock("warm") as lease:
+        lease.extend()
+
+
+def take(name: str, **terms: Any) -> Lease:
+    lease = lock(name, **terms).acquire()
+    assert lease
+    return lease
+
+
+def wait_for(server: Redis, name: str, *, timeout: float | None = 10) -> Future[int]:
+    """Begin to wait for the lock in a thread, which gives its token once it had it."""
+
+    def hold() -> int:
+        with lock(name, timeout=timeout) as lease:
+            return lease.fencing_token or 0
+
+    before = waiters(server, name)
+    waiter = start(hold)
+    eventually(lambda: waiters(server, name) > before, what="it stands in line")
+    eventually(lambda: server.info("clients")["blocked_clients"], what="it listens")
+    return waiter
+
+
+def break_connections(server: Redis) -> None:
+    """Have the server close the connections of all its clients."""
+    with server.client() as client:
+        client.client_kill_filter(_type="normal", skipme=True)
+
+
+# Lost replies.
+
+
+@pytest.mark.parametrize("scripting", [True, False])
+def test_whichever_reply_is_lost_nobody_is_locked_out(
+    server: Redis, proxy: Proxy, settings: Settings, name: str, scripting: bool
+) -> None:
+    configure(settings, server, proxy.port, scripting=scripting)
+    for number in itertools.count():
+        locks.close()  # to connect anew: greetings are answered as well
+        proxy.drop_reply(after=number)
+
+        outcome = live_with_a_lost_reply(f"{name}:{number}")
+
+        assert outcome in {"held", "not asked"}
+        rival(f"{name}:{number}").takes(within=SOON)
+        if proxy.replies_to_drop:
+            break
+    assert number >= 4
+
+
+def live_with_a_lost_reply(name: str) -> str:
+    """Take, extend and release; whatever gets lost, the lock was held, or had not been asked for."""
+    outcome = "not asked"
+    try:
+        with lock(name, ttl=LONG, timeout=0) as lease:
+            outcome = "held"
+            try:
+                lease.extend()
+            except LockOutcomeUnknown:
+                lease.check()
+                lease.extend()
+    except LockOutcomeUnknown:
+        return "held" if outcome == "held" else "unknown"
+    except LockBackendError as error:
+        return "not asked" if "cannot be reached" in str(error) else str(error)
+    return outcome
+
+
+def test_an_acquire_whose_reply_is_lost_gets_the_same_grant(
+    server: Redis, proxy: Proxy, name: str
+) -> None:
+    proxy.drop_reply()
+    with server.monitor() as monitor:
+        lease = take(name, ttl=LONG, timeout=0)
+
+    assert monitor.names == ["EVALSHA", "EVALSHA"]
+    (held,) = backend("direct").held()
+    assert held.token == lease.fencing_token
+    lease.release()
+    assert not left_behind(server)
+
+
+def test_an_acquire_whose_replies_are_all_lost_is_given_back(proxy: Proxy, name: str) -> None:
+    proxy.drop_reply(2)
+
+    with pytest.raises(LockOutcomeUnknown):
+        lock(name, ttl=LONG, timeout=5).acquire()
+
+    rival(name).takes(within=SOON)
+
+
+def test_a_lost_reply_of_an_extension_costs_nothing(proxy: Proxy, name: str) -> None:
+    with lock(name, ttl=LONG) as lease:
+        proxy.drop_reply()
+        with pytest.raises(LockOutcomeUnknown):
+            lease.extend()
+
+        lease.check()
+        lease.extend()
+        assert rival(name).tries() is False
+
+
+def test_renewals_whose_replies_are_lost_are_tried_again(proxy: Proxy, name: str) -> None:
+    with lock(name, ttl=0.9) as lease:
+        first = lease.deadline
+        proxy.drop_reply(2)
+
+        eventually(lambda: clock.lease_time() > first + 0.1)
+        lease.check()
+        assert proxy.replies_to_drop == 0
+
+
+def test_a_release_whose_reply_is_lost_has_released_and_frees_nobody_else(
+    proxy: Proxy, name: str
+) -> None:
+    lease = take(name, ttl=LONG)
+    proxy.drop_reply()
+    other = rival(name)
+
+    with pytest.raises(LockOutcomeUnknown):
+        lease.release()
+
+    other.takes(within=SOON)
+    never(lambda: not other.holds, 0.4)
+
+
+# Partitions.
+
+
+def test_a_lease_survives_a_partition_shorter_than_its_ttl(
+    server: Redis, proxy: Proxy, settings: Settings, name: str
+) -> None:
+    configure(settings, server, proxy.port, io_timeout=0.2)
+    with lock(name, ttl=1.5) as lease:
+        first = lease.deadline
+        proxy.black_hole()
+        eventually(lambda: lease.in_jeopardy, 2)
+
+        proxy.pass_through()
+
+        eventually(lambda: clock.lease_time() > first + 0.1)
+        lease.check()
+        assert not rival(name).tries()
+
+
+def test_a_lease_is_lost_at_its_deadline_though_its_renewal_hangs(proxy: Proxy, name: str) -> None:
+    told: list[float] = []
+    lease, other = take(name, ttl=0.6), rival(name)
+    lease.on_lost(lambda reason: told.append(clock.lease_time()))
+    assert not other.tries()
+
+    proxy.black_hole()
+
+    other.takes(within=0.6 + SOON)
+    assert lease.deadline <= told[0] < lease.deadline + 0.5
+    with pytest.raises(LockLost):
+        lease.check()
+
+    proxy.pass_through()
+    with pytest.raises(LockNotOwned):
+        lease.release()
+    assert other.holds
+
+
+def test_a_black_hole_is_an_error_for_who_asks_and_for_who_waits(
+    server: Redis, proxy: Proxy, name: str
+) -> None:
+    holder = rival(name, ttl=LONG)
+    holder.takes()
+    waiter = wait_for(server, name, timeout=1)
+    proxy.black_hole()
+
+    began = time.monotonic()
+    with pytest.raises(LockBackendError):
+        lock(f"{name}:free", ttl=LONG, timeout=0).acquire()
+    assert time.monotonic() - began < 1.5
+    assert isinstance(waiter.exception(5), LockBackendError)
+
+    proxy.pass_through()
+    holder.leaves()
+    eventually(lambda: not waiters(server, name), 5, "who waited is gone")
+    eventually(lambda: not left_behind(server), 5)
+
+
+def test_an_acquire_that_arrives_after_it_was_given_up_is_refused(
+    server: Redis, proxy: Proxy, settings: Settings, name: str
+) -> None:
+    configure(settings, server, proxy.port, io_timeout=0.2)
+    warm_up()
+    asked = server.calls()["evalsha"]
+    proxy.delay(0.8)
+    with pytest.raises(LockOutcomeUnknown):
+        lock(name, ttl=LONG, timeout=0).acquire()
+    proxy.delay(0)
+
+    eventually(lambda: server.calls()["evalsha"] >= asked + 1, 0.5, "it was given up")
+    eventually(lambda: server.calls()["evalsha"] >= asked + 2, 2, "it arrives late")
+    never(lambda: holders(name), 0.3)
+
+
+# Broken connections.
+
+
+def test_connections_that_broke_while_idle_are_replaced_unseen(direct: Redis, name: str) -> None:
+    warm_up()
+    break_connections(direct)
+
+    with lock(name, timeout=0) as lease:
+        break_connections(direct)
+        lease.extend()
+        break_connections(direct)
+
+
+def test_a_waiter_whose_connection_breaks_goes_on_waiting(direct: Redis, name: str) -> None:
+    with lock(name, using="direct", ttl=LONG) as lease:
+        waiter = wait_for(direct, name)
+
+        for _ in range(3):
+            break_connections(direct)
+            eventually(lambda: direct.info("clients")["blocked_clients"], what="it listens again")
+
+        assert not waiter.done()
+    assert waiter.result(SOON) > (lease.fencing_token or 0)
+
+
+def test_a_waiter_that_may_not_listen_is_told(server: Redis, settings: Settings, name: str) -> None:
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", "deaf", "on", ">x", "~*", "+@all", "-blpop")
+    configure(settings, server)
+    location = f"redis://deaf:x@127.0.0.1:{server.port}/{DATABASE}"
+    deaf = {**alias(server.port), "OPTIONS": {"location": location}}
+    settings.DISTLOCK = {"default": deaf, "direct": alias(server.port)}
+    rival(name).takes()
+
+    with pytest.raises(LockBackendError, match="BLPOP"):
+        lock(name, timeout=5).acquire()
+
+
+# Servers that end, or forget.
+
+
+def test_a_server_that_comes_back_without_data_tells_the_holder(direct: Redis, name: str) -> None:
+    reasons: list[str] = []
+    lease = take(name, ttl=3)
+    lease.on_lost(reasons.append)
+
+    direct.kill()
+    direct.start()
+
+    eventually(lambda: reasons, 2.5, "the next renewal tells")
+    assert "not ours" in reasons[0]
+    with lock(name, using="direct", timeout=0) as second:
+        assert (second.fencing_token or 0) > (lease.fencing_token or 0)
+        with pytest.raises(LockNotOwned):
+            lease.release()
+        second.extend()
+
+
+def test_a_server_that_restarts_while_a_lock_is_waited_for_leaves_nobody_in_doubt(
+    direct: Redis, name: str
+) -> None:
+    rival(name, ttl=LONG).takes()
+    waiter = wait_for(direct, name, timeout=20)
+
+    direct.kill()
+
+    assert isinstance(waiter.exception(5), LockBackendError)
+    direct.start()
+    with lock(name, timeout=0):
+        pass
+
+
+def test_a_lease_survives_a_crash_of_a_server_that_writes_all_down(
+    settings: Settings, name: str
+) -> None:
+    with Redis(settings={"appendonly": "yes", "appendfsync": "always"}) as server:
+        configure(settings, server)
+        with lock(name, ttl=LONG) as lease:
+            server.kill()
+            server.start()
+
+            lease.extend()
+            lease.check()
+            assert not rival(name).tries()
+            (held,) = backend("direct").held()
+            assert held.token == lease.fencing_token
+        rival(name).takes(within=SOON)
+        locks.reset()
+
+
+def test_a_flush_tells_the_holder_and_tokens_rise(direct: Redis, name: str) -> None:
+    reasons: list[str] = []
+    lease = take(name, ttl=1.5)
+    lease.on_lost(reasons.append)
+
+    with direct.client() as client:
+        client.flushall()
+    other = rival(name)
+    assert other.tries()
+
+    eventually(lambda: reasons, 1.2, "the next renewal tells")
+    assert (other.token or 0) > (lease.fencing_token or 0)
+    with pytest.raises(LockNotOwned):
+        lease.release()
+    assert other.holds
+
+
+def test_scripts_that_the_server_forgot_are_told_again(direct: Redis, name: str) -> None:
+    def forget() -> None:
+        with direct.client() as client:
+            client.script_flush()
+
+    warm_up()
+    forget()
+    with lock(name, ttl=LONG) as lease:
+        forget()
+        lease.extend()
+        forget()
+        assert lock(name).locked()
+        forget()
+        waiter = wait_for(direct, f"{name}:2") if rival(f"{name}:2", ttl=0.3).tries() else None
+        forget()
+        assert waiter is not None
+        assert waiter.result(5)
+        forget()
+    assert not lock(name).locked()
+
+
+# A frozen server.
+
+
+def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(direct: Redis, name: str) -> None:
+    warm_up()
+    direct.pause()
+    try:
+        began = time.monotonic()
+        with pytest.raises(LockBackendError):
+            lock(name, ttl=LONG, timeout=0).acquire()
+        assert time.monotonic() - began < 1.5
+    finally:
+        direct.resume()
+
+    eventually(lambda: not holders(name) and not left_behind(direct), 5)
+    never(lambda: holders(name), 0.3)
+
+
+def test_a_frozen_server_that_was_never_connected_to_is_an_error_in_time(
+    direct: Redis, name: str
+) -> None:
+    direct.pause()
+    try:
+        began = time.monotonic()
+        with pytest.raises(LockBackendError):
+            lock(name, timeout=0).acquire()
+        assert time.monotonic() - began < 1.5
+    finally:
+        direct.resume()
+
+
+def test_to_wait_at_a_frozen_server_ends_with_its_error(direct: Redis, name: str) -> None:
+    holder = rival(name, ttl=LONG)
+    holder.takes()
+    waiter = wait_for(direct, name, timeout=0.5)
+    direct.pause()
+    try:
+        assert isinstance(waiter.exception(4), LockBackendError)
+    finally:
+        direct.resume()
+
+    eventually(lambda: not waiters(direct, name), 5)
+    holder.leaves()
+    eventually(lambda: not left_behind(direct), 5)
+
+
+def test_a_server_that_goes_away_before_the_second_look_is_no_failure_of_ours(
+    direct: Redis, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(base, "SECOND_LOOK", 0.1)
+    warm_up()
+    releases = direct.calls()["evalsha"]
+
+    backend().abandon_later(rival(name, ttl=0.5).request)  # nothing was granted
+
+    eventually(lambda: direct.calls()["evalsha"] > releases)
+    direct.kill()
+    never(lambda: "background job" in caplog.text, 0.7)
+
+
+# Servers that refuse.
+
+
+def test_a_full_server_refuses_new_locks_and_keeps_those_it_has(direct: Redis, name: str) -> None:
+    with lock(name, ttl=0.9) as lease:
+        first = lease.deadline
+        with direct.client() as client:
+            client.config_set("maxmemory", "1")
+
+        with pytest.raises(LockBackendError, match="its memory is full"):
+            lock(f"{name}:new", timeout=0).acquire()
+        eventually(lambda: clock.lease_time() > first + 0.1)
+        lease.check()
+
+    assert not lock(name).locked()
+
+
+@pytest.mark.parametrize(
+    ("location", "words"),
+    [
+        ("redis://:guess@127.0.0.1:{port}/0", "invalid username-password pair"),
+        ("redis://127.0.0.1:{port}/0", "it wants a password"),
+        ("redis://127.0.0.1:{port}/1", "Authentication required"),
+        ("redis://:sesame@127.0.0.1:{port}/99", "DB index is out of range"),
+    ],
+)
+def test_wrong_settings_are_told_and_passwords_are_not(
+    closed_server: Redis, settings: Settings, name: str, location: str, words: str
+) -> None:
+    url = location.format(port=closed_server.port)
+    settings.DISTLOCK = {"default": {**alias(1), "OPTIONS": {"location": url}}}
+
+    with pytest.raises(LockBackendError, match=words) as wrong:
+        lock(name, timeout=0).acquire()
+
+    assert not isinstance(wrong.value, LockOutcomeUnknown)
+    for secret in ("guess", "sesame"):
+        assert secret not in f"{wrong.value!s}{wrong.value!r}{locks['default'].source!r}"  # type: ignore[attr-defined]  # a Redis has one
+
+
+@pytest.fixture(scope="module")
+def closed_server() -> Iterator[Redis]:
+    """A server with a password."""
+    with Redis(password="sesame") as server:
+        yield server
+
+
+def test_a_password_that_was_set_meanwhile_is_no_silence(
+    direct: Redis, settings: Settings, name: str
+) -> None:
+    # Database 0: there is no greeting that would be refused before.
+    location = f"redis://127.0.0.1:{direct.port}/0"
+    settings.DISTLOCK = {"default": {**alias(1), "OPTIONS": {"location": location}}}
+    lease = take(name)
+    with direct.client() as client:
+        client.config_set("requirepass", "sesame")
+    break_connections(Redis(direct.port, password="sesame"))
+
+    with pytest.raises(LockBackendError, match="Authentication required") as refused:
+        lease.extend()
+    assert not isinstance(refused.value, LockOutcomeUnknown)
+
+    with Redis(direct.port, password="sesame").client() as client:
+        client.config_set("requirepass", "")
+    lease.release()
+
+
+def test_a_password_with_special_characters_is_not_shown_in_pieces(settings: Settings) -> None:
+    url = "redis://:hunt#er2@127.0.0.1:6379/0"
+    settings.DISTLOCK = {"default": {**alias(1), "OPTIONS": {"location": url}}}
+
+    with pytest.raises(InvalidLockBackend, match="%23 for #") as wrong:
+        locks["default"]
+
+    assert "hunt" not in str(wrong.value)
+
+
+def test_a_server_that_loads_its_data_is_not_ready(settings: Settings, name: str) -> None:
+    slow = {"enable-debug-command": "yes", "loading-process-events-interval-bytes": "1024"}
+    with Redis(settings=slow) as server:
+        configure(settings, server)
+        lease = take(name, ttl=LONG)
+        with server.client() as client:
+            client.mset({f"filler:{number}": os.urandom(2048) for number in range(20)})
+            client.config_set("key-load-delay", "30000")
+            loading = start(lambda: client.execute_command("DEBUG", "RELOAD"))
+
+            with pytest.raises(LockBackendError, match="not ready") as refused:
+                for _ in range(1000):  # until it has begun
+                    assert rival(name, using="default").tries() is False
+            loading.result(10)
+
+        assert not isinstance(refused.value, LockOutcomeUnknown)
+        lease.check()
+        lease.release()
+        locks.reset()
+
+
+def test_a_replica_is_refused_with_a_hint(settings: Settings, name: str) -> None:
+    with Redis(settings={"replicaof": "127.0.0.1 1"}) as replica:
+        configure(settings, replica)
+
+        with pytest.raises(LockBackendError, match="it is a replica: name the master"):
+            lock(name, timeout=0).acquire()
+        locks.reset()
+
+
+def test_a_node_of_a_cluster_is_refused_with_a_hint(
+    redis_cluster: list[Redis], settings: Settings, name: str
+) -> None:
+    location = f"redis://127.0.0.1:{redis_cluster[0].port}/0"
+    settings.DISTLOCK = {"default": {**alias(1), "OPTIONS": {"location": location}}}
+
+    with pytest.raises(LockBackendError, match="'cluster': True"):
+        for number in range(50):  # some of them belong to the other nodes
+            with lock(f"{name}:{number}", timeout=0):
+                pass
+
+
+# Replicas.
+
+
+def test_a_fail_over_to_a_stale_replica_gives_a_higher_token_and_tells_the_first_holder(
+    redis_sentinel: Replicated, settings: Settings, name: str
+) -> None:
+    by_cache = {
+        "BACKEND": "django_distlock.backends.redis.CacheRedisBackend",
+        "OPTIONS": {"cache": "redis_sentinel"},
+    }
+    settings.DISTLOCK = {"default": by_cache, "other": by_cache}
+    redis_sentinel.cut_off_replica()
+    first = take(name, ttl=LONG)
+
+    redis_sentinel.fail_over()
+
+    second = eventually(lambda: _taken_without_error(name), 5)
+    assert second
+    assert (second.fencing_token or 0) > (first.fencing_token or 0)
+    eventually(lambda: _is_told(first), 5)
+    second.extend()
+    second.release()
+
+
+def _taken_without_error(name: str) -> Lease | None:
+    try:
+        return lock(name, using="other", timeout=0).acquire()
+    except LockBackendError:
+        return None
+
+
+def _is_told(lease: Lease) -> bool:
+    try:
+        lease.extend()
+    except LockLost:
+        return True
+    except LockBackendError:
+        return False
+    return False
+
+
+def test_a_lock_that_no_replica_confirms_is_refused_and_not_held(
+    redis_sentinel: Replicated, settings: Settings, name: str
+) -> None:
+    configure(settings, redis_sentinel.master, wait_replicas=1, io_timeout=0.4)
+    with lock(name, timeout=0):
+        pass
+    redis_sentinel.cut_off_replica()
+
+    with pytest.raises(LockBackendError, match="0 of 1 replicas"):
+        lock(name, ttl=LONG, timeout=0).acquire()
+
+    assert not holders(name)
+    assert rival(name).tries()
+    locks.reset()
+
+
+# Waiters that die, and many of them.
+
+
+@pytest.fixture(params=[False, True], ids=["barging", "fair"])
+def queued(server: Redis, settings: Settings, request: pytest.FixtureRequest) -> Iterator[Redis]:
+    """The server, with fair locks and with others."""
+    configure(settings, server, fair=request.param)
+    yield server
+    locks.reset()
+
+
+@pytest.mark.parametrize("fate", ["killed", "frozen"])
+def test_the_next_waiter_is_served_soon_whatever_became_of_the_first(
+    queued: Redis, settings: Settings, spawn: Spawn, name: str, fate: str
+) -> None:
+    """A frozen one gets its ring, and does nothing about it."""
+    first = spawn("tests.backends.redis_tools:wait", aliases=settings.DISTLOCK, name=name)
+    holder = rival(name)
+    holder.takes()
+    eventually(lambda: waiters(queued, name) == 1, 20)
+    second = wait_for(queued, name)
+
+    if fate == "killed":
+        first.kill()
+    else:
+        first.stop()
+    holder.leaves()
+
+    assert second.result(SOON)
+    if fate == "frozen":
+        first.cont()
+        first.expect("held")
+
+
+def test_a_fair_lock_serves_waiters_of_many_processes_in_the_order_they_came(
+    server: Redis, settings: Settings, spawn: Spawn
+) -> None:
+    sites = {f"site{number}": alias(server.port, fair=True) for number in range(16)}
+    settings.DISTLOCK = {"default": alias(server.port), "direct": alias(server.port), **sites}
+    # A process that gets no processor for as long as its patience loses its place: the machine's fault.
+    for attempt in range(3):
+        if serve_sixteen(server, settings, spawn, f"in order {attempt}") == list(range(16)):
+            break
+    else:
+        pytest.fail("never in order")
+    locks.reset()
+
+
+def serve_sixteen(server: Redis, settings: Settings, spawn: Spawn, name: str) -> list[int]:
+    """Return who of sixteen waiters of four processes was served before somebody who just asks, and in which order."""
+    crew: list[Child] = []
+    for number in range(4):
+        mine = list(range(number, 16, 4))
+        terms = {"aliases": settings.DISTLOCK, "port": server.port, "name": name, "numbers": mine}
+        crew.append(spawn("tests.backends.redis_tools:stand_in_line", **terms))
+    holder = rival(name, ttl=LONG)
+    holder.takes()
+    for child in crew:
+        child.expect("ready", 20)
+    for number in range(16):
+        crew[number % 4].tell("next")
+        eventually(lambda number=number: waiters(server, name) == number + 1)  # type: ignore[misc]  # mypy takes no defaults here
+    pushy, patience = rival(name, using="site0"), time.monotonic() + 10
+    holder.leaves()
+    while not pushy.tries():
+        assert time.monotonic() < patience
+    with server.client(DATABASE) as client:
+        served = list(map(int, client.lrange("served", 0, -1)))
+        client.delete("served")
+    pushy.leaves()
+    for child in crew:
+        child.result(10)
+    return served
+
+
+# Processes that fork.
+
+
+def test_a_forked_child_neither_holds_nor_harms_what_its_parent_has(
+    direct: Redis, settings: Settings, spawn: Spawn, name: str
+) -> None:
+    parent = spawn(
+        "tests.backends.redis_tools:fork_with_a_lease", aliases=settings.DISTLOCK, name=name
+    )
+    parent.expect("held", 20)
+    opened = connections(direct)
+
+    parent.tell("fork")
+
+    assert parent.expect("forked")["status"] == 0
+    assert opened <= connections(direct)
+    assert not rival(name).tries()
+    parent.tell("go on")
+    assert parent.result() == {"state": "RELEASED"}

@@ -1,0 +1,535 @@
+"""Locks in Redis without scripts: they do what the scripts do, on the same keys, and nobody gets between."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import redis as driver
+from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as some
+from redis.exceptions import (
+    ExecAbortError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ResponseError,
+)
+
+from django_distlock import LockBackendError
+from django_distlock.backends.redis import RedisBackend
+from django_distlock.backends.redis.keys import Keys, KeySpace
+from django_distlock.backends.redis.links import PoolLink
+from django_distlock.backends.redis.scripts import (
+    ACQUIRE,
+    EXTEND,
+    LOOK,
+    RELEASE,
+    SCRIPTS,
+    Call,
+    Script,
+)
+from django_distlock.backends.redis.sources import Source
+from django_distlock.backends.redis.transactions import ROUNDS, transact
+from django_distlock.conf import BackendSettings
+from django_distlock.handler import make_backend
+from django_distlock.holder import Holder
+from django_distlock.protocol import Grant, Release
+from tests.fixtures.redis import Redis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from django_distlock.backends.redis.links import Command, Conversation
+
+# Some start servers of their own.
+pytestmark = [pytest.mark.server, pytest.mark.caches]
+
+BACKEND = "django_distlock.backends.redis.RedisBackend"
+SECOND = 1_000_000
+HOUR = 3600 * SECOND
+OWNERS = [letter * 8 for letter in "abcdefghij"]
+NOW = 1_800_000_000 * SECOND
+
+
+# What the tests are made of.
+
+
+@contextmanager
+def way_to(server: Redis, user: str = "") -> Iterator[PoolLink]:
+    url = f"redis://{user}{server.host}:{server.port}/3"
+    link = PoolLink("test", Source(url, connect_timeout=5, io_timeout=5))
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+@pytest.fixture
+def link(redis: Redis) -> Iterator[PoolLink]:
+    with way_to(redis) as link:
+        yield link
+
+
+@pytest.fixture
+def keys() -> Keys:
+    return KeySpace(str).of(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def make(redis: Redis) -> Iterator[Callable[..., RedisBackend]]:
+    """Make backends, each as another process would have it."""
+    made: list[RedisBackend] = []
+
+    def make(user: str = "", server: Redis = redis, **options: Any) -> RedisBackend:
+        location = f"redis://{user}{server.host}:{server.port}/3"
+        found = BackendSettings("test", BACKEND, options={"location": location, **options})
+        backend = make_backend(found)
+        assert isinstance(backend, RedisBackend)
+        made.append(backend)
+        return backend
+
+    yield make
+    for backend in made:
+        backend.close()
+
+
+@contextmanager
+def user_without(server: Redis, *refused: str) -> Iterator[str]:
+    """Make a user who may do all but these; yield what stands for it in a URL."""
+    name = f"limited-{uuid.uuid4().hex[:8]}"
+    with server.client() as client:
+        client.execute_command("ACL", "SETUSER", name, "on", ">secret", "~*", "+@all", *refused)
+        yield f"{name}:secret@"
+        client.execute_command("ACL", "DELUSER", name)
+
+
+def acquire(keys: Keys, owner: str, mode: str = "x", ttl: int = 60 * SECOND) -> Call:
+    args = keys.bells, owner, mode, ttl, 0, 0, "a name", "{}", "", ""
+    return Call(ACQUIRE, keys.all, args)
+
+
+def call(script: Script, keys: Keys, *args: str | int) -> Call:
+    return Call(script, keys.all, (keys.bells, *args))
+
+
+def ask(*commands: Command) -> Conversation[list[Any]]:
+    return (yield commands)
+
+
+def script(call: Call) -> Conversation[list[Any]]:
+    return (yield (call.by_text,))
+
+
+def interrupted(
+    conversation: Conversation[list[Any]], meddle: Callable[[], object], exchanges: list[Any]
+) -> Conversation[list[Any]]:
+    """Have somebody *meddle* after each reading; note the exchanges."""
+    answers: list[Any] | None = None
+    while True:
+        try:
+            commands = next(conversation) if answers is None else conversation.send(answers)
+        except StopIteration as end:
+            return list(end.value)
+        exchanges.append(commands)
+        answers = yield commands
+        if commands[0][0] == "WATCH" and commands[-1][0] == "MULTI":
+            meddle()
+
+
+# One by one, at an instant that the test says, they do the same.
+
+
+def script_at(now: int, call: Call) -> Conversation[list[Any]]:
+    """Carry *call* out by its script, whose clock says *now*."""
+    text = call.script.text.replace("redis.call('TIME')", "{ARGV[#ARGV - 1], ARGV[#ARGV]}")
+    args = (*call.args, now // SECOND, now % SECOND)
+    return (yield (("EVAL", text, len(call.keys), *call.keys, *args),))
+
+
+def transaction_at(now: int, call: Call) -> Conversation[list[Any]]:
+    """Carry *call* out without a script, by a clock that says *now*."""
+    conversation = transact(call)
+    commands = next(conversation)
+    try:
+        while True:
+            answers = yield commands
+            if ("TIME",) in commands:
+                answers[commands.index(("TIME",))] = [
+                    b"%d" % (now // SECOND),
+                    b"%d" % (now % SECOND),
+                ]
+            commands = conversation.send(answers)
+    except StopIteration as end:
+        return list(end.value)
+
+
+def contents(client: driver.Redis, keys: Keys) -> dict[str, Any]:
+    """Return all that there is of a lock: what, and for how many minutes still."""
+    record, *ordered = keys.all
+    bells = [keys.bell(owner) for owner in OWNERS]
+    pipeline = client.pipeline(transaction=False)
+    pipeline.hgetall(record)
+    for key in ordered:
+        pipeline.zrange(key, 0, -1, withscores=True)
+    for bell in bells:
+        pipeline.lrange(bell, 0, -1)
+    for key in (*keys.all, *bells):
+        pipeline.pttl(key)
+    found = pipeline.execute()
+    names = ["record", "holders", "queue", "alive", *OWNERS]
+    minutes = [left if left < 0 else round(left / 60_000) for left in found[len(names) :]]
+    return dict(zip(names, zip(found, minutes, strict=False), strict=True))
+
+
+# What is likely is named more often: else hardly anybody would be woken, and all would be revoked.
+owners = some.sampled_from([*OWNERS[:4] * 3, *OWNERS])
+rarely = some.sampled_from(["", "", "", "", "1"])
+mostly = some.sampled_from(["1", "1", "1", ""])
+times = some.sampled_from([SECOND, 5 * SECOND, 300 * SECOND, 700 * SECOND, 2 * HOUR])
+delays = some.sampled_from([0, 0, 0, 0, 3 * SECOND, HOUR])
+modes = some.sampled_from(["x", "s"])
+holders = some.sampled_from(["{}", '{"a\n": 1}'])
+wishes = some.tuples(
+    some.just("acquire"),
+    *(owners, modes, times, delays, delays, some.just("é"), holders, mostly, rarely),
+)
+calls = some.one_of(
+    *[wishes] * 4,
+    *[some.tuples(some.just("release"), owners, rarely)] * 2,
+    some.tuples(
+        some.just("extend"), some.lists(some.tuples(owners, times), min_size=1, max_size=4)
+    ),
+    some.tuples(some.just("take_over"), owners, owners, times, holders),
+    some.tuples(some.just("look")),
+    some.tuples(some.just("force"), owners),
+    some.tuples(some.just("leave"), owners),
+    some.tuples(some.just("hears"), owners),
+)
+#: Microseconds until the next call; the server's clock may be set back too.
+pauses = some.sampled_from(
+    [*[0, 1, 100_000] * 4, 600_000, SECOND, 4 * SECOND, 11 * SECOND, HOUR, -SECOND]
+)
+
+
+def call_of(step: tuple[Any, ...], keys: Keys) -> Call:
+    name, *args = step
+    (script,) = (script for script in SCRIPTS if script.name == name)
+    if script is not EXTEND:
+        return call(script, keys, *args)
+    (leases,) = args
+    return Call(EXTEND, keys.all[:2] * len(leases), tuple(arg for each in leases for arg in each))
+
+
+def compare(redis: Redis, link: PoolLink, steps: list[Any]) -> None:
+    """Take the same steps with scripts and without: answers and keys must be equal after each."""
+    now, name = NOW, uuid.uuid4().hex
+    by_script, by_transaction = KeySpace(str).of(f"{name}:1"), KeySpace(str).of(f"{name}:2")
+    with redis.client(db=3) as client:
+        for step, pause in steps:
+            if step[0] == "hears":
+                for keys in (by_script, by_transaction):
+                    client.lpop(keys.bell(step[1]))
+            else:
+                wanted = link.converse(script_at(now, call_of(step, by_script)))
+                answer = link.converse(transaction_at(now, call_of(step, by_transaction)))
+                assert answer == wanted
+            assert contents(client, by_transaction) == contents(client, by_script)
+            now += pause
+
+
+def take(owner: str, mode: str = "x", ttl: int = 5 * SECOND, fair: str = "") -> tuple[Any, ...]:
+    return "acquire", owner, mode, ttl, 0, 0, "a name", "{}", "1", fair
+
+
+def at_once(*calls: tuple[Any, ...]) -> list[Any]:
+    return [(call, 1) for call in calls]
+
+
+A, B, C, *_ = OWNERS
+#: What chance brings about too seldom.
+SCENES = {
+    "a reader waits behind a writer that leaves": at_once(
+        take(A, "s"), take(B), take(C, "s"), ("leave", B)
+    ),
+    "the writer behind a reader is not woken": at_once(
+        take(A), take(C, "s"), take(B), ("release", A, "")
+    ),
+    "who is rung twice hears it once": at_once(
+        take(A), take(B), ("release", A, ""), ("leave", C), ("hears", B), ("hears", B)
+    ),
+    "the bell of who leaves is taken down": at_once(
+        take(A), take(B), ("release", A, ""), ("leave", B)
+    ),
+    "only the fair wait": at_once(
+        take(A), take(B), ("release", A, ""), take(C, fair="1"), take(C), ("look",)
+    ),
+    "eight are remembered": at_once(
+        *(step for owner in OWNERS for step in (take(owner), ("release", owner, ""))),
+        *(("release", owner, "") for owner in OWNERS),
+        *(("release", owner, "1") for owner in OWNERS),
+        *(take(owner) for owner in OWNERS),
+    ),
+    "a release that comes too late wakes the next": [
+        (take(A, ttl=SECOND), 600_000),
+        (take(B), 450_000),
+        (("release", A, ""), 0),
+    ],
+    "nobody who leaves leaves the dead": [
+        (take(A, ttl=SECOND), SECOND),
+        (("look",), 0),
+        (("leave", B), 0),
+    ],
+    "the same twice, and never shorter": at_once(
+        take(A, ttl=SECOND),
+        ("extend", [(A, 300 * SECOND), (A, 5 * SECOND), (B, SECOND)]),
+        ("extend", [(A, SECOND)]),
+    ),
+}
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_the_answers_and_the_keys_are_those_of_the_scripts_when(
+    redis: Redis, link: PoolLink, scene: str
+) -> None:
+    compare(redis, link, SCENES[scene])
+
+
+@hypothesis_settings(
+    max_examples=80,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(steps=some.lists(some.tuples(calls, pauses), min_size=25, max_size=60))
+def test_whatever_is_asked_the_answers_and_the_keys_are_those_of_the_scripts(
+    redis: Redis, link: PoolLink, steps: list[Any]
+) -> None:
+    compare(redis, link, steps)
+
+
+def test_a_lock_that_is_told_nothing_of_is_free_to_all(link: PoolLink, keys: Keys) -> None:
+    for how in (script, transact):
+        assert link.converse(how(call(LOOK, keys))) == [
+            [b"", 0, pytest.approx(-NOW, rel=1), 0, b"x"]
+        ]
+
+
+def test_one_that_extends_many_locks_is_told_of_each(link: PoolLink) -> None:
+    locks = [KeySpace(str).of(uuid.uuid4().hex) for _ in range(50)]
+    for number, keys in enumerate(locks):
+        link.converse(transact(acquire(keys, OWNERS[number % 2])))
+
+    names = tuple(key for keys in locks for key in keys.all[:2])
+    asked = Call(EXTEND, names, (OWNERS[0], HOUR) * len(locks))
+    for how in (script, transact):
+        assert link.converse(how(asked)) == [[1, 0] * 25]
+
+
+# Nobody gets between.
+
+
+def test_it_takes_two_round_trips_and_one_to_look(link: PoolLink, keys: Keys) -> None:
+    def trips(call: Call) -> int:
+        exchanges: list[Any] = []
+        link.converse(interrupted(transact(call), lambda: None, exchanges))
+        return len(exchanges)
+
+    assert trips(acquire(keys, OWNERS[0])) == 2
+    assert trips(acquire(keys, OWNERS[1])) == 2
+    assert trips(call(LOOK, keys)) == 1
+    assert trips(call(RELEASE, keys, OWNERS[0], "")) == 2
+
+
+def test_what_others_write_between_reading_and_writing_is_read_again(
+    link: PoolLink, keys: Keys
+) -> None:
+    others = iter([script, transact])
+
+    def meddle() -> None:
+        if how := next(others, None):
+            owner = OWNERS[1] if how is script else OWNERS[2]
+            told.append(link.converse(how(acquire(keys, owner)))[0][0])
+
+    told: list[int] = []
+    exchanges: list[Any] = []
+    asked = interrupted(transact(acquire(keys, OWNERS[0])), meddle, exchanges)
+    answer = link.converse(asked)
+
+    assert told == [1, 0]
+    assert answer[0][0] == 0
+    assert link.converse(transact(call(LOOK, keys)))[0][5::3] == [OWNERS[1].encode()]
+
+
+def test_look_between_two_writes_of_others_is_taken_again(link: PoolLink, keys: Keys) -> None:
+    looking = transact(call(LOOK, keys))
+    asked = next(looking)
+    answers = link.converse(ask(*asked))
+    answers[asked.index(("EXEC",))] = None  # as if they had written meanwhile
+
+    again = looking.send(answers)
+
+    assert again == asked
+    with pytest.raises(StopIteration):
+        looking.send(link.converse(ask(*again)))
+
+
+def test_who_is_always_interrupted_is_told_so_and_leaves_nothing_behind(
+    redis: Redis, link: PoolLink, keys: Keys
+) -> None:
+    with redis.client(db=3) as client:
+        exchanges: list[Any] = []
+        wear = lambda: client.hincrby(keys.record, "worn", 1)  # noqa: E731
+        asked = interrupted(transact(acquire(keys, OWNERS[0]), ("PING",)), wear, exchanges)
+        (answer,) = link.converse(asked)
+
+        assert isinstance(answer, ResponseError)
+        assert len(exchanges) == 2 * ROUNDS
+        assert client.hgetall(keys.record) == {"worn": str(ROUNDS)}
+        assert is_clean(link, client, keys)
+
+
+def test_what_comes_after_is_answered_behind_it(link: PoolLink, keys: Keys) -> None:
+    answers = link.converse(transact(acquire(keys, OWNERS[0]), ("ECHO", "a"), ("WAIT", 0, 1)))
+
+    assert answers == [[1, answers[0][1]], b"a", 0]
+    assert link.converse(transact(call(LOOK, keys), ("ECHO", "b")))[1:] == [b"b"]
+
+
+def test_with_and_without_scripts_they_keep_each_other_out(
+    redis: Redis, make: Callable[..., RedisBackend]
+) -> None:
+    """Each adds one to a number in two steps: none of 500 is lost."""
+    name, each, threads = uuid.uuid4().hex, 100, 5
+    tokens: list[int] = []
+    failures: list[BaseException] = []
+
+    def work(backend: RedisBackend) -> None:
+        try:
+            with redis.client(db=3) as client:
+                for _ in range(each):
+                    add_one(backend, client)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    def add_one(backend: RedisBackend, client: driver.Redis) -> None:
+        request = backend.request(name, ttl=30, holder=Holder.current())
+        while not isinstance(grant := backend.try_acquire(request, queued=False), Grant):
+            pass
+        value = int(client.get(f"{name}:sum") or 0)
+        tokens.append(grant.token or 0)
+        client.set(f"{name}:sum", value + 1)
+        assert backend.release(request) is Release.RELEASED
+
+    crew = [
+        threading.Thread(target=work, args=(make(scripting=number % 2 == 0),))
+        for number in range(threads)
+    ]
+    for thread in crew:
+        thread.start()
+    for thread in crew:
+        thread.join()
+
+    with redis.client(db=3) as client:
+        assert not failures
+        assert client.get(f"{name}:sum") == str(each * threads)
+    assert tokens == sorted(set(tokens))
+
+
+@pytest.mark.parametrize("scripting", [True, False])
+def test_what_the_one_has_taken_the_other_extends_shows_and_frees(
+    make: Callable[..., RedisBackend], scripting: bool
+) -> None:
+    one, other = make(scripting=scripting), make(scripting=not scripting)
+    request = one.request(uuid.uuid4().hex, ttl=30, holder=Holder.current("to be seen"))
+    heir = one.request(request.name, ttl=30, holder=Holder.current("the heir"))
+
+    grant = one.try_acquire(request, queued=False)
+    assert isinstance(grant, Grant)
+    assert other.try_acquire(request, queued=False) == grant
+    assert other.extend([request]) == [True]
+    busy = other.probe(request)
+    assert busy
+    assert busy.holder == request.holder
+    assert other.take_over(heir, request.owner)
+    assert [held.token for held in one.held() if held.key == request.key] == [grant.token]
+    assert one.release(request) is Release.TAKEN
+    assert one.release(heir) is Release.RELEASED
+    assert other.release(heir) is Release.RELEASED
+
+
+# What Redis refuses.
+
+
+def test_user_who_may_not_run_scripts_is_told_what_to_do_and_does_without(
+    redis: Redis, make: Callable[..., RedisBackend]
+) -> None:
+    with user_without(redis, "-@scripting") as user:
+        refused, obeying = make(user), make(user, scripting=False)
+        request = refused.request(uuid.uuid4().hex, ttl=30, holder=Holder.current())
+
+        with pytest.raises(LockBackendError, match="set OPTIONS 'scripting': False") as caught:
+            refused.try_acquire(request, queued=False)
+        assert isinstance(caught.value.__cause__, NoPermissionError)
+
+        assert isinstance(obeying.try_acquire(request, queued=True), Grant)
+        assert obeying.extend([request]) == [True]
+        assert obeying.probe(request)
+        assert obeying.release(request) is Release.RELEASED
+
+
+@pytest.mark.parametrize("command", ["watch", "multi", "exec", "time", "hgetall", "zadd", "hset"])
+def test_refused_command_is_told_and_nothing_is_written_and_the_connection_is_clean(
+    redis: Redis, keys: Keys, command: str
+) -> None:
+    with user_without(redis, f"-{command}") as user, way_to(redis, user) as limited:
+        (answer,) = limited.converse(transact(acquire(keys, OWNERS[0])))
+
+        assert isinstance(answer, (NoPermissionError, ExecAbortError))
+        with redis.client(db=3) as client:
+            assert client.exists(*keys.all) == 0
+            assert command in {"multi", "exec"} or is_clean(limited, client, keys)
+            assert "multi=-1 " in limited.converse(ask(("CLIENT", "INFO")))[0].decode()
+
+
+def is_clean(link: PoolLink, client: driver.Redis, keys: Keys) -> bool:
+    """Tell whether its connection is in no transaction and watches nothing."""
+    client.hincrby(keys.record, "worn", 1)
+    return link.converse(ask(("MULTI",), ("PING",), ("EXEC",)))[0::2] == [b"OK", [b"PONG"]]
+
+
+@pytest.mark.parametrize("scripting", [True, False])
+def test_when_the_memory_is_full_nothing_new_is_locked_and_what_is_held_can_be_freed(
+    make: Callable[..., RedisBackend], scripting: bool
+) -> None:
+    with Redis() as server, server.client() as client:
+        backend = make(server=server, scripting=scripting)
+        name = uuid.uuid4().hex
+        requests = [
+            backend.request(f"{name}{i}", ttl=30, holder=Holder.current()) for i in range(4)
+        ]
+        for request in requests[:3]:
+            backend.try_acquire(request, queued=False)
+        client.config_set("maxmemory", "1")
+
+        with pytest.raises(LockBackendError, match="memory is full") as caught:
+            backend.try_acquire(requests[3], queued=False)
+        assert isinstance(caught.value.__cause__, OutOfMemoryError)
+        assert [backend.probe(request) is None for request in requests] == [False] * 3 + [True]
+        assert backend.release(requests[0]) is Release.RELEASED
+        assert backend.revoke(requests[1]) is Release.RELEASED
+        (held,) = [held for held in backend.held() if held.key == requests[2].key]
+        assert backend.end_holding(held.key, held.owner_digest)
+        assert [backend.probe(request) for request in requests] == [None] * 4
+
+
+def test_only_a_full_memory_makes_it_free_without_a_transaction(redis: Redis, keys: Keys) -> None:
+    with way_to(redis) as free, user_without(redis, "-hset") as user:
+        free.converse(transact(acquire(keys, OWNERS[0])))
+        with way_to(redis, user) as limited:
+            (answer,) = limited.converse(transact(call(RELEASE, keys, OWNERS[0], "1")))
+
+        assert isinstance(answer, NoPermissionError)
+        assert free.converse(transact(call(LOOK, keys)))[0][5] == OWNERS[0].encode()

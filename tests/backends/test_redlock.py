@@ -1,0 +1,667 @@
+"""Redlock: what becomes of it when servers are down, hang, restart or disagree."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from django.core.checks import Error, Warning as CheckWarning
+
+from django_distlock import (
+    InvalidLockBackend,
+    LockBackendError,
+    LockLost,
+    clock,
+    lock,
+    locks,
+)
+from django_distlock.backends.redis.scripts import Script
+from django_distlock.backends.redlock import RedlockBackend, scripts
+from django_distlock.backends.redlock.validity import validity
+from django_distlock.bells import ThreadBell
+from django_distlock.conf import BackendSettings
+from django_distlock.handler import make_backend
+from django_distlock.holder import Holder
+from django_distlock.protocol import Busy, Grant, Release, Request
+from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.proxy import Proxy
+from tests.fixtures.redis import Redis
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+pytestmark = [pytest.mark.server, pytest.mark.caches]
+
+REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
+#: Much longer than any test may take: who waits for a server that hangs is found out.
+PATIENT = {"server_timeout": 5.0, "connect_timeout": 5.0, "restart_guard": False}
+HURRIED = {"server_timeout": 0.3, "connect_timeout": 0.6, "restart_guard": False}
+HARMS = {"down": Redis.kill, "hanging": Redis.pause}
+Make = Callable[..., RedlockBackend]
+
+
+@pytest.fixture(scope="module")
+def five() -> Iterator[list[Redis]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(Redis()) for _ in range(5)]
+
+
+@pytest.fixture
+def servers(five: list[Redis]) -> Iterator[list[Redis]]:
+    """Five servers that the test may kill and freeze."""
+    yield five
+    for server in five:
+        if server.process is None:
+            server.start()
+        server.resume()
+
+
+@pytest.fixture
+def make(servers: list[Redis]) -> Iterator[Make]:
+    """Makes backends of these servers, or of the *urls* given, as of as many processes."""
+    made: list[RedlockBackend] = []
+
+    def make(urls: list[str] | None = None, *, ttl: float = 30.0, **options: Any) -> RedlockBackend:
+        named = {"servers": urls or [_url(each) for each in servers], **HURRIED, **options}
+        made.append(RedlockBackend(BackendSettings("made", ttl=ttl, options=named)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def using(servers: list[Redis], settings: Settings) -> Iterator[Callable[..., str]]:
+    """Gives DISTLOCK an alias of these servers, with further OPTIONS, and returns its name."""
+
+    def using(urls: list[str] | None = None, **options: Any) -> str:
+        named = {"servers": urls or [_url(each) for each in servers], **HURRIED, **options}
+        settings.DISTLOCK = {"redlock": {"BACKEND": REDLOCK, "OPTIONS": named}}
+        return "redlock"
+
+    yield using
+    locks.close()
+
+
+def _url(server: Redis | Proxy) -> str:
+    return f"redis://127.0.0.1:{server.port}"
+
+
+def _record(name: str) -> str:
+    return f"distlock:{{redlock||{name}}}"
+
+
+def _voters(servers: list[Redis], name: str) -> int:
+    """Return how many of the servers that answer have the lock in somebody's hands."""
+    found = 0
+    for server in servers:
+        with server.client() as client:
+            found += client.hexists(_record(name), "owner")
+    return found
+
+
+def _forget(servers: list[Redis]) -> None:
+    for server in servers:
+        with server.client() as client:
+            client.flushall()
+
+
+def _request(backend: RedlockBackend, name: str, ttl: float = 20.0) -> Request:
+    return backend.request(name, ttl=ttl, holder=Holder.current())
+
+
+def _take(backend: RedlockBackend, name: str, ttl: float = 20.0) -> Request:
+    request = _request(backend, name, ttl)
+    assert isinstance(backend.try_acquire(request, queued=False), Grant)
+    return request
+
+
+# Servers that are down, or hang.
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_it_works_with_a_minority_down_or_hanging_and_waits_for_none_of_them(
+    servers: list[Redis], using: Callable[..., str], name: str, harm: str, number: int
+) -> None:
+    for server in servers[:number]:
+        HARMS[harm](server)
+    alias, began = using(**PATIENT), time.monotonic()
+
+    with lock(name, using=alias) as lease:
+        lease.extend()
+        assert not lock(name, using=alias, reentrant=False).acquire(timeout=0)
+        lease.check()
+
+    assert time.monotonic() - began < 3
+    assert _voters(servers[number:], name) == 0
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_servers_that_begin_to_hang_while_it_is_in_use_cost_nothing(
+    servers: list[Redis], using: Callable[..., str], name: str, number: int
+) -> None:
+    alias = using(**PATIENT)
+    with lock(name, using=alias):
+        pass
+    for server in servers[:number]:
+        server.pause()
+    began = time.monotonic()
+
+    for _ in range(5):
+        with lock(name, using=alias):
+            pass
+
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_with_a_majority_gone_it_is_an_error_with_a_cause_for_each_and_leaves_nothing(
+    servers: list[Redis], using: Callable[..., str], name: str, harm: str
+) -> None:
+    for server in servers[:3]:
+        HARMS[harm](server)
+    alias, began = using(), time.monotonic()
+
+    with pytest.raises(LockBackendError) as caught:
+        lock(name, using=alias).acquire(timeout=5)
+
+    assert time.monotonic() - began < 3
+    assert list(caught.value.causes) == [f"Redis at 127.0.0.1:{each.port}" for each in servers]
+    assert "2 of 5 Redis servers can be used, 3 must be" in str(caught.value)
+    eventually(lambda: _voters(servers[3:], name) == 0, what="what two servers granted is freed")
+
+
+def test_what_hanging_servers_grant_late_is_freed(
+    servers: list[Redis], using: Callable[..., str], name: str
+) -> None:
+    alias = using()
+    _warm_up(cast(RedlockBackend, locks[alias]), name)
+    for server in servers[:3]:
+        server.pause()
+    with pytest.raises(LockBackendError):
+        lock(name, using=alias).acquire(timeout=0)
+
+    for server in servers[:3]:
+        server.resume()
+
+    eventually(lambda: _asked(servers, name) == 5, what="the late questions have arrived")
+    eventually(lambda: _voters(servers, name) == 0, what="nobody is left with a vote")
+
+
+def _asked(servers: list[Redis], name: str) -> int:
+    found = 0
+    for server in servers:
+        with server.client() as client:
+            found += client.hexists(_record(name), "ended")
+    return found
+
+
+def test_who_is_refused_by_a_majority_is_told_by_whom(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    _take(make(), name)
+    servers[0].kill()
+    servers[1].pause()
+    other = make()
+
+    answer = other.try_acquire(_request(other, name), queued=False)
+
+    assert isinstance(answer, Busy)
+    assert answer.holder is not None
+    assert 15 < (answer.remaining or 0) <= 20
+    assert other.probe(_request(other, name)) is not None
+
+
+async def test_tasks_go_on_with_a_minority_that_hangs(
+    servers: list[Redis], using: Callable[..., str], name: str
+) -> None:
+    alias = using(**PATIENT)
+    async with lock(name, using=alias):
+        pass
+    servers[0].pause()
+    servers[1].kill()
+    began = time.monotonic()
+
+    for _ in range(5):
+        async with lock(name, using=alias) as lease:
+            await lease.aextend()
+            assert not await lock(name, using=alias, reentrant=False).aacquire(timeout=0)
+
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("harm", HARMS)
+async def test_tasks_are_told_of_a_majority_that_is_gone(
+    servers: list[Redis], using: Callable[..., str], name: str, harm: str
+) -> None:
+    alias = using()
+    async with lock(name, using=alias):
+        pass
+    for server in servers[:3]:
+        HARMS[harm](server)
+    began = time.monotonic()
+
+    with pytest.raises(LockBackendError) as caught:
+        await lock(name, using=alias).aacquire(timeout=5)
+
+    assert time.monotonic() - began < 3
+    assert len(caught.value.causes) == 5
+    await aeventually(lambda: _voters(servers[3:], name) == 0)
+
+
+async def test_cancelled_tasks_leave_no_votes_behind(
+    servers: list[Redis], using: Callable[..., str], name: str
+) -> None:
+    alias, chance = using(), random.Random(7)
+    async with lock(name, using=alias):
+        pass
+
+    for number in range(60):
+        task = asyncio.create_task(lock(f"{name}:{number}", using=alias).aacquire())
+        await asyncio.sleep(chance.uniform(0, 0.003))
+        task.cancel()
+        found = (await asyncio.gather(task, return_exceptions=True))[0]
+        if not isinstance(found, BaseException) and found:
+            # It was quicker than the cancelling: its task has ended, and so perhaps the lease.
+            with suppress(LockLost):
+                await found.arelease()
+
+    names = [f"{name}:{number}" for number in range(60)]
+    await aeventually(lambda: not any(_voters(servers, each) for each in names))
+
+
+# Votes that are split, late, or lost.
+
+
+def test_split_votes_clear_up(servers: list[Redis], make: Make, name: str) -> None:
+    inside, most = 0, 0
+    mutex = threading.Lock()
+
+    def work(backend: RedlockBackend) -> None:
+        nonlocal inside, most
+        request = _request(backend, name)
+        while not isinstance(backend.try_acquire(request, queued=False), Grant):
+            backend.sleep(request, ThreadBell(), backend.listening_time)
+        with mutex:
+            inside += 1
+            most = max(most, inside)
+        with mutex:
+            inside -= 1
+        assert backend.release(request) is Release.RELEASED
+
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(work, make()) for _ in range(6)]:
+            done.result(20)
+
+    assert most == 1
+    eventually(lambda: _voters(servers, name) == 0)
+
+
+def test_a_lock_whose_votes_are_split_is_busy_and_nobody_has_it(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    halves = [make([_url(each) for each in half]) for half in (servers[:3], servers[2:])]
+    _take(halves[0], name)
+    backend = make()
+    _forget(servers[2:3])
+    _take(halves[1], name)
+
+    answer = backend.try_acquire(_request(backend, name), queued=False)
+
+    assert isinstance(answer, Busy)
+    _forget(servers[4:])
+    assert backend.try_acquire(_request(backend, name), queued=False) == Busy()
+    eventually(lambda: _voters(servers[4:], name) == 0, what="the vote it got is given back")
+
+
+def test_votes_that_arrive_late_are_given_back(servers: list[Redis], make: Make, name: str) -> None:
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(server.port)) for server in servers]
+        backend = make([_url(proxy) for proxy in proxies])
+        _warm_up(backend, name)
+        for proxy in proxies[:3]:
+            proxy.hold()
+        with pytest.raises(LockBackendError):
+            backend.try_acquire(_request(backend, name), queued=False)
+
+        for proxy in proxies[:3]:
+            proxy.pass_through()
+
+        eventually(lambda: _asked(servers, name) == 5, what="the late questions have arrived")
+        eventually(lambda: _voters(servers, name) == 0)
+        _take(backend, name)
+        backend.close()
+
+
+def _warm_up(backend: RedlockBackend, name: str) -> None:
+    """Return once *backend* has a connection to each server that is there."""
+
+    def is_warm() -> bool:
+        with suppress(LockBackendError):
+            backend.probe(_request(backend, name, ttl=1.0))
+        return all(node._idle for node in backend._nodes._nodes)
+
+    eventually(is_warm)
+
+
+def _call(server: Redis, script: Script, name: str, *args: object) -> Any:
+    with server.client() as client:
+        return client.eval(script.text, 1, _record(name), *args)
+
+
+def _ask_at(server: Redis, name: str, owner: str, sent: int) -> Any:
+    return _call(server, scripts.ACQUIRE, name, owner, sent, 20_000_000, name, "{}", "0", "")
+
+
+def test_a_question_overtaken_by_its_own_release_is_refused(
+    servers: list[Redis], name: str
+) -> None:
+    owner = "a" * 32
+
+    assert _call(servers[0], scripts.RELEASE, name, owner, 200) == 0
+    assert _ask_at(servers[0], name, owner, 100)[0] == 0
+    assert _ask_at(servers[0], name, owner, 300)[0] == 1
+
+
+def test_a_release_overtaken_by_the_next_try_frees_nothing(servers: list[Redis], name: str) -> None:
+    owner = "b" * 32
+    assert _ask_at(servers[0], name, owner, 300)[0] == 1
+
+    _call(servers[0], scripts.RELEASE, name, owner, 200)
+
+    assert _voters(servers[:1], name) == 1
+    assert _call(servers[0], scripts.RELEASE, name, owner, 400) == 1
+    assert _call(servers[0], scripts.RELEASE, name, owner, 500) == 1
+
+
+def test_a_lock_that_a_majority_has_lost_is_lost(
+    servers: list[Redis], using: Callable[..., str], name: str
+) -> None:
+    alias = using()
+    minority = lock(name, using=alias).acquire()
+    assert minority
+    eventually(lambda: _voters(servers, name) == 5, what="who came late has voted as well")
+    _forget(servers[:2])
+    minority.extend()
+    minority.release()
+
+    majority = lock(name, using=alias).acquire()
+    assert majority
+    _forget(servers[:3])
+
+    with pytest.raises(LockLost):
+        majority.release()
+
+
+def test_an_extension_takes_a_majority_and_makes_nothing_anew(
+    servers: list[Redis], using: Callable[..., str], name: str
+) -> None:
+    alias = using()
+    lease = lock(name, using=alias, renew=False).acquire()
+    assert lease
+    _forget(servers[:3])
+
+    with pytest.raises(LockLost):
+        lease.extend()
+
+    assert _voters(servers[:3], name) == 0
+    with pytest.raises(LockLost):
+        lease.release()
+
+
+# Servers that restart without their data.
+
+
+def _let_a_second_one_in(
+    servers: list[Redis], name: str, first: RedlockBackend, second: RedlockBackend, up: int
+) -> bool:
+    """Have *first* hold with three votes, one of which is lost by a restart; tell if *second* gets the lock.
+
+    The other two servers have been *up* for so many seconds by then.
+    """
+    for server in servers[3:]:
+        server.kill()
+    held = _take(first, name, ttl=2.0)
+    for server in servers[3:]:
+        server.start()
+    while not all(_uptime(each) >= up for each in servers[3:]):
+        assert first.extend([held]) == [True]
+    start = clock.lease_time()
+    assert first.extend([held]) == [True]
+    servers[2].restart()
+    _warm_up(second, f"{name}:other")
+    got_it = isinstance(second.try_acquire(_request(second, name, ttl=2.0), queued=False), Grant)
+    assert validity(2.0, clock.lease_time() - start) > 0, "the first one's lease is over"
+    return got_it
+
+
+def _uptime(server: Redis) -> int:
+    return int(server.info("server")["uptime_in_seconds"])
+
+
+def test_without_the_guard_one_restart_makes_two_majorities(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    assert _let_a_second_one_in(servers, name, make(), make(), up=0)
+
+
+def test_the_guard_keeps_a_restart_from_making_two_majorities(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    guarded = {"restart_guard": True, "longest_ttl": 2.0}
+    eventually(lambda: all(_uptime(each) >= 3 for each in servers), 20)
+
+    assert not _let_a_second_one_in(servers, name, make(**guarded), make(**guarded), up=3)
+
+
+def test_servers_that_have_just_started_grant_nothing_and_say_how_long(
+    make: Make, name: str
+) -> None:
+    with ExitStack() as stack:
+        young = [stack.enter_context(Redis()) for _ in range(3)]
+        backend = make([_url(each) for each in young], restart_guard=True)
+
+        with pytest.raises(LockBackendError) as caught:
+            backend.try_acquire(_request(backend, name), queued=False)
+
+        causes = list(caught.value.causes.values())
+        assert causes.count("it started lately, and grants nothing for 31 s more") >= 2
+        backend.close()
+
+
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_the_guard_is_off_for_servers_that_say_and_show_that_they_are_durable(
+    make: Make, name: str, is_durable: bool
+) -> None:
+    disk = {"appendonly": "yes", "appendfsync": "always"} if is_durable else {}
+    with ExitStack() as stack:
+        young = [stack.enter_context(Redis(settings=disk)) for _ in range(3)]
+        backend = make([_url(each) for each in young], restart_guard=True, durable=True)
+        request = _request(backend, name)
+
+        if is_durable:
+            assert isinstance(backend.try_acquire(request, queued=False), Grant)
+            for server in young:
+                server.restart()
+            assert backend.probe(request) is not None
+        else:
+            with pytest.raises(LockBackendError):
+                backend.try_acquire(request, queued=False)
+        backend.close()
+
+
+def test_a_ttl_longer_than_what_the_guard_waits_for_is_refused(make: Make, name: str) -> None:
+    backend = make(restart_guard=True, longest_ttl=10)
+
+    with pytest.raises(ValueError, match="a ttl of 20 seconds is more than 10 seconds"):
+        _request(backend, name, ttl=20.0)
+
+
+# Fencing.
+
+
+def test_a_token_is_higher_than_the_last_though_that_came_from_a_clock_far_ahead(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    backend = make(fencing=True)
+    ahead = time.time_ns() // 1000 + 3_600_000_000
+    with servers[0].client() as client:
+        client.hset(_record(name), "token", ahead)
+    for server in servers[3:]:
+        server.kill()
+    first = backend.try_acquire(request := _request(backend, name), queued=False)
+    assert isinstance(first, Grant)
+    assert first.token == ahead + 1
+    assert backend.try_acquire(request, queued=False) == first
+    backend.release(request)
+    for server in servers[3:]:
+        server.start()
+    servers[0].kill()
+
+    second = backend.try_acquire(_request(backend, name), queued=False)
+
+    assert isinstance(second, Grant)
+    assert (second.token or 0) > ahead + 1
+
+
+# What it costs.
+
+
+@pytest.mark.parametrize(("fencing", "asked"), [(False, 2), (True, 3)])
+def test_a_lock_that_is_free_takes_one_question_and_one_to_give_it_back(
+    servers: list[Redis], make: Make, name: str, fencing: bool, asked: int
+) -> None:
+    backend = make(fencing=fencing)
+    _warm_up(backend, name)
+    with servers[0].monitor() as monitor:
+        backend.release(_take(backend, name))
+        eventually(lambda: monitor.names == ["EVAL"] * asked)
+
+
+def test_threads_are_started_when_they_are_needed_and_gone_after_close(
+    make: Make, name: str
+) -> None:
+    before = set(threading.enumerate())
+
+    def ours() -> list[threading.Thread]:
+        new = set(threading.enumerate()) - before
+        return [each for each in new if "distlock-connect" in each.name]
+
+    backend = make()
+    assert not ours()
+
+    backend.release(_take(backend, name))
+    backend.close()
+
+    eventually(lambda: not ours())
+
+
+def test_connections_are_used_again_when_servers_come_back(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    backend = make()
+    for number in range(3):
+        for server in servers[:2]:
+            server.restart()
+        backend.release(_take(backend, f"{name}:{number}"))
+    backend.release(_take(backend, f"{name}:last"))
+
+    def has_all() -> bool:
+        request = _take(backend, name)
+        voters = _voters(servers, name)
+        backend.release(request)
+        return voters == 5
+
+    eventually(has_all, what="all five vote again")
+
+
+# Listing, settings, checks.
+
+
+def test_what_a_majority_has_is_listed_though_servers_are_down(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    backend = make(fencing=True)
+    _take(backend, name)
+    _take(make([_url(each) for each in servers[:3]]), f"{name}:three")
+    eventually(lambda: _voters(servers, name) == 5)
+    _forget(servers[2:3])
+    servers[4].kill()
+
+    assert [each.name for each in backend.held() if each.name.startswith(name)] == [name]
+    for server in servers[2:4]:
+        server.kill()
+    with pytest.raises(LockBackendError) as caught:
+        list(backend.held())
+    assert len(caught.value.causes) == 5
+
+
+URLS = [f"redis://127.0.0.1:{port}" for port in range(1, 7)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "'servers' must be 3, 5 or another odd number of servers, not 0"),
+        ({"servers": URLS[:2]}, "not 2"),
+        ({"servers": URLS[:4]}, "not 4"),
+        ({"servers": URLS[0]}, "must be a list"),
+        ({"servers": [*URLS[:2], 3]}, "must be a list"),
+        ({"servers": [*URLS[:2], URLS[0]]}, "127.0.0.1:1 stands there twice"),
+        ({"servers": [*URLS[:2], f"{URLS[0]}/3"]}, "127.0.0.1:1 stands there twice"),
+        ({"servers": [*URLS[:2], "nowhere"]}, "CACHES has no alias 'nowhere'"),
+        ({"servers": URLS[:3], "fencing": 1}, "'fencing' must be True or False"),
+        ({"servers": URLS[:3], "server_timeout": 0}, "'server_timeout' must be more than 0"),
+        ({"servers": URLS[:3], "longest_ttl": "x"}, "'longest_ttl' must be a number"),
+    ],
+)
+def test_wrong_options_are_told(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidLockBackend, match="DISTLOCK\\['x'\\]: OPTIONS: ") as caught:
+        make_backend(BackendSettings("x", REDLOCK, options=options))
+
+    assert said in str(caught.value)
+
+
+def test_passwords_are_in_no_text(make: Make) -> None:
+    urls = [url.replace("//", "//:hush@") for url in URLS[:3]]
+    backend = make(urls)
+
+    with pytest.raises(LockBackendError) as caught:
+        backend.try_acquire(_request(backend, "any"), queued=False)
+
+    assert "hush" not in f"{caught.value} {backend.options} {backend.sources}"
+
+
+def test_checks_find_one_server_named_twice_and_one_that_is_not_durable(
+    servers: list[Redis], make: Make
+) -> None:
+    ports = [server.port for server in servers[:2]]
+    urls = [f"redis://127.0.0.1:{ports[0]}", f"redis://127.0.0.1:{ports[1]}"]
+    backend = make([*urls, f"redis://localhost:{ports[0]}"], durable=True)
+
+    found = backend.check(["default"])
+
+    assert [each.id for each in found] == ["distlock.E031"] * 3 + ["distlock.E030"]
+    assert found[-1] == Error(
+        f"DISTLOCK['made']: Redis at 127.0.0.1:{ports[0]} and Redis at localhost:{ports[0]} "
+        "are one and the same server.",
+        hint="Name servers that can fail one by one.",
+        id="distlock.E030",
+    )
+
+
+def test_checks_warn_of_a_guard_that_is_off(make: Make) -> None:
+    found = make().check()
+
+    assert [each.id for each in found] == ["distlock.W030"]
+    assert isinstance(found[0], CheckWarning)
+    assert make(restart_guard=True).check(["default"]) == []

@@ -1,0 +1,133 @@
+"""Locked rows: what is special to them, beside what test_sessions.py says of all locks of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.db import transaction
+
+from django_distlock import LockNotAcquired, lock, locks, transaction_lock
+from django_distlock.exceptions import InvalidLockBackend
+from django_distlock.holder import Holder
+from django_distlock.protocol import Busy, Grant, Request
+
+from .session_tools import aliases, ask, backend
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from pytest_django.fixtures import Settings
+
+    from tests.fixtures.postgres import PostgreSQL
+
+SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
+Another = Callable[[str], "BaseDatabaseWrapper"]
+
+
+@pytest.fixture(params=SERVERS)
+def database(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+    """Each server, with its rows as the alias "locks"."""
+    request.getfixturevalue(request.param)
+    settings.DISTLOCK = aliases(request.param, "rowlock")
+    yield request.param
+    locks.close()
+
+
+def request_for(name: str, **wishes: Any) -> Request:
+    return backend().request(name, **{"ttl": 30.0, "holder": Holder.current(), **wishes})
+
+
+def test_readers_hold_the_row_together_and_writers_wait(database: str, name: str) -> None:
+    first, second = (request_for(name, shared=True) for _ in range(2))
+    writer = request_for(name)
+
+    assert isinstance(backend().try_acquire(first, queued=False), Grant)
+    assert isinstance(backend("site0").try_acquire(second, queued=False), Grant)
+    assert isinstance(backend("site1").wait_acquire(writer, 0.2), Busy)
+    backend().release(first)
+    assert isinstance(backend("site1").try_acquire(writer, queued=False), Busy)
+    backend("site0").release(second)
+    assert isinstance(backend("site1").try_acquire(writer, queued=False), Grant)
+    backend("site1").release(writer)
+
+
+def test_the_row_is_held_by_no_more_than_a_lock(database: str, name: str) -> None:
+    """Nothing is written to it: else the server's queue would lose its order, and commits be flushed."""
+    with lock(name, using="locks") as lease:
+        key = lease.request.key
+    statement = "SELECT * FROM django_distlock_methodlock WHERE method_name = %s"
+    before = ask(database, statement, key)
+
+    with lock(name, using="locks"):
+        assert ask(database, statement, key) == before
+
+    assert ask(database, statement, key) == before
+
+
+@pytest.mark.server
+def test_begin_limits_and_lock_are_one_request(
+    postgres: PostgreSQL, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases("postgres", "rowlock")
+    with lock(name, using="locks"):
+        pass
+    statements: list[str] = []
+
+    def note(execute: Any, sql: str, *rest: Any) -> Any:
+        statements.append(sql)
+        return execute(sql, *rest)
+
+    for pool in (backend()._own, backend()._sessions._pool):
+        for _, connection in pool._idle:
+            connection.execute_wrappers.append(note)
+    with lock(name, using="locks"):
+        assert len(statements) == 2
+    for pool in (backend()._own, backend()._sessions._pool):
+        for _, connection in pool._idle:
+            connection.execute_wrappers.clear()
+
+    assert ["BEGIN" in sql and "FOR UPDATE" in sql for sql in statements] == [True, False, False]
+    assert statements[2] == "COMMIT"
+
+
+def test_a_row_that_is_deleted_meanwhile_is_made_again(database: str, name: str) -> None:
+    from django_distlock.models import MethodLock
+
+    with lock(name, using="locks") as lease:
+        key = lease.request.key
+    MethodLock.objects.using(database).filter(method_name=key).delete()
+
+    with lock(name, using="locks", timeout=0):
+        assert not lock(name, using="site0").acquire(timeout=0)
+
+
+def test_it_is_the_lock_of_transaction_lock(database: str, name: str) -> None:
+    with transaction.atomic(using=database):
+        transaction_lock(name, using=database)
+        assert lock(name, using="locks").locked()
+        assert not lock(name, using="locks").acquire(timeout=0)
+
+    with lock(name, using="locks", timeout=0), transaction.atomic(using=database):
+        with pytest.raises(LockNotAcquired):
+            transaction_lock(name, using=database, timeout=0)
+
+
+def test_the_caller_is_left_in_its_own_transaction(database: str, name: str) -> None:
+    """The lock and its token are no part of it: they survive its rollback."""
+    recipe = lock(name, using="locks")
+    with pytest.raises(ZeroDivisionError), transaction.atomic(using=database):
+        recipe.acquire()
+        raise ZeroDivisionError
+
+    assert lock(name, using="site0").locked()
+    recipe.release()
+
+
+def test_a_database_that_has_no_row_locks_is_refused_with_its_alias(
+    settings: Settings,
+) -> None:
+    settings.DISTLOCK = aliases("default", "rowlock")
+
+    with pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['locks'\].*'default'.*sqlite"):
+        locks["locks"]

@@ -1,0 +1,457 @@
+"""Locks held by a session, on rows and advisory: they end with their session, at once, and tell it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.db import connections
+
+from django_distlock import Lease, LockBackendError, LockLost, LockNotAcquired, lock, locks
+from django_distlock.holder import Holder
+from django_distlock.protocol import Busy, Grant, Release, Request
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.processes import Child
+
+from .session_tools import BOTH, SITES, aliases, ask, backend, end_session, session_number, waiters
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+    from tests.fixtures.processes import Spawn
+
+Start = Callable[..., Child]
+
+
+@pytest.fixture(params=BOTH)
+def kind(request: pytest.FixtureRequest, settings: Settings) -> Iterator[tuple[str, str]]:
+    """Each kind of lock on each server, as the alias "locks"."""
+    database, of = request.param
+    request.getfixturevalue(database)
+    settings.DISTLOCK = aliases(database, of)
+    yield database, of
+    locks.close()
+
+
+@pytest.fixture
+def database(kind: tuple[str, str]) -> str:
+    return kind[0]
+
+
+@pytest.fixture
+def act(kind: tuple[str, str], spawn: Spawn) -> Start:
+    """Start another process that runs one of session_acts.py."""
+
+    def start(verb: str, /, **arguments: Any) -> Child:
+        return spawn(f"tests.backends.session_acts:{verb}", aliases=aliases(*kind), **arguments)
+
+    return start
+
+
+def rival(name: str, **wishes: Any) -> Request:
+    """Return a request as another process would make it."""
+    return backend().request(name, **{"ttl": 30.0, "holder": Holder.current("rival"), **wishes})
+
+
+def test_the_next_holder_has_it_within_100_ms_of_the_death_of_the_one_before(
+    act: Start, database: str, name: str
+) -> None:
+    delays = []
+    for _ in range(3):
+        holder = act("hold", name=name, using="locks")
+        holder.expect("held")
+        granted: list[float] = []
+        waiter = threading.Thread(target=_take, args=(name, granted))
+        waiter.start()
+        eventually(lambda: waiters(database) == 1)
+
+        holder.kill()
+        killed = time.monotonic()
+        waiter.join(10)
+        delays.append(granted[0] - killed)
+
+    assert min(delays) < 0.1
+    assert max(delays) < 1
+
+
+def _take(name: str, granted: list[float], using: str = "locks") -> None:
+    with lock(name, using=using, timeout=60):
+        granted.append(time.monotonic())
+
+
+def test_a_frozen_holder_is_superseded_by_the_server_and_learns_it_first_thing(
+    act: Start, name: str
+) -> None:
+    frozen = act("wake_up_late", name=name, using="locks", ttl=1)
+    frozen.expect("held")
+    began = time.monotonic()
+    frozen.stop()
+
+    with lock(name, using="locks", timeout=10) as lease:
+        assert time.monotonic() - began < 3
+        frozen.tell("go on")
+        frozen.cont()
+
+        assert frozen.result() == ["LockLost", "LockLost"]
+        lease.check()
+
+
+def test_a_holder_that_is_not_frozen_outlives_its_ttl(name: str, kind: tuple[str, str]) -> None:
+    other = rival(name)
+    with lock(name, using="locks", ttl=1) as lease:
+        never(lambda: isinstance(locks["site0"].try_acquire(other, queued=False), Grant), 2.5)
+        lease.check()
+
+
+def test_killed_waiters_leave_no_ghosts(act: Start, kind: tuple[str, str], name: str) -> None:
+    database, _ = kind
+    with lock(name, using="locks"):
+        dead = [act("wait", name=name, using="locks") for _ in range(3)]
+        eventually(lambda: waiters(database) == 3)
+        for each in dead:
+            each.kill()
+        # InnoDB looks after its clients only when it has something to tell them.
+        if kind != ("mariadb", "rowlock"):
+            eventually(lambda: waiters(database) == 0, 5)
+
+    eventually(lambda: waiters(database) == 0, 5)
+    with lock(name, using="locks", timeout=1):
+        pass
+
+
+def test_waiters_are_served_in_the_order_they_came(database: str, name: str) -> None:
+    served: list[int] = []
+
+    def wait(number: int) -> None:
+        with lock(name, using=SITES[number], timeout=60) as lease:
+            served.append(number)
+            lease.check()
+
+    threads = []
+    with lock(name, using="locks"):
+        for number in range(len(SITES)):
+            threads.append(threading.Thread(target=wait, args=(number,)))
+            threads[-1].start()
+            eventually(lambda number=number: waiters(database) == number + 1)  # type: ignore[misc]
+    for thread in threads:
+        thread.join(30)
+
+    assert served == list(range(len(SITES)))
+
+
+def test_a_terminated_session_is_lost_within_two_seconds(database: str, name: str) -> None:
+    told: list[str] = []
+    lease = lock(name, using="locks", ttl=60).acquire()
+    assert lease
+    lease.on_lost(told.append)
+
+    end_session(database, session_number(lease.request.owner))
+
+    eventually(lambda: told, 2)
+    with pytest.raises(LockLost):
+        lease.check()
+    with pytest.raises(LockLost):
+        lease.release()
+    with lock(name, using="locks", timeout=1):
+        pass
+
+
+def test_an_extension_of_a_terminated_session_finds_it_lost(database: str, name: str) -> None:
+    lease = lock(name, using="locks", ttl=60).acquire()
+    assert lease
+    end_session(database, session_number(lease.request.owner))
+
+    with pytest.raises(LockLost):
+        lease.extend()
+
+
+def test_a_release_of_a_terminated_session_tells_that_it_was_lost(database: str, name: str) -> None:
+    lease = lock(name, using="locks", ttl=60).acquire()
+    assert lease
+    end_session(database, session_number(lease.request.owner))
+
+    with pytest.raises(LockLost):
+        lease.release()
+
+
+def test_a_wait_whose_session_is_terminated_is_an_error_and_holds_nothing(
+    database: str, name: str
+) -> None:
+    outcome: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            lock(name, using="site0", timeout=30).acquire()
+        except LockBackendError as error:
+            outcome.append(error)
+
+    with lock(name, using="locks"):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: waiters(database) == 1)
+        [session] = backend("site0")._sessions._by_owner.values()
+        end_session(database, backend("site0").server.session_number(session.connection))
+        thread.join(10)
+
+    assert len(outcome) == 1
+    with lock(name, using="locks", timeout=1):
+        pass
+
+
+def test_the_token_rises_over_holders_that_crash(act: Start, name: str) -> None:
+    tokens = []
+    for _ in range(3):
+        holder = act("hold", name=name, using="locks", timeout=10)
+        tokens.append(holder.expect("held")["token"])
+        holder.kill()
+
+    assert tokens == sorted(set(tokens))
+
+
+@contextmanager
+def impatient_operator(request: pytest.FixtureRequest, database: str) -> Iterator[None]:
+    """Have limits for everybody that are shorter than any body."""
+    server = request.getfixturevalue(database)
+    with server.admin() as admin:
+        for setting in LIMITS[database]:
+            _execute(admin, setting)
+    locks.close()
+    connections[database].close()
+    try:
+        yield
+    finally:
+        with server.admin() as admin:
+            for setting in UNLIMITED[database]:
+                _execute(admin, setting)
+        locks.close()
+
+
+def _execute(admin: Any, statement: str) -> None:
+    with admin.cursor() as cursor:
+        cursor.execute(statement)
+
+
+_POSTGRES = (
+    "statement_timeout",
+    "lock_timeout",
+    "idle_in_transaction_session_timeout",
+    "idle_session_timeout",
+)
+_MARIADB = {
+    "wait_timeout": 28800,
+    "idle_transaction_timeout": 0,
+    "idle_write_transaction_timeout": 0,
+    "idle_readonly_transaction_timeout": 0,
+    "innodb_lock_wait_timeout": 50,
+    "max_statement_time": 0,
+}
+LIMITS = {
+    "postgres": [f"ALTER ROLE distlock SET {name} = '500ms'" for name in _POSTGRES],
+    "mariadb": [f"SET GLOBAL {name} = 1" for name in _MARIADB],
+}
+UNLIMITED = {
+    "postgres": [f"ALTER ROLE distlock RESET {name}" for name in _POSTGRES],
+    "mariadb": [f"SET GLOBAL {name} = {usual}" for name, usual in _MARIADB.items()],
+}
+
+
+def test_limits_that_an_operator_sets_for_everybody_end_no_healthy_lock(
+    request: pytest.FixtureRequest, database: str, name: str
+) -> None:
+    granted: list[float] = []
+    with impatient_operator(request, database):
+        with lock(name, using="locks", ttl=30) as lease:
+            waiter = threading.Thread(target=_take, args=(name, granted, "site0"))
+            waiter.start()
+            never(lambda: lease.lost or granted, 2.5)
+            lease.extend()
+        waiter.join(10)
+
+    assert granted
+
+
+def test_two_processes_in_opposite_order_one_is_told_of_the_deadlock(act: Start, name: str) -> None:
+    names = [f"{name}:a", f"{name}:b"]
+    crossing = [act("cross", names=order, using="locks") for order in (names, names[::-1])]
+    for each in crossing:
+        each.expect("held")
+
+    for each in crossing:
+        each.tell("go on")
+
+    said = sorted(each.result(25)[0] for each in crossing)
+    assert said == ["LockDeadlock", "held"]
+
+
+def test_more_locks_than_connections_is_an_error_that_names_the_option(
+    kind: tuple[str, str], settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases(*kind, max_connections=2, io_timeout=0.2)
+    with lock(f"{name}:a", using="locks"), lock(f"{name}:b", using="locks"):
+        with pytest.raises(LockBackendError, match="max_connections"):
+            lock(f"{name}:c", using="locks").acquire()
+
+    with lock(f"{name}:c", using="locks"):
+        pass
+
+
+def test_a_lost_lease_that_nobody_releases_takes_no_place_for_ever(
+    kind: tuple[str, str], settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases(*kind, max_connections=1, io_timeout=0.2)
+    kept = lock(f"{name}:a", using="locks").acquire()
+    assert kept
+    end_session(kind[0], session_number(kept.request.owner))
+    eventually(lambda: kept.lost, 5)
+
+    with lock(f"{name}:b", using="locks"):
+        pass
+
+
+def test_connections_are_used_again(database: str, name: str) -> None:
+    numbers = set()
+    for _ in range(5):
+        with lock(name, using="locks") as lease:
+            numbers.add(session_number(lease.request.owner))
+
+    assert len(numbers) == 1
+
+
+def test_an_idle_connection_that_died_is_replaced_unseen(database: str, name: str) -> None:
+    with lock(name, using="locks") as lease:
+        number = session_number(lease.request.owner)
+    end_session(database, number)
+
+    with lock(name, using="locks", timeout=0) as lease:
+        lease.check()
+
+
+def test_a_guard_of_the_old_token_makes_the_lock_busy_and_nothing_hangs(
+    database: str, name: str
+) -> None:
+    from django.db import transaction
+
+    late = rival(name)
+    with lock(name, using="locks", ttl=60) as lease:
+        with transaction.atomic(using=database):
+            lease.guard(using=database)
+            end_session_elsewhere(database, session_number(lease.request.owner))
+
+            began = time.monotonic()
+            eventually(lambda: isinstance(locks["site0"].try_acquire(late, queued=False), Busy))
+            assert isinstance(locks["site0"].wait_acquire(late, 0.3), Busy)
+            assert time.monotonic() - began < 4
+        granted = locks["site0"].try_acquire(late, queued=False)
+        with pytest.raises(LockLost):
+            lease.release()
+
+    assert isinstance(granted, Grant)
+    assert (granted.token or 0) > lease.checked_token()
+    locks["site0"].release(late)
+
+
+def end_session_elsewhere(database: str, number: int) -> None:
+    """End a session by another connection than this thread's, which is in a transaction."""
+    thread = threading.Thread(target=_end_and_close, args=(database, number))
+    thread.start()
+    thread.join()
+
+
+def _end_and_close(database: str, number: int) -> None:
+    end_session(database, number)
+    connections[database].close()
+
+
+def test_held_locks_of_other_processes_are_listed_and_can_be_ended(
+    act: Start, database: str, name: str
+) -> None:
+    holder = act("hold", name=name, using="locks", purpose="nightly")
+    token = holder.expect("held")["token"]
+    [held] = [each for each in backend().held() if each.name == name]
+
+    assert held.holder is not None
+    assert (held.holder.pid, held.holder.purpose) == (holder.pid, "nightly")
+    assert held.token == token
+    # Not even if it was somebody else's when it was shown.
+    assert not backend().end_holding(held.key, "0" * 16)
+    assert held in list(backend().held())
+    assert backend().force_release(held.key, held.owner_digest)
+    with lock(name, using="locks", timeout=2) as lease:
+        assert lease.checked_token() > token
+
+
+def test_an_interrupted_wait_returns_at_once_and_keeps_no_place(database: str, name: str) -> None:
+    request = rival(name)
+    ended: list[float] = []
+
+    def wait() -> None:
+        with pytest.raises(LockBackendError):
+            locks["site0"].wait_acquire(request, None)
+        ended.append(time.monotonic())
+
+    with lock(name, using="locks"):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        eventually(lambda: waiters(database) == 1)
+
+        began = time.monotonic()
+        locks["site0"].interrupt(request)
+        thread.join(5)
+
+    assert ended[0] - began < 0.5
+    assert locks["site0"].release(request) is not Release.RELEASED
+    with lock(name, using="locks", timeout=2):
+        pass
+
+
+def test_the_time_that_the_server_lets_us_wait_is_no_part_of_the_ttl(
+    database: str, name: str
+) -> None:
+    leases: list[Lease | None] = []
+
+    def wait() -> None:
+        lease = lock(name, using="site0", ttl=1, timeout=20, renew=False).acquire()
+        leases.append(lease)
+        assert lease
+        remaining.append(lease.remaining)
+        lease.release()
+
+    remaining: list[float] = []
+    waiter = threading.Thread(target=wait)
+    with lock(name, using="locks"):
+        waiter.start()
+        never(lambda: leases, 1.5)
+    # One that counted the wait would be given back as over, and asked for again.
+    waiter.join(10)
+
+    assert remaining[0] > 0.7
+
+
+def test_timeouts_below_a_second_are_kept(database: str, name: str) -> None:
+    with lock(name, using="locks"):
+        for timeout in (0.05, 0.3, 1.2):
+            began = time.monotonic()
+            with pytest.raises(LockNotAcquired), lock(name, using="site0", timeout=timeout):
+                pass
+            assert timeout <= time.monotonic() - began < timeout + 0.3
+
+
+def test_the_rows_of_the_fencing_tokens_are_all_that_is_written(
+    kind: tuple[str, str], name: str
+) -> None:
+    database, of = kind
+    with lock(name, using="locks") as lease:
+        key = lease.request.key
+    statement = "SELECT updated_at FROM django_distlock_methodlock WHERE method_name = %s"
+    before = ask(database, statement, key)
+
+    for _ in range(5):
+        with lock(name, using="locks"):
+            pass
+
+    assert ask(database, statement, key) == before
+    assert len(before) == (1 if of == "rowlock" else 0)

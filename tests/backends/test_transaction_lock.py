@@ -1,0 +1,388 @@
+"""transaction_lock(): free exactly at the end of the caller's transaction, never read past."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.db import connections, transaction
+from django.db.utils import IntegrityError
+
+from django_distlock import (
+    LockDeadlock,
+    LockError,
+    LockNotAcquired,
+    ReleasedBeforeCommit,
+    lock,
+    transaction_lock,
+)
+from tests.fixtures.eventually import eventually, never
+
+from .session_tools import ask
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
+Another = Callable[[str], "BaseDatabaseWrapper"]
+ROUNDS, WORKERS = 20, 4
+
+
+@pytest.fixture(params=SERVERS)
+def database(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each server, with a table of accounts."""
+    request.getfixturevalue(request.param)
+    with connections[request.param].cursor() as cursor:
+        cursor.execute("DROP TABLE IF EXISTS purse")
+        cursor.execute("CREATE TABLE purse (id integer PRIMARY KEY, balance integer NOT NULL)")
+        cursor.execute("INSERT INTO purse VALUES (1, 0)")
+    yield request.param
+    connections[request.param].close()
+    with connections[request.param].cursor() as cursor:
+        cursor.execute("DROP TABLE purse")
+
+
+@pytest.fixture
+def snapshots(database: str) -> Iterator[None]:
+    """Have the application's connections read as of the begin of their transactions."""
+    options = connections.settings[database].setdefault("OPTIONS", {})
+    before = dict(options)
+    if database == "postgres":
+        from psycopg import IsolationLevel
+
+        options["isolation_level"] = IsolationLevel.REPEATABLE_READ
+    else:
+        options["isolation_level"] = "repeatable read"
+    _forget_connection(database)
+    yield
+    options.clear()
+    options.update(before)
+    _forget_connection(database)
+
+
+def _forget_connection(database: str) -> None:
+    connections[database].close()
+    del connections[database]
+
+
+def in_threads(work: Callable[[], None], database: str, number: int = WORKERS) -> None:
+    """Run *work* in several threads at once, each with a connection of its own."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - told below
+            errors.append(error)
+        finally:
+            connections[database].close()
+
+    threads = [threading.Thread(target=run) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+
+
+def balance(database: str) -> int:
+    [(found,)] = ask(database, "SELECT balance FROM purse WHERE id = 1")
+    return int(found)
+
+
+def raise_balance(database: str) -> None:
+    found = balance(database)
+    time.sleep(0.002)
+    with connections[database].cursor() as cursor:
+        cursor.execute("UPDATE purse SET balance = %s WHERE id = 1", [found + 1])
+
+
+def is_free(database: str, name: str) -> bool:
+    """Return whether another transaction could have the lock."""
+    taken: list[bool] = []
+
+    def look() -> None:
+        try:
+            with transaction.atomic(using=database):
+                transaction_lock(name, using=database, timeout=0)
+                taken.append(True)
+        except LockNotAcquired:
+            taken.append(False)
+
+    in_threads(look, database, 1)
+    return taken[0]
+
+
+# The bug that it is for, and its cure.
+
+
+@pytest.mark.filterwarnings("ignore::django_distlock.exceptions.ReleasedBeforeCommit")
+def test_a_lease_released_before_the_commit_loses_updates(database: str, name: str) -> None:
+    def work() -> None:
+        for _ in range(ROUNDS):
+            with transaction.atomic(using=database):
+                with lock(name, using=database, timeout=30):
+                    raise_balance(database)
+                # What an application does between the end of its method and its commit.
+                time.sleep(0.002)
+
+    in_threads(work, database)
+
+    assert balance(database) < WORKERS * ROUNDS
+
+
+def test_a_lock_in_the_transaction_loses_none(database: str, name: str) -> None:
+    def work() -> None:
+        for _ in range(ROUNDS):
+            with transaction.atomic(using=database):
+                transaction_lock(name, using=database, timeout=30)
+                raise_balance(database)
+                time.sleep(0.002)
+
+    in_threads(work, database)
+
+    assert balance(database) == WORKERS * ROUNDS
+
+
+def test_the_bug_is_warned_of(database: str, name: str) -> None:
+    with transaction.atomic(using=database), pytest.warns(ReleasedBeforeCommit):
+        with lock(name, using=database):
+            pass
+
+
+# When it is taken, and when it is free.
+
+
+def test_outside_a_transaction_it_is_an_error(database: str, name: str) -> None:
+    with pytest.raises(LockError, match=r"inside atomic\(using="):
+        transaction_lock(name, using=database)
+
+
+def test_a_database_without_row_locks_is_an_error(name: str) -> None:
+    with transaction.atomic(), pytest.raises(LockError, match=r"'default' is sqlite"):
+        transaction_lock(name)
+
+
+@pytest.mark.parametrize("ending", ["commit", "rollback"])
+def test_it_is_held_to_the_very_end_of_the_outermost_block(
+    database: str, name: str, ending: str
+) -> None:
+    with transaction.atomic(using=database):
+        with transaction.atomic(using=database):
+            transaction_lock(name, using=database)
+        assert not is_free(database, name)
+        transaction.set_rollback(ending == "rollback", using=database)
+
+    assert is_free(database, name)
+
+
+@pytest.mark.server
+def test_the_rollback_of_a_savepoint_frees_what_was_taken_inside(
+    postgres: object, name: str
+) -> None:
+    with transaction.atomic(using="postgres"):
+        with pytest.raises(ZeroDivisionError), transaction.atomic(using="postgres"):
+            transaction_lock(name, using="postgres")
+            raise ZeroDivisionError
+        assert is_free("postgres", name)
+
+
+def test_it_can_be_taken_again_in_the_same_transaction(database: str, name: str) -> None:
+    with transaction.atomic(using=database):
+        transaction_lock(name, using=database)
+        transaction_lock(name, using=database, timeout=0)
+
+
+@pytest.mark.parametrize("timeout", [0, 0.3, 1.2])
+def test_the_transaction_is_usable_after_a_timeout_which_is_kept(
+    database: str, name: str, timeout: float
+) -> None:
+    with held_elsewhere(database, name), transaction.atomic(using=database):
+        raise_balance(database)
+        began = time.monotonic()
+        with pytest.raises(LockNotAcquired) as busy:
+            transaction_lock(name, using=database, timeout=timeout)
+        assert timeout <= time.monotonic() - began < timeout + 0.5
+        assert busy.value.waited >= timeout
+        raise_balance(database)
+
+    assert balance(database) == 2
+
+
+@contextmanager
+def held_elsewhere(database: str, name: str) -> Iterator[None]:
+    """Have another transaction hold the lock during the block."""
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with transaction.atomic(using=database):
+            transaction_lock(name, using=database)
+            held.set()
+            assert over.wait(30)
+        connections[database].close()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert held.wait(10)
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
+def settings_of(database: str) -> list[tuple[Any, ...]]:
+    if database == "postgres":
+        return ask(
+            database,
+            "SELECT current_setting('lock_timeout'), current_setting('transaction_isolation')",
+        )
+    return ask(database, "SELECT @@innodb_lock_wait_timeout, @@tx_isolation, @@autocommit")
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_the_settings_of_the_callers_connection_are_as_before(
+    database: str, name: str, *, is_busy: bool
+) -> None:
+    with connections[database].cursor() as cursor:
+        if database == "postgres":
+            cursor.execute("SET lock_timeout = '7s'")
+    with transaction.atomic(using=database):
+        before = settings_of(database)
+        if is_busy:
+            with held_elsewhere(database, name), pytest.raises(LockNotAcquired):
+                transaction_lock(name, using=database, timeout=0.1)
+        else:
+            transaction_lock(name, using=database, timeout=3)
+        assert settings_of(database) == before
+
+
+def test_the_row_is_made_outside_the_callers_transaction(database: str, name: str) -> None:
+    with transaction.atomic(using=database):
+        transaction_lock(name, using=database)
+        transaction.set_rollback(True, using=database)
+
+    found = ask(
+        database,
+        "SELECT description FROM django_distlock_methodlock WHERE method_name = %s",
+        f"row||{name}",
+    )
+    assert found == [(name,)]
+
+
+def test_an_error_of_the_body_is_the_callers_own(database: str, name: str) -> None:
+    with pytest.raises(IntegrityError), transaction.atomic(using=database):
+        transaction_lock(name, using=database)
+        with connections[database].cursor() as cursor:
+            cursor.execute("INSERT INTO purse VALUES (1, 1)")
+
+    assert is_free(database, name)
+
+
+def test_two_transactions_in_opposite_order_one_is_told_of_the_deadlock(
+    database: str, name: str
+) -> None:
+    first_held, second_held = threading.Event(), threading.Event()
+    outcomes: list[str] = []
+
+    def cross(first: str, second: str, mine: threading.Event, theirs: threading.Event) -> None:
+        try:
+            with transaction.atomic(using=database):
+                transaction_lock(first, using=database)
+                mine.set()
+                assert theirs.wait(10)
+                transaction_lock(second, using=database, timeout=20)
+            outcomes.append("committed")
+        except LockDeadlock:
+            outcomes.append("deadlock")
+        with transaction.atomic(using=database):
+            transaction_lock(f"{first}:after", using=database)
+        connections[database].close()
+
+    a, b = f"{name}:a", f"{name}:b"
+    threads = [
+        threading.Thread(target=cross, args=(a, b, first_held, second_held)),
+        threading.Thread(target=cross, args=(b, a, second_held, first_held)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    assert sorted(outcomes) == ["committed", "deadlock"]
+
+
+# Snapshots.
+
+
+@pytest.mark.usefixtures("snapshots")
+def test_in_a_snapshot_it_must_come_first(database: str, name: str) -> None:
+    with transaction.atomic(using=database):
+        balance(database)
+        with pytest.raises(LockError, match="first statement of the outermost atomic block"):
+            transaction_lock(name, using=database)
+        assert is_free(database, name)
+        raise_balance(database)
+
+    assert balance(database) == 1
+
+
+@pytest.mark.usefixtures("snapshots")
+def test_in_a_snapshot_that_begins_with_it_no_update_is_lost(database: str, name: str) -> None:
+    def work() -> None:
+        for _ in range(ROUNDS):
+            with transaction.atomic(using=database):
+                transaction_lock(name, using=database, timeout=50)
+                raise_balance(database)
+
+    in_threads(work, database)
+
+    assert balance(database) == WORKERS * ROUNDS
+
+
+@pytest.mark.usefixtures("snapshots")
+def test_in_a_snapshot_what_the_holder_before_has_committed_is_seen(
+    database: str, name: str
+) -> None:
+    seen: list[int] = []
+
+    def wait_and_read() -> None:
+        with transaction.atomic(using=database):
+            transaction_lock(name, using=database, timeout=20)
+            seen.append(balance(database))
+
+    with transaction.atomic(using=database):
+        transaction_lock(name, using=database)
+        waiter = threading.Thread(target=in_threads, args=(wait_and_read, database, 1))
+        waiter.start()
+        never(lambda: seen, 0.3)
+        raise_balance(database)
+    waiter.join(20)
+
+    assert seen == [1]
+
+
+def test_waiters_have_it_one_after_the_other(database: str, name: str) -> None:
+    inside: list[int] = []
+    most: list[int] = []
+
+    def work() -> None:
+        with transaction.atomic(using=database):
+            transaction_lock(name, using=database, timeout=None)
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.01)
+            inside.pop()
+
+    with held_elsewhere(database, name):
+        waiter = threading.Thread(target=in_threads, args=(work, database))
+        waiter.start()
+        never(lambda: most, 0.2)
+    waiter.join(20)
+
+    eventually(lambda: len(most) == WORKERS)
+    assert set(most) == {1}

@@ -1,0 +1,651 @@
+"""What is special to ZooKeeper: the line of nodes, watches, requests, names, rights, upkeep."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.core.management import call_command
+from kazoo.exceptions import NoAuthError, NoNodeError
+
+from django_distlock import (
+    LockBackendError,
+    LockLost,
+    LockNotAcquired,
+    LockNotOwned,
+    clock,
+    lock,
+    locks,
+)
+from django_distlock.backends.zookeeper.places import Place, Places, Watch
+from django_distlock.protocol import Busy, Release
+from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.proxy import Proxy
+
+from .zookeeper_tools import BACKEND, aliases, backend, line, operator, rival, stands
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+    from tests.fixtures.zookeeper import Ensemble
+
+WAITERS = 200
+
+
+class Counter:
+    """A bell that counts."""
+
+    def __init__(self) -> None:
+        self.rung = 0
+
+    def ring(self) -> bool:
+        self.rung += 1
+        return True
+
+
+@pytest.fixture(autouse=True)
+def alias(zookeeper: Ensemble, root: str, settings: Settings) -> Iterator[None]:
+    """The aliases "locks" and "elsewhere", below a root of their own."""
+    settings.DISTLOCK = aliases(zookeeper, root)
+    yield
+    locks.close()
+
+
+@pytest.fixture
+def client(zookeeper: Ensemble) -> Iterator[Any]:
+    with operator(zookeeper) as found:
+        yield found
+
+
+@pytest.fixture
+def sent(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return what kazoo has sent and received since it was asked last."""
+    caplog.set_level(logging.DEBUG, "kazoo.client")
+
+    def taken() -> list[str]:
+        found = [_short(record) for record in caplog.records if record.name == "kazoo.client"]
+        caplog.clear()
+        return [each for each in found if each]
+
+    return taken
+
+
+def _short(record: logging.LogRecord) -> str:
+    text = record.getMessage()
+    if text.startswith("Sending request"):
+        return text.partition("): ")[2].partition("(")[0]
+    return "reply" if text.startswith("Received response") else ""
+
+
+@pytest.fixture
+def proxy(zookeeper: Ensemble, settings: Settings) -> Iterator[Proxy]:
+    """Stands between "locks" and one of the servers."""
+    with Proxy(zookeeper.members[0].port) as found:
+        options = settings.DISTLOCK["locks"]["OPTIONS"] | {"hosts": f"127.0.0.1:{found.port}"}
+        settings.DISTLOCK = {
+            **settings.DISTLOCK,
+            "locks": {"BACKEND": BACKEND, "OPTIONS": options},
+        }
+        yield found
+        locks.close()
+
+
+# Requests.
+
+
+def test_a_free_lock_costs_three_requests(sent: Callable[[], list[str]]) -> None:
+    with lock("warm", using="locks"), lock("x", using="locks"):
+        pass
+    sent()
+
+    with lock("x", using="locks"):
+        taken = sent()
+
+    assert sorted(taken) == ["Create2", "GetChildren", "reply", "reply"]
+    assert sent() == ["Delete", "reply"]
+
+
+async def test_a_task_sends_the_same(sent: Callable[[], list[str]]) -> None:
+    async with lock("x", using="locks"):
+        pass
+    sent()
+
+    async with lock("x", using="locks"):
+        taken = sent()
+
+    assert sorted(taken) == ["Create2", "GetChildren", "reply", "reply"]
+    assert sent() == ["Delete", "reply"]
+
+
+def test_a_free_lock_is_taken_in_one_round_trip(
+    proxy: Proxy, sent: Callable[[], list[str]]
+) -> None:
+    with lock("x", using="locks"):
+        pass
+    proxy.hold()
+    sent()
+    found: list[str] = []
+
+    with ThreadPoolExecutor() as pool:
+        taking = pool.submit(lambda: lock("x", using="locks").acquire())
+        # With no reply to the first, the second is sent as well.
+        eventually(lambda: "GetChildren" in _extended(found, sent()), 1)
+        assert found == ["Create2", "GetChildren"]
+        proxy.pass_through()
+        lease = taking.result(10)
+
+    assert lease
+    lease.release()
+
+
+def _extended(found: list[str], more: list[str]) -> list[str]:
+    found += more
+    return found
+
+
+def test_a_waiter_that_nobody_rings_asks_nothing(sent: Callable[[], list[str]]) -> None:
+    assert stands(rival("x"))
+    waiting = rival("x", shared=True)
+    stands(waiting)
+    sent()
+
+    for _ in range(5):
+        assert stands(waiting) is None
+
+    assert sent() == []
+
+
+# The line.
+
+
+def test_each_of_200_waiters_watches_the_one_before_it_alone(zookeeper: Ensemble) -> None:
+    holder, waiters = rival("x"), [rival("x") for _ in range(WAITERS)]
+    bells = [Counter() for _ in waiters]
+    assert stands(holder)
+    for waiter, bell in zip(waiters, bells, strict=True):
+        assert stands(waiter) is None
+        assert backend()._is_told(waiter, bell)
+
+    watched = [path for path, _ in zookeeper.watches() if backend().options.root in path]
+    assert len(watched) == len(set(watched)) == WAITERS
+
+    tokens = []
+    for waiter, bell in zip(waiters, bells, strict=True):
+        before = holder
+        assert backend().release(before) is Release.RELEASED
+        eventually(partial(getattr, bell, "rung"))
+        tokens.append(stands(waiter))
+        holder = waiter
+
+    assert [bell.rung for bell in bells] == [1] * WAITERS
+    assert tokens == sorted(set(tokens), key=lambda token: token or 0)
+    assert None not in tokens
+
+
+def test_who_leaves_the_middle_of_the_line_wakes_the_next_one_alone() -> None:
+    people = [rival("x") for _ in range(4)]
+    bells = [Counter() for _ in people]
+    for person, bell in zip(people, bells, strict=True):
+        stands(person)
+        backend()._is_told(person, bell)
+
+    backend().dequeue(people[1])
+
+    eventually(lambda: bells[2].rung)
+    assert stands(people[2]) is None
+    assert [bell.rung for bell in bells] == [0, 0, 1, 0]
+    backend().release(people[0])
+    eventually(lambda: bells[2].rung == 2)
+    assert stands(people[2])
+
+
+def test_readers_hold_together_and_the_order_of_arrival_is_respected() -> None:
+    first, second, writer, late = (
+        rival("x", shared=True),
+        rival("x", shared=True),
+        rival("x"),
+        rival("x", shared=True),
+    )
+    bells = {id(each): Counter() for each in (writer, late)}
+
+    assert stands(first)
+    assert stands(second)
+    assert stands(writer) is None
+    assert stands(late) is None
+    for each in (writer, late):
+        backend()._is_told(each, bells[id(each)])
+
+    backend().release(first)
+    assert stands(writer) is None
+    # It waits for the second one, who has not gone.
+    assert [bell.rung for bell in bells.values()] == [0, 0]
+    backend().release(second)
+    eventually(lambda: bells[id(writer)].rung)
+    assert stands(writer)
+    assert stands(late) is None
+    backend().release(writer)
+    eventually(lambda: bells[id(late)].rung)
+    assert stands(late)
+
+
+def test_a_reader_and_a_writer_that_both_wait_are_both_served() -> None:
+    holder, reader, writer = rival("x"), rival("x", shared=True), rival("x")
+    stands(holder)
+    served: list[str] = []
+
+    def take(name: str, *, shared: bool) -> None:
+        with lock("x", using="elsewhere", shared=shared, timeout=20):
+            served.append(name)
+
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(take, "reader", shared=True)
+        eventually(lambda: _waiters("x") == 1)
+        writing = pool.submit(take, "writer", shared=False)
+        eventually(lambda: _waiters("x") == 2)
+        backend().release(holder)
+        reading.result(10)
+        writing.result(10)
+
+    assert served == ["reader", "writer"]
+    assert stands(reader)
+    assert stands(writer) is None
+
+
+def _waiters(name: str) -> int | None:
+    return next((held.waiters for held in backend().held() if held.key == name), None)
+
+
+def test_a_holder_is_listed_with_those_who_wait() -> None:
+    readers = [rival("x", shared=True) for _ in range(2)]
+    writer = rival("x")
+    for each in (*readers, writer):
+        stands(each)
+
+    listed = list(backend("elsewhere").held())
+
+    assert [(held.name, held.shared, held.waiters) for held in listed] == [("x", True, 1)] * 2
+    assert len({held.token for held in listed}) == 2
+
+
+def test_an_alias_lists_and_purges_its_own_prefix_alone(settings: Settings) -> None:
+    prefixed = {**settings.DISTLOCK["locks"], "KEY_PREFIX": "other"}
+    settings.DISTLOCK = {**settings.DISTLOCK, "prefixed": prefixed}
+
+    with lock("x", using="locks"), lock("y", using="prefixed", timeout=0):
+        assert [held.name for held in backend("locks").held()] == ["x"]
+        assert [held.name for held in backend("prefixed").held()] == ["y"]
+    assert sum(batch.deleted for batch in backend("prefixed").purge(0)) == 1
+    assert sum(batch.deleted for batch in backend("locks").purge(0)) == 1
+
+
+# Nothing is left.
+
+
+async def test_1000_waits_that_time_out_leave_nothing(
+    zookeeper: Ensemble, client: Any, root: str
+) -> None:
+    holder = rival("x")
+    await asyncio.to_thread(stands, holder)
+    threads = threading.active_count()
+
+    async def wait() -> None:
+        with pytest.raises(LockNotAcquired):
+            async with lock("x", using="locks", shared=True, timeout=0.02):
+                pytest.fail("somebody else has it")
+
+    for _ in range(20):
+        await asyncio.gather(*(wait() for _ in range(50)))
+
+    places = backend()._places
+    await aeventually(lambda: not places._doomed, 5)
+    assert len(line(client, root, "x")) == 1
+    assert list(places._by_owner) == [holder.owner]
+    assert not places._watchers
+    # All of them watched one node: kazoo and the server know of one watch.
+    kazoo = backend()._session.client
+    assert sum(map(len, kazoo._data_watchers.values())) <= 1
+    assert len([path for path, _ in zookeeper.watches() if root in path]) <= 1
+    assert threading.active_count() <= threads
+
+
+def test_a_watch_on_a_node_that_has_gone_is_not_kept(client: Any) -> None:
+    gone = client.get_async("/nothing/is/here", Watch("/nothing/is/here", pytest.fail))
+
+    with pytest.raises(NoNodeError):
+        gone.get(timeout=5)
+
+    client.exists("/")  # whatever kazoo does after a reply is done
+    assert not client._data_watchers.get("/nothing/is/here")
+
+
+async def test_200_tasks_that_wait_take_no_threads() -> None:
+    holder, served = rival("x"), 0
+    await asyncio.to_thread(stands, holder)
+    threads = threading.active_count()
+
+    async def read() -> None:
+        nonlocal served
+        async with lock("x", using="locks", shared=True, timeout=30):
+            served += 1
+
+    tasks = [asyncio.create_task(read()) for _ in range(WAITERS)]
+    await aeventually(lambda: len(backend()._places._by_owner) == WAITERS + 1, 20)
+    await aeventually(lambda: all(p.bell for p in _waiting_places()), 20)
+    assert threading.active_count() <= threads + 2
+
+    await backend().arelease(holder)
+    await asyncio.gather(*tasks)
+
+    assert served == WAITERS
+
+
+def _waiting_places() -> list[Any]:
+    return [place for place in backend()._places._by_owner.values() if not place.is_granted]
+
+
+def test_a_waiter_whose_event_loop_is_gone_holds_up_nobody() -> None:
+    loop, holder = asyncio.new_event_loop(), rival("x", "elsewhere")
+    stands(holder, "elsewhere")
+    waiting_for_ever = lock("x", using="locks", timeout=None).aacquire()
+    ghost = loop.create_task(waiting_for_ever)
+    while not any(place.bell for place in _waiting_places()):
+        loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+
+    backend("elsewhere").release(holder)
+
+    try:
+        with lock("x", using="elsewhere", timeout=5):
+            pass
+    finally:
+        # Who looks after the garbage would be told of a task that is not done.
+        ghost._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own switch
+        waiting_for_ever.close()
+
+
+# Replies that are lost.
+
+
+def test_a_create_whose_reply_is_lost_is_found_again(proxy: Proxy, client: Any, root: str) -> None:
+    with lock("x", using="locks"):
+        pass
+    proxy.drop_reply()
+
+    with lock("x", using="locks", timeout=0) as lease:
+        lease.check()
+        [own] = line(client, root, "x")
+        _, stat = client.get(f"{root}/x/{own}")
+
+        assert proxy.connections >= 2
+        assert lease.fencing_token == stat.czxid
+    assert line(client, root, "x") == []
+
+
+def test_a_release_whose_reply_is_lost_is_a_release(proxy: Proxy, client: Any, root: str) -> None:
+    lease = lock("x", using="locks").acquire()
+    assert lease
+    proxy.drop_reply()
+
+    lease.release()
+
+    assert proxy.connections >= 2
+    assert line(client, root, "x") == []
+
+
+def _set_io_timeout(settings: Settings, seconds: float) -> None:
+    options = settings.DISTLOCK["locks"]["OPTIONS"] | {"io_timeout": seconds}
+    settings.DISTLOCK = settings.DISTLOCK | {"locks": {"BACKEND": BACKEND, "OPTIONS": options}}
+
+
+def test_a_renewal_beside_a_release_takes_no_lock_for_lost(client: Any) -> None:
+    holder = rival("x")
+    assert stands(holder)
+    [place] = backend()._places.granted()
+    client.delete(place.path)
+
+    place.is_ending = True
+    assert backend().extend([holder]) == [True]
+    place.is_ending = False
+    assert backend().extend([holder]) == [False]
+
+
+def test_a_server_that_hangs_is_an_error_and_soon(
+    proxy: Proxy, client: Any, root: str, settings: Settings
+) -> None:
+    _set_io_timeout(settings, 1.0)
+    with lock("x", using="locks"):
+        pass
+    proxy.hold()
+    began = time.monotonic()
+
+    with pytest.raises(LockBackendError):
+        lock("x", using="locks", timeout=0).acquire()
+
+    assert time.monotonic() - began < backend().options.io_timeout + 1
+    proxy.pass_through()
+    # The request arrives all the same: what it made is deleted.
+    eventually(lambda: not backend()._places._doomed and not line(client, root, "x"), 10)
+
+
+async def test_a_task_is_told_of_a_server_that_hangs(proxy: Proxy, settings: Settings) -> None:
+    _set_io_timeout(settings, 1.0)
+    async with lock("x", using="locks"):
+        pass
+    proxy.hold()
+
+    with pytest.raises(LockBackendError):
+        await lock("x", using="locks", timeout=0).aacquire()
+
+    proxy.pass_through()
+
+
+# Rights.
+
+
+def test_nodes_of_a_creator_are_closed_to_others(
+    zookeeper: Ensemble, client: Any, root: str, settings: Settings
+) -> None:
+    auth = [("digest", "me:secret")]
+    settings.DISTLOCK = aliases(zookeeper, root, auth=auth, acl="creator") | {
+        "stranger": aliases(zookeeper, root)["locks"]
+    }
+
+    with lock("x", using="locks"):
+        assert lock("x", using="elsewhere", timeout=0).acquire() is None
+
+    with pytest.raises(NoAuthError):
+        client.get_children(f"{root}/x")
+    with pytest.raises(LockBackendError, match="NoAuthError"):
+        lock("x", using="stranger", timeout=0).acquire()
+    with pytest.raises(LockBackendError, match="NoAuthError"):
+        list(backend("stranger").held())
+
+
+def test_credentials_that_are_refused_are_an_error_each_time_and_leave_no_threads(
+    zookeeper: Ensemble, root: str, settings: Settings
+) -> None:
+    settings.DISTLOCK = aliases(zookeeper, root, auth=[("no-such-scheme", "x")])
+    threads = threading.active_count()
+
+    for _ in range(3):
+        with pytest.raises(LockBackendError, match="AuthFailedError") as caught:
+            lock("x", using="locks", timeout=0).acquire()
+        assert "no-such-scheme" not in str(caught.value)
+
+    eventually(lambda: threading.active_count() <= threads + 1)  # the lane of the background
+
+
+def test_a_session_timeout_that_the_ensemble_cuts_is_an_error(
+    zookeeper: Ensemble, root: str, settings: Settings
+) -> None:
+    settings.DISTLOCK = aliases(zookeeper, root, session_timeout=100)
+
+    with pytest.raises(LockBackendError, match="'session_timeout'"):
+        lock("x", using="locks").acquire()
+    [error] = backend().check(["default"])
+    assert error.id == "distlock.E040"
+    assert "maxSessionTimeout" in error.msg
+
+
+def test_check_asks_the_ensemble_only_where_it_may(
+    zookeeper: Ensemble, root: str, settings: Settings
+) -> None:
+    assert backend().check() == []
+    assert backend().check(["default"]) == []
+    settings.DISTLOCK = aliases(zookeeper, root, hosts="127.0.0.1:1", io_timeout=0.5)
+    assert backend().check() == []
+    [error] = backend().check(["default"])
+    assert "127.0.0.1:1" in error.msg
+
+
+def test_a_chroot_that_is_not_there_is_named(
+    zookeeper: Ensemble, root: str, settings: Settings
+) -> None:
+    settings.DISTLOCK = aliases(zookeeper, root, hosts=f"{zookeeper.hosts}/no/such/chroot")
+
+    with pytest.raises(LockBackendError, match="chroot"):
+        lock("x", using="locks", timeout=0).acquire()
+
+
+def test_locks_live_below_a_chroot(
+    zookeeper: Ensemble, client: Any, root: str, settings: Settings
+) -> None:
+    client.ensure_path(f"{root}-chroot")
+    settings.DISTLOCK = aliases(zookeeper, "/a/b", hosts=f"{zookeeper.hosts}{root}-chroot")
+
+    with lock("x", using="locks"):
+        assert len(line(client, f"{root}-chroot/a/b", "x")) == 1
+        assert not lock("x", using="elsewhere", timeout=0).acquire()
+
+
+# Upkeep.
+
+
+def _purged(**terms: Any) -> tuple[int, int]:
+    batches = list(backend("elsewhere").purge(**terms))
+    return sum(batch.looked_at for batch in batches), sum(batch.deleted for batch in batches)
+
+
+def test_purge_deletes_the_nodes_of_locks_that_nobody_needs(client: Any, root: str) -> None:
+    for number in range(5):
+        with lock(f"x{number}", using="locks"):
+            pass
+    assert _purged(older_than=0) == (5, 5)
+    with lock("held", using="locks"), lock("free", using="locks"):
+        pass
+    stands(rival("held"))
+
+    assert _purged(older_than=3600) == (2, 0)
+    assert _purged(older_than=0, dry_run=True) == (2, 1)
+    assert sorted(client.get_children(root)) == ["free", "held"]
+    assert _purged(older_than=0, batch_size=1) == (2, 1)
+    assert client.get_children(root) == ["held"]
+    assert backend().extend([rival("held")]) == [False]
+
+
+def test_the_command_purges_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with lock("x", using="locks"):
+        pass
+
+    call_command("purge_stale_locks", "--using=locks", "--older-than=0")
+
+    assert capsys.readouterr().out.startswith("locks: 1 of 1 records deleted")
+
+
+def test_purge_of_a_root_that_is_not_there_has_nothing_to_do() -> None:
+    assert _purged(older_than=0) == (0, 0)
+
+
+@pytest.mark.parametrize("terms", [{"older_than": -1}, {"older_than": 0, "batch_size": 0}])
+def test_purge_refuses_what_makes_no_sense(terms: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"older_than|batch_size"):
+        _purged(**terms)
+
+
+def test_tokens_rise_though_the_node_of_the_lock_was_deleted(client: Any, root: str) -> None:
+    tokens, names = list[int](), list[str]()
+    for _ in range(3):
+        with lock("x", using="locks") as lease:
+            tokens.append(lease.fencing_token or 0)
+            names += line(client, root, "x")
+        assert _purged(older_than=0) == (1, 1)
+
+    assert tokens == sorted(set(tokens))
+    # ZooKeeper's own numbers do not.
+    assert {name[-10:] for name in names} == {"0000000000"}
+
+
+def test_purge_beside_traffic_lets_nobody_in_and_breaks_nothing() -> None:
+    over, inside, worst, deleted = threading.Event(), 0, 0, 0
+
+    def work(using: str) -> None:
+        nonlocal inside, worst
+        # Now and then nobody wants it, and its node can be deleted.
+        while not over.wait(0.003):
+            with lock("x", using=using, timeout=30):
+                inside += 1
+                worst = max(worst, inside)
+                inside -= 1
+
+    with ThreadPoolExecutor() as pool:
+        working = [pool.submit(work, using) for using in ("locks", "elsewhere")]
+        try:
+            ends = time.monotonic() + 30
+            while deleted < 50 and time.monotonic() < ends:
+                deleted += _purged(older_than=0)[1]
+        finally:
+            over.set()
+        for each in working:
+            each.result(10)
+
+    assert deleted >= 50
+    assert worst == 1
+
+
+def test_a_closed_client_frees_at_once_and_tells_its_holders() -> None:
+    lease = lock("x", using="locks").acquire()
+    assert lease
+    told: list[str] = []
+    lease.on_lost(told.append)
+
+    backend("locks").close()
+
+    with lock("x", using="elsewhere", timeout=2):
+        eventually(lambda: told)
+        with pytest.raises(LockLost):
+            lease.check()
+        with pytest.raises(LockNotOwned):
+            lease.release()
+        # It comes back when it is needed.
+        assert isinstance(backend("locks").probe(rival("x")), Busy)
+
+
+def test_a_place_that_is_granted_has_an_end_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    unwatch = Places.unwatch
+
+    def look(places: Places, place: Place) -> None:
+        seen.append(place.ends - clock.lease_time())
+        unwatch(places, place)
+
+    monkeypatch.setattr(Places, "unwatch", look)  # called just before the grant
+    with lock("x", using="locks", ttl=8):
+        pass
+
+    assert len(seen) == 1
+    assert 5 < seen[0] <= 8
+
+
+def test_a_lease_that_is_not_renewed_comes_free_with_its_ttl() -> None:
+    lease = lock("x", using="locks", ttl=0.3, renew=False).acquire()
+    assert lease
+
+    with lock("x", using="elsewhere", timeout=5):
+        assert lease.lost

@@ -1,0 +1,196 @@
+"""The line for one lock, as arithmetic: order, who waits for whom, names of nodes, OPTIONS."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from kazoo.security import CREATOR_ALL_ACL
+
+from django_distlock import InvalidLockBackend
+from django_distlock.backends.zookeeper.line import (
+    LONGEST_NAME,
+    Label,
+    Line,
+    label,
+    quoted,
+    unquoted,
+)
+from django_distlock.backends.zookeeper.options import ZooKeeperOptions
+from django_distlock.backends.zookeeper.request import ZooKeeperRequest
+from django_distlock.conf import BackendSettings
+from django_distlock.handler import make_backend
+from django_distlock.holder import Holder
+from django_distlock.naming import server_key
+
+BACKEND = "django_distlock.backends.zookeeper.ZooKeeperBackend"
+
+
+def node(number: int, kind: str = "w") -> str:
+    return f"{number % 2**64:016x}-00000000-{kind}-{number:010d}"
+
+
+def numbers(line: Line) -> list[int]:
+    return [each.number for each in line.nodes]
+
+
+def waits_for(line: Line, name: str) -> int | None:
+    before = line.before(name)
+    return None if before is None else before.number
+
+
+def test_a_line_is_ordered_by_arrival_and_not_by_owner() -> None:
+    line = Line([node(3), node(1), node(2)])
+
+    assert numbers(line) == [1, 2, 3]
+
+
+def test_it_stays_ordered_when_the_counter_of_32_bits_begins_anew() -> None:
+    old, new = [2**31 - 2, 2**31 - 1], [-(2**31), -(2**31) + 1]
+
+    assert numbers(Line(map(node, [*new, *old]))) == [*old, *new]
+
+
+def test_children_of_somebody_else_are_not_in_line() -> None:
+    assert not Line(
+        ["x", "lock-0000000001", "", "a" * 16, f"{'g' * 16}-00000000-w-0000000001"]
+    ).nodes
+
+
+def test_a_writer_waits_for_the_one_before_it() -> None:
+    line = Line([node(1, "r"), node(2, "r"), node(3), node(4)])
+
+    assert [waits_for(line, node(number)) for number in (3, 4)] == [2, 3]
+    assert waits_for(Line([node(5)]), node(5)) is None
+
+
+def test_a_reader_waits_for_the_last_writer_before_it_alone() -> None:
+    line = Line([node(1), node(2, "r"), node(3), node(4, "r"), node(5, "r")])
+
+    assert [waits_for(line, node(number, "r")) for number in (2, 4, 5)] == [1, 3, 3]
+    assert waits_for(Line([node(1, "r"), node(2, "r")]), node(2, "r")) is None
+
+
+def test_holders_are_the_first_writer_or_all_readers_before_it() -> None:
+    def holders(*names: str) -> list[int]:
+        return [each.number for each in Line(names).holders]
+
+    assert holders() == []
+    assert holders(node(1), node(2), node(3, "r")) == [1]
+    assert holders(node(1, "r"), node(2, "r"), node(3), node(4, "r")) == [1, 2]
+    assert holders(node(1, "r"), node(2, "r")) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "name", [".", "..", "/", "a/b", "/../a", "%2F", "%", "zookeeper", "#|a", "\ud800", "a\0b", "~"]
+)
+def test_any_name_is_one_node(name: str) -> None:
+    key = server_key(name)
+    made = quoted(key)
+
+    assert "/" not in made
+    assert made not in {".", ".."}
+    assert made.isascii()
+    assert made.isprintable()
+    assert unquoted(made) == key
+
+
+def test_names_of_nodes_that_are_none_of_ours_are_no_keys() -> None:
+    assert [unquoted(name) for name in ("a b", "%41", "%2f", "\u00fc")] == [None, None, None, None]
+
+
+def request(**terms: Any) -> ZooKeeperRequest:
+    known = {"name": "n", "key": "k", "ttl": 30.0, "holder": Holder.current(), "limit": 10.0}
+    return ZooKeeperRequest(**{**known, **terms})
+
+
+def test_a_node_says_who_holds_what() -> None:
+    wanted = request(name="r\u00e9port \ud800")
+
+    assert Label.read(label(wanted)) == Label(wanted.name, wanted.holder)
+    assert wanted.owner.encode() not in label(wanted)
+    assert len(Label.read(label(request(name="x" * 10**7))).name) == LONGEST_NAME
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[1]", b'{"name":1}', b"null"])
+def test_what_cannot_be_read_is_nobody(data: bytes) -> None:
+    assert Label.read(data) == Label("", None)
+
+
+def test_a_ttl_is_cut_to_the_session_timeout_and_remembered() -> None:
+    long, short = request(), request(ttl=5.0)
+
+    assert (long.ttl, long.wished) == (10.0, 30.0)
+    assert (short.ttl, short.wished) == (5.0, 5.0)
+    # What an extension and max_hold make of it.
+    assert (replace(long, ttl=60.0).ttl, replace(long, ttl=60.0).wished) == (10.0, 60.0)
+    assert (replace(long, ttl=2.0).ttl, replace(long, ttl=2.0).wished) == (2.0, 2.0)
+    assert replace(long).wished == 30.0
+
+
+# OPTIONS.
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"hosts": ""}, "hosts"),
+    ({"hosts": []}, "hosts"),
+    ({"hosts": 7}, "hosts"),
+    ({"hosts": [7]}, "hosts"),
+    ({"hosts": "one:port"}, "hosts"),
+    ({"root": "distlock"}, "root"),
+    ({"root": "/"}, "root"),
+    ({"root": "/a/"}, "root"),
+    ({"root": "/a//b"}, "root"),
+    ({"root": "/a/../b"}, "root"),
+    ({"root": "/zookeeper/x"}, "root"),
+    ({"root": "/a\0"}, "root"),
+    ({"root": None}, "root"),
+    ({"session_timeout": 0}, "session_timeout"),
+    ({"session_timeout": "10"}, "session_timeout"),
+    ({"io_timeout": -1}, "io_timeout"),
+    ({"auth": "digest"}, "auth"),
+    ({"auth": [("digest",)]}, "auth"),
+    ({"acl": "closed"}, "acl"),
+    ({"acl": []}, "acl"),
+    ({"acl": ["open"]}, "acl"),
+    ({"acl": "creator"}, "acl"),
+    ({"sasl": "DIGEST-MD5"}, "sasl"),
+    ({"tls": "yes"}, "tls"),
+    ({"ca": "/etc/ca.pem"}, "ca"),
+    ({"tls": True, "ca": 7}, "ca"),
+    ({"tls": True, "certfile": "/etc/me.pem"}, "keyfile"),
+    ({"tls": True, "verify_certs": False}, "check_hostname"),
+    ({"host": "one"}, "host"),
+]
+
+
+@pytest.mark.parametrize(("options", "named"), WRONG, ids=lambda value: str(value)[:40])
+def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidLockBackend) as caught:
+        make_backend(BackendSettings("zk", BACKEND, options=options))
+
+    assert "DISTLOCK['zk']" in str(caught.value)
+    assert f"'{named}'" in str(caught.value)
+
+
+def test_credentials_are_not_shown() -> None:
+    options = ZooKeeperOptions(
+        auth=[("digest", "me:secret")], tls=True, keyfile_password="secret", acl="creator"
+    )
+
+    assert "secret" not in repr(options)
+
+
+def test_options_are_what_kazoo_takes() -> None:
+    options = ZooKeeperOptions(
+        hosts=["one:1", "two"], auth=[("digest", "me:pw")], acl="creator", tls=True, ca="/ca.pem"
+    )
+
+    told = options.client_arguments()
+
+    assert options.servers == "one:1, two:2181"
+    assert told["hosts"] == ["one:1", "two"]
+    assert told["auth_data"] == [("digest", "me:pw")]
+    assert told["default_acl"] == CREATOR_ALL_ACL
+    assert (told["use_ssl"], told["ca"], told["check_hostname"]) == (True, "/ca.pem", True)
+    assert "use_ssl" not in ZooKeeperOptions().client_arguments()

@@ -1,0 +1,72 @@
+"""What the tests of ZooKeeper share: aliases below a root of their own, and what the ensemble says."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kazoo.client import KazooClient
+
+from django_distlock import locks
+from django_distlock.backends.zookeeper import ZooKeeperBackend
+from django_distlock.holder import Holder
+from django_distlock.protocol import Grant, Request
+from tests.fixtures.zookeeper import Ensemble, options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BACKEND = "django_distlock.backends.zookeeper.ZooKeeperBackend"
+
+
+def aliases(ensemble: Ensemble, root: str, **more: Any) -> dict[str, Any]:
+    """Return a DISTLOCK setting with two aliases that mean the same locks, in two sessions."""
+    each = {"BACKEND": BACKEND, "OPTIONS": options(ensemble, root, **more)}
+    return {"locks": each, "elsewhere": each}
+
+
+def backend(alias: str = "locks") -> ZooKeeperBackend:
+    """Return the backend of *alias* as what it is."""
+    found = locks[alias]
+    assert isinstance(found, ZooKeeperBackend)
+    return found
+
+
+def rival(name: str, alias: str = "locks", **wishes: Any) -> Request:
+    """Return a request as another process would make it."""
+    known = {"ttl": 60.0, "holder": Holder.current("rival")}
+    return backend(alias).request(name, **{**known, **wishes})
+
+
+def stands(request: Request, alias: str = "locks") -> int | None:
+    """Have *request* stand in line; return its token if it is served at once."""
+    answer = backend(alias).try_acquire(request, queued=True)
+    return answer.token if isinstance(answer, Grant) else None
+
+
+@contextmanager
+def operator(ensemble: Ensemble) -> Iterator[Any]:
+    """Give a client of its own, by which an operator looks and deletes."""
+    client = KazooClient(ensemble.hosts)
+    client.start()
+    try:
+        yield client
+    finally:
+        client.stop()
+        client.close()
+
+
+def line(client: Any, root: str, name: str) -> list[str]:
+    """Return the nodes of those who hold or wait for *name*, in no order."""
+    folder = f"{root}/{name}"
+    client.sync(folder)
+    return list(client.get_children(folder)) if client.exists(folder) else []
+
+
+def expire(alias: str = "locks") -> None:
+    """Have the ensemble end the session of *alias*: whoever knows its secret may close it."""
+    mine = backend(alias)._session.client
+    twin = KazooClient(backend(alias).options.hosts, client_id=mine.client_id)
+    twin.start()
+    twin.stop()
+    twin.close()

@@ -1,0 +1,66 @@
+"""What every test has: plugins, an open database, and the marker `server` where it belongs."""
+
+import faulthandler
+import sys
+
+import pytest
+
+pytest_plugins = [
+    "tests.fixtures.celery_worker",
+    "tests.fixtures.databases",
+    "tests.fixtures.memcached",
+    "tests.fixtures.pgbouncer",
+    "tests.fixtures.processes",
+    "tests.fixtures.redis_servers",
+    "tests.fixtures.zookeeper",
+]
+
+# Ask for one of these, directly, through another fixture or by a parameter, and the test needs a server.
+# Those of a group are run together, beside the other groups: see tools/run-all-tests.
+SERVER_FIXTURES = {
+    "postgres": "postgres",
+    "pgbouncer": "postgres",
+    "mariadb": "mariadb",
+    "memcached": "caches",
+    "redis": "caches",
+    "redis_sentinel": "caches",
+    "redis_cluster": "caches",
+    "redis_five": "caches",
+    "zookeeper": "zookeeper",
+    "own_ensemble": "zookeeper",
+}
+
+
+# First, since the marker decides what `-m "not server"` leaves out.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # A test on two servers belongs to the last group, by the order above.
+        groups = [group for name, group in SERVER_FIXTURES.items() if name in _servers_of(item)]
+        if groups:
+            item.add_marker(pytest.mark.server)
+            item.add_marker(groups[-1])
+        if not _is_quick(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+
+
+def _servers_of(item: pytest.Item) -> set[object]:
+    """Return the fixtures and parameters of a test, the fixtures of a contract's profile among them."""
+    named: set[object] = set(getattr(item, "fixturenames", ()))
+    for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        several = getattr(value, "fixtures", value)
+        named |= set(several) if isinstance(several, tuple) else {str(several)}
+    return named
+
+
+def _is_quick(test: str) -> bool:
+    """Tell whether it belongs to `make test-fast`: the units, and the contract in memory."""
+    return test.startswith("tests/unit/") or (
+        test.startswith("tests/contract/") and "locmem" in test
+    )
+
+
+# The interpreter waits for ever for a thread that some test left behind: rather show it, and fail.
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    faulthandler.dump_traceback_later(30, exit=True, file=sys.__stderr__ or sys.stderr)

@@ -1,0 +1,145 @@
+"""What other processes do in the tests: run by the fixture `child`, talking with say() and hear()."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from django.conf import settings
+
+from django_distlock import Lease, LockError, lock, lock_all, locks
+from django_distlock.conf import read_settings
+from tests.fixtures.child import hear_word, say
+
+from .faults import faulty_version_of
+
+#: Seconds between reading a balance and writing it: the work that a lock is held for.
+WORK = 0.001
+#: Digits of a balance in a file.
+WIDTH = 8
+
+
+def _use(aliases: dict[str, Any]) -> None:
+    settings.DISTLOCK = aliases
+
+
+def hold(aliases: dict[str, Any], name: str, **terms: Any) -> None:
+    """Hold the lock until told to leave."""
+    _use(aliases)
+    began = time.monotonic()
+    with lock(name, **terms) as lease:
+        say("held", began=began, at=time.monotonic(), token=lease.fencing_token)
+        hear_word("leave")
+
+
+def stand_in_line(aliases: dict[str, Any], name: str, using: str) -> None:
+    """Wait for a lock that somebody else holds, and tell when the server knows of it."""
+    _use(aliases)
+    watched = faulty_version_of(locks[using], read_settings()[using])
+    watched.notice("enqueue", partial(say, "queued"))
+    locks.replace(using, watched)
+    lock(name, using=using, timeout=None).acquire()
+
+
+def wake_up_late(aliases: dict[str, Any], name: str, **terms: Any) -> dict[str, str]:
+    """Hold the lock; once told to go on, tell what the first check and the release say."""
+    _use(aliases)
+    lease = lock(name, **terms).acquire()
+    assert lease
+    say("held")
+    hear_word("go on")
+    return {"check": _outcome_of(lease.check), "release": _outcome_of(lease.release)}
+
+
+def leave_without_a_word(aliases: dict[str, Any], name: str, **terms: Any) -> int | None:
+    """End while the lock is held."""
+    _use(aliases)
+    lease = lock(name, **terms).acquire()
+    assert lease
+    return lease.fencing_token
+
+
+def cancel_and_end(aliases: dict[str, Any], names: list[str], **terms: Any) -> None:
+    """Cancel a task for each lock at a moment of its own, somewhere in its acquire, and end."""
+    _use(aliases)
+
+    async def take(name: str) -> None:
+        await lock(name, **terms).aacquire()
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(take(name)) for name in names]
+        for task in tasks:
+            await asyncio.sleep(0.0005)
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    asyncio.run(main())
+
+
+def raise_balance(aliases: dict[str, Any], name: str, path: str, rounds: int, **terms: Any) -> None:
+    """Read a number in a file, work, write it back one higher; again and again."""
+    _use(aliases)
+    say("ready")
+    hear_word("go")
+    with Path(path).open("r+b", buffering=0) as file:
+        for _ in range(rounds):
+            with lock(name, **terms):
+                balance = int(os.pread(file.fileno(), WIDTH, 0))
+                time.sleep(WORK)
+                os.pwrite(file.fileno(), b"%0*d" % (WIDTH, balance + 1), 0)
+
+
+def attach(aliases: dict[str, Any], text: str) -> int | None:
+    """Take over a lease, hold it until told to leave, and release it."""
+    _use(aliases)
+    with Lease.attach(text) as lease:
+        say("attached", token=lease.fencing_token, name=lease.name)
+        hear_word("leave")
+    return lease.fencing_token
+
+
+def take_both(aliases: dict[str, Any], names: list[str], rounds: int, **terms: Any) -> int:
+    """Take several locks at once, again and again; return how often that worked."""
+    _use(aliases)
+    say("ready")
+    hear_word("go")
+    for _ in range(rounds):
+        with lock_all(*names, **terms):
+            time.sleep(WORK)
+    return rounds
+
+
+def fork_inside(aliases: dict[str, Any], name: str, **terms: Any) -> bool:
+    """Fork while the lock is held; the forked child leaves the block and ends like any process."""
+    _use(aliases)
+    with lock(name, **terms) as lease:
+        pid = os.fork()
+        if pid == 0:
+            say(
+                "forked",
+                held=lease.held,
+                check=_outcome_of(lease.check),
+                extend=_outcome_of(lease.extend),
+                release=_outcome_of(lease.release),
+                taken=lock(name, **{**terms, "timeout": 0}).acquire() is not None,
+            )
+            sys.exit(0)
+        _, status = os.waitpid(pid, 0)
+        assert status == 0
+        say("alone")
+        hear_word("leave")
+        lease.extend()
+        return lease.held
+
+
+def _outcome_of(call: Any) -> str:
+    try:
+        call()
+    except LockError as error:
+        return type(error).__name__
+    return "done"

@@ -1,0 +1,154 @@
+"""Every test of the contract runs over each profile that declares what the test needs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from django_distlock import locks
+from django_distlock.conf import read_settings
+from django_distlock.registry import registry
+from tests.fixtures.eventually import eventually
+from tests.fixtures.processes import Child, Spawn
+
+from .faults import Faulty, faulty_version_of
+from .profiles import PROFILES, Profile
+from .rivals import Rival
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+    from django_distlock.backends.base import BaseLockBackend
+
+#: The alias that the tests use, and others of the same settings: other servers of one application.
+ALIAS = "contract"
+SITES = 12
+_numbers = itertools.count(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs(*traits): runs over profiles that declare them all")
+    config.addinivalue_line(
+        "markers", "lacks(*traits): runs over profiles that declare none of them"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "profile" in metafunc.fixturenames:
+        metafunc.parametrize("profile", [_parameter(profile) for profile in PROFILES])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    refused = [item for item in items if not _suits(item)]
+    if refused:
+        config.hook.pytest_deselected(items=refused)
+        items[:] = [item for item in items if item not in set(refused)]
+
+
+def _parameter(profile: Profile) -> Any:
+    marks = [*profile.marks, *([pytest.mark.server] if profile.needs_server else [])]
+    return pytest.param(profile, id=profile.name, marks=marks)
+
+
+def _suits(item: pytest.Item) -> bool:
+    profile = item.callspec.params.get("profile") if hasattr(item, "callspec") else None
+    if not isinstance(profile, Profile):
+        return True
+    needed = {trait for mark in item.iter_markers("needs") for trait in mark.args}
+    lacked = {trait for mark in item.iter_markers("lacks") for trait in mark.args}
+    return needed <= profile.traits and not lacked & profile.traits
+
+
+@pytest.fixture
+def using(profile: Profile, request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+    """The alias under test. Afterwards nothing may be left that this process holds or waits for."""
+    for fixture in profile.fixtures:
+        request.getfixturevalue(fixture)
+    least = 2 if "whole_seconds" in profile.traits else 0
+    brief = {"TTL": max(5 * profile.tick, least), "TIMEOUT": 3 * profile.tick}
+    settings.DISTLOCK = {
+        ALIAS: profile.settings,
+        "brief": {**profile.settings, **brief},
+        "prefixed": {**profile.settings, "KEY_PREFIX": "other"},
+        **{f"site{number}": profile.settings for number in range(SITES)},
+    }
+    _forget_leases()  # of tests that failed elsewhere
+    yield ALIAS
+    try:
+        eventually(lambda: not registry.leases(), 15, "all leases of the test have ended")
+    finally:
+        _forget_leases()
+        locks.close()
+
+
+def _forget_leases() -> None:
+    # One test that fails must not make the others fail.
+    registry.release_all()
+    for lease in registry.leases():
+        registry.discard(lease)
+
+
+@pytest.fixture
+def backend(using: str, request: pytest.FixtureRequest) -> BaseLockBackend:
+    """The backend under test; the faulty one where a test asks for that too."""
+    if "faulty" in request.fixturenames:
+        request.getfixturevalue("faulty")
+    return locks[using]
+
+
+@pytest.fixture
+def sites(using: str, profile: Profile) -> list[str]:
+    """Aliases by which as many servers of one application meet the same locks."""
+    if "cross_process" not in profile.traits:
+        return [using] * SITES
+    return [f"site{number}" for number in range(SITES)]
+
+
+@pytest.fixture
+def tick(profile: Profile) -> float:
+    """The unit of time, in seconds."""
+    return profile.tick
+
+
+@pytest.fixture
+def name() -> str:
+    """A name that no other test has locked."""
+    return f"contract:{os.getpid()}:{next(_numbers)}"
+
+
+@pytest.fixture
+def rival(backend: BaseLockBackend, name: str) -> Iterator[Callable[..., Rival]]:
+    """Makes rivals for the lock of the test (or another *of*); what they hold is given back."""
+    rivals: list[Rival] = []
+
+    def make(of: str = name, **wishes: Any) -> Rival:
+        rivals.append(Rival.of(backend, of, **wishes))
+        return rivals[-1]
+
+    yield make
+    for each in rivals:
+        each.leaves()
+
+
+@pytest.fixture
+def faulty(using: str) -> Iterator[Faulty]:
+    """The backend under test, with verbs that can be watched and broken."""
+    backend = faulty_version_of(locks[using], read_settings()[using])
+    locks.replace(using, backend)
+    yield backend
+    backend.heal()
+
+
+@pytest.fixture
+def child(using: str, settings: Settings, spawn: Spawn) -> Callable[..., Child]:
+    """Start another process that runs one of acts.py with the aliases of the test."""
+
+    def start(act: str, **arguments: Any) -> Child:
+        aliases = {using: settings.DISTLOCK[using]}
+        return spawn(f"tests.contract.acts:{act}", aliases=aliases, **arguments)
+
+    return start

@@ -1,0 +1,68 @@
+"""Running calls in threads of their own, and bringing back what they return or raise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from django_distlock import Lease, Lock
+
+_T = TypeVar("_T")
+
+#: Seconds after which a thread that has not come back fails its test.
+LONGEST = 40.0
+
+
+def start(call: Callable[[], _T]) -> Future[_T]:
+    """Run *call* in a new thread; the future has its outcome."""
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - goes to whoever asks the future
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def elsewhere(call: Callable[[], _T]) -> _T:
+    """Return what *call* returns in another thread."""
+    return start(call).result(LONGEST)
+
+
+def together(*calls: Callable[[], _T]) -> list[_T]:
+    """Run each of *calls* in a thread of its own, begun at one moment; return what they return."""
+    ready = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], _T]) -> _T:
+        ready.wait(LONGEST)
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(run, call) for call in calls]
+        return [future.result(LONGEST) for future in futures]
+
+
+@contextmanager
+def held_in_thread(lock: Lock) -> Iterator[Lease]:
+    """Have another thread of this process hold *lock* during the block."""
+    over = threading.Event()
+    taken: Future[Lease] = Future()
+
+    def hold() -> None:
+        with lock as lease:
+            taken.set_result(lease)
+            over.wait(LONGEST)
+
+    holder = start(hold)
+    try:
+        yield taken.result(LONGEST)
+    finally:
+        over.set()
+        holder.result(LONGEST)

@@ -1,0 +1,196 @@
+"""The backends that the contract is run over. A new backend is one more Profile."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.fixtures.environment import ZOOKEEPER_PORTS
+
+DATABASE = "django_distlock.backends.database.DatabaseBackend"
+ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
+ADVISORY = "django_distlock.backends.advisory.AdvisoryBackend"
+CACHE = "django_distlock.backends.redis.CacheRedisBackend"
+LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
+REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
+BY_CACHE = "django_distlock.backends.cache.CacheBackend"
+ZOOKEEPER = "django_distlock.backends.zookeeper.ZooKeeperBackend"
+
+#: Traits that are flags of the backend: test_traits.py compares what is declared here with them.
+FLAGS = {
+    "fencing": "supports_fencing",
+    "shared": "supports_shared",
+    "listing": "supports_listing",
+    "purge": "supports_purge",
+    "detach": "supports_detach",
+    "session_bound": "session_bound",
+    "delays": "supports_delays",
+    "wakes_waiters": "wakes_waiters",
+}
+#: cross_process: other processes meet the same lock. leased: a ttl on the server ends a holding.
+#: fair: waiters are served in order whatever process they are in. delays: min_hold and lock_delay.
+#: spares_writers: readers let a waiting writer go first. lists_readers: each reader is listed.
+#: names_holder: who is refused is told by whom, even if nothing can be listed.
+#: hides_end: but not for how long. whole_seconds: a ttl takes seconds, from two on; what becomes of
+#: it is tested in tests/backends/, many locks at a time.
+TRAITS = {
+    *FLAGS,
+    "cross_process",
+    "leased",
+    "fair",
+    "spares_writers",
+    "lists_readers",
+    "names_holder",
+    "hides_end",
+    "whole_seconds",
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A backend as a project would configure it, and what it declares that it can do.
+
+    *settings* is an alias of DISTLOCK. *fixtures* start what it needs. *tick* is the shortest time
+    in seconds that can be told apart on it: every wait and every ttl of the tests is a multiple.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    traits: frozenset[str]
+    fixtures: tuple[str, ...] = ()
+    needs_server: bool = False
+    tick: float = 0.1
+    marks: tuple[pytest.MarkDecorator, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        unknown = self.traits - TRAITS
+        assert not unknown, f"profile {self.name}: unknown traits {unknown}"
+
+    @property
+    def names_holder(self) -> bool:
+        """Whether who is refused is told who has it."""
+        return not self.traits.isdisjoint({"listing", "names_holder"})
+
+    @property
+    def tells_end(self) -> bool:
+        """Whether who is refused is told for how long still."""
+        return "leased" in self.traits and "hides_end" not in self.traits
+
+
+def needs(*traits: str) -> pytest.MarkDecorator:
+    """Run a test over the profiles that declare all of *traits*."""
+    assert set(traits) <= TRAITS, f"unknown traits {set(traits) - TRAITS}"
+    return pytest.mark.needs(*traits)
+
+
+def lacks(*traits: str) -> pytest.MarkDecorator:
+    """Run a test over the profiles that declare none of *traits*."""
+    assert set(traits) <= TRAITS, f"unknown traits {set(traits) - TRAITS}"
+    return pytest.mark.lacks(*traits)
+
+
+LEASED = frozenset({"fencing", "listing", "detach", "leased", "delays"})
+READERS = frozenset({"shared", "spares_writers", "lists_readers"})
+ROWS = LEASED | {"purge", "cross_process"}
+NOTIFIED = ROWS | {"wakes_waiters"}
+MEMCACHED = frozenset({"cross_process", "leased", "names_holder", "hides_end", "whole_seconds"})
+REDIS = LEASED | READERS | {"cross_process", "wakes_waiters"}
+MAJORITY = frozenset({"listing", "detach", "leased", "cross_process"})
+BARE = frozenset({"session_bound", "cross_process"})
+SESSION = BARE | {"fencing", "listing"}
+
+
+def _database(
+    name: str, using: str, traits: frozenset[str], fixture: str = "", **options: object
+) -> Profile:
+    settings = {"BACKEND": DATABASE, "OPTIONS": {"using": using, **options}}
+    return Profile(name, settings, traits, (fixture,) if fixture else (), bool(fixture))
+
+
+def _session(
+    name: str,
+    backend: str,
+    using: str,
+    traits: frozenset[str],
+    tick: float = 0.1,
+    **options: object,
+) -> Profile:
+    # Some tests hold forty locks at once, each of which takes a connection.
+    options = {"using": using, "max_connections": 50, **options}
+    settings = {"BACKEND": backend, "OPTIONS": options}
+    return Profile(name, settings, traits, (using,), needs_server=True, tick=tick)
+
+
+def _redis(
+    name: str, cache: str, traits: frozenset[str] = REDIS, fixture: str = "redis", **options: object
+) -> Profile:
+    settings = {"BACKEND": CACHE, "OPTIONS": {"cache": cache, **options}}
+    return Profile(name, settings, traits, (fixture,), needs_server=True)
+
+
+def _redlock(name: str, traits: frozenset[str], **options: object) -> Profile:
+    servers = [f"redis_{number}" for number in ("one", "two", "three", "four", "five")]
+    # The servers of the tests have just been started, and share a busy machine.
+    patient = {"server_timeout": 0.5, "connect_timeout": 1.0}
+    options = {"servers": servers, "restart_guard": False, **patient, **options}
+    settings = {"BACKEND": REDLOCK, "OPTIONS": options}
+    return Profile(name, settings, traits, ("redis_five",), needs_server=True)
+
+
+def _memcached(cache: str) -> Profile:
+    settings = {"BACKEND": BY_CACHE, "OPTIONS": {"cache": cache}}
+    return Profile(f"memcached-{cache}", settings, MEMCACHED, ("memcached",), needs_server=True)
+
+
+def _zookeeper() -> Profile:
+    hosts = ",".join(f"127.0.0.1:{os.environ.get(port, '1')}" for port in ZOOKEEPER_PORTS)
+    # Three servers and all clients share one machine, which may be busy.
+    options = {"hosts": hosts, "session_timeout": 3.0, "io_timeout": 5.0}
+    settings = {"BACKEND": ZOOKEEPER, "OPTIONS": options}
+    traits = SESSION | READERS | {"fair", "purge", "wakes_waiters"}
+    return Profile("zookeeper", settings, traits, ("zookeeper",), needs_server=True, tick=0.4)
+
+
+PROFILES = (
+    Profile("locmem", {"BACKEND": LOCMEM}, LEASED | READERS | {"fair", "wakes_waiters"}),
+    _database("sqlite", "default", ROWS),
+    _database("sqlite-fair", "default", ROWS | {"fair"}, fair=True),
+    _database("postgres", "postgres", NOTIFIED, "postgres"),
+    _database("postgres-fair", "postgres", NOTIFIED | {"fair"}, "postgres", fair=True),
+    _database("postgres-portable", "postgres", ROWS, "postgres", engine="portable"),
+    _database("postgres-pgbouncer", "pgbouncer", ROWS, "pgbouncer", listen=False),
+    _database("mariadb", "mariadb", ROWS, "mariadb"),
+    _database("mariadb-fair", "mariadb", ROWS | {"fair"}, "mariadb", fair=True),
+    _database("mariadb-portable", "mariadb", ROWS, "mariadb", engine="portable"),
+    _session("postgres-rowlock", ROWLOCK, "postgres", SESSION | {"shared", "lists_readers"}),
+    _session(
+        "mariadb-rowlock", ROWLOCK, "mariadb", SESSION | {"shared", "spares_writers"}, tick=0.5
+    ),
+    _session(
+        "postgres-advisory",
+        ADVISORY,
+        "postgres",
+        SESSION | {"shared", "lists_readers", "spares_writers"},
+    ),
+    _session(
+        "postgres-advisory-bare",
+        ADVISORY,
+        "postgres",
+        BARE | {"shared", "spares_writers"},
+        fencing=False,
+    ),
+    _session("mariadb-advisory", ADVISORY, "mariadb", SESSION, tick=0.5),
+    _redis("redis", "django_redis"),
+    _redis("redis-fair", "redis_cache", REDIS | {"fair"}, fair=True),
+    _redis("redis-transactions", "redis_cache", scripting=False),
+    _redis("redis-sentinel", "redis_sentinel", fixture="redis_sentinel"),
+    _redis("redis-cluster", "redis_cluster", fixture="redis_cluster", cluster=True),
+    _memcached("pymemcache"),
+    _memcached("pylibmc"),
+    _redlock("redlock", MAJORITY),
+    _redlock("redlock-fencing", MAJORITY | {"fencing"}, fencing=True),
+    _zookeeper(),
+)

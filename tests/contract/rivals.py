@@ -1,0 +1,53 @@
+"""Somebody else who wants the lock, as the server sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from django_distlock.holder import Holder
+from django_distlock.protocol import Busy, Grant, Release, Request
+from tests.fixtures.eventually import eventually
+
+if TYPE_CHECKING:
+    from django_distlock.backends.base import BaseLockBackend
+
+
+class Rival:
+    """Asks by the backend's verbs, past the queue that the threads of this process stand in."""
+
+    def __init__(self, backend: BaseLockBackend, request: Request) -> None:
+        self._backend = backend
+        self.request = request
+        self.token: int | None = None
+        self.refused = Busy()
+
+    @classmethod
+    def of(
+        cls, backend: BaseLockBackend, name: str, *, shared: bool = False, ttl: float = 20.0
+    ) -> Rival:
+        """Return a rival for the lock *name*; see Request for the times."""
+        holder = dataclasses.replace(Holder.current(), thread="rival")
+        return cls(backend, backend.request(name, ttl=ttl, holder=holder, shared=shared))
+
+    def tries(self) -> bool:
+        """Ask once, and tell whether it is ours."""
+        answer = self._backend.try_acquire(self.request, queued=False)
+        if isinstance(answer, Grant):
+            self.token = answer.token
+            return True
+        self.refused = answer
+        return False
+
+    def takes(self, within: float = 5.0) -> None:
+        """Have it within so many seconds."""
+        eventually(self.tries, within, f"a rival is granted {self.request.name!r}")
+
+    @property
+    def holds(self) -> bool:
+        """Whether the server says that it is ours; asking lets it live longer."""
+        return self._backend.extend([self.request])[0]
+
+    def leaves(self) -> Release:
+        """Give it back."""
+        return self._backend.release(self.request)

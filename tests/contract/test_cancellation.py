@@ -1,0 +1,165 @@
+"""Whatever interrupts an acquire or a release, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from django_distlock import LockError, lock
+from django_distlock.registry import registry
+from tests.fixtures.eventually import aeventually
+
+from .faults import Faulty, total
+from .rivals import Rival
+
+Rivals = Callable[..., Rival]
+#: Seconds until everything must be free: a release by another thread, on a busy machine. What a
+#: server carries out late is given back by a second look, two seconds after the first.
+SOON = 6.0
+
+
+async def _ends(task: asyncio.Task[object]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+async def _becomes_free(other: Rival) -> None:
+    await asyncio.to_thread(other.takes, SOON)
+
+
+async def _hold(using: str, name: str) -> None:
+    async with lock(name, using=using, timeout=30):
+        await asyncio.Event().wait()
+
+
+async def test_a_task_cancelled_at_any_moment_of_its_acquire_leaves_nothing(
+    using: str, name: str, rival: Rivals
+) -> None:
+    names = [f"{name}:{number}" for number in range(40)]
+    tasks = [asyncio.create_task(_hold(using, each)) for each in names]
+    random.shuffle(tasks)
+
+    for task in tasks:
+        await asyncio.sleep(random.uniform(0, 0.002))
+        task.cancel()
+    await asyncio.wait(tasks)
+
+    for each in names:
+        await _becomes_free(rival(of=each))
+
+
+async def test_a_task_cancelled_while_it_waits_leaves_nothing(
+    using: str, name: str, rival: Rivals
+) -> None:
+    holder, other = rival(), rival()
+    await asyncio.to_thread(holder.takes)
+    tasks = [asyncio.create_task(_hold(using, name)) for _ in range(5)]
+    await aeventually(lambda: len(registry.leases()) == 5)
+
+    for task in tasks:
+        await _ends(task)
+
+    await asyncio.to_thread(holder.leaves)
+    await _becomes_free(other)
+
+
+@pytest.mark.parametrize("hangs", ["hang", "hang_replies"])
+async def test_a_task_cancelled_while_its_request_is_under_way_leaves_nothing(
+    faulty: Faulty, using: str, name: str, rival: Rivals, hangs: str
+) -> None:
+    other = rival()
+    hung = getattr(faulty, hangs)("try_acquire")
+    task = asyncio.create_task(_hold(using, name))
+    await aeventually(lambda: faulty.calls["try_acquire"])
+
+    await _ends(task)
+    faulty.heal()
+
+    hung.set()
+    await _becomes_free(other)
+
+
+async def test_a_task_cancelled_while_it_takes_its_place_in_the_queue_leaves_nothing(
+    faulty: Faulty, using: str, name: str, rival: Rivals
+) -> None:
+    holder, other = rival(), rival()
+    await asyncio.to_thread(holder.takes)
+    hung = faulty.hang("enqueue")
+    task = asyncio.create_task(_hold(using, name))
+    # A backend without a queue has tried twice by then.
+    await aeventually(
+        lambda: faulty.calls["enqueue"] or faulty.calls["wait_acquire"] or total(faulty.calls) > 5
+    )
+
+    await _ends(task)
+    hung.set()
+
+    await asyncio.to_thread(holder.leaves)
+    await _becomes_free(other)
+
+
+async def test_a_timeout_of_asyncio_around_an_acquire_leaves_nothing(
+    using: str, name: str, rival: Rivals
+) -> None:
+    holder, other = rival(), rival()
+    await asyncio.to_thread(holder.takes)
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1), lock(name, using=using, timeout=None):
+            pytest.fail("the lock is held by somebody else")
+
+    await asyncio.to_thread(holder.leaves)
+    await _becomes_free(other)
+
+
+async def test_a_task_cancelled_while_it_releases_has_released(
+    faulty: Faulty, using: str, name: str, rival: Rivals
+) -> None:
+    other = rival()
+    lease = await lock(name, using=using).aacquire()
+    assert lease
+    hung = faulty.hang("release")
+    task = asyncio.create_task(lease.arelease())
+    await aeventually(lambda: faulty.calls["release"])
+
+    await _ends(task)
+    hung.set()
+
+    await _becomes_free(other)
+
+
+def test_a_loop_that_ends_in_the_middle_of_everything_leaves_nothing(
+    using: str, name: str, rival: Rivals
+) -> None:
+    names = [f"{name}:{number}" for number in range(10)]
+    tasks = []
+
+    async def main() -> None:
+        for each in names:
+            tasks.append(asyncio.create_task(_hold(using, each)))
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+
+    for each in names:
+        rival(of=each).takes(within=SOON)
+
+
+def test_a_release_that_fails_is_tried_until_it_works(
+    faulty: Faulty, using: str, name: str, rival: Rivals
+) -> None:
+    other = rival()
+    faulty.fail("release", times=3)
+    lease = lock(name, using=using).acquire()
+    assert lease
+
+    with pytest.raises(LockError):
+        lease.release()
+
+    assert not lease.held
+    other.takes(within=5)
+    faulty.heal()  # who gives it back in another way has left some faults

@@ -1,0 +1,189 @@
+"""A server that fails is told as that: it never looks like a busy lock, nor like a held one."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.core.cache import caches
+from django.db import connections
+
+from django_distlock import (
+    LockBackendError,
+    LockNotAcquired,
+    LockNotHeld,
+    LockOutcomeUnknown,
+    distributed_lock,
+    lock,
+    lock_all,
+    skip,
+)
+from django_distlock.conf import BackendSettings
+from django_distlock.handler import make_backend
+from django_distlock.signals import lock_busy
+
+from .faults import Faulty
+from .profiles import Profile, needs
+from .rivals import Rival
+
+Rivals = Callable[..., Rival]
+
+
+@pytest.mark.parametrize("timeout", [0, 1, None])
+def test_an_acquire_raises_the_error_at_once(
+    faulty: Faulty, using: str, name: str, timeout: float | None
+) -> None:
+    faulty.fail("try_acquire")
+    began = time.monotonic()
+
+    with pytest.raises(LockBackendError) as caught:
+        lock(name, using=using, timeout=timeout).acquire()
+    with pytest.raises(LockBackendError), lock(name, using=using, timeout=timeout):
+        pytest.fail("not held")
+
+    assert time.monotonic() - began < 1
+    assert caught.value.alias == using
+    assert not isinstance(caught.value, LockNotAcquired | TimeoutError)
+
+
+async def test_an_acquire_of_a_task_raises_it_too(faulty: Faulty, using: str, name: str) -> None:
+    faulty.fail("try_acquire")
+
+    with pytest.raises(LockBackendError):
+        await lock(name, using=using).aacquire()
+
+
+def test_lock_all_and_the_decorator_raise_it_too(faulty: Faulty, using: str, name: str) -> None:
+    @distributed_lock(name, using=using, on_busy=skip("skipped"))
+    def work() -> str:
+        return "worked"
+
+    faulty.fail("try_acquire")
+
+    with pytest.raises(LockBackendError):
+        lock_all(name, f"{name}:b", using=using).acquire()
+    with pytest.raises(LockBackendError):
+        work()
+
+
+def test_it_is_logged_as_an_error_and_not_told_as_busy(
+    faulty: Faulty, using: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    busy: list[Any] = []
+    faulty.fail("try_acquire")
+
+    def receive(**facts: Any) -> None:
+        busy.append(facts)
+
+    lock_busy.connect(receive)
+    try:
+        with pytest.raises(LockBackendError):
+            lock(name, using=using, timeout=0).acquire()
+    finally:
+        lock_busy.disconnect(receive)
+
+    assert not busy
+    assert [r.levelno for r in caplog.records if name in r.getMessage()] == [logging.ERROR]
+
+
+def test_a_failure_while_waiting_is_raised_and_nothing_is_left(
+    faulty: Faulty, using: str, name: str, rival: Rivals, tick: float
+) -> None:
+    holder, other = rival(), rival()
+    holder.takes()
+    faulty.fail("enqueue")
+    faulty.fail("probe")
+
+    if faulty.queues_waiters:
+        with pytest.raises(LockBackendError):
+            lock(name, using=using, timeout=20).acquire()
+    faulty.heal()
+
+    holder.leaves()
+    other.takes(within=3)
+
+
+def test_a_question_that_fails_is_not_answered(faulty: Faulty, using: str, name: str) -> None:
+    faulty.fail("probe")
+
+    with pytest.raises(LockBackendError):
+        lock(name, using=using).locked()
+
+
+def test_an_extension_that_fails_leaves_the_lease_as_it_is(
+    faulty: Faulty, using: str, name: str
+) -> None:
+    with lock(name, using=using, ttl=20) as lease:
+        before = lease.deadline
+        faulty.fail("extend", times=1)
+
+        with pytest.raises(LockBackendError):
+            lease.extend()
+
+        assert lease.held
+        assert lease.deadline == before
+
+
+def test_a_release_that_fails_leaves_a_lease_that_is_over(
+    faulty: Faulty, using: str, name: str, rival: Rivals
+) -> None:
+    other = rival()
+    lease = lock(name, using=using).acquire()
+    assert lease
+    faulty.fail("release", times=1)
+
+    with pytest.raises(LockBackendError):
+        lease.release()
+
+    assert not lease.held
+    with pytest.raises(LockNotHeld):
+        lease.release()
+    other.takes(within=3)
+
+
+def test_a_reply_that_stays_lost_is_told_as_that(faulty: Faulty, using: str, name: str) -> None:
+    faulty.lose_replies("try_acquire", times=2)
+
+    with pytest.raises(LockOutcomeUnknown):
+        lock(name, using=using).acquire()
+
+
+def _moved_nowhere(server: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a database or a cache, or OPTIONS, with a place where nobody is."""
+    if sentinels := server.get("OPTIONS", {}).get("SENTINELS"):
+        nowhere = [(host, 1) for host, _ in sentinels]
+        return {**server, "OPTIONS": {**server["OPTIONS"], "SENTINELS": nowhere}}
+    if "LOCATION" in server:
+        return {**server, "LOCATION": re.sub(r":\d+", ":1", server["LOCATION"])}
+    if "servers" in server:
+        return {**server, "servers": [f"redis://127.0.0.1:{port}" for port in range(1, 6)]}
+    if "hosts" in server:
+        return {**server, "hosts": "127.0.0.1:1", "io_timeout": 0.5}
+    return {**server, "NAME": "/nonexistent/locks.sqlite3", "HOST": "127.0.0.1", "PORT": "1"}
+
+
+@needs("cross_process")
+def test_a_server_that_is_not_there_is_an_error_of_ours_with_its_cause(
+    profile: Profile, using: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = profile.settings["OPTIONS"]
+    alias = f"nowhere-{profile.name}"  # Django keeps what it made for an alias
+    if {"hosts", "servers"} & options.keys():
+        options = _moved_nowhere(options)
+    else:
+        key = "cache" if "cache" in options else "using"
+        known = caches.settings if "cache" in options else connections.settings
+        monkeypatch.setitem(known, alias, _moved_nowhere(known[options[key]]))
+        options = {**options, key: alias}
+    backend = make_backend(BackendSettings("broken", profile.settings["BACKEND"], options=options))
+
+    with pytest.raises(LockBackendError) as caught:
+        Rival.of(backend, name).tries()
+
+    assert caught.value.alias == "broken"
+    assert caught.value.__cause__ is not None
+    backend.close()

@@ -1,0 +1,164 @@
+"""extend(), min_hold and lock_delay: how long a name stays taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+
+from django_distlock import LockLost, LockNotAcquired, LockNotHeld, lock
+from tests.fixtures.eventually import eventually, never
+
+from .profiles import lacks, needs
+from .rivals import Rival
+
+
+@lacks("whole_seconds")
+@needs("leased")
+def test_extend_lets_it_live_longer_here_and_on_the_server(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+
+    with lock(name, using=using, ttl=4 * tick, renew=False) as lease:
+        lease.extend(20 * tick)
+
+        assert lease.remaining > 15 * tick
+        never(other.tries, 6 * tick)
+        lease.check()
+
+
+@lacks("whole_seconds")
+@needs("leased")
+async def test_aextend_does_the_same(using: str, name: str, tick: float) -> None:
+    async with lock(name, using=using, ttl=4 * tick, renew=False) as lease:
+        await lease.aextend(20 * tick)
+
+        assert lease.remaining > 15 * tick
+
+
+@lacks("whole_seconds")
+@needs("leased")
+def test_extend_never_shortens(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+
+    with lock(name, using=using, ttl=8 * tick, renew=False) as lease:
+        deadline = lease.deadline
+        lease.extend(tick)
+
+        assert lease.deadline == deadline
+        never(other.tries, 4 * tick)
+        lease.check()
+
+
+@needs("leased")
+def test_extend_takes_a_timedelta(using: str, name: str) -> None:
+    with lock(name, using=using, ttl=5) as lease:
+        lease.extend(timedelta(seconds=50))
+
+        assert lease.remaining > 40
+
+
+@needs("leased")
+@pytest.mark.parametrize("ttl", [0, -1, float("nan"), float("inf"), "5", True])
+def test_extend_refuses_what_is_no_time(using: str, name: str, ttl: float) -> None:
+    with lock(name, using=using) as lease:
+        before = lease.ttl, lease.deadline
+
+        with pytest.raises((TypeError, ValueError)):
+            lease.extend(ttl)
+
+        assert (lease.ttl, lease.deadline) == before
+
+
+@lacks("whole_seconds")
+@needs("leased")
+def test_extend_takes_nothing_back_that_is_lost(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    lease = lock(name, using=using, ttl=2 * tick, renew=False).acquire()
+    assert lease
+    eventually(lambda: lease.lost)
+
+    with pytest.raises(LockLost):
+        lease.extend()
+
+    assert lease.lost
+    rival().takes(within=5 * tick)
+
+
+def test_extend_after_the_release_is_an_error(using: str, name: str) -> None:
+    with lock(name, using=using) as lease:
+        pass
+
+    with pytest.raises(LockNotHeld):
+        lease.extend()
+
+
+@needs("delays")
+def test_min_hold_refuses_the_name_for_a_while_after_an_early_release(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    began = time.monotonic()
+    with lock(name, using=using, min_hold=8 * tick):
+        pass
+
+    assert not other.tries()
+    assert other.refused.remaining is not None
+    assert 0 < other.refused.remaining <= 8 * tick
+    assert lock(name, using=using).locked()
+    with pytest.raises(LockNotAcquired), lock(name, using=using, timeout=0):
+        pass
+    other.takes(within=20 * tick)
+
+    assert time.monotonic() - began >= 8 * tick - 0.001
+
+
+@needs("delays")
+def test_min_hold_that_is_over_at_the_release_refuses_nobody(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    with lock(name, using=using, min_hold=tick):
+        over = time.monotonic() + 1.1 * tick
+        eventually(lambda: time.monotonic() > over)
+
+    assert rival().tries()
+
+
+@needs("delays")
+def test_a_waiter_gets_the_lock_when_min_hold_is_over(using: str, name: str, tick: float) -> None:
+    with lock(name, using=using, min_hold=3 * tick):
+        pass
+
+    with lock(name, using=using, timeout=50 * tick) as lease:
+        assert lease.held
+
+
+@needs("delays")
+def test_lock_delay_refuses_the_name_for_a_while_after_a_holder_died(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    began = time.monotonic()
+    lease = lock(name, using=using, ttl=3 * tick, lock_delay=4 * tick, renew=False).acquire()
+    assert lease
+
+    eventually(lambda: lease.lost)
+    other.takes(within=20 * tick)
+
+    assert time.monotonic() - began >= 7 * tick - 0.001
+
+
+@needs("delays")
+def test_lock_delay_does_not_matter_after_a_release(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    with lock(name, using=using, ttl=30 * tick, lock_delay=30 * tick) as lease:
+        lease.extend()
+
+    assert rival().tries()

@@ -1,0 +1,118 @@
+"""Fencing tokens rise with each new holding, whatever ended the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from django_distlock import Lease, lock
+from django_distlock.backends.base import BaseLockBackend
+
+from .crew import elsewhere, together
+from .profiles import needs
+from .rivals import Rival
+
+pytestmark = needs("fencing")
+
+
+def _token(lease: Lease) -> int:
+    assert lease.fencing_token is not None
+    return lease.fencing_token
+
+
+def _one_holding(using: str, name: str) -> int:
+    with lock(name, using=using, timeout=30) as lease:
+        return _token(lease)
+
+
+@pytest.fixture
+def before(using: str, name: str) -> int:
+    """The token of a holding that is over."""
+    return _one_holding(using, name)
+
+
+def _rises(tokens: list[int]) -> bool:
+    return all(first < second for first, second in pairwise(tokens))
+
+
+def test_it_rises_over_releases(using: str, name: str) -> None:
+    assert _rises([_one_holding(using, name) for _ in range(20)])
+
+
+@needs("leased")
+def test_it_rises_over_an_expiry(
+    using: str, name: str, before: int, tick: float, rival: Callable[..., Rival]
+) -> None:
+    dead = rival(ttl=tick)
+    dead.takes()
+
+    after = _one_holding(using, name)
+
+    assert dead.token is not None
+    assert before < dead.token < after
+
+
+@needs("listing")
+def test_it_rises_over_a_forced_release(
+    using: str, name: str, backend: BaseLockBackend, before: int, rival: Callable[..., Rival]
+) -> None:
+    forced = rival()
+    forced.takes()
+    [record] = [held for held in backend.held() if held.key == forced.request.key]
+    assert backend.force_release(record.key, record.owner_digest)
+
+    after = _one_holding(using, name)
+
+    assert forced.token is not None
+    assert before < forced.token < after
+
+
+def test_it_rises_from_one_server_of_an_application_to_the_next(
+    sites: list[str], name: str
+) -> None:
+    assert _rises([_one_holding(site, name) for site in sites])
+
+
+def test_it_rises_in_the_order_of_the_holdings_of_many_threads(sites: list[str], name: str) -> None:
+    tokens: list[int] = []
+
+    def work(site: str) -> None:
+        for _ in range(5):
+            with lock(name, using=site, timeout=30) as lease:
+                tokens.append(_token(lease))
+
+    together(*(partial(work, site) for site in sites[:4]))
+
+    assert len(tokens) == 20
+    assert _rises(tokens)
+
+
+def test_a_reentry_and_an_extension_keep_it(using: str, name: str) -> None:
+    with lock(name, using=using) as outer:
+        token = outer.fencing_token
+        outer.extend()
+        with lock(name, using=using) as inner:
+            assert inner.fencing_token == outer.fencing_token == token
+
+
+@needs("detach")
+def test_a_hand_over_keeps_it(using: str, name: str) -> None:
+    lease = lock(name, using=using).acquire()
+    assert lease
+    text = lease.detach()
+
+    def go_on() -> int:
+        with Lease.attach(text) as attached:
+            return _token(attached)
+
+    assert elsewhere(go_on) == lease.fencing_token
+    assert _one_holding(using, name) > _token(lease)
+
+
+def test_tokens_of_two_locks_do_not_depend_on_each_other(using: str, name: str) -> None:
+    with lock(f"{name}:a", using=using) as first, lock(f"{name}:b", using=using) as second:
+        assert _token(first) > 0
+        assert _token(second) > 0

@@ -1,0 +1,184 @@
+"""A lease handed to another process: detach here, attach there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from django.core.signing import BadSignature
+
+from django_distlock import Lease, LockLost, LockNotHeld, lock
+from django_distlock.holding import State
+from tests.fixtures.eventually import never
+from tests.fixtures.processes import Child
+
+from .crew import elsewhere
+from .profiles import needs
+from .rivals import Rival
+
+pytestmark = needs("detach")
+Rivals = Callable[..., Rival]
+
+
+def _detached(using: str, name: str, ttl: float = 30) -> tuple[Lease, str]:
+    lease = lock(name, using=using, ttl=ttl).acquire()
+    assert lease
+    return lease, lease.detach()
+
+
+@needs("cross_process")
+def test_another_process_goes_on_with_the_lock(
+    child: Callable[..., Child], using: str, name: str, rival: Rivals
+) -> None:
+    other = rival()
+    lease, text = _detached(using, name)
+    assert not other.tries()
+
+    heir = child("attach", text=text)
+    attached = heir.expect("attached")
+
+    assert attached["name"] == name
+    assert attached["token"] == lease.fencing_token
+    assert not other.tries()
+    heir.tell("leave")
+    heir.result()
+    assert other.tries()
+
+
+def test_here_the_lease_is_over(using: str, name: str) -> None:
+    lease, text = _detached(using, name)
+
+    assert lease.state is State.DETACHED
+    assert not lease.held
+    for operation in (lease.check, lease.release, lease.extend, lease.detach):
+        with pytest.raises(LockNotHeld):
+            operation()
+
+    Lease.attach(text).release()
+
+
+def test_leaving_the_with_does_not_free_what_was_handed_over(
+    using: str, name: str, rival: Rivals
+) -> None:
+    other = rival()
+    with lock(name, using=using) as lease:
+        text = lease.detach()
+
+    assert not other.tries()
+    Lease.attach(text).release()
+    assert other.tries()
+
+
+def test_leaving_the_with_of_the_lease_itself_does_not_either(
+    using: str, name: str, rival: Rivals
+) -> None:
+    lease = lock(name, using=using).acquire()
+    assert lease
+    with lease:
+        text = lease.detach()
+
+    assert not rival().tries()
+    Lease.attach(text).release()
+
+
+def test_another_thread_of_this_process_can_attach_and_enter_again(using: str, name: str) -> None:
+    _, text = _detached(using, name)
+
+    def go_on() -> bool:
+        with Lease.attach(text) as lease, lock(name, using=using, timeout=0) as again:
+            return again is lease
+
+    assert elsewhere(go_on)
+    assert not lock(name, using=using).locked()
+
+
+async def test_a_task_can_detach_and_attach(using: str, name: str) -> None:
+    async with lock(name, using=using) as lease:
+        text = await lease.adetach()
+
+    async with await Lease.aattach(text) as attached:
+        assert attached.held
+        assert attached.fencing_token == lease.fencing_token
+    assert not await lock(name, using=using).alocked()
+
+
+def test_an_attached_lease_is_renewed(using: str, name: str, rival: Rivals, tick: float) -> None:
+    other = rival()
+    _, text = _detached(using, name, ttl=8 * tick)
+
+    with Lease.attach(text):
+        never(other.tries, 16 * tick)
+
+
+def test_an_attached_lease_keeps_the_terms(using: str, name: str, tick: float) -> None:
+    taken = lock(name, using=using, ttl=20 * tick, max_hold=30 * tick, renew=False).acquire()
+    assert taken
+
+    with Lease.attach(taken.detach()) as lease:
+        assert lease.ttl == 20 * tick
+        assert not lease.renews
+        lease.extend(100 * tick)
+        assert lease.remaining <= 30 * tick
+
+
+def test_the_last_extension_gives_the_text_time_to_travel(
+    using: str, name: str, rival: Rivals, tick: float
+) -> None:
+    other = rival()
+    lease = lock(name, using=using, ttl=5 * tick).acquire()
+    assert lease
+
+    text = lease.detach(ttl=60 * tick)
+
+    never(other.tries, 8 * tick)
+    Lease.attach(text).release()
+
+
+@needs("leased")
+def test_attaching_too_late_is_a_loss(using: str, name: str, rival: Rivals, tick: float) -> None:
+    other = rival()
+    _, text = _detached(using, name, ttl=2 * tick)
+    other.takes()
+
+    with pytest.raises(LockLost):
+        Lease.attach(text)
+
+    assert other.holds
+
+
+def test_a_forged_text_is_refused(using: str, name: str) -> None:
+    _, text = _detached(using, name)
+
+    with pytest.raises(BadSignature):
+        Lease.attach(text[:-2] + "xx")
+
+    Lease.attach(text).release()
+
+
+async def test_a_detached_lease_makes_way_in_the_line_of_its_process(using: str, name: str) -> None:
+    lease = await lock(name, using=using).aacquire()
+    assert lease
+
+    async def take() -> bool:
+        async with lock(name, using=using, timeout=20) as taken:
+            return taken.held
+
+    waiting = asyncio.create_task(take())
+    text = await lease.adetach()
+
+    await (await Lease.aattach(text)).arelease()
+
+    assert await waiting
+
+
+@needs("detach")
+def test_a_text_serves_once(using: str, name: str) -> None:
+    taken = lock(name, using=using).acquire()
+    assert taken
+    text = taken.detach()
+
+    with Lease.attach(text) as lease:
+        with pytest.raises(LockLost, match="attached elsewhere"):
+            Lease.attach(text)
+        lease.extend()

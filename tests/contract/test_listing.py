@@ -1,0 +1,153 @@
+"""What operators see, and the one holding that they end by force."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.protocol import Held
+from tests.fixtures.eventually import eventually
+
+from .crew import start
+from .profiles import Profile, needs
+from .rivals import Rival
+
+pytestmark = needs("listing")
+Rivals = Callable[..., Rival]
+
+
+def _records(backend: BaseLockBackend, rival: Rival) -> list[Held]:
+    return [record for record in backend.held() if record.key == rival.request.key]
+
+
+def test_a_held_lock_is_listed_with_its_facts(
+    using: str, name: str, backend: BaseLockBackend, profile: Profile
+) -> None:
+    with lock(name, using=using, ttl=30, purpose="the yearly report") as lease:
+        [record] = [record for record in backend.held() if record.key == lease.request.key]
+
+    assert record.name == name
+    assert record.holder == lease.holder
+    assert record.holder.pid == os.getpid()
+    assert record.holder.purpose == "the yearly report"
+    assert record.token == lease.fencing_token
+    assert not record.shared
+    # A session that goes on has no end.
+    assert (record.remaining is not None) is ("leased" in profile.traits)
+    assert record.remaining is None or 25 < record.remaining < 30.01
+
+
+def test_a_released_lock_is_not_listed(backend: BaseLockBackend, rival: Rivals) -> None:
+    holder = rival()
+    holder.takes()
+    assert _records(backend, holder)
+
+    holder.leaves()
+
+    assert not _records(backend, holder)
+
+
+def test_a_digest_tells_two_holdings_apart(backend: BaseLockBackend, rival: Rivals) -> None:
+    digests = []
+    for _ in range(2):
+        holder = rival()
+        holder.takes()
+        digests += [record.owner_digest for record in _records(backend, holder)]
+        holder.leaves()
+
+    assert len(set(digests)) == 2
+
+
+def test_force_frees_the_lock_for_others_at_once(backend: BaseLockBackend, rival: Rivals) -> None:
+    stuck, other = rival(), rival()
+    stuck.takes()
+    [record] = _records(backend, stuck)
+
+    assert backend.force_release(record.key, record.owner_digest) is True
+
+    assert other.tries()
+    assert not stuck.holds
+
+
+def test_force_never_frees_the_next_holder(backend: BaseLockBackend, rival: Rivals) -> None:
+    seen, after = rival(), rival()
+    seen.takes()
+    [record] = _records(backend, seen)
+    seen.leaves()
+    after.takes()
+
+    assert backend.force_release(record.key, record.owner_digest) is False
+
+    assert after.holds
+
+
+def test_force_of_what_is_not_there_does_nothing(backend: BaseLockBackend, name: str) -> None:
+    assert backend.force_release(name, "no digest") is False
+
+
+@needs("leased")
+def test_the_holder_is_told_at_its_next_renewal(
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
+) -> None:
+    other = rival()
+    lease = lock(name, using=using, ttl=10 * tick).acquire()
+    assert lease
+    [record] = _records(backend, other)
+    assert backend.force_release(record.key, record.owner_digest)
+    other.takes()
+
+    eventually(lambda: lease.lost, 8 * tick)
+
+    with pytest.raises(LockLost):
+        lease.check()
+    with pytest.raises(LockNotOwned):
+        lease.release()
+    assert other.holds
+
+
+def test_a_holder_that_releases_after_the_force_is_told(
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals
+) -> None:
+    lease = lock(name, using=using, ttl=30).acquire()
+    assert lease
+    [record] = _records(backend, rival())
+    assert backend.force_release(record.key, record.owner_digest)
+
+    with pytest.raises(LockNotHeld):
+        lease.release()
+
+
+@needs("wakes_waiters")
+def test_a_waiter_has_it_soon_after_the_force(
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals
+) -> None:
+    stuck = rival(ttl=60)
+    stuck.takes()
+    waiting = start(lambda: _take_and_release(using, name))
+    [record] = _records(backend, stuck)
+
+    assert backend.force_release(record.key, record.owner_digest)
+
+    assert waiting.result(3)
+
+
+def _take_and_release(using: str, name: str) -> bool:
+    with lock(name, using=using, timeout=20) as lease:
+        return lease.held
+
+
+@needs("lists_readers")
+def test_readers_are_listed_one_by_one(backend: BaseLockBackend, rival: Rivals) -> None:
+    readers = [rival(shared=True) for _ in range(2)]
+    for reader in readers:
+        reader.takes()
+
+    records = _records(backend, readers[0])
+
+    assert [record.shared for record in records] == [True, True]
+    assert backend.force_release(records[0].key, records[0].owner_digest)
+    assert len(_records(backend, readers[0])) == 1

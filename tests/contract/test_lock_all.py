@@ -1,0 +1,148 @@
+"""Several locks as one: all or none, within one timeout, in one order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from django_distlock import LockNotAcquired, lock, lock_all
+from tests.fixtures.processes import Child
+
+from .crew import together
+from .faults import Faulty
+from .profiles import needs
+from .rivals import Rival
+
+Rivals = Callable[..., Rival]
+
+
+@pytest.fixture
+def names(name: str) -> list[str]:
+    return [f"{name}:{part}" for part in "abc"]
+
+
+def test_all_are_held_and_all_are_freed(using: str, names: list[str], rival: Rivals) -> None:
+    others = [rival(of=name) for name in names]
+
+    with lock_all(*names, using=using) as leases:
+        assert [lease.name for lease in leases] == names
+        assert all(lease.held for lease in leases)
+        assert not any(other.tries() for other in others)
+
+    assert all(other.tries() for other in others)
+
+
+async def test_a_task_holds_them_all_too(using: str, names: list[str]) -> None:
+    async with lock_all(*names, using=using) as leases:
+        assert all(lease.held for lease in leases)
+
+    assert not any(lease.held for lease in leases)
+
+
+@pytest.mark.parametrize("busy", [0, 1, 2])
+def test_one_that_is_busy_leaves_none_taken(
+    using: str, names: list[str], rival: Rivals, busy: int
+) -> None:
+    rival(of=names[busy]).takes()
+
+    with pytest.raises(LockNotAcquired) as caught, lock_all(*names, using=using, timeout=0):
+        pytest.fail("one of them is held by somebody else")
+
+    assert caught.value.name == names[busy]
+    assert not lock_all(*names, using=using, timeout=0).acquire()
+    for number in {0, 1, 2} - {busy}:
+        assert rival(of=names[number]).tries()
+
+
+async def test_one_that_is_busy_leaves_a_task_none(using: str, names: list[str]) -> None:
+    last = await lock(names[2], using=using, reentrant=False).aacquire()
+    assert last
+
+    assert await lock_all(*names, using=using, reentrant=False, timeout=0).aacquire() is None
+
+    assert not await lock(names[0], using=using).alocked()
+    assert not await lock(names[1], using=using).alocked()
+    await last.arelease()
+
+
+def test_they_share_one_timeout(using: str, names: list[str], rival: Rivals, tick: float) -> None:
+    first, last = rival(of=names[0], ttl=4 * tick), rival(of=names[2])
+    first.takes()
+    last.takes()
+    began = time.monotonic()
+
+    assert not lock_all(*names, using=using, timeout=8 * tick).acquire()
+
+    assert 8 * tick <= time.monotonic() - began < 8 * tick + 1
+
+
+def test_acquire_gives_the_leases_and_release_gives_them_back(using: str, names: list[str]) -> None:
+    both = lock_all(*names, using=using)
+
+    leases = both.acquire()
+
+    assert leases
+    assert [lease.name for lease in leases] == names
+    both.release()
+    assert not any(lease.held for lease in leases)
+
+
+def test_they_are_taken_in_one_order_whatever_order_is_written(
+    faulty: Faulty, using: str, names: list[str]
+) -> None:
+    with lock_all(*names, using=using) as leases:
+        forwards = [lease.fencing_token or 0 for lease in leases]
+    with lock_all(*reversed(names), using=using) as leases:
+        backwards = [lease.fencing_token or 0 for lease in leases]
+
+    assert forwards == sorted(forwards)
+    assert backwards == sorted(backwards, reverse=True)
+    assert faulty.calls["try_acquire"] == 6
+
+
+def test_the_same_name_twice_is_one_lock(using: str, name: str) -> None:
+    with lock_all(name, name, using=using) as (first, second):
+        assert first is second
+        assert first.held
+
+    assert not first.held
+
+
+def test_threads_that_want_them_in_opposite_orders_do_not_deadlock(
+    using: str, names: list[str]
+) -> None:
+    def work(order: list[str]) -> int:
+        for _ in range(10):
+            with lock_all(*order, using=using, timeout=30):
+                pass
+        return 10
+
+    forwards, backwards = names, names[::-1]
+
+    assert together(*(partial(work, order) for order in [forwards, backwards] * 2)) == [10] * 4
+
+
+@needs("cross_process")
+def test_processes_that_want_them_in_opposite_orders_do_not_deadlock(
+    child: Callable[..., Child], using: str, names: list[str]
+) -> None:
+    children = [
+        child("take_both", names=order, rounds=20, using=using, timeout=30)
+        for order in (names, names[::-1])
+    ]
+    for each in children:
+        each.expect("ready")
+    for each in children:
+        each.tell("go")
+
+    assert [each.result(40) for each in children] == [20, 20]
+
+
+def test_they_are_reentrant_one_by_one(using: str, names: list[str]) -> None:
+    with lock(names[1], using=using) as outer:
+        with lock_all(*names, using=using, timeout=0) as leases:
+            assert leases[1] is outer
+        outer.check()

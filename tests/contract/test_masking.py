@@ -1,0 +1,148 @@
+"""Leaving a with never hides what its body raised, and never hides a lost lease else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from django_distlock import Lease, LockLost, LockNotOwned, distributed_lock, lock, lock_all
+from django_distlock.lock import LockTerms
+from tests.fixtures.eventually import aeventually, eventually
+
+from .profiles import lacks, needs
+from .rivals import Rival
+
+pytestmark = needs("leased")
+
+
+class BodyError(Exception):
+    pass
+
+
+def _let_end(lease: Lease, other: Rival | None = None) -> None:
+    """Wait until the lease is over, and have somebody else take the lock if there is one."""
+    eventually(lambda: lease.lost)
+    if other:
+        other.takes()
+
+
+async def _alet_end(lease: Lease) -> None:
+    await aeventually(lambda: lease.lost)
+
+
+@pytest.fixture
+def terms(using: str, tick: float) -> LockTerms:
+    """Terms of a lock that is lost unless it is released soon."""
+    return {"using": using, "ttl": 2 * tick, "renew": False}
+
+
+def _note_of(error: BaseException) -> str:
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def test_held_and_no_error_is_silent(using: str, name: str) -> None:
+    with lock(name, using=using):
+        pass
+
+
+def test_held_and_an_error_raises_just_the_error(using: str, name: str) -> None:
+    with pytest.raises(BodyError) as caught, lock(name, using=using):
+        raise BodyError
+
+    assert not _note_of(caught.value)
+    assert not lock(name, using=using).locked()
+
+
+@lacks("whole_seconds")
+def test_lost_and_no_error_raises_that_it_was_lost(name: str, terms: LockTerms) -> None:
+    with pytest.raises(LockLost), lock(name, **terms) as lease:
+        _let_end(lease)
+
+
+@lacks("whole_seconds")
+def test_lost_and_an_error_raises_the_error_with_a_note(
+    name: str, terms: LockTerms, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+
+    with pytest.raises(BodyError) as caught, lock(name, **terms) as lease:
+        _let_end(lease, other)
+        raise BodyError
+
+    assert name in _note_of(caught.value)
+    assert other.holds
+
+
+@lacks("whole_seconds")
+def test_taken_by_another_and_no_error_raises_that(
+    name: str, terms: LockTerms, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+
+    with pytest.raises(LockNotOwned), lock(name, **terms) as lease:
+        _let_end(lease, other)
+
+    assert other.holds
+
+
+@lacks("whole_seconds")
+async def test_async_with_keeps_to_the_same_rules(name: str, terms: LockTerms) -> None:
+    with pytest.raises(LockLost):
+        async with lock(name, **terms) as lease:
+            await _alet_end(lease)
+
+    with pytest.raises(BodyError) as caught:
+        async with lock(name, **terms) as lease:
+            await _alet_end(lease)
+            raise BodyError
+    assert name in _note_of(caught.value)
+
+
+@lacks("whole_seconds")
+def test_with_a_lease_keeps_to_the_same_rules(name: str, terms: LockTerms) -> None:
+    lease = lock(name, **terms).acquire()
+    assert lease
+
+    with pytest.raises(BodyError) as caught, lease:
+        _let_end(lease)
+        raise BodyError
+
+    assert name in _note_of(caught.value)
+
+
+@lacks("whole_seconds")
+def test_lock_all_keeps_to_the_same_rules(name: str, terms: LockTerms) -> None:
+    both = lock_all(f"{name}:a", f"{name}:b", **terms)
+
+    with pytest.raises(LockLost), both as (first, second):
+        _let_end(first)
+        _let_end(second)
+    with pytest.raises(BodyError) as caught, both as (first, second):
+        _let_end(first)
+        _let_end(second)
+        raise BodyError
+
+    assert f"{name}:a" in _note_of(caught.value)
+    assert f"{name}:b" in _note_of(caught.value)
+
+
+@lacks("whole_seconds")
+def test_the_decorator_keeps_to_the_same_rules(
+    name: str, terms: LockTerms, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+
+    @distributed_lock(name, **terms)
+    def work(*, fails: bool) -> None:
+        other.takes()
+        if fails:
+            raise BodyError
+
+    with pytest.raises(LockNotOwned):
+        work(fails=False)
+    other.leaves()
+    with pytest.raises(BodyError) as caught:
+        work(fails=True)
+
+    assert name in _note_of(caught.value)

@@ -1,0 +1,123 @@
+"""Any text names a lock, and no two texts name the same one."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+
+import pytest
+
+from django_distlock import lock
+from django_distlock.backends.base import BaseLockBackend
+
+from .profiles import needs
+from .rivals import Rival
+
+Rivals = Callable[..., Rival]
+ACCENTED = "r\u00e9port"
+
+HOSTILE = {
+    "10 kB": "x" * 10_000,
+    "emoji": "\U0001f512\U0001f469\u200d\U0001f4bb",
+    "NUL": "a\0b",
+    "newline": "a\nb\r\n",
+    "quotes": "'\"`; DROP TABLE django_distlock_methodlock; --",
+    "percent": "100% %s %(key)s %%",
+    "braces": "{} {0} {name} {{x}}",
+    "script": "<script>alert(1)</script>",
+    "space": " ",
+    "slash": "/../a//b/",
+    "star": "*?[a-z]",
+    "backslash": "a\\b\\",
+    "pipe": "a|b||",
+    "hash": "a#b" + "0" * 64,
+    "surrogate": "a\ud800b",
+    "right to left": "\u202ecba",
+}
+
+LOOKALIKES = [
+    ("a", "A"),
+    ("t", "t "),
+    ("t", "t\0"),
+    ("t", "t\t"),
+    ("t", " t"),
+    ("i", "\u0131"),
+    ("ss", "\u00df"),
+    ("a", "\u0430"),
+    ("a" * 100, "a" * 101),
+    ("x" * 10_000, "x" * 9_999 + "y"),
+    ("%", "%%"),
+    ("a|b", "a||b"),
+    ("\ud800", "\ud801"),
+    ("1", "\uff11"),
+]
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_any_text_is_a_lock(
+    using: str, name: str, rival: Rivals, backend: BaseLockBackend, kind: str
+) -> None:
+    hostile = f"{name}{HOSTILE[kind]}"
+    other = rival(of=hostile)
+
+    with lock(hostile, using=using) as lease:
+        assert lease.name == unicodedata.normalize("NFC", hostile)
+        assert not other.tries()
+        if backend.supports_listing:
+            assert lease.request.key in {held.key for held in backend.held()}
+
+    assert other.tries()
+
+
+@pytest.mark.parametrize(
+    "pair", LOOKALIKES, ids=lambda pair: ascii(pair[0][:4] + "~" + pair[1][:4])
+)
+def test_names_that_look_alike_are_two_locks(
+    name: str, rival: Rivals, pair: tuple[str, str]
+) -> None:
+    first, second = (rival(of=f"{name}{part}") for part in pair)
+
+    assert first.tries()
+    assert second.tries()
+
+
+def test_names_that_a_collation_would_fold_are_four_locks(name: str, rival: Rivals) -> None:
+    texts = ["report", "Report", "report ", ACCENTED]
+
+    assert all(rival(of=f"{name}{text}").tries() for text in texts)
+
+
+def test_both_normal_forms_of_a_text_are_one_lock(name: str, rival: Rivals) -> None:
+    composed, decomposed = (unicodedata.normalize(form, ACCENTED) for form in ("NFC", "NFD"))
+    assert composed != decomposed
+
+    assert rival(of=name + composed).tries()
+    assert not rival(of=name + unicodedata.normalize("NFC", decomposed)).tries()
+
+
+def test_both_normal_forms_reach_the_same_lock_through_the_api(using: str, name: str) -> None:
+    forms = [name + unicodedata.normalize(form, ACCENTED) for form in ("NFC", "NFD")]
+
+    with lock(forms[0], using=using) as outer, lock(forms[1], using=using, timeout=0) as inner:
+        assert inner is outer
+        assert lock(forms[1], using=using).locked()
+
+
+def test_two_long_names_that_differ_at_their_end_are_two_locks(name: str, rival: Rivals) -> None:
+    long = name + "x" * 5_000
+
+    assert rival(of=long + "1").tries()
+    assert rival(of=long + "2").tries()
+
+
+@needs("listing")
+def test_the_full_name_is_kept_for_people(
+    name: str, rival: Rivals, backend: BaseLockBackend
+) -> None:
+    long = f"{name} {ACCENTED} " + "x" * 1_000
+    holder = rival(of=long)
+    holder.takes()
+
+    [record] = [held for held in backend.held() if held.key == holder.request.key]
+
+    assert record.name == long

@@ -1,0 +1,208 @@
+"""The same thread or task enters again at no cost; every other one is excluded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+
+from django_distlock import Lease, LockNotAcquired, lock
+from tests.fixtures.eventually import aeventually
+
+from .crew import elsewhere
+from .faults import Faulty, total
+from .rivals import Rival
+
+
+def _try(using: str, name: str) -> bool:
+    """Take the lock if it can be had at once, and give it back."""
+    lease = lock(name, using=using, timeout=0).acquire()
+    if lease:
+        lease.release()
+    return lease is not None
+
+
+async def _atry(using: str, name: str) -> bool:
+    lease = await lock(name, using=using, timeout=0).aacquire()
+    if lease:
+        await lease.arelease()
+    return lease is not None
+
+
+def test_a_thread_enters_again_without_a_request(faulty: Faulty, using: str, name: str) -> None:
+    with lock(name, using=using) as outer:
+        before = total(faulty.calls)
+        with lock(name, using=using) as inner, lock(name, using=using) as innermost:
+            assert outer is inner is innermost
+        assert total(faulty.calls) == before
+        assert outer.held
+
+    assert not outer.held
+
+
+async def test_a_task_enters_again_without_a_request(faulty: Faulty, using: str, name: str) -> None:
+    async with lock(name, using=using) as outer:
+        before = total(faulty.calls)
+        async with lock(name, using=using) as inner:
+            assert outer is inner
+        assert total(faulty.calls) == before
+        assert outer.held
+
+    assert not outer.held
+
+
+def test_only_the_outermost_exit_frees_it(
+    using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    with lock(name, using=using):
+        with lock(name, using=using):
+            assert not other.tries()
+        assert not other.tries()
+
+    assert other.tries()
+
+
+def test_acquire_and_release_are_counted_too(
+    using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    other, mine = rival(), lock(name, using=using)
+    assert mine.acquire()
+    assert mine.acquire()
+
+    mine.release()
+
+    assert not other.tries()
+    mine.release()
+    assert other.tries()
+
+
+def test_it_is_reentrant_by_name_and_not_by_object_or_terms(using: str, name: str) -> None:
+    with lock(name, using=using, ttl=3), lock(name, using=using, timeout=0, ttl=2) as inner:
+        assert inner.ttl == 3
+
+
+def test_another_name_is_not_entered_again(using: str, name: str) -> None:
+    with lock(name, using=using) as outer, lock(f"{name}:other", using=using) as inner:
+        assert outer is not inner
+
+
+def test_another_thread_is_excluded(using: str, name: str) -> None:
+    with lock(name, using=using):
+        assert not elsewhere(lambda: _try(using, name))
+
+
+def test_another_thread_with_our_context_is_excluded(using: str, name: str) -> None:
+    with lock(name, using=using):
+        context = contextvars.copy_context()
+
+        assert not elsewhere(lambda: context.run(_try, using, name))
+
+
+async def test_the_children_of_gather_are_excluded(using: str, name: str) -> None:
+    async with lock(name, using=using):
+        assert not any(await asyncio.gather(*(_atry(using, name) for _ in range(3))))
+
+
+async def test_siblings_under_gather_exclude_each_other(using: str, name: str) -> None:
+    inside = 0
+
+    async def work() -> int:
+        nonlocal inside
+        async with lock(name, using=using, timeout=30):
+            inside += 1
+            at_once = inside
+            await asyncio.sleep(0.001)
+            inside -= 1
+        return at_once
+
+    assert await asyncio.gather(*(work() for _ in range(10))) == [1] * 10
+
+
+async def test_the_threads_of_sync_to_async_are_excluded(using: str, name: str) -> None:
+    async with lock(name, using=using):
+        assert not await sync_to_async(_try)(using, name)
+        assert not await asyncio.to_thread(_try, using, name)
+
+
+def test_the_task_of_async_to_sync_is_excluded(using: str, name: str) -> None:
+    with lock(name, using=using):
+        assert not async_to_sync(_atry)(using, name)
+
+
+async def test_a_thread_that_outlives_the_task_it_was_started_by_is_excluded(
+    using: str, name: str
+) -> None:
+    may_try = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    tried: asyncio.Future[bool] = loop.create_future()
+    kept: list[Lease | None] = []
+
+    def outlive() -> None:
+        asyncio.run_coroutine_threadsafe(may_try.wait(), loop).result(10)
+        loop.call_soon_threadsafe(tried.set_result, _try(using, name))
+
+    async def take_and_end() -> None:
+        kept.append(await lock(name, using=using).aacquire())
+        loop.run_in_executor(None, contextvars.copy_context().run, outlive)
+
+    await asyncio.create_task(take_and_end())
+    # The task is garbage now.
+    may_try.set()
+
+    assert await tried is False
+    assert kept[0]
+    await kept[0].arelease()
+
+
+def test_reentrant_false_excludes_its_own_thread(using: str, name: str) -> None:
+    with (
+        lock(name, using=using),
+        pytest.raises(LockNotAcquired),
+        lock(name, using=using, reentrant=False, timeout=0),
+    ):
+        pytest.fail("entered twice")
+
+
+async def test_reentrant_false_excludes_its_own_task(using: str, name: str) -> None:
+    async with lock(name, using=using):
+        assert not await lock(name, using=using, reentrant=False, timeout=0).aacquire()
+
+
+def test_a_released_lease_is_not_entered_again(using: str, name: str) -> None:
+    first = lock(name, using=using).acquire()
+    assert first
+    first.release()
+
+    with lock(name, using=using, timeout=0) as second:
+        assert second is not first
+
+
+def test_a_reentry_that_fails_leaves_the_outer_one_alone(using: str, name: str) -> None:
+    with lock(name, using=using) as outer:
+        with pytest.raises(ZeroDivisionError), lock(name, using=using):
+            raise ZeroDivisionError
+        outer.check()
+
+
+async def test_what_is_being_given_back_is_not_entered_again(
+    faulty: Faulty, using: str, name: str
+) -> None:
+    mine = lock(name, using=using, timeout=0)
+    lease = await mine.aacquire()
+    assert lease
+    hung = faulty.hang_replies("release")
+    ending = asyncio.create_task(lease.arelease())
+    await aeventually(lambda: faulty.answers["release"])
+
+    again = await mine.aacquire()
+
+    assert again is not lease
+    faulty.heal()
+    hung.set()
+    await ending
+    if again:
+        await again.arelease()

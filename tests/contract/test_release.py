@@ -1,0 +1,268 @@
+"""Who may give a lock back, what a release tells, and that a request sent twice does no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from django_distlock import (
+    Lease,
+    LockBackendError,
+    LockLost,
+    LockNotHeld,
+    LockNotOwned,
+    LockOutcomeUnknown,
+    lock,
+)
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.holding import State
+from django_distlock.protocol import Release, new_owner
+from tests.fixtures.eventually import eventually
+
+from .crew import elsewhere
+from .faults import Faulty
+from .profiles import lacks, needs
+from .rivals import Rival
+
+
+def _expired(using: str, name: str, tick: float) -> Lease:
+    """Return a lease whose time is over, on the server as well as here."""
+    lease = lock(name, using=using, ttl=2 * tick, renew=False).acquire()
+    assert lease
+    eventually(lambda: lease.lost)
+    return lease
+
+
+def test_a_released_lock_is_free_for_others_at_once(
+    using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    lease = lock(name, using=using).acquire()
+    assert lease
+    assert not rival().tries()
+
+    lease.release()
+
+    assert lease.state is State.RELEASED
+    assert rival().tries()
+
+
+def test_leaving_the_with_releases(using: str, name: str) -> None:
+    with lock(name, using=using) as lease:
+        assert lock(name, using=using).locked()
+
+    assert not lease.held
+    assert not lock(name, using=using).locked()
+
+
+async def test_leaving_the_async_with_releases(using: str, name: str) -> None:
+    async with lock(name, using=using) as lease:
+        assert await lock(name, using=using).alocked()
+
+    assert not lease.held
+    assert not await lock(name, using=using).alocked()
+
+
+def test_a_second_release_is_an_error_that_changes_nothing(
+    using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    lease = lock(name, using=using).acquire()
+    assert lease
+    lease.release()
+    other = rival()
+    other.takes()
+
+    with pytest.raises(LockNotHeld) as caught:
+        lease.release()
+
+    assert not isinstance(caught.value, LockLost | LockNotOwned)
+    assert other.holds
+
+
+@lacks("whole_seconds")
+@needs("leased")
+def test_releasing_a_lease_that_had_ended_tells_that_it_was_lost(
+    using: str, name: str, tick: float
+) -> None:
+    lease = _expired(using, name, tick)
+
+    with pytest.raises(LockLost):
+        lease.release()
+
+
+@lacks("whole_seconds")
+@needs("leased")
+def test_releasing_what_somebody_else_holds_by_now_frees_nobody(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    lease = _expired(using, name, tick)
+    other = rival()
+    other.takes()
+
+    with pytest.raises(LockNotOwned):
+        lease.release()
+
+    assert other.holds
+
+
+@lacks("whole_seconds")
+@needs("leased")
+async def test_a_task_is_told_the_same(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    lease = await lock(name, using=using, ttl=2 * tick, renew=False).aacquire()
+    assert lease
+    await asyncio.to_thread(other.takes)
+
+    with pytest.raises(LockNotOwned):
+        await lease.arelease()
+
+    assert await asyncio.to_thread(lambda: other.holds)
+
+
+def test_the_owner_is_compared_on_the_server(
+    backend: BaseLockBackend, rival: Callable[..., Rival]
+) -> None:
+    holder = rival()
+    holder.takes()
+    thief = dataclasses.replace(holder.request, owner=new_owner())
+
+    assert backend.release(thief) is Release.TAKEN
+    assert list(backend.extend([thief])) == [False]
+    assert holder.holds
+    assert backend.release(holder.request) is Release.RELEASED
+    assert backend.release(thief) is Release.GONE
+
+
+def test_a_release_that_is_sent_again_answers_as_the_first(
+    backend: BaseLockBackend, rival: Callable[..., Rival]
+) -> None:
+    holder = rival()
+    holder.takes()
+
+    assert backend.release(holder.request) is Release.RELEASED
+    assert backend.release(holder.request) is Release.RELEASED
+
+
+def test_a_release_that_is_sent_again_does_not_free_the_next_holder(
+    backend: BaseLockBackend, rival: Callable[..., Rival]
+) -> None:
+    before, after = rival(), rival()
+    before.takes()
+    backend.release(before.request)
+    after.takes()
+
+    backend.release(before.request)
+
+    assert after.holds
+
+
+def test_an_acquire_that_is_sent_again_gets_the_same_grant(rival: Callable[..., Rival]) -> None:
+    holder, other = rival(), rival()
+    holder.takes()
+    first = holder.token
+
+    assert holder.tries()
+    assert holder.token == first
+    assert not other.tries()
+    holder.leaves()
+    assert other.tries()
+
+
+@lacks("whole_seconds")
+@needs("leased")
+def test_an_extension_of_what_has_expired_is_refused_and_takes_nothing(
+    using: str, name: str, rival: Callable[..., Rival], tick: float
+) -> None:
+    holder = rival(ttl=tick)
+    holder.takes()
+    eventually(lambda: not lock(name, using=using).locked())
+
+    assert not holder.holds
+    assert rival().tries()
+
+
+def test_extensions_are_answered_one_by_one(
+    backend: BaseLockBackend, name: str, rival: Callable[..., Rival]
+) -> None:
+    mine, gone, theirs = (rival(of=f"{name}:{part}") for part in "abc")
+    mine.takes()
+    theirs.takes()
+    stranger = dataclasses.replace(theirs.request, owner=new_owner())
+
+    kept = backend.extend([mine.request, gone.request, stranger])
+
+    assert list(kept) == [True, False, False]
+
+
+class TestWhenTheReplyIsLost:
+    def test_an_acquire_is_asked_again_and_gets_its_own_grant(
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    ) -> None:
+        faulty.lose_replies("try_acquire")
+
+        with lock(name, using=using) as lease:
+            assert lease.held
+            assert not rival().tries()
+
+        assert rival().tries()
+
+    async def test_a_task_gets_its_own_grant_too(
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    ) -> None:
+        faulty.lose_replies("try_acquire")
+
+        async with lock(name, using=using) as lease:
+            assert lease.held
+            assert not await asyncio.to_thread(rival().tries)
+
+        assert await asyncio.to_thread(rival().tries)
+
+    def test_an_acquire_whose_replies_are_all_lost_leaves_nothing(
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    ) -> None:
+        faulty.lose_replies("try_acquire", times=2)
+
+        with pytest.raises(LockOutcomeUnknown):
+            lock(name, using=using).acquire()
+
+        rival().takes(within=2)
+
+    def test_a_release_is_finished_in_the_background(
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    ) -> None:
+        faulty.fail("release", times=1)
+
+        with pytest.raises(LockBackendError), lock(name, using=using):
+            pass
+
+        rival().takes(within=2)
+
+
+def test_a_lease_may_be_released_by_another_thread_than_took_it(using: str, name: str) -> None:
+    lease = lock(name, using=using).acquire()
+    assert lease
+
+    elsewhere(lease.release)
+
+    assert not lock(name, using=using).locked()
+
+
+def test_a_thread_that_failed_to_take_a_lock_cannot_release_it(using: str, name: str) -> None:
+    shared = lock(name, using=using)
+    lease = shared.acquire()
+    assert lease
+
+    def try_and_release() -> None:
+        assert shared.acquire(timeout=0) is None
+        shared.release()
+
+    with pytest.raises(LockNotHeld):
+        elsewhere(try_and_release)
+
+    assert lease.held
+    shared.release()
+    assert not lease.held

@@ -1,0 +1,146 @@
+"""A lease is extended for as long as it is held, and no longer than it may be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import pytest
+
+from django_distlock import LockLost, lock
+from tests.fixtures.eventually import eventually, never
+
+from .faults import Faulty
+from .profiles import lacks, needs
+from .rivals import Rival
+
+pytestmark = needs("leased")
+
+
+@lacks("whole_seconds")
+def test_a_held_lock_outlives_its_ttl_many_times(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+
+    with lock(name, using=using, ttl=8 * tick) as lease:
+        never(other.tries, 20 * tick)
+        lease.check()
+        assert lease.remaining > 0
+
+
+@lacks("whole_seconds")
+def test_without_renewal_it_ends_with_its_ttl_and_never_before(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    began = time.monotonic()
+    lease = lock(name, using=using, ttl=6 * tick, renew=False).acquire()
+    assert lease
+
+    other.takes(within=20 * tick)
+
+    # The server may count in coarser units than we do.
+    assert time.monotonic() - began >= 6 * tick - 0.001
+    assert lease.lost
+
+
+@lacks("whole_seconds")
+def test_our_own_deadline_is_before_the_end_on_the_server(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    for number in range(5):
+        lease = lock(name, using=using, ttl=2 * tick, renew=False).acquire()
+        assert lease, number
+
+        eventually(lambda: other.tries())  # noqa: PLW0108
+        assert lease.lost
+        other.leaves()
+
+
+@lacks("whole_seconds")
+def test_renewals_of_many_leases_go_together(
+    faulty: Faulty, using: str, name: str, tick: float
+) -> None:
+    with ExitStack() as stack:
+        leases = [
+            stack.enter_context(lock(f"{name}:{n}", using=using, ttl=10 * tick)) for n in range(20)
+        ]
+        before = faulty.calls["extend"]
+        deadlines = [lease.deadline for lease in leases]
+
+        eventually(
+            lambda: all(lease.deadline > old for lease, old in zip(leases, deadlines, strict=True))
+        )
+
+        assert faulty.calls["extend"] - before < len(leases)
+
+
+@lacks("whole_seconds")
+def test_renewal_stops_at_the_release(faulty: Faulty, using: str, name: str, tick: float) -> None:
+    with lock(name, using=using, ttl=3 * tick):
+        eventually(lambda: faulty.calls["extend"])
+    before = faulty.calls["extend"]
+
+    never(lambda: faulty.calls["extend"] > before, 4 * tick)
+
+
+@lacks("whole_seconds")
+def test_a_renewal_that_comes_back_after_the_release_changes_nothing(
+    faulty: Faulty, using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    hung = faulty.hang("extend")
+    lease = lock(name, using=using, ttl=10 * tick).acquire()
+    assert lease
+    eventually(lambda: faulty.calls["extend"])
+    lease.release()
+    other.takes()
+
+    hung.set()
+
+    eventually(lambda: faulty.answers["extend"])
+    assert not lease.held
+    assert other.holds
+
+
+@lacks("whole_seconds")
+def test_the_server_may_tell_that_a_lease_is_not_ours_any_more(
+    faulty: Faulty, using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    lease = lock(name, using=using, ttl=10 * tick).acquire()
+    assert lease
+    faulty.release(lease.request)
+    other.takes()
+
+    eventually(lambda: lease.lost, 8 * tick)
+
+    assert "not ours" in lease.reason
+    assert other.holds
+
+
+@lacks("whole_seconds")
+def test_max_hold_ends_it_however_often_it_is_renewed(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    began = time.monotonic()
+    lease = lock(name, using=using, ttl=8 * tick, max_hold=14 * tick).acquire()
+    assert lease
+
+    never(lambda: lease.lost, 11 * tick)
+    other.takes(within=20 * tick)
+
+    assert 14 * tick - 0.001 <= time.monotonic() - began < 25 * tick
+    assert lease.lost
+    with pytest.raises(LockLost):
+        lease.extend()
+
+
+@lacks("whole_seconds")
+def test_max_hold_below_the_ttl_is_the_ttl(using: str, name: str, tick: float) -> None:
+    with lock(name, using=using, ttl=100 * tick, max_hold=10 * tick) as lease:
+        assert lease.remaining <= 10 * tick

@@ -1,0 +1,146 @@
+"""Readers together, writers alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from django_distlock import LockDeadlock, lock
+from tests.fixtures.eventually import eventually, never
+
+from .crew import elsewhere, start, together
+from .profiles import needs
+from .rivals import Rival
+
+pytestmark = needs("shared")
+
+
+def test_readers_hold_it_at_once(using: str, name: str) -> None:
+    all_inside = threading.Barrier(4)
+
+    def read() -> bool:
+        with lock(name, using=using, shared=True) as lease:
+            all_inside.wait(10)
+            return lease.shared
+
+    assert together(read, read, read, read) == [True] * 4
+
+
+def test_a_reader_excludes_writers(using: str, name: str, rival: Callable[..., Rival]) -> None:
+    writer, reader = rival(), rival(shared=True)
+
+    with lock(name, using=using, shared=True):
+        assert not writer.tries()
+        assert reader.tries()
+        reader.leaves()
+
+    assert writer.tries()
+
+
+def test_a_writer_excludes_readers_and_writers(
+    using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    writer, reader = rival(), rival(shared=True)
+
+    with lock(name, using=using):
+        assert not writer.tries()
+        assert not reader.tries()
+
+
+def test_it_is_free_for_a_writer_once_the_last_reader_has_left(
+    using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    writer, first, second = rival(), rival(shared=True), rival(shared=True)
+    first.takes()
+    second.takes()
+
+    first.leaves()
+    assert not writer.tries()
+    second.leaves()
+    assert writer.tries()
+
+
+@needs("spares_writers")
+def test_a_waiting_writer_is_not_starved_by_readers(
+    using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    reader = rival(shared=True)
+    reader.takes()
+    written = threading.Event()
+
+    def write() -> None:
+        with lock(name, using=using, timeout=20):
+            written.set()
+
+    writing = start(write)
+    # From when on the writer waits, new readers stand behind it.
+    eventually(lambda: not _reads(using, name))
+    reader.leaves()
+
+    writing.result(10)
+    assert written.is_set()
+    assert eventually(lambda: _reads(using, name))
+
+
+def _reads(using: str, name: str) -> bool:
+    def read() -> bool:
+        lease = lock(name, using=using, shared=True, timeout=0).acquire()
+        if lease:
+            lease.release()
+        return lease is not None
+
+    return elsewhere(read)
+
+
+def test_a_reader_that_would_write_is_told_of_the_deadlock(using: str, name: str) -> None:
+    with lock(name, using=using, shared=True) as lease:
+        with pytest.raises(LockDeadlock), lock(name, using=using):
+            pytest.fail("waits for itself")
+        lease.check()
+
+
+def test_a_writer_may_read_and_a_reader_may_read_again(using: str, name: str) -> None:
+    with lock(name, using=using) as outer, lock(name, using=using, shared=True) as inner:
+        assert inner is outer
+    with (
+        lock(name, using=using, shared=True) as outer,
+        lock(name, using=using, shared=True) as inner,
+    ):
+        assert inner is outer
+
+
+async def test_tasks_read_at_once(using: str, name: str) -> None:
+    all_inside = asyncio.Barrier(4)
+
+    async def read() -> None:
+        async with lock(name, using=using, shared=True):
+            await asyncio.wait_for(all_inside.wait(), 10)
+
+    await asyncio.gather(read(), read(), read(), read())
+
+
+def test_each_reader_has_its_own_end(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    writer, short, long = rival(), rival(shared=True, ttl=tick), rival(shared=True)
+    short.takes()
+    long.takes()
+
+    never(writer.tries, 3 * tick)
+
+    assert long.holds
+    long.leaves()
+    assert writer.tries()
+
+
+def test_a_retried_shared_acquire_counts_once(rival: Callable[..., Rival]) -> None:
+    writer, reader = rival(), rival(shared=True)
+    reader.takes()
+    reader.takes()
+
+    reader.leaves()
+
+    assert writer.tries()

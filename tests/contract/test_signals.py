@@ -1,0 +1,265 @@
+"""What happens to locks is told by signals and logs, and who listens can break nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.dispatch import Signal
+
+from django_distlock import Lease, LockLost, LockNotAcquired, clock, lock
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.signals import (
+    lock_acquired,
+    lock_busy,
+    lock_extended,
+    lock_forced,
+    lock_lost,
+    lock_released,
+)
+from tests.fixtures.eventually import aeventually, eventually
+
+from .profiles import Profile, lacks, needs
+from .rivals import Rival
+
+Rivals = Callable[..., Rival]
+SIGNALS = {
+    "acquired": lock_acquired,
+    "busy": lock_busy,
+    "released": lock_released,
+    "lost": lock_lost,
+    "extended": lock_extended,
+    "forced": lock_forced,
+}
+Connect = Callable[[Signal, Callable[..., Any]], None]
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Connects receivers that are disconnected after the test."""
+    connected: list[tuple[Signal, Callable[..., Any]]] = []
+
+    def connect(signal: Signal, receiver: Callable[..., Any]) -> None:
+        signal.connect(receiver)
+        connected.append((signal, receiver))
+
+    yield connect
+    for signal, receiver in connected:
+        signal.disconnect(receiver)
+
+
+@pytest.fixture
+def told(connect: Connect, name: str) -> list[tuple[str, dict[str, Any]]]:
+    """What was told of the lock of the test, in order: the name of the signal and its facts."""
+    heard: list[tuple[str, dict[str, Any]]] = []
+
+    def listen_to(word: str, signal: Signal) -> None:
+        def receive(sender: object, *, signal: Signal, **facts: Any) -> None:
+            # What became of the locks of other tests may be told late.
+            if facts["name"] == name:
+                heard.append((word, {**facts, "sender": sender}))
+
+        connect(signal, receive)
+
+    for word, signal in SIGNALS.items():
+        listen_to(word, signal)
+    return heard
+
+
+Told = list[tuple[str, dict[str, Any]]]
+
+
+def test_a_holding_is_told_from_its_begin_to_its_end(
+    using: str, name: str, told: Told, backend: BaseLockBackend
+) -> None:
+    with lock(name, using=using) as lease:
+        lease.extend()
+
+    facts = {"sender": type(backend), "name": name, "using": using, "lease": lease}
+    assert told == [("acquired", facts), ("extended", facts), ("released", facts)]
+
+
+async def test_a_holding_of_a_task_is_told_as_well(using: str, name: str, told: Told) -> None:
+    async with lock(name, using=using) as lease:
+        await lease.aextend()
+
+    await aeventually(lambda: len(told) == 3)
+    assert [word for word, _ in told] == ["acquired", "extended", "released"]
+    assert all(facts["lease"] is lease for _, facts in told)
+
+
+def test_a_reentry_tells_nothing(using: str, name: str, told: Told) -> None:
+    with lock(name, using=using), lock(name, using=using):
+        pass
+
+    assert [word for word, _ in told] == ["acquired", "released"]
+
+
+def test_who_gave_up_is_told_of_the_holder(
+    name: str, told: Told, rival: Rivals, backend: BaseLockBackend, profile: Profile
+) -> None:
+    using, holder = backend.alias, rival()
+    holder.takes()
+
+    assert lock(name, using=using, timeout=0).acquire() is None
+    with pytest.raises(LockNotAcquired), lock(name, using=using, timeout=0):
+        pass
+
+    [(word, facts), (again, _)] = told
+    assert word == again == "busy"
+    assert facts.keys() == {"sender", "name", "using", "waited", "holder", "remaining"}
+    assert (facts["sender"], facts["name"], facts["using"]) == (type(backend), name, using)
+    assert facts["holder"] == (holder.request.holder if profile.names_holder else None)
+    assert (facts["remaining"] is not None) is profile.tells_end
+    # A server's clock may be coarse, and its arithmetic too.
+    assert 0 < (facts["remaining"] or 1) < holder.request.ttl + 0.01
+
+
+@lacks("whole_seconds")
+@needs("leased")
+def test_a_loss_is_told_once_with_its_reason(
+    using: str, name: str, told: Told, tick: float
+) -> None:
+    lease = lock(name, using=using, ttl=2 * tick, renew=False).acquire()
+    assert lease
+    eventually(lambda: len(told) > 1)
+    with pytest.raises(LockLost):
+        lease.release()
+
+    [_, (word, facts)] = told
+    assert word == "lost"
+    assert facts["lease"] is lease
+    assert facts["reason"] == lease.reason
+
+
+@needs("listing")
+def test_a_forced_release_is_told_with_whose_it_was_and_logged(
+    using: str,
+    told: Told,
+    backend: BaseLockBackend,
+    rival: Rivals,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    holder = rival()
+    holder.takes()
+    [record] = [held for held in backend.held() if held.key == holder.request.key]
+
+    assert backend.force_release(record.key, record.owner_digest)
+
+    [(word, facts)] = told
+    assert word == "forced"
+    name = holder.request.name
+    assert (facts["sender"], facts["name"], facts["using"]) == (type(backend), name, using)
+    assert facts["holder"] == holder.request.holder
+    assert [r.levelname for r in caplog.records if name in r.getMessage()] == ["WARNING"]
+
+
+@lacks("whole_seconds")
+@pytest.mark.parametrize("word", sorted(SIGNALS))
+def test_a_receiver_that_fails_breaks_nothing(
+    using: str, connect: Connect, rival: Rivals, tick: float, word: str
+) -> None:
+    holder = rival(ttl=2 * tick)
+    name = holder.request.name
+
+    def fail(**facts: Any) -> None:
+        raise ZeroDivisionError
+
+    connect(SIGNALS[word], fail)
+
+    with lock(name, using=using) as lease:
+        lease.extend()
+        lease.check()
+    assert not lease.held
+    holder.takes()
+    assert lock(name, using=using, timeout=0).acquire() is None
+    with lock(name, using=using, timeout=50 * tick) as lease:
+        assert lease.held
+
+
+@lacks("whole_seconds")
+@needs("leased")
+async def test_an_asynchronous_receiver_hides_no_loss(
+    using: str, name: str, connect: Connect, tick: float
+) -> None:
+    heard = asyncio.Event()
+
+    async def receive(**facts: Any) -> None:
+        heard.set()
+
+    connect(lock_lost, receive)
+    lease = await lock(name, using=using, ttl=2 * tick, renew=False).aacquire()
+    assert lease
+    while lease.deadline > clock.lease_time():
+        pass  # the thread that looks after leases must not be the first to see it
+
+    with pytest.raises(LockLost):
+        lease.check()
+
+
+async def test_a_task_cancelled_while_receivers_are_told_leaves_nothing(
+    using: str, name: str, connect: Connect
+) -> None:
+    over = asyncio.Event()
+
+    async def receive(**facts: Any) -> None:
+        await over.wait()
+
+    connect(lock_acquired, receive)
+    lease: Lease | None = None
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(0.3):
+            lease = await lock(name, using=using, timeout=5).aacquire()
+    over.set()
+
+    if lease:
+        await lease.arelease()
+    assert not await lock(name, using=using).alocked()
+
+
+async def test_a_slow_receiver_does_not_make_a_task_wait_for_a_view_that_waits_for_it(
+    using: str, name: str, connect: Connect
+) -> None:
+    """Django runs synchronous views in one thread, in which receivers of tasks must not stand in line."""
+    connect(lock_acquired, lambda **facts: None)
+    view_waits = threading.Event()
+
+    def view() -> bool:
+        view_waits.set()
+        with lock(name, using=using, timeout=20) as lease:
+            return lease.held
+
+    async def work() -> None:
+        async with lock(name, using=using, timeout=5):
+            running.append(asyncio.create_task(sync_to_async(view)()))
+            await aeventually(view_waits.is_set)
+            # The view waits for us in that thread.
+            async with lock(f"{name}:other", using=using, timeout=5):
+                pass
+
+    running: list[asyncio.Task[bool]] = []
+    await asyncio.wait_for(work(), 10)
+
+    assert await running[0]
+
+
+def test_outcomes_are_logged_once_and_told_apart(
+    using: str, name: str, rival: Rivals, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "django_distlock")
+    holder = rival()
+
+    with lock(name, using=using):
+        assert not holder.tries()
+    holder.takes()
+    lock(name, using=using, timeout=0).acquire()
+
+    levels = [record.levelname for record in caplog.records if name in record.getMessage()]
+    assert levels == ["DEBUG", "INFO"]

@@ -1,0 +1,148 @@
+"""How long a caller waits: as long as it said, never shorter, and little longer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import pytest
+
+from django_distlock import LockNotAcquired, lock
+from tests.fixtures.eventually import never
+
+from .crew import held_in_thread, start
+from .faults import Faulty, total
+from .profiles import Profile, needs
+from .rivals import Rival
+
+#: Seconds that a timeout may be late on a machine that is busy with other things.
+LATE = 1.0
+
+
+@pytest.fixture(params=["by this process", "by another"])
+def held(
+    request: pytest.FixtureRequest, using: str, name: str, rival: Callable[..., Rival]
+) -> Iterator[str]:
+    """Where the lock of the test is held."""
+    if request.param == "by another":
+        rival().takes()
+        yield request.param
+    else:
+        with held_in_thread(lock(name, using=using)):
+            yield request.param
+
+
+@pytest.mark.usefixtures("held")
+class TestWhileSomebodyElseHoldsIt:
+    def test_a_timeout_of_zero_gives_up_at_once(self, using: str, name: str) -> None:
+        began = time.monotonic()
+
+        assert lock(name, using=using, timeout=0).acquire() is None
+        assert lock(name, using=using).acquire(blocking=False) is None
+        assert lock(name, using=using).acquire(timeout=0) is None
+        assert time.monotonic() - began < LATE
+
+    def test_a_timeout_is_kept_and_never_early(self, using: str, name: str, tick: float) -> None:
+        began = time.monotonic()
+
+        assert lock(name, using=using).acquire(timeout=4 * tick) is None
+        assert 4 * tick <= time.monotonic() - began < 4 * tick + LATE
+
+    async def test_a_timeout_of_a_task_is_kept_and_never_early(
+        self, using: str, name: str, tick: float
+    ) -> None:
+        began = time.monotonic()
+
+        assert await lock(name, using=using).aacquire(timeout=4 * tick) is None
+        assert 4 * tick <= time.monotonic() - began < 4 * tick + LATE
+
+    def test_with_raises_who_has_it_and_for_how_long(
+        self, using: str, name: str, tick: float, held: str, profile: Profile
+    ) -> None:
+        with pytest.raises(LockNotAcquired) as caught, lock(name, using=using, timeout=tick):
+            pytest.fail("the lock is held by somebody else")
+
+        assert caught.value.name == name
+        assert tick <= caught.value.waited < tick + LATE
+        is_known = held == "by this process"
+        assert (caught.value.holder is not None) is (is_known or profile.names_holder)
+        assert (caught.value.remaining is not None) is (is_known or profile.tells_end)
+        assert caught.value.remaining is None or 0 < caught.value.remaining <= 30
+
+    async def test_async_with_raises_as_well(
+        self, using: str, name: str, held: str, profile: Profile
+    ) -> None:
+        with pytest.raises(LockNotAcquired) as caught:
+            async with lock(name, using=using, timeout=0):
+                pytest.fail("the lock is held by somebody else")
+
+        is_known = held == "by this process" or profile.names_holder
+        assert (caught.value.holder is not None) is is_known
+        assert not await lock(name, using=using, timeout=0).aacquire()
+
+    def test_a_timedelta_is_as_good_as_seconds(self, using: str, name: str, tick: float) -> None:
+        began = time.monotonic()
+
+        assert lock(name, using=using, timeout=timedelta(seconds=tick)).acquire() is None
+        assert tick <= time.monotonic() - began < tick + LATE
+
+
+@needs("cross_process")
+def test_without_a_timeout_the_setting_of_the_alias_holds(
+    name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    rival().takes()
+    began = time.monotonic()
+
+    assert lock(name, using="brief").acquire() is None
+    assert 3 * tick <= time.monotonic() - began < 3 * tick + LATE
+
+
+def test_a_timeout_of_none_waits_until_it_is_free(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    holder = rival()
+    holder.takes()
+    waiting = start(lambda: _take_and_release(using, name))
+
+    never(waiting.done, 5 * tick)
+    holder.leaves()
+
+    assert waiting.result(10)
+
+
+def _take_and_release(using: str, name: str) -> bool:
+    with lock(name, using=using, timeout=None) as lease:
+        return lease.held
+
+
+def test_a_wait_that_began_in_time_is_granted_before_its_end(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    holder = rival(ttl=3 * tick)
+    holder.takes()
+
+    with lock(name, using=using, timeout=50 * tick) as lease:
+        assert lease.held
+
+
+def test_a_single_try_is_one_request(
+    faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    rival().takes()
+    before = faulty.calls["try_acquire"]
+
+    lock(name, using=using, timeout=0).acquire()
+
+    assert faulty.calls["try_acquire"] - before == 1
+
+
+def test_a_lock_that_this_process_holds_is_refused_without_a_request(
+    faulty: Faulty, using: str, name: str
+) -> None:
+    with held_in_thread(lock(name, using=using)):
+        before = total(faulty.calls)
+
+        assert lock(name, using=using, timeout=0).acquire() is None
+        assert total(faulty.calls) == before

@@ -1,0 +1,131 @@
+"""The line of one process: first come, first served, for threads and tasks; nobody blocks a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from functools import partial
+
+from django_distlock import lock
+from django_distlock.backends.base import BaseLockBackend
+from tests.fixtures.eventually import aeventually, eventually
+
+from .crew import held_in_thread, start
+from .rivals import Rival
+
+Rivals = Callable[..., Rival]
+#: Seconds that a machine which is busy with other things may take to run a thread that is woken.
+SLOW = 1.0
+
+
+def _take(using: str, name: str, timeout: float | None = 30) -> float:
+    """Take the lock, give it back, and return when it was granted."""
+    with lock(name, using=using, timeout=timeout):
+        return time.monotonic()
+
+
+def _length_of_line(backend: BaseLockBackend, name: str) -> int:
+    key = backend.request(name, ttl=1, holder=None).key
+    line = backend.queue._lines.get(key)
+    return len(line.places) if line else 0
+
+
+class TestInOneProcess:
+    def test_threads_are_served_in_the_order_they_came(
+        self, using: str, name: str, backend: BaseLockBackend
+    ) -> None:
+        served: list[int] = []
+
+        def stand(number: int) -> None:
+            with lock(name, using=using, timeout=30):
+                served.append(number)
+
+        with held_in_thread(lock(name, using=using)):
+            waiters = []
+            for number in range(12):
+                waiters.append(start(partial(stand, number)))
+                eventually(lambda: _length_of_line(backend, name) > len(waiters))
+
+        for waiter in waiters:
+            waiter.result(30)
+        assert served == list(range(12))
+
+    def test_who_gives_up_or_is_cancelled_holds_up_nobody(
+        self, using: str, name: str, backend: BaseLockBackend, tick: float
+    ) -> None:
+        async def cancelled() -> None:
+            task = asyncio.create_task(lock(name, using=using).aacquire())
+            await aeventually(lambda: _length_of_line(backend, name) == 3)
+            task.cancel()
+            await asyncio.wait([task])
+
+        with held_in_thread(lock(name, using=using)):
+            impatient = start(lambda: lock(name, using=using, timeout=3 * tick).acquire())
+            eventually(lambda: _length_of_line(backend, name) == 2)
+            asyncio.run(cancelled())
+            patient = start(lambda: _take(using, name))
+            assert impatient.result(10) is None
+
+        assert patient.result(10)
+        assert _length_of_line(backend, name) == 0
+
+    def test_a_waiter_whose_event_loop_is_gone_holds_up_nobody(
+        self, using: str, name: str, backend: BaseLockBackend
+    ) -> None:
+        loop = asyncio.new_event_loop()
+        waiting_for_ever = lock(name, using=using, timeout=None).aacquire()
+
+        with held_in_thread(lock(name, using=using)):
+            ghost = loop.create_task(waiting_for_ever)
+            while _length_of_line(backend, name) < 2:
+                loop.run_until_complete(asyncio.sleep(0.01))
+            loop.close()
+            patient = start(lambda: _take(using, name, timeout=5))
+            eventually(lambda: _length_of_line(backend, name) == 3)
+        try:
+            assert patient.result(3)
+        finally:
+            wait([patient])
+            # Who looks after the garbage would be told of a task that is not done.
+            ghost._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own switch
+            waiting_for_ever.close()
+
+    async def test_200_tasks_on_one_lock_are_all_served_and_block_no_loop(
+        self, using: str, name: str
+    ) -> None:
+        served = 0
+        gaps = [0.0]
+
+        async def work() -> None:
+            nonlocal served
+            async with lock(name, using=using, timeout=40):
+                served += 1
+
+        async def tick_along() -> None:
+            while True:
+                before = time.monotonic()
+                await asyncio.sleep(0.001)
+                gaps.append(time.monotonic() - before)
+
+        ticker = asyncio.create_task(tick_along())
+        await asyncio.gather(*(work() for _ in range(200)))
+        ticker.cancel()
+
+        assert served == 200
+        # One blocking wait for the lock would be longer.
+        assert max(gaps) < 2
+
+    async def test_tasks_wait_in_no_thread_that_others_need(self, using: str, name: str) -> None:
+        async with lock(name, using=using):
+            waiters = [asyncio.create_task(lock(name, using=using).aacquire()) for _ in range(60)]
+            await asyncio.sleep(0)
+
+            # The default executor, and the line of releases, are as free as before.
+            await asyncio.wait_for(asyncio.to_thread(int), 5)
+            async with lock(f"{name}:other", using=using, timeout=5):
+                pass
+            for waiter in waiters:
+                waiter.cancel()
+            await asyncio.wait(waiters)

@@ -1,0 +1,193 @@
+"""Waiters of several processes: woken, in order where that is promised, and never starved."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+from functools import partial
+
+import pytest
+
+from django_distlock import lock, locks, waiting
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.conf import read_settings
+from django_distlock.local_queue import IN_A_ROW
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.processes import Child
+
+from .crew import start
+from .faults import Faulty, faulty_version_of
+from .profiles import lacks, needs
+from .rivals import Rival
+
+Rivals = Callable[..., Rival]
+#: Seconds that a machine which is busy with other things may take to run a thread that is woken.
+SLOW = 1.0
+
+
+def _take(using: str, name: str, timeout: float | None = 30) -> float:
+    """Take the lock, give it back, and return when it was granted."""
+    with lock(name, using=using, timeout=timeout):
+        return time.monotonic()
+
+
+def _length_of_line(backend: BaseLockBackend, name: str) -> int:
+    key = backend.request(name, ttl=1, holder=None).key
+    line = backend.queue._lines.get(key)
+    return len(line.places) if line else 0
+
+
+class TestBetweenProcesses:
+    @needs("fair", "cross_process")
+    def test_waiters_are_served_in_the_order_they_came(
+        self, sites: list[str], using: str, name: str, rival: Rivals
+    ) -> None:
+        holder, served = rival(), list[int]()
+        holder.takes()
+        queued = threading.Semaphore(0)
+
+        def stand(number: int) -> None:
+            with lock(name, using=sites[number], timeout=30):
+                served.append(number)
+
+        waiters = []
+        for number, site in enumerate(sites):
+            watched = faulty_version_of(locks[site], read_settings()[site])
+            watched.notice("enqueue", queued.release)
+            locks.replace(site, watched)
+            waiters.append(start(partial(stand, number)))
+            assert queued.acquire(timeout=10)
+        holder.leaves()
+
+        for waiter in waiters:
+            waiter.result(30)
+        assert served == list(range(len(sites)))
+
+    @needs("fair", "cross_process")
+    def test_nobody_overtakes_a_waiter(
+        self, faulty: Faulty, using: str, name: str, rival: Rivals
+    ) -> None:
+        holder, late = rival(), rival()
+        holder.takes()
+        queued = threading.Event()
+        faulty.notice("enqueue", queued.set)
+        tried = threading.Event()
+
+        def take() -> bool:
+            with lock(name, using=using, timeout=30):
+                return tried.wait(10)
+
+        taking = start(take)
+        assert queued.wait(10)
+
+        holder.leaves()
+        assert not late.tries()
+        tried.set()
+
+        assert taking.result(10)
+        late.takes()
+
+    @needs("fair", "cross_process")
+    def test_a_waiter_that_was_killed_is_passed_over_after_a_while(
+        self, child: Callable[..., Child], sites: list[str], using: str, name: str, rival: Rivals
+    ) -> None:
+        holder = rival()
+        holder.takes()
+        dead = child("stand_in_line", name=name, using=using)
+        dead.expect("queued")
+        dead.kill()
+        holder.leaves()
+
+        with lock(name, using=sites[1], timeout=20) as lease:
+            assert lease.held
+
+    @needs("wakes_waiters")
+    def test_a_release_wakes_the_waiter(
+        self,
+        faulty: Faulty,
+        using: str,
+        name: str,
+        rival: Rivals,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        # Whoever is not woken sleeps for so long that it is seen.
+        monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 10.0)
+        monkeypatch.setattr(waiting, "LONGEST_WAKEABLE_PAUSE", 10.0)
+        delays = []
+        for _ in range(5):
+            holder, queued = rival(), threading.Event()
+            holder.takes()
+            faulty.notice("enqueue", queued.set)
+            waiter = start(lambda: _take(using, name))
+            assert queued.wait(10)
+
+            released = time.monotonic()
+            holder.leaves()
+
+            delays.append(waiter.result(20) - released)
+
+        assert statistics.median(delays) < SLOW / 2
+        assert max(delays) < 5
+
+    @needs("wakes_waiters")
+    def test_a_lost_wake_up_costs_little(
+        self, faulty: Faulty, using: str, name: str, rival: Rivals
+    ) -> None:
+        holder, queued = rival(), threading.Event()
+        holder.takes()
+        faulty.is_deaf = True
+        faulty.notice("enqueue", queued.set)
+        waiter = start(lambda: _take(using, name))
+        assert queued.wait(10)
+
+        released = time.monotonic()
+        holder.leaves()
+
+        assert waiter.result(20) - released < waiting.LONGEST_WAKEABLE_PAUSE + SLOW
+
+    @lacks("wakes_waiters")
+    def test_where_nobody_is_woken_a_waiter_looks_often(
+        self, using: str, name: str, rival: Rivals, tick: float
+    ) -> None:
+        holder = rival()
+        holder.takes()
+        waiter = start(lambda: _take(using, name))
+        never(waiter.done, 3 * tick)
+
+        released = time.monotonic()
+        holder.leaves()
+
+        assert waiter.result(20) - released < waiting.LONGEST_PAUSE + SLOW
+
+    @lacks("whole_seconds")
+    def test_a_waiter_does_not_sleep_past_the_end_of_the_holder(
+        self, using: str, name: str, rival: Rivals, tick: float
+    ) -> None:
+        rival(ttl=3 * tick).takes()
+        began = time.monotonic()
+
+        _take(using, name)
+
+        assert time.monotonic() - began < 3 * tick + SLOW
+
+    @needs("cross_process")
+    def test_a_busy_process_gives_way_to_others(self, sites: list[str], name: str) -> None:
+        over, taken = threading.Event(), list[float]()
+
+        def be_busy() -> None:
+            while not over.is_set():
+                taken.append(_take(sites[0], name))
+
+        busy = [start(be_busy) for _ in range(3)]
+        try:
+            eventually(lambda: len(taken) > 4 * IN_A_ROW)
+            with lock(name, using=sites[1], timeout=20) as lease:
+                assert lease.held
+        finally:
+            over.set()
+            wait(busy)
+        for each in busy:
+            each.result()

@@ -1,0 +1,97 @@
+"""Tasks that write down in Redis when their bodies begin and end, and wait until the test lets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from celery import shared_task
+
+from django_distlock import distributed_lock, retry, skip
+from testproject import celery  # noqa: F401 - it takes the tasks
+
+DB = 7
+TTL = 3
+LONGEST = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a body did: when by the clock that all processes share, and in which of them."""
+
+    event: str
+    pid: int
+    at: float
+
+
+class Diary:
+    """One page for each test, written by the bodies in the order in which the server got it."""
+
+    def __init__(self, page: str) -> None:
+        self.page = page
+        self._client = redis.Redis(
+            port=int(os.environ["DISTLOCK_REDIS_PORT"]), db=DB, decode_responses=True
+        )
+
+    def write(self, event: str) -> None:
+        entry = {"event": event, "pid": os.getpid(), "at": time.clock_gettime(time.CLOCK_BOOTTIME)}
+        self._client.rpush(self.page, json.dumps(entry))
+
+    def read(self) -> list[Entry]:
+        return [Entry(**json.loads(text)) for text in self._all()]
+
+    def let_go(self, bodies: int = 1) -> None:
+        """Let so many bodies end."""
+        self._client.rpush(f"{self.page}:go", *("go" for _ in range(bodies)))
+
+    def wait(self) -> None:
+        assert self._client.blpop([f"{self.page}:go"], timeout=LONGEST), "nobody let it go"
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _all(self) -> list[str]:
+        found: Any = self._client.lrange(self.page, 0, -1)
+        return list(found)
+
+
+def body(page: str) -> str:
+    diary = Diary(page)
+    diary.write("began")
+    diary.wait()
+    diary.write("ended")
+    diary.close()
+    return "done"
+
+
+#: What a task needs that is not to be lost with its worker.
+NOT_LOST = {"acks_late": True, "reject_on_worker_lost": True}
+
+
+@shared_task(**NOT_LOST)
+def unlocked(page: str) -> str:
+    return body(page)
+
+
+@shared_task(**NOT_LOST)
+@distributed_lock("page:{page}", using="redis", ttl=TTL, timeout=LONGEST)
+def waiting(page: str) -> str:
+    return body(page)
+
+
+@shared_task(**NOT_LOST)
+@distributed_lock("page:{page}", using="redis", ttl=TTL, timeout=0, on_busy=skip("skipped"))
+def skipping(page: str) -> str:
+    return body(page)
+
+
+@shared_task
+@distributed_lock(
+    "page:{page}", using="redis", timeout=0, on_busy=retry(countdown=0.05, max_retries=2)
+)
+def giving_up(page: str) -> str:
+    return body(page)

@@ -1,0 +1,602 @@
+"""The admin of the locks: what it shows and to whom, and the forced release."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission, User
+from django.db import connections, transaction
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from django_distlock import Lease, LockNotHeld, StaleFencingToken, lock, locks
+from django_distlock.admin import MethodLockAdmin
+from django_distlock.backends.database.backend import DatabaseBackend
+from django_distlock.backends.database.records import State
+from django_distlock.forced_release import MOST_AT_ONCE
+from django_distlock.holder import Holder
+from django_distlock.models import FencingCounter, MethodLock
+from django_distlock.naming import server_key
+from django_distlock.protocol import Busy, Grant, digest
+from django_distlock.signals import lock_forced
+from tests.backends.conftest import SERVERS
+from tests.fixtures.eventually import eventually
+
+from .lock_rows import HOLDER, put, put_old, put_waiter, reread
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+LIST = reverse("admin:django_distlock_methodlock_changelist")
+FORCE = reverse("admin:django_distlock_methodlock_force_release")
+HOSTILE = "<script>alert(1)</script>"
+Page = Any
+
+
+@pytest.fixture(params=["default", *SERVERS])
+def database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each database, and the admin showing it; the name is also an alias of DISTLOCK."""
+    if request.param != "default":
+        request.getfixturevalue(request.param)
+        monkeypatch.setattr(MethodLockAdmin, "using", request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def name() -> str:
+    return f"admin:{uuid.uuid4().hex[:12]}"
+
+
+def client_of(*permissions: str, csrf: bool = False) -> Client:
+    """Return the browser of a member of the staff who has these permissions."""
+    user = User.objects.create_user(uuid.uuid4().hex[:12], is_staff=True)
+    user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    client = Client(enforce_csrf_checks=csrf)
+    client.force_login(user)
+    return client
+
+
+@pytest.fixture
+def viewer() -> Client:
+    return client_of("view_methodlock")
+
+
+@pytest.fixture
+def operator() -> Client:
+    return client_of("view_methodlock", "force_release_methodlock")
+
+
+def listed(client: Client, **query: str) -> Page:
+    return client.get(LIST, query)
+
+
+def detail_url(row: MethodLock) -> str:
+    return reverse("admin:django_distlock_methodlock_change", args=[row.pk])
+
+
+def cells(page: Page, row_name: str) -> list[str]:
+    """Return the text of each cell in the row of the list that begins with this name."""
+    rows = re.findall(r"<tr>.*?</tr>", page.content.decode(), re.DOTALL)
+    [row] = [row for row in rows if f">{row_name}</a>" in row]
+    found = re.findall(r"<t[hd] class=\"field-.*?</t[hd]>", row, re.DOTALL)
+    return [re.sub(r"<.*?>", "", cell) for cell in found]
+
+
+def confirm(client: Client, *rows: MethodLock) -> Page:
+    """Return the page that asks whether to release these."""
+    return client.get(FORCE, {"lock": [str(row.pk) for row in rows]})
+
+
+def submit(client: Client, page: Page) -> Page:
+    """Send the form of a confirmation page as it is."""
+    values = re.findall(r'name="lock" value="(.*?)"', page.content.decode())
+    assert values
+    return client.post(FORCE, {"lock": values}, follow=True)
+
+
+def messages(page: Page) -> list[str]:
+    return [str(message) for message in page.context["messages"]]
+
+
+def row_of(database: str, name: str) -> MethodLock:
+    return MethodLock.objects.using(database).get(method_name=server_key(name))
+
+
+@contextmanager
+def forced() -> Iterator[list[dict[str, Any]]]:
+    """Collect what lock_forced tells meanwhile."""
+    told: list[dict[str, Any]] = []
+
+    def receive(signal: object, **facts: Any) -> None:
+        told.append(facts)
+
+    lock_forced.connect(receive)
+    try:
+        yield told
+    finally:
+        lock_forced.disconnect(receive)
+
+
+@contextmanager
+def losing(name: str, using: str, **wishes: Any) -> Iterator[Lease]:
+    """Hold a lock that is lost meanwhile."""
+    with pytest.raises(LockNotHeld), lock(name, using=using, **wishes) as lease:
+        yield lease
+
+
+# What it shows
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        (State.HELD, ["held", str(HOLDER), "1\xa0hour", "2"]),
+        (State.STALE, ["stale", str(HOLDER), "ended", "2"]),
+        (State.RESERVED, ["held until min_hold", "-", "1\xa0hour", "2"]),
+        (State.FREE, ["free", "-", "-", "2"]),
+    ],
+)
+def test_list_shows_each_state_with_holder_time_and_waiters(
+    database: str, name: str, viewer: Client, state: State, shown: list[str]
+) -> None:
+    row = put(database, name, state)
+    for lives in (timedelta(hours=1), timedelta(hours=1), timedelta(hours=-1)):
+        put_waiter(database, row, lives)
+
+    found = cells(listed(viewer, q=name), name)
+
+    state_cell, holder, since, remaining, token, waiters, alias = found[1:]
+    assert [state_cell, holder, remaining[: len(shown[2])], waiters] == shown
+    assert (token, alias) == (str(row.fencing_token), database)
+    assert (since != "-") is (row.owner is not None)
+
+
+def test_lock_that_is_really_held_is_shown_so(database: str, name: str, viewer: Client) -> None:
+    with lock(name, using=database, ttl=50, purpose="the monthly report") as lease:
+        found = cells(listed(viewer, q=name), name)
+
+    assert found[1] == "held"
+    assert found[2] == str(Holder.current("the monthly report"))
+    assert re.fullmatch(r"4\d s", found[4])
+    assert found[5] == str(lease.fencing_token)
+
+
+@pytest.mark.parametrize("state", list(State))
+def test_filter_by_state_is_computed_on_the_servers_clock(
+    database: str, name: str, viewer: Client, state: State
+) -> None:
+    for each in State:
+        put(database, f"{name}:{each}", each)
+
+    found = listed(viewer, q=name, state=state.value).context["cl"].result_list
+
+    assert [row.description for row in found] == [f"{name}:{state}"]
+
+
+def test_search_finds_by_name_and_by_key(database: str, name: str, viewer: Client) -> None:
+    row = put(database, f"{name} Ä")
+
+    by_name = listed(viewer, q=f"{name} Ä").context["cl"].result_list
+    by_key = listed(viewer, q=row.method_name).context["cl"].result_list
+
+    assert [found.pk for found in by_name] == [found.pk for found in by_key] == [row.pk]
+
+
+def test_list_of_many_locks_takes_as_many_queries_as_that_of_one(
+    database: str, name: str, viewer: Client
+) -> None:
+    def queries() -> int:
+        with CaptureQueriesContext(connections[database]) as captured:
+            listed(viewer, q=name)
+        return len(captured)
+
+    put(database, name, State.HELD)
+    few = queries()
+    for number in range(30):
+        put_waiter(database, put(database, f"{name}:{number}", State.HELD))
+
+    assert queries() == few
+
+
+def test_hostile_text_is_escaped_everywhere(database: str, name: str, operator: Client) -> None:
+    holder = Holder("web-1", 1, HOSTILE, purpose=HOSTILE)
+    row = put(database, HOSTILE + name, State.HELD, holder=holder.to_json())
+
+    pages = [listed(operator, q=name), operator.get(detail_url(row)), confirm(operator, row)]
+    pages.append(submit(operator, pages[-1]))
+    pages.append(operator.get(reverse("admin:django_distlock_methodlock_history", args=[row.pk])))
+
+    for page in pages:
+        text = page.content.decode()
+        assert HOSTILE not in text
+        assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+
+
+def test_owner_is_shown_nowhere(
+    database: str, name: str, operator: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = put(database, name, State.HELD)
+    secrets = [str(row.owner), str(row.last_owner)]
+
+    with caplog.at_level(logging.DEBUG), forced() as told:
+        pages = [listed(operator, q=name), operator.get(detail_url(row)), confirm(operator, row)]
+        pages.append(submit(operator, pages[-1]))
+
+    texts = [*(page.content.decode() for page in pages), caplog.text, repr(told)]
+    texts += [f"{entry.object_repr} {entry.change_message}" for entry in LogEntry.objects.all()]
+    assert not [text for text in texts for secret in secrets if secret in text]
+    assert digest(secrets[0]) in pages[2].content.decode()
+
+
+@pytest.mark.parametrize("lookup", ["owner__startswith", "last_owner__startswith", "owner"])
+def test_owner_cannot_be_guessed_by_narrowing_the_list(
+    name: str, viewer: Client, lookup: str
+) -> None:
+    row = put("default", name, State.HELD)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("django.security"), "disabled", True)
+        page = listed(viewer, **{lookup: str(row.owner)[0]})
+
+    assert page.status_code == 400
+
+
+def test_aliases_over_one_table_are_shown_apart(
+    name: str, viewer: Client, settings: Settings
+) -> None:
+    settings.DISTLOCK = {"default": {}, "billing": {"KEY_PREFIX": "billing"}}
+    for alias in settings.DISTLOCK:
+        with lock(name, using=alias):
+            pass
+    put("default", f"{name}:stranger", method_name=f"wiki|{name}:stranger")
+
+    rows = listed(viewer, q=name).context["cl"].result_list
+
+    admin = MethodLockAdmin(MethodLock, cast("Any", None))
+    shown = {row.method_name: admin.alias(row) for row in rows}
+    assert shown == {
+        name: "default",
+        f"billing|{name}": "billing",
+        f"wiki|{name}:stranger": "wiki",
+    }
+
+
+def test_name_of_any_length_is_shortened_in_the_list_and_whole_on_its_page(
+    name: str, viewer: Client
+) -> None:
+    row = put("default", name + "x" * 10_000)
+
+    in_list = listed(viewer, q=name).content.decode()
+    on_page = viewer.get(detail_url(row)).content.decode()
+
+    assert "x" * 61 not in in_list
+    assert "x" * 10_000 in on_page
+
+
+# Who may do what
+
+
+def test_nobody_adds_edits_or_deletes(name: str) -> None:
+    User.objects.create_superuser(name)
+    client = Client()
+    client.force_login(User.objects.get(username=name))
+    row = put("default", name, State.HELD)
+
+    refused = [
+        client.get(f"{LIST}add/"),
+        client.post(detail_url(row), {"description": "other"}),
+        client.post(f"{LIST}{row.pk}/delete/", {"post": "yes"}),
+        client.post(LIST, {"action": "delete_selected", "_selected_action": str(row.pk)}),
+    ]
+
+    assert [page.status_code for page in refused] == [403, 403, 403, 302]
+    assert reread(row) == row
+    assert "delete_selected" not in listed(client).content.decode()
+
+
+def test_forced_release_is_neither_offered_nor_done_without_permission(
+    database: str, name: str, viewer: Client
+) -> None:
+    row = put(database, name, State.HELD)
+
+    offered = listed(viewer, q=name).content + viewer.get(detail_url(row)).content
+    asked = confirm(viewer, row)
+    done = viewer.post(FORCE, {"lock": f"{row.pk}:{digest(str(row.owner))}"})
+
+    assert b"orce release" not in offered
+    assert (asked.status_code, done.status_code) == (403, 403)
+    assert cast("MethodLock", reread(row)).owner == row.owner
+
+
+def test_forced_release_needs_the_view_permission_too(name: str) -> None:
+    row = put("default", name, State.HELD)
+
+    assert confirm(client_of("force_release_methodlock"), row).status_code == 403
+
+
+def test_forced_release_needs_a_csrf_token(name: str) -> None:
+    client = client_of("view_methodlock", "force_release_methodlock", csrf=True)
+    row = put("default", name, State.HELD)
+    values = {"lock": f"{row.pk}:{digest(str(row.owner))}"}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("django.security.csrf"), "disabled", True)
+        refused = client.post(FORCE, values)
+    token = re.findall(
+        r'name="csrfmiddlewaretoken" value="(.*?)"', confirm(client, row).content.decode()
+    )
+    client.post(FORCE, {**values, "csrfmiddlewaretoken": token[-1]})
+
+    assert refused.status_code == 403
+    assert cast("MethodLock", reread(row)).owner is None
+
+
+# The forced release
+
+
+def test_forced_release_frees_the_lock_and_tells_everybody(
+    database: str, name: str, operator: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with losing(name, database, ttl=1.5, purpose="GET /fees/") as lease, forced() as told:
+        row = row_of(database, name)
+        page = confirm(operator, row)
+        done = submit(operator, page)
+
+        eventually(lambda: lease.lost, 3, "the holder is told at its next renewal")
+        with lock(name, using=database, timeout=2) as later:
+            assert cast("int", later.fencing_token) > cast("int", lease.fencing_token) + 1
+    [entry] = LogEntry.objects.filter(object_id=str(row.pk), object_repr=name)
+    [fact] = told
+    [line] = [record for record in caplog.records if "forced" in record.message]
+
+    assert name in page.content.decode()
+    assert str(Holder.current("GET /fees/")) in page.content.decode()
+    assert messages(done) == ["1 lock was released."]
+    assert entry.user.pk == int(operator.session["_auth_user_id"])
+    assert entry.get_change_message() == (
+        f"Forced the release: held by {Holder.current('GET /fees/')}, "
+        f"fencing token {row.fencing_token}."
+    )
+    assert (fact["sender"], fact["name"], fact["using"]) == (DatabaseBackend, name, database)
+    assert fact["holder"] == Holder.current("GET /fees/")
+    assert line.levelname == "WARNING"
+    assert name in line.message
+    assert entry.user.username in line.message
+
+
+def test_action_asks_for_those_that_are_held_and_frees_them(
+    database: str, name: str, operator: Client
+) -> None:
+    rows = {state: put(database, f"{name}:{state}", state) for state in State}
+    selected = [str(row.pk) for row in rows.values()]
+
+    page = operator.post(LIST, {"action": "force_release", "_selected_action": selected})
+    done = submit(operator, page)
+
+    shown = page.content.decode()
+    assert f"{name}:held" in shown
+    assert f"{name}:stale" in shown
+    assert f"{name}:reserved" not in shown
+    assert f"{name}:free" not in shown
+    assert messages(done) == ["2 locks were released."]
+    freed = [cast("MethodLock", reread(rows[state])) for state in (State.HELD, State.STALE)]
+    assert [row.owner for row in freed] == [None, None]
+    assert [row.fencing_token for row in freed] == [
+        rows[state].fencing_token + 1 for state in (State.HELD, State.STALE)
+    ]
+
+
+def test_page_of_a_held_lock_has_the_button_and_that_of_a_free_one_has_not(
+    database: str, name: str, operator: Client
+) -> None:
+    held, free = put(database, name, State.HELD), put(database, f"{name}:free")
+
+    assert f"{FORCE}?lock={held.pk}" in operator.get(detail_url(held)).content.decode()
+    assert FORCE not in operator.get(detail_url(free)).content.decode()
+
+
+def test_old_confirmation_page_does_not_free_the_next_holder(
+    database: str, name: str, operator: Client
+) -> None:
+    with lock(name, using=database):
+        page = confirm(operator, row_of(database, name))
+    with lock(name, using=database) as lease:
+        done = submit(operator, page)
+
+        assert row_of(database, name).owner == lease.request.owner
+    assert messages(done) == [
+        f"“{name}” was not released: who was shown to hold it does not hold it any more."
+    ]
+    assert not LogEntry.objects.filter(object_repr=name)
+
+
+def test_same_confirmation_sent_twice_frees_once(
+    database: str, name: str, operator: Client
+) -> None:
+    row = put(database, name, State.HELD)
+    page = confirm(operator, row)
+
+    first, second = submit(operator, page), submit(operator, page)
+
+    assert messages(first) == ["1 lock was released."]
+    assert "not released" in messages(second)[0]
+    assert LogEntry.objects.filter(object_repr=name).count() == 1
+
+
+def test_holder_that_changes_after_the_comparison_is_not_freed(
+    name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = put("default", name, State.HELD)
+    page = confirm(operator, row)
+    compare = MethodLockAdmin._free
+
+    def late(self: MethodLockAdmin, request: Any, lock: MethodLock) -> bool:
+        MethodLock.objects.filter(pk=lock.pk).update(owner="the next holder's")
+        return compare(self, request, lock)
+
+    monkeypatch.setattr(MethodLockAdmin, "_free", late)
+    done = submit(operator, page)
+
+    assert cast("MethodLock", reread(row)).owner == "the next holder's"
+    assert "not released" in messages(done)[0]
+
+
+def test_lock_that_was_purged_meanwhile_is_told(name: str, operator: Client) -> None:
+    row = put_old("default", name, State.STALE)
+    page = confirm(operator, row)
+    row.delete()
+
+    assert "not released" in messages(submit(operator, page))[0]
+
+
+@pytest.mark.parametrize(
+    "value", ["", "nonsense", "9" * 19, "9" * 5000, "x:y", "-1:y", "²:y", ":", "9" * 30 + ":y"]
+)
+def test_nonsense_frees_nothing_and_breaks_nothing(operator: Client, value: str) -> None:
+    done = operator.post(FORCE, {"lock": value}, follow=True)
+    asked = operator.get(FORCE, {"lock": value}, follow=True)
+
+    assert (done.status_code, asked.status_code) == (200, 200)
+    assert "not released" in messages(done)[0]
+    assert messages(asked) == ["Nobody holds what was selected."]
+
+
+def test_no_more_locks_are_released_at_once_than_anybody_reads(name: str, operator: Client) -> None:
+    rows = [put("default", f"{name}:{n}", State.HELD) for n in range(MOST_AT_ONCE + 1)]
+    selected = [str(row.pk) for row in rows]
+
+    asked = operator.post(
+        LIST, {"action": "force_release", "_selected_action": selected}, follow=True
+    )
+
+    assert messages(asked) == [f"Select at most {MOST_AT_ONCE} held locks."]
+
+
+def test_under_atomic_requests_the_release_is_done_and_told(
+    database: str, name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in {"default", database}:
+        monkeypatch.setitem(connections[each].settings_dict, "ATOMIC_REQUESTS", True)
+    row = put(database, name, State.HELD)
+    seen: list[bool] = []
+    free = MethodLockAdmin._free
+
+    def busy_elsewhere(self: MethodLockAdmin, request: Any, lock: MethodLock) -> bool:
+        # Another writer between what this request has read and what it writes.
+        thread = threading.Thread(target=write_elsewhere, args=[database, f"{name}:other"])
+        thread.start()
+        thread.join()
+        seen.append(connections[database].in_atomic_block)
+        return free(self, request, lock)
+
+    monkeypatch.setattr(MethodLockAdmin, "_free", busy_elsewhere)
+    with forced() as told:
+        done = submit(operator, confirm(operator, row))
+
+    assert messages(done) == ["1 lock was released."]
+    assert seen == [False]
+    assert len(told) == 1
+    assert cast("MethodLock", reread(row)).owner is None
+
+
+def write_elsewhere(database: str, name: str) -> None:
+    put(database, name)
+    connections[database].close()
+
+
+def test_log_entry_that_cannot_be_written_undoes_the_release(
+    database: str, name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = put(database, name, State.HELD)
+    page = confirm(operator, row)
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no place left")
+
+    monkeypatch.setattr(MethodLockAdmin, "log_change", refuse)
+    with forced() as told, pytest.raises(RuntimeError, match="no place left"):
+        submit(operator, page)
+
+    assert told == []
+    assert cast("MethodLock", reread(row)).owner == row.owner
+
+
+def test_guarded_transaction_is_not_waited_for_and_ends_before_the_next_holding(
+    database: str, name: str, operator: Client, settings: Settings
+) -> None:
+    if database == "default":
+        pytest.skip("SQLite has one writer at a time: the guarding transaction is waited for")
+    # MariaDB takes up to two seconds to end a wait for a row that may take one.
+    settings.DISTLOCK = {database: {"OPTIONS": {"using": database, "io_timeout": 4.0}}}
+    rival = locks[database].request(name, ttl=5, holder=HOLDER)
+    with losing(name, database, ttl=60) as lease:
+        with transaction.atomic(using=database):
+            lease.guard(using=database)
+            in_thread(lambda: submit(operator, confirm(operator, row_of(database, name))))
+
+            assert row_of(database, name).owner is None
+            assert isinstance(locks[database].try_acquire(rival, queued=False), Busy)
+        later = locks[database].try_acquire(rival, queued=False)
+        assert isinstance(later, Grant)
+        assert cast("int", later.token) > cast("int", lease.fencing_token)
+
+
+def test_what_the_old_holder_guards_refuses_it(database: str, name: str, operator: Client) -> None:
+    with losing(name, database, ttl=60) as lease:
+        submit(operator, confirm(operator, row_of(database, name)))
+
+        with transaction.atomic(using=database), pytest.raises(StaleFencingToken):
+            lease.guard(using=database)
+
+
+def test_first_live_waiter_is_woken(postgres: object, name: str) -> None:
+    row = put("postgres", name, State.HELD)
+    put_waiter("postgres", row, timedelta(hours=-1), channel="dead")
+    put_waiter("postgres", row)
+    first = put_waiter("postgres", row, channel="first")
+    put_waiter("postgres", row, channel="second")
+    listening = connections.create_connection("postgres")
+    with listening.cursor() as cursor:
+        for channel in ("dead", "first", "second"):
+            cursor.execute(f"LISTEN {channel}")
+
+    assert locks["postgres"].force_release(row.method_name, digest(str(row.owner)))
+
+    [note] = listening.connection.notifies(timeout=2, stop_after=1)
+    assert (note.channel, note.payload) == ("first", str(first.ticket))
+    assert list(listening.connection.notifies(timeout=0.1)) == []
+    listening.close()
+
+
+def test_counter_is_raised_with_the_row(database: str, name: str, operator: Client) -> None:
+    row = put(database, name, State.HELD)
+
+    submit(operator, confirm(operator, row))
+
+    counter = FencingCounter.objects.using(database).get(method_name=row.method_name)
+    assert counter.value == row.fencing_token + 1
+
+
+def in_thread(call: Callable[[], Any]) -> Any:
+    """Return what *call* returns in another thread, which closes its connections."""
+    results: list[Any] = []
+
+    def run() -> None:
+        results.append(call())
+        connections.close_all()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    assert results, "it waits"
+    return results[0]

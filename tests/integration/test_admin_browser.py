@@ -1,0 +1,238 @@
+"""The admin of the locks in a browser, served by a process of its own."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from django.contrib.auth.models import User
+from django.urls import reverse
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+from selenium.webdriver.support import expected_conditions as there
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from django_distlock import LockNotHeld, lock
+from django_distlock.backends.database.records import State
+from django_distlock.models import MethodLock
+from django_distlock.naming import server_key
+from tests.fixtures.environment import free_port, is_listening
+from tests.fixtures.eventually import eventually
+from tests.fixtures.launch import launch
+
+from .lock_rows import put, put_waiter
+
+LIST = reverse("admin:django_distlock_methodlock_changelist")
+HOSTILE = "<script>alert(1)</script>"
+PASSWORD = "operator"
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1600,900",
+)
+Start = Callable[[], "Operator"]
+
+pytestmark = pytest.mark.server
+
+
+class Operator:
+    """Somebody at a browser, logged in."""
+
+    def __init__(self, browser: WebDriver, site: str) -> None:
+        self.browser = browser
+        self.site = site
+
+    def log_in(self, username: str) -> None:
+        self.open(f"{reverse('admin:login')}?next={LIST}")
+        self.find("#id_username").send_keys(username)
+        self.find("#id_password").send_keys(PASSWORD)
+        self.press("[type=submit]")
+
+    def open(self, path: str) -> None:
+        self.browser.get(self.site + path)
+
+    def find(self, selector: str) -> Any:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def press(self, selector: str) -> None:
+        """Click, and wait until the next page has come."""
+        self._leave(self.find(selector))
+
+    def follow(self, text: str) -> None:
+        """Click the link with this text, and wait until the next page has come."""
+        self._leave(self.browser.find_element(By.LINK_TEXT, text))
+
+    def rows(self) -> list[list[str]]:
+        """Return the cells of the table, row by row."""
+        found = self.browser.find_elements(By.CSS_SELECTOR, "#content tbody tr")
+        cells = ".//td[not(contains(@class, 'action-checkbox'))] | .//th"
+        return [[cell.text for cell in row.find_elements(By.XPATH, cells)] for row in found]
+
+    def message(self) -> str:
+        return str(self.find(".messagelist li").text)
+
+    def _leave(self, element: Any) -> None:
+        page = self.find("html")
+        element.click()
+        WebDriverWait(self.browser, 10).until(there.staleness_of(page))
+        WebDriverWait(self.browser, 10).until(
+            lambda browser: browser.execute_script("return document.readyState") == "complete"
+        )
+
+
+@pytest.fixture(scope="module")
+def site(databases: None) -> Iterator[str]:
+    """The test project, served as `manage.py runserver` does."""
+    port = free_port()
+    command = [sys.executable, "-m", "testproject", "runserver", "--noreload", f"127.0.0.1:{port}"]
+    root, quiet = Path(__file__).parents[2], subprocess.DEVNULL
+    server = launch(command, cwd=root, stdout=quiet, stderr=quiet)
+    try:
+        eventually(lambda: is_listening(port), 20, "the site answers")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def operator(site: str, tmp_path: Path) -> Iterator[Start]:
+    """Starts browsers, each with an operator who may do everything."""
+    browsers: list[WebDriver] = []
+
+    def start() -> Operator:
+        options = webdriver.ChromeOptions()
+        for flag in (*FLAGS, f"--user-data-dir={tmp_path / str(len(browsers))}"):
+            options.add_argument(flag)
+        driver = shutil.which("chromedriver")
+        assert driver, "chromedriver is missing: install Debian's chromium and chromium-driver"
+        browsers.append(webdriver.Chrome(options, webdriver.ChromeService(driver)))
+        username = f"operator-{uuid.uuid4().hex[:8]}"
+        User.objects.create_superuser(username, password=PASSWORD)
+        someone = Operator(browsers[-1], site)
+        someone.log_in(username)
+        return someone
+
+    yield start
+    for browser in browsers:
+        browser.quit()
+
+
+@pytest.fixture
+def name() -> str:
+    return f"browser:{uuid.uuid4().hex[:12]}"
+
+
+def row_of(name: str) -> MethodLock:
+    return MethodLock.objects.get(method_name=server_key(name))
+
+
+def test_list_shows_the_states_and_runs_no_script_of_a_name(operator: Start, name: str) -> None:
+    for state in State:
+        put("default", f"{name}:{state}", state)
+    put_waiter("default", put("default", f"{HOSTILE}{name}", State.HELD))
+
+    someone = operator()
+    someone.open(f"{LIST}?q={name}")
+
+    assert {row[0]: (row[1], row[6]) for row in someone.rows()} == {
+        f"{name}:held": ("held", "0"),
+        f"{name}:stale": ("stale", "0"),
+        f"{name}:reserved": ("held until min_hold", "0"),
+        f"{name}:free": ("free", "0"),
+        f"{HOSTILE}{name}": ("held", "1"),
+    }
+    assert there.alert_is_present()(someone.browser) is False
+    assert not someone.browser.find_elements(By.CSS_SELECTOR, "#result_list script")
+
+    someone.follow("stale")
+    assert [row[0] for row in someone.rows()] == [f"{name}:stale"]
+
+
+def test_lock_is_taken_from_its_holder_after_a_confirmation(operator: Start, name: str) -> None:
+    someone = operator()
+    with pytest.raises(LockNotHeld), lock(name, ttl=3, purpose="the monthly report") as lease:
+        someone.open(f"{LIST}?q={name}")
+        someone.find("#action-toggle").click()
+        Select(someone.find("select[name=action]")).select_by_value("force_release")
+        someone.press(".actions button")
+
+        assert someone.find("#content h1").text == "Force release"
+        [asked] = someone.rows()
+        assert asked[0] == name
+        assert "the monthly report" in asked[2]
+        assert row_of(name).owner is not None
+
+        someone.press("#content form input[type=submit]")
+        assert someone.message() == "1 lock was released."
+        assert row_of(name).owner is None
+        eventually(lambda: lease.lost, 5, "the holder is told at its next renewal")
+
+
+def test_operator_who_changes_his_mind_releases_nothing(operator: Start, name: str) -> None:
+    someone = operator()
+    row = put("default", name, State.HELD)
+
+    someone.open(f"{LIST}{row.pk}/change/")
+    someone.follow("FORCE RELEASE")
+    someone.follow("No, take me back")
+
+    assert someone.browser.current_url.endswith(LIST)
+    assert row_of(name).owner == row.owner
+
+
+def test_second_operators_old_confirmation_spares_the_next_holder(
+    operator: Start, name: str
+) -> None:
+    first, second = operator(), operator()
+    row = put("default", name, State.HELD)
+    for someone in (first, second):
+        someone.open(f"{LIST}{row.pk}/change/")
+        someone.follow("FORCE RELEASE")
+
+    first.press("#content form input[type=submit]")
+    with lock(name) as lease:
+        second.press("#content form input[type=submit]")
+
+        assert first.message() == "1 lock was released."
+        assert second.message() == (
+            f"“{name}” was not released: who was shown to hold it does not hold it any more."
+        )
+        assert row_of(name).owner == lease.request.owner
+
+    second.open(f"{LIST}{row.pk}/history/")
+    assert len(second.rows()) == 1
+    assert "Forced the release" in second.rows()[0][2]
+
+
+def test_a_page_of_the_lock_says_all_there_is_to_know(operator: Start, name: str) -> None:
+    row = put("default", name + "x" * 300, State.HELD)
+    someone = operator()
+
+    someone.open(f"{LIST}{row.pk}/change/")
+
+    page = cast("str", someone.find("#content").text)
+    for fact in (
+        row.description,
+        row.method_name,
+        "held",
+        "web-1 pid 4711",
+        str(row.fencing_token),
+    ):
+        assert fact in page
+    assert not someone.browser.find_elements(By.CSS_SELECTOR, "#content form input[type=text]")
+    wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
+    assert someone.browser.execute_script(wide) is False

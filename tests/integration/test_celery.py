@@ -1,0 +1,198 @@
+"""Celery tasks under a lock: real workers, whose broker, results and locks are on a real Redis."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from django_distlock import LockNotAcquired, lock
+from testproject import tasks
+from testproject.celery import app
+from testproject.services import audit, open_account
+from tests.fixtures.eventually import eventually
+from tests.fixtures.launch import send
+from tests.integration import celery_tasks
+from tests.integration.celery_tasks import TTL, Diary, Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
+
+COPIES = 40
+WORK = 0.01
+#: The lease begins a little before the body does.
+NEARLY_TTL = TTL - 0.5
+OWN_TASKS = celery_tasks.__name__
+#: For workers that bring back what nobody has acknowledged within a second.
+FORGIVING: dict[str, Any] = {
+    "visibility_timeout": 1,
+    "unacked_restore_interval": 0.2,
+    "unacked_restore_throttle": 1,
+}
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connections() -> Iterator[None]:
+    """What this process opens to send tasks and to read results."""
+    yield
+    app.backend.result_consumer.stop()
+    app.backend.client.connection_pool.disconnect()
+    app.close()
+
+
+@pytest.fixture(scope="module")
+def worker(start_workers: StartWorkers) -> CeleryWorker:
+    """One with two processes, which tests leave as it is."""
+    return start_workers(include=f"testproject.tasks,{OWN_TASKS}")[0]
+
+
+@pytest.fixture
+def account() -> int:
+    return open_account("charged by Celery", Decimal("100000.00")).pk
+
+
+@pytest.fixture
+def diary(request: pytest.FixtureRequest, redis: object) -> Iterator[Diary]:
+    diary = Diary(f"{request.node.name}:{os.getpid()}")
+    yield diary
+    # A test that failed must not keep the worker busy.
+    diary.let_go(9)
+    diary.close()
+
+
+def send_copies(task: Any, worker: CeleryWorker, account: int) -> list[Any]:
+    return [task.apply_async((account, WORK), queue=worker.queue) for _ in range(COPIES)]
+
+
+def send_to(worker: CeleryWorker, name: str, diary: Diary) -> Any:
+    return getattr(celery_tasks, name).apply_async((diary.page,), queue=worker.queue)
+
+
+def ends(results: list[Any]) -> Counter[object]:
+    return Counter(result.get(timeout=60) for result in results)
+
+
+def began(diary: Diary, number: int) -> list[Entry]:
+    """Return the beginnings of bodies, once they are as many."""
+
+    def found() -> list[Entry]:
+        beginnings = [entry for entry in diary.read() if entry.event == "began"]
+        return beginnings if len(beginnings) >= number else []
+
+    return eventually(found, 40, f"{number} bodies began")
+
+
+def test_without_a_lock_updates_get_lost(worker: CeleryWorker, account: int) -> None:
+    results = send_copies(tasks.charge, worker, account)
+
+    assert ends(results) == {tasks.CHARGED: COPIES}
+    assert audit(account).made == COPIES
+    assert audit(account).lost > 0
+
+
+def test_tasks_that_wait_run_one_after_the_other(worker: CeleryWorker, account: int) -> None:
+    results = send_copies(tasks.charge_in_turn, worker, account)
+
+    assert ends(results) == {tasks.CHARGED: COPIES}
+    assert (audit(account).made, audit(account).lost) == (COPIES, 0)
+
+
+def test_tasks_that_skip_say_so_in_their_results(worker: CeleryWorker, account: int) -> None:
+    results = send_copies(tasks.charge_or_skip, worker, account)
+
+    found = ends(results)
+    assert found[tasks.CHARGED] + found[tasks.SKIPPED] == COPIES
+    assert found[tasks.SKIPPED] > 0
+    assert (audit(account).made, audit(account).lost) == (found[tasks.CHARGED], 0)
+
+
+def test_tasks_that_retry_have_all_run_in_the_end(worker: CeleryWorker, account: int) -> None:
+    logged = len(worker.log)
+    results = send_copies(tasks.charge_or_retry, worker, account)
+
+    assert ends(results) == {tasks.CHARGED: COPIES}
+    assert (audit(account).made, audit(account).lost) == (COPIES, 0)
+    assert "Retry in 0.05s: LockNotAcquired" in worker.log[logged:]
+
+
+def test_task_that_runs_out_of_retries_fails_and_says_why(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    with lock(f"page:{diary.page}", using="redis"):
+        result = send_to(worker, "giving_up", diary)
+
+        with pytest.raises(LockNotAcquired) as caught:
+            result.get(timeout=30)
+
+    assert caught.value.name == f"page:{diary.page}"
+    assert f"pid={os.getpid()}" in str(caught.value)
+    assert diary.read() == []
+
+
+def test_holder_tells_the_task(worker: CeleryWorker, diary: Diary) -> None:
+    result = send_to(worker, "waiting", diary)
+    [body] = began(diary, 1)
+
+    with pytest.raises(LockNotAcquired) as caught:
+        lock(f"page:{diary.page}", using="redis", timeout=0).__enter__()
+
+    holder = caught.value.holder
+    assert holder is not None
+    assert holder.pid == body.pid
+    assert holder.pid in worker.pids[1:]
+    assert holder.task == f"tests.integration.celery_tasks.waiting[{result.id}]"
+    assert holder.purpose == "tests.integration.celery_tasks.waiting"
+    diary.let_go()
+    assert result.get(timeout=30) == "done"
+
+
+def test_task_of_a_killed_child_runs_again_once_its_lease_is_over(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    result = send_to(worker, "waiting", diary)
+    [first] = began(diary, 1)
+
+    send(first.pid, signal.SIGKILL)
+
+    _, second = began(diary, 2)
+    assert second.pid != first.pid
+    assert second.at - first.at > NEARLY_TTL
+    diary.let_go()
+    assert result.get(timeout=30) == "done"
+
+
+def test_task_of_a_killed_worker_runs_elsewhere_once_its_lease_is_over(
+    start_workers: StartWorkers, diary: Diary
+) -> None:
+    pair = start_workers(2, children=1, include=OWN_TASKS, **FORGIVING)
+    result = send_to(pair[0], "waiting", diary)
+    [first] = began(diary, 1)
+
+    next(worker for worker in pair if first.pid in worker.pids).kill()
+
+    _, second = began(diary, 2)
+    assert second.at - first.at > NEARLY_TTL
+    diary.let_go()
+    assert result.get(timeout=30) == "done"
+
+
+def test_copy_of_a_task_that_takes_too_long_for_the_broker_does_not_run_beside_it(
+    start_workers: StartWorkers, diary: Diary
+) -> None:
+    [worker] = start_workers(include=OWN_TASKS, **FORGIVING)
+    result = send_to(worker, "skipping", diary)
+    began(diary, 1)
+
+    # Both have one id, and one result: the first that is there stays.
+    assert result.get(timeout=30) == "skipped"
+
+    assert [entry.event for entry in diary.read()] == ["began"]
+    diary.let_go()
+    eventually(lambda: [entry.event for entry in diary.read()] == ["began", "ended"])

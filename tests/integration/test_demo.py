@@ -1,0 +1,233 @@
+"""`make demo` and `make demo-server`, small: their commands as processes of their own."""
+
+import os
+import pty
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from testproject.fees import after
+from tests.fixtures.environment import free_port, is_listening
+from tests.fixtures.eventually import eventually
+from tests.fixtures.launch import launch
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("demo", "--servers=3", "--charges=4", "--work=0.05")
+SHOULD_BE = after(12, Decimal("100000.00"))
+
+Environment = dict[str, str]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return {**os.environ, "DISTLOCK_SQLITE_PATH": str(tmp_path / "demo.sqlite3"), "COLUMNS": "80"}
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> "subprocess.CompletedProcess[str]":
+    """What the demo shows a file, run once for those who only read it."""
+    path = str(tmp_path_factory.mktemp("demo") / "demo.sqlite3")
+    return run(*SMALL, environment={**os.environ, "DISTLOCK_SQLITE_PATH": path, "COLUMNS": "80"})
+
+
+@dataclass
+class Row:
+    """What the demo's table tells of one run."""
+
+    made: int
+    lost: int
+    balance: Decimal
+    should_be: Decimal
+    wrong: Decimal
+
+
+def run(
+    *command: str, environment: Environment, cwd: Path = ROOT, program: str = "-m testproject"
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, *program.split(), *command],
+        cwd=cwd,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def row(title: str, output: str) -> Row:
+    line = re.search(rf"^\| {title} +\|(.*)\|$", output, re.MULTILINE)
+    assert line, output
+    made, lost, *money = (cell.strip().replace(",", "") for cell in line[1].split("|"))
+    return Row(int(made), int(lost), *map(Decimal, money))
+
+
+def test_the_demo_loses_updates_without_the_lock_and_none_with_it(
+    shown: "subprocess.CompletedProcess[str]",
+) -> None:
+    assert (shown.returncode, shown.stderr) == (0, "")
+    unlocked, locked = row("no lock", shown.stdout), row("@distributed_lock", shown.stdout)
+    assert unlocked.made == 12
+    assert unlocked.lost > 0
+    assert unlocked.wrong == unlocked.balance - SHOULD_BE > 0
+    assert locked == Row(12, 0, SHOULD_BE, SHOULD_BE, Decimal(0))
+
+
+def test_the_demo_tells_a_file_what_it_does_in_plain_lines(
+    shown: "subprocess.CompletedProcess[str]",
+) -> None:
+    lines = shown.stdout.splitlines()
+
+    assert lines[0].startswith("3 servers take a 3 % fee from one account, 4 times each:")
+    assert "no lock: charging 12 fees ..." in lines
+    assert "@distributed_lock: charging 12 fees ..." in lines
+    assert lines[-1] == "See accounts, fees and locks in the admin: make demo-server"
+    assert all(line.isascii() and line.isprintable() and len(line) <= 80 for line in lines)
+
+
+def test_the_demo_shows_a_terminal_its_progress(environment: Environment) -> None:
+    ours, theirs = pty.openpty()
+    process = launch(
+        [sys.executable, "-m", "testproject", *SMALL],
+        cwd=ROOT,
+        env={**environment, "TERM": "xterm", "COLUMNS": "120"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+
+    shown = "".join(read_terminal(ours))
+
+    assert process.wait(10) == 0
+    assert "━" in shown
+    assert shown.count("12/12") >= 2
+    assert "updates" in shown
+
+
+def read_terminal(descriptor: int) -> Iterator[str]:
+    """Give what comes until the last writer has closed it, which Linux tells by an error."""
+    with open(descriptor, encoding="utf-8", errors="replace", buffering=1, newline="") as terminal:
+        try:
+            yield from terminal
+        except OSError:
+            return
+
+
+def test_the_demo_fails_when_its_lock_does_not_exclude(
+    environment: Environment, tmp_path: Path
+) -> None:
+    (tmp_path / "lockless.py").write_text(
+        "from testproject.settings import *\n"
+        'DISTLOCK = {"default": {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}}\n'
+    )
+    lockless = {"PYTHONPATH": str(tmp_path), "DJANGO_SETTINGS_MODULE": "lockless"}
+
+    shown = run(*SMALL, environment={**environment, **lockless})
+
+    assert shown.returncode == 1
+    assert row("@distributed_lock", shown.stdout).lost > 0
+    assert "The demo failed" in shown.stderr
+
+
+def test_the_demo_fails_when_one_server_alone_can_lose_nothing(environment: Environment) -> None:
+    shown = run("demo", "--servers=1", "--charges=2", environment=environment)
+
+    assert shown.returncode == 1
+    assert row("no lock", shown.stdout).lost == 0
+    assert "The demo failed" in shown.stderr
+
+
+def test_the_demo_refuses_more_fees_than_there_is_money_for(environment: Environment) -> None:
+    shown = run("demo", "--charges=200", environment=environment)
+
+    assert shown.returncode == 1
+    assert "800 fees are too many" in shown.stderr
+
+
+def test_the_demo_says_when_its_servers_fail(environment: Environment) -> None:
+    shown = run("demo", "--servers=2", "--work=-1", environment=environment)
+
+    assert shown.returncode == 1
+    assert "ValueError: sleep length must be non-negative" in shown.stderr
+    assert "2 servers failed" in shown.stderr
+
+
+def test_manage_py_works_from_any_folder(environment: Environment, tmp_path: Path) -> None:
+    program = str(ROOT / "testproject" / "manage.py")
+
+    shown = run(*SMALL, environment=environment, cwd=tmp_path, program=program)
+
+    assert (shown.returncode, shown.stderr) == (0, "")
+
+
+# The server of the demo.
+
+
+@pytest.fixture
+def server(environment: Environment, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A demo server, whose port stands in *environment*; it ends with the test."""
+    environment["PORT"] = port = str(free_port())
+    with (tmp_path / "log").open("w") as log:
+        command = [sys.executable, "-m", "testproject", "serve", "--port", port]
+        process = launch(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    eventually(lambda: process.poll() is not None or is_listening(int(port)), seconds=20)
+    assert process.poll() is None, (tmp_path / "log").read_text()
+    yield process
+    process.kill()
+    process.wait()
+
+
+def lock_states(environment: Environment) -> dict[str, str]:
+    query = """
+        SELECT description, CASE WHEN owner IS NULL THEN 'free'
+        WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'stale' ELSE 'held' END
+        FROM django_distlock_methodlock
+    """
+    with closing(sqlite3.connect(environment["DISTLOCK_SQLITE_PATH"])) as connection:
+        return dict(connection.execute(query))
+
+
+def page(environment: Environment, path: str) -> str:
+    url = f"http://127.0.0.1:{environment['PORT']}{path}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+@pytest.mark.usefixtures("server")
+def test_the_server_has_accounts_and_locks_to_show(environment: Environment) -> None:
+    index = page(environment, "/")
+
+    assert all(f">{name}</a>" in index for name in ("Ada", "Grace", "Linus"))
+    expected = {"newsletter": "free", "import:orders": "stale", "report:monthly": "held"}
+    eventually(lambda: lock_states(environment) == expected)
+
+
+@pytest.mark.usefixtures("server")
+def test_the_server_tells_how_to_open_the_admin(environment: Environment, tmp_path: Path) -> None:
+    log = (tmp_path / "log").read_text()
+
+    assert f"Admin: http://127.0.0.1:{environment['PORT']}/admin/" in log
+    assert "User: demo   Password: demo" in log
+    assert "Log in" in page(environment, "/admin/")
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_holder_goes_with_the_server_however_that_ends(
+    environment: Environment, server: "subprocess.Popen[str]", end: signal.Signals
+) -> None:
+    server.send_signal(end)
+    server.wait(10)
+
+    eventually(lambda: lock_states(environment)["report:monthly"] == "free")

@@ -1,0 +1,587 @@
+"""Purge: what it deletes, what it leaves alone, and what happens beside it."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connections, transaction
+from django.utils import timezone
+
+from django_distlock import Lease, NotSupported, StaleFencingToken, lock, locks
+from django_distlock.backends.database import DatabaseBackend
+from django_distlock.backends.database.purge import LARGEST_BATCH
+from django_distlock.backends.database.records import State
+from django_distlock.models import FencingCounter, LockWaiter, MethodLock
+from django_distlock.protocol import Busy
+from tests.backends.conftest import SERVERS
+
+from .lock_rows import DAY, HOLDER, put_old, put_waiter, reread
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+    from django_distlock.protocol import Purged
+
+#: Each purge of these tests sees only the locks of its own prefix.
+ALIAS = "purge"
+GRACE = DAY.total_seconds()
+#: Rounds of the races; the torture is run with ten thousand.
+ROUNDS = int(os.environ.get("DISTLOCK_RACE_ROUNDS", "150"))
+
+
+@pytest.fixture(params=["default", *SERVERS])
+def database(request: pytest.FixtureRequest) -> str:
+    if request.param != "default":
+        request.getfixturevalue(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def prefix() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+@pytest.fixture(autouse=True)
+def using(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+    """An alias over the database of the test, with a prefix of its own."""
+    database = (
+        request.getfixturevalue("database") if "database" in request.fixturenames else "default"
+    )
+    prefix = request.getfixturevalue("prefix")
+    settings.DISTLOCK = {ALIAS: {"KEY_PREFIX": prefix, "OPTIONS": {"using": database}}}
+    yield ALIAS
+    locks.close()
+
+
+@pytest.fixture
+def old(database: str, prefix: str) -> Callable[..., MethodLock]:
+    """Makes locks of the alias that were last used two days ago."""
+
+    def make(name: str, state: State = State.FREE, **columns: Any) -> MethodLock:
+        return put_old(database, name, state, method_name=f"{prefix}|{name}", **columns)
+
+    return make
+
+
+def purge(older_than: float = GRACE, **sizes: Any) -> list[Purged]:
+    return list(locks[ALIAS].purge(older_than, **sizes))
+
+
+def deleted(batches: list[Purged]) -> int:
+    return sum(batch.deleted for batch in batches)
+
+
+def names(database: str, prefix: str) -> set[str]:
+    """Return the names of the locks that are left."""
+    rows = MethodLock.objects.using(database).filter(method_name__startswith=f"{prefix}|")
+    return set(rows.values_list("description", flat=True))
+
+
+def counters(database: str, prefix: str) -> set[str]:
+    rows = FencingCounter.objects.using(database).filter(method_name__startswith=f"{prefix}|")
+    return {key.partition("|")[2] for key in rows.values_list("method_name", flat=True)}
+
+
+def database_backend() -> DatabaseBackend:
+    backend = locks[ALIAS]
+    assert isinstance(backend, DatabaseBackend)
+    return backend
+
+
+def taken(name: str) -> Lease:
+    lease = lock(name, using=ALIAS, ttl=60).acquire()
+    assert lease
+    return lease
+
+
+def age(database: str, prefix: str, *, is_held: bool = False) -> None:
+    """Make the free locks (or the held ones) as old as if nobody had used them for two days."""
+    then = timezone.now() - 2 * DAY
+    times = dict.fromkeys(("available_at", "expires_at", "updated_at"), then)
+    token = int(then.timestamp() * 1_000_000)
+    mine = {"method_name__startswith": f"{prefix}|"}
+    skips = connections[database].features.has_select_for_update_skip_locked
+    with transaction.atomic(using=database):
+        rows = MethodLock.objects.using(database).filter(**mine, owner__isnull=not is_held)
+        if rows.update(**times, fencing_token=token):
+            counters = FencingCounter.objects.using(database).filter(**mine)
+            for counter in counters.select_for_update(skip_locked=skips):
+                counters.filter(pk=counter.pk).update(value=token)
+
+
+# What it deletes
+
+
+@pytest.mark.parametrize("state", [State.FREE, State.STALE])
+def test_what_was_free_or_stale_for_longer_than_the_grace_goes_with_its_counter(
+    database: str, prefix: str, old: Callable[..., MethodLock], state: State
+) -> None:
+    old("x", state)
+
+    assert deleted(purge()) == 1
+
+    assert names(database, prefix) == counters(database, prefix) == set()
+
+
+def test_what_may_be_needed_stays(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    soon = timezone.now() + timedelta(hours=1)
+    lately = timezone.now() - timedelta(hours=23)
+    old("held", State.STALE, expires_at=soon, available_at=soon)
+    old("held, by the clock of nothing but its end", State.STALE, expires_at=soon)
+    old("reserved", available_at=soon)
+    old("delayed", State.STALE, available_at=soon)
+    old("stale of late", State.STALE, expires_at=lately, available_at=lately)
+    old("free of late", updated_at=lately)
+    old("token ahead of the clock", fencing_token=int(soon.timestamp() * 1_000_000))
+    put_waiter(database, old("waited for"))
+    with lock("used", using=ALIAS):
+        pass
+    kept = names(database, prefix)
+
+    assert deleted(purge()) == 0
+
+    assert names(database, prefix) == kept
+    assert len(kept) == 9
+
+
+def test_grace_is_what_is_asked_for(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    old("x", age=timedelta(seconds=100))
+
+    assert deleted(purge(110)) == 0
+    assert deleted(purge(90)) == 1
+
+
+def test_locks_of_other_aliases_stay(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    mine = old("x")
+    others = [
+        put_old(database, "x", method_name=key)
+        for key in (prefix, f"row|{prefix}|x", f"{prefix}2|x", f"x|{prefix}")
+    ]
+
+    assert deleted(purge()) == 1
+
+    assert reread(mine) is None
+    assert [reread(row) for row in others] == others
+
+
+def test_dead_waiters_go_after_the_grace_too(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    row = old("x")
+    put_waiter(database, row, -2 * DAY)
+    dead_of_late = put_waiter(database, row, timedelta(minutes=-1))
+
+    assert deleted(purge()) == 2
+
+    left = LockWaiter.objects.using(database).filter(method_name=row.method_name)
+    assert list(left) == [dead_of_late]
+    assert names(database, prefix) == set()
+
+
+def test_dry_run_tells_and_deletes_nothing(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    put_waiter(database, old("x"), -2 * DAY)
+
+    assert deleted(purge(dry_run=True)) == 2
+
+    assert names(database, prefix) == {"x"}
+
+
+def test_new_holding_of_a_purged_name_has_a_higher_token(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    row = old("x", State.STALE)
+    purge()
+
+    with lock("x", using=ALIAS) as lease:
+        assert lease.fencing_token is not None
+        assert lease.fencing_token > row.fencing_token
+
+
+def test_holder_whose_lock_was_purged_is_refused_by_guard(database: str, prefix: str) -> None:
+    lease = taken("x")
+    age(database, prefix, is_held=True)
+    assert deleted(purge()) == 1
+
+    with transaction.atomic(using=database), pytest.raises(StaleFencingToken):
+        lease.guard(using=database)
+    lease.abandon()
+
+
+# How it goes about it
+
+
+def test_batches_are_bounded_and_pass_no_row_twice(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    for number in range(25):
+        old(f"{number}")
+    total = MethodLock.objects.using(database).count() + LockWaiter.objects.using(database).count()
+
+    batches = purge(batch_size=10)
+
+    assert deleted(batches) == 25
+    assert max(batch.looked_at for batch in batches) == 10
+    assert sum(batch.looked_at for batch in batches) == total
+    assert [batch.progress for batch in batches] == sorted(batch.progress for batch in batches)
+    assert batches[-1].progress == 1
+
+
+def test_each_batch_is_committed_before_the_next(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    for number in range(4):
+        old(f"{number}")
+    batches = locks[ALIAS].purge(GRACE, batch_size=1)
+
+    left = [len(names(database, prefix)) for batch in batches if batch.deleted]
+
+    assert left == [3, 2, 1, 0]
+
+
+def test_caller_who_rolls_back_takes_nothing_back(server_database: str, prefix: str) -> None:
+    put_old(server_database, "x", method_name=f"{prefix}|x")
+
+    with transaction.atomic(using=server_database):
+        assert deleted(purge()) == 1
+        transaction.set_rollback(True, using=server_database)
+
+    assert names(server_database, prefix) == set()
+
+
+@pytest.fixture(params=SERVERS)
+def server_database(request: pytest.FixtureRequest, settings: Settings, prefix: str) -> str:
+    """Each database that is a server, behind the alias."""
+    request.getfixturevalue(request.param)
+    # MariaDB takes up to two seconds to end a wait for a row that may take one.
+    options = {"using": request.param, "io_timeout": 4.0}
+    settings.DISTLOCK = {ALIAS: {"KEY_PREFIX": prefix, "OPTIONS": options}}
+    return str(request.param)
+
+
+@pytest.mark.parametrize("wrong", [0, 9.9, -1, float("nan")])
+def test_grace_shorter_than_a_statement_can_live_is_an_error(database: str, wrong: float) -> None:
+    with pytest.raises(ValueError, match="10 seconds or more"):
+        purge(wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, LARGEST_BATCH + 1])
+def test_batch_size_out_of_range_is_an_error(database: str, wrong: int) -> None:
+    with pytest.raises(ValueError, match="batch_size"):
+        purge(batch_size=wrong)
+
+
+def test_backend_that_leaves_nothing_behind_cannot_be_purged(settings: Settings) -> None:
+    settings.DISTLOCK = {ALIAS: {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}}
+
+    with pytest.raises(NotSupported, match="purge"):
+        purge()
+
+
+# Beside others
+
+
+@contextmanager
+def once_it_has_looked(call: Callable[[], object]) -> Iterator[None]:
+    """Call when the purge has seen what is old, and has not begun to delete."""
+    purge()
+    [(_, connection)] = database_backend()._own._idle
+    calls = [call]
+
+    def watch(execute: Callable[..., Any], sql: str, *args: Any) -> Any:
+        found = execute(sql, *args)
+        if "LIMIT" in sql and calls:
+            calls.pop()()
+        return found
+
+    connection.execute_wrappers.append(watch)
+    yield
+    assert not calls
+
+
+def test_lock_taken_after_the_look_is_not_deleted(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    leases: list[Lease] = []
+
+    with once_it_has_looked(lambda: leases.append(taken("x"))):
+        old("x", State.STALE)
+        old("y", State.STALE)
+        assert deleted(purge()) == 1
+
+    assert names(database, prefix) == {"x"}
+    leases[0].extend()
+    leases[0].release()
+
+
+def test_waiter_that_comes_after_the_look_keeps_the_lock(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    with once_it_has_looked(lambda: put_waiter(database, row)):
+        row = old("x", State.STALE)
+        assert deleted(purge()) == 0
+
+    assert names(database, prefix) == {"x"}
+
+
+def test_rows_that_others_have_locked_are_left_and_not_waited_for(
+    server_database: str, prefix: str
+) -> None:
+    for name in ("x", "y"):
+        put_old(server_database, name, method_name=f"{prefix}|{name}")
+    rows = MethodLock.objects.using(server_database).filter(method_name=f"{prefix}|x")
+
+    with transaction.atomic(using=server_database):
+        assert len(rows.select_for_update()) == 1
+        began = time.monotonic()
+        assert deleted(purge()) == 1
+        assert time.monotonic() - began < 0.9
+
+    assert names(server_database, prefix) == {"x"}
+
+
+def test_counter_that_guard_holds_is_left_and_not_waited_for(
+    server_database: str, prefix: str
+) -> None:
+    row = put_old(server_database, "x", method_name=f"{prefix}|x")
+    backend = database_backend()
+
+    with transaction.atomic(using=server_database), connections[server_database].cursor() as cursor:
+        assert backend.engine.guard(cursor, row.method_name, row.fencing_token) == row.fencing_token
+        began = time.monotonic()
+        assert deleted(purge()) == 1
+        assert time.monotonic() - began < 0.9
+
+        rival = backend.request("x", ttl=5, holder=HOLDER)
+        assert isinstance(backend.try_acquire(rival, queued=False), Busy)
+    assert counters(server_database, prefix) == {"x"}
+
+
+def test_two_purges_at_once_delete_each_row_once(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    for number in range(300):
+        old(f"{number}")
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(purge, batch_size=7) for _ in range(2)]
+
+    assert sum(deleted(run.result()) for run in runs) == 300
+    assert names(database, prefix) == counters(database, prefix) == set()
+
+
+def test_locks_in_use_are_taken_and_given_back_meanwhile(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    for number in range(1000):
+        old(f"{number}")
+    over = threading.Event()
+
+    def use() -> list[float]:
+        times = []
+        while not over.is_set():
+            began = time.monotonic()
+            with lock("live", using=ALIAS):
+                times.append(time.monotonic() - began)
+        return times
+
+    with ThreadPoolExecutor(1) as pool:
+        times = pool.submit(use)
+        call_command("purge_stale_locks", batch_size=100, stdout=io.StringIO())
+        over.set()
+
+    assert names(database, prefix) == {"live"}
+    assert len(times.result()) > 1
+    assert max(times.result()) < 5
+
+
+def test_first_acquire_of_a_name_races_its_release_and_its_purge(
+    database: str, prefix: str, settings: Settings
+) -> None:
+    # Each site goes to the server by itself, as other processes would.
+    sites = ["site0", "site1"]
+    settings.DISTLOCK = dict.fromkeys([ALIAS, *sites], settings.DISTLOCK[ALIAS])
+    start = threading.Barrier(len(sites) + 1, timeout=30)
+    inside: list[str] = []
+    tokens: list[int | None] = []
+
+    def use(site: str) -> None:
+        for _ in range(ROUNDS):
+            start.wait()
+            # At times the purge is sure to be first, however slow the machine is; and never does a
+            # round begin in the millisecond whose token age() has just taken back.
+            time.sleep(random.choice([0.002, random.uniform(0.002, 0.01), 0.05]))
+            with lock("x", using=site, timeout=30) as lease:
+                inside.append(site)
+                tokens.append(lease.fencing_token)
+                assert inside == [site]
+                inside.remove(site)
+            start.wait()
+
+    with ThreadPoolExecutor(len(sites)) as pool:
+        users = [pool.submit(use, site) for site in sites]
+        purged = 0
+        for _ in range(ROUNDS):
+            age(database, prefix)
+            start.wait()
+            purged += deleted(purge())
+            start.wait()
+
+    assert [user.result() for user in users] == [None] * len(sites)
+    assert tokens == sorted(set(tokens))  # type: ignore[type-var]  # a backend with fencing gives numbers
+    assert len(tokens) == ROUNDS * len(sites)
+    assert 0 < purged < ROUNDS
+
+
+# The command
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(*arguments: str, stdout: io.StringIO | None = None) -> str:
+    """Run the command, and return what it said."""
+    out = stdout or io.StringIO()
+    call_command("purge_stale_locks", *arguments, stdout=out)
+    return out.getvalue()
+
+
+def test_command_says_what_it_deleted(
+    database: str, prefix: str, old: Callable[..., MethodLock]
+) -> None:
+    old("x")
+    old("y", State.STALE)
+
+    would, did, then = run("--dry-run"), run(), run()
+
+    told = rf"{ALIAS}: %s of [\d,]+ records %s in \d+\.\d s\n"
+    assert re.fullmatch(told % (2, "would be deleted"), would)
+    assert re.fullmatch(told % (2, "deleted"), did)
+    assert re.fullmatch(told % (0, "deleted"), then)
+    assert names(database, prefix) == set()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("1.5m", 90), ("12h", 43_200), ("1D", 86_400), ("2w", 1_209_600)],
+)
+def test_command_understands_times(
+    database: str, old: Callable[..., MethodLock], text: str, seconds: float
+) -> None:
+    old("younger", age=timedelta(seconds=seconds - 30))
+    old("older", age=timedelta(seconds=seconds + 30))
+
+    assert f"{ALIAS}: 1 of" in run("--older-than", text)
+
+
+def test_grace_is_a_day_by_default(database: str, old: Callable[..., MethodLock]) -> None:
+    old("younger", age=timedelta(hours=23, minutes=59))
+    old("older", age=timedelta(hours=24, minutes=1))
+
+    assert f"{ALIAS}: 1 of" in run()
+
+
+def test_command_shows_a_bar_on_a_terminal_only(
+    database: str, old: Callable[..., MethodLock]
+) -> None:
+    old("x")
+
+    shown, told = run("--dry-run", stdout=Terminal()), run("--dry-run")
+
+    assert f"\r{ALIAS}: [{'#' * 30}] 100%" in shown
+    assert shown.endswith(f"\r\x1b[K{told.partition(' in ')[0]} in {shown.rpartition(' in ')[2]}")
+    assert "\r" not in told
+
+
+def test_command_purges_each_alias_that_can_be_and_names_those_that_failed(
+    prefix: str, settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_old("default", "x", method_name=f"{prefix}|x")
+    settings.DISTLOCK = {
+        "broken": {"BACKEND": "no.such.Backend"},
+        **settings.DISTLOCK,
+        "memory": {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"},
+    }
+
+    with pytest.raises(CommandError, match=r"Not purged: broken\.") as failure:
+        run()
+
+    assert failure.value.returncode == 1
+    assert "broken: DISTLOCK['broken']: BACKEND 'no.such.Backend'" in capsys.readouterr().err
+    assert names("default", prefix) == set()
+
+
+def test_command_purges_only_what_is_asked_for(prefix: str, settings: Settings) -> None:
+    own = settings.DISTLOCK[ALIAS]
+    settings.DISTLOCK = {name: {**own, "KEY_PREFIX": prefix + name} for name in "abc"}
+    for name in "abc":
+        put_old("default", name, method_name=f"{prefix}{name}|x")
+
+    said = run("--using", "a", "--using=c", "--using=a")
+
+    assert [line[:7] for line in said.splitlines()] == ["a: 1 of", "c: 1 of"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--using=nope"], "DISTLOCK has no alias 'nope'; it has purge."),
+        (["--older-than=5"], "10 seconds or more"),
+        (["--batch-size=0"], "batch_size must be from 1"),
+        (["--older-than=soon"], "'soon' is no time"),
+        (["--older-than=-1d"], "no time"),
+    ],
+)
+def test_command_refuses_wrong_arguments(arguments: list[str], complaint: str) -> None:
+    with pytest.raises(CommandError, match=complaint) as refusal:
+        run(*arguments)
+
+    assert refusal.value.returncode in {1, 2}
+
+
+def test_settings_that_cannot_be_read_are_told(settings: Settings) -> None:
+    settings.DISTLOCK = ["default"]
+
+    with pytest.raises(CommandError, match="DISTLOCK must be a dict"):
+        run()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("--using=default --dry-run", 0),
+        ("--using=locmem", 1),
+        ("--using=nope", 2),
+        ("--older-than=soon", 2),
+    ],
+)
+def test_exit_status_tells_cron(arguments: str, status: int) -> None:
+    command = [sys.executable, "-m", "testproject", "purge_stale_locks", *arguments.split()]
+
+    assert (
+        subprocess.run(command, check=False, capture_output=True, timeout=30).returncode == status
+    )

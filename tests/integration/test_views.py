@@ -1,0 +1,573 @@
+"""Views under @distributed_lock: sync, async, class-based, streaming; transactions and refusals."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from typing import Any, cast
+
+import pytest
+from django.contrib.auth.models import User
+from django.db import connection, connections, transaction
+from django.dispatch import Signal
+from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.test import AsyncClient, Client
+from django.urls import include, path, reverse
+from django.utils.decorators import method_decorator
+from django.views import View
+
+from django_distlock import Lease, distributed_lock, lock, respond
+from django_distlock.signals import lock_acquired, lock_released
+from testproject.fees import after
+from testproject.models import Account
+from testproject.services import audit, charge_fee, open_account
+from tests.fixtures.eventually import eventually
+
+OPENING = Decimal("1000.00")
+NAME = "integration:view"
+JSON = {"accept": "application/json"}
+
+#: What happened to the lock and in the body, and whether a transaction was open then.
+Journal = list[tuple[str, bool]]
+journal: Journal = []
+
+
+def note(what: str) -> HttpResponse:
+    journal.append((what, connection.in_atomic_block))
+    return HttpResponse("done")
+
+
+@distributed_lock(NAME)
+def function_view(request: HttpRequest) -> HttpResponse:
+    return note("body")
+
+
+@transaction.non_atomic_requests
+@distributed_lock(NAME)
+def non_atomic_outside(request: HttpRequest) -> HttpResponse:
+    return note("body")
+
+
+@distributed_lock(NAME)
+@transaction.non_atomic_requests
+def non_atomic_inside(request: HttpRequest) -> HttpResponse:
+    return note("body")
+
+
+@method_decorator(distributed_lock(NAME), name="dispatch")
+class DecoratedDispatch(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return note("body")
+
+
+class DecoratedMethod(View):
+    @distributed_lock(NAME)
+    def dispatch(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        return note("body")
+
+
+@distributed_lock(NAME)
+def failing_view(request: HttpRequest, account_id: int) -> HttpResponse:
+    Account.objects.filter(pk=account_id).update(balance=0)
+    raise ZeroDivisionError
+
+
+@distributed_lock(NAME)
+def writing_view(request: HttpRequest, account_id: int) -> HttpResponse:
+    Account.objects.filter(pk=account_id).update(balance=0)
+    return note("body")
+
+
+async def is_held() -> HttpResponse:
+    return JsonResponse({"held": await lock(NAME).alocked()})
+
+
+@distributed_lock(NAME)
+async def async_view(request: HttpRequest) -> HttpResponse:
+    return await is_held()
+
+
+@transaction.non_atomic_requests
+@distributed_lock(NAME)
+async def non_atomic_async_view(request: HttpRequest) -> HttpResponse:
+    return await is_held()
+
+
+@method_decorator(distributed_lock(NAME), name="dispatch")
+class AsyncDispatch(View):
+    async def get(self, request: HttpRequest) -> HttpResponse:
+        return await is_held()
+
+
+@method_decorator(distributed_lock(NAME), name="get")
+class AsyncGet(View):
+    async def get(self, request: HttpRequest) -> HttpResponse:
+        return await is_held()
+
+
+class AsyncMethod(View):
+    @distributed_lock(NAME)
+    async def get(self, request: HttpRequest) -> HttpResponse:
+        return await is_held()
+
+
+@method_decorator(distributed_lock("item:{item_id}"), name="dispatch")
+class ItemDispatch(View):
+    def get(self, request: HttpRequest, item_id: int) -> HttpResponse:
+        return HttpResponse(item_id)
+
+
+class ItemGet(View):
+    @method_decorator(distributed_lock("item:{item_id}"))
+    def get(self, request: HttpRequest, item_id: int) -> HttpResponse:
+        return HttpResponse(item_id)
+
+
+class ItemMethod(View):
+    @distributed_lock("item:{item_id}")
+    def get(self, request: HttpRequest, item_id: int) -> HttpResponse:
+        return HttpResponse(item_id)
+
+
+@distributed_lock(NAME)
+async def async_stream(request: HttpRequest) -> StreamingHttpResponse:
+    async def lines() -> AsyncIterator[str]:
+        yield "one\n"
+        yield "two\n"
+
+    return StreamingHttpResponse(lines())
+
+
+@distributed_lock(NAME)
+def broken_stream(request: HttpRequest) -> StreamingHttpResponse:
+    def lines() -> Iterator[str]:
+        yield "one\n"
+        raise ZeroDivisionError
+
+    return StreamingHttpResponse(lines())
+
+
+@distributed_lock(NAME, timeout=0, on_busy=respond(409))
+def refusing(request: HttpRequest) -> HttpResponse:
+    return HttpResponse("done")
+
+
+@distributed_lock(NAME, timeout=0, on_busy=respond(409))
+async def refusing_async(request: HttpRequest) -> HttpResponse:
+    return HttpResponse("done")
+
+
+@method_decorator(distributed_lock(NAME, timeout=0, on_busy=respond(409)), name="dispatch")
+class Refusing(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse("done")
+
+
+urlpatterns = [
+    path("", include("testproject.urls")),
+    path("function/", function_view),
+    path("non-atomic-outside/", non_atomic_outside),
+    path("non-atomic-inside/", non_atomic_inside),
+    path("decorated-dispatch/", DecoratedDispatch.as_view()),
+    path("decorated-method/", DecoratedMethod.as_view()),
+    path("failing/<int:account_id>/", failing_view),
+    path("writing/<int:account_id>/", writing_view),
+    path("async/", async_view),
+    path("non-atomic-async/", non_atomic_async_view),
+    path("async-dispatch/", AsyncDispatch.as_view()),
+    path("async-get/", AsyncGet.as_view()),
+    path("async-method/", AsyncMethod.as_view()),
+    path("item-dispatch/<int:item_id>/", ItemDispatch.as_view()),
+    path("item-get/<int:item_id>/", ItemGet.as_view()),
+    path("item-method/<int:item_id>/", ItemMethod.as_view()),
+    path("async-stream/", async_stream),
+    path("broken-stream/", broken_stream),
+    path("refusing/", refusing),
+    path("refusing-async/", refusing_async),
+    path("refusing-class/", Refusing.as_view()),
+]
+pytestmark = pytest.mark.urls(__name__)
+
+ATOMIC_KINDS = ("/function/", "/decorated-dispatch/", "/decorated-method/")
+ASYNC_KINDS = ("/async/", "/async-dispatch/", "/async-get/", "/async-method/")
+REFUSING_KINDS = ("/refusing/", "/refusing-async/", "/refusing-class/")
+
+
+@pytest.fixture
+def account() -> Account:
+    return open_account("Ada", OPENING)
+
+
+@pytest.fixture
+def events() -> Iterator[Journal]:
+    """The journal, in which receivers of the signals write too."""
+
+    def acquired(name: str, **_: Any) -> None:
+        note("acquired")
+
+    def released(name: str, **_: Any) -> None:
+        note("released")
+
+    journal.clear()
+    with listening(lock_acquired, acquired), listening(lock_released, released):
+        yield journal
+
+
+@pytest.fixture
+def atomic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+
+
+@contextlib.contextmanager
+def listening(signal: Signal, receiver: Callable[..., object]) -> Iterator[None]:
+    signal.connect(receiver)
+    try:
+        yield
+    finally:
+        signal.disconnect(receiver)
+
+
+@contextlib.contextmanager
+def held_by_another_thread(name: str) -> Iterator[None]:
+    # The client runs views in this thread, which would enter its own lock again.
+    with ThreadPoolExecutor(1) as other:
+        lease = other.submit(lock(name, ttl=30).acquire).result()
+        assert lease
+        try:
+            yield
+        finally:
+            other.submit(lease.release).result()
+
+
+def content(answer: object) -> Iterator[bytes]:
+    # The stubs' answers of clients know no streams.
+    assert isinstance(answer, StreamingHttpResponse)
+    assert not answer.is_async
+    return iter(cast("Iterator[bytes]", answer.streaming_content))
+
+
+def balance_elsewhere(account: Account) -> Decimal:
+    """Return what another connection sees: what is committed."""
+
+    def look() -> Decimal:
+        try:
+            return Account.objects.get(pk=account.pk).balance
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(look).result()
+
+
+def charge_at_once(kinds: list[str], account: Account, *, each: int) -> list[int]:
+    """Post to each kind of view in a thread of its own, *each* times; return the statuses."""
+
+    def post(kind: str) -> list[int]:
+        client, url = Client(headers=JSON), reverse(kind, args=[account.pk])
+        try:
+            return [client.post(url).status_code for _ in range(each)]
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        return [status for statuses in pool.map(post, kinds) for status in statuses]
+
+
+# The demo's pages.
+
+
+@pytest.mark.parametrize("kind", ["charge", "acharge", "charge-unlocked"])
+def test_each_request_charges_one_fee(client: Client, account: Account, kind: str) -> None:
+    url = reverse(kind, args=[account.pk])
+
+    answers = [client.post(url, headers=JSON).json() for _ in range(2)]
+
+    assert answers == [{"fee": "30.00"}, {"fee": "29.10"}]
+    account.refresh_from_db()
+    assert account.balance == after(2, OPENING) == Decimal("940.90")
+
+
+@pytest.mark.parametrize("kind", ["charge", "acharge"])
+async def test_an_async_client_charges_the_same_fee(
+    async_client: AsyncClient, account: Account, kind: str
+) -> None:
+    answer = await async_client.post(reverse(kind, args=[account.pk]), headers=JSON)
+
+    assert answer.json() == {"fee": "30.00"}
+    await account.arefresh_from_db()
+    assert account.balance == Decimal("970.00")
+
+
+def test_a_browser_is_sent_back_to_the_account_and_sees_the_balance(
+    client: Client, account: Account
+) -> None:
+    answer = client.post(reverse("charge", args=[account.pk]), follow=True)
+
+    assert answer.redirect_chain == [(reverse("account", args=[account.pk]), 302)]
+    assert '<strong id="balance">970.00</strong>' in answer.text
+    assert "All 1 fees are in it." in answer.text
+
+
+def test_the_account_is_json_where_asked_for(client: Client, account: Account) -> None:
+    answer = client.get(reverse("account", args=[account.pk]), headers=JSON)
+
+    assert answer.json() == {"name": "Ada", "balance": "1000.00", "updates_lost": 0}
+
+
+def test_the_list_of_accounts_links_to_each(client: Client, account: Account) -> None:
+    assert reverse("account", args=[account.pk]) in client.get(reverse("index")).text
+
+
+def test_the_admin_shows_accounts_and_their_fees(client: Client, account: Account) -> None:
+    charge_fee(account.pk, work=0)
+    user, _ = User.objects.get_or_create(username="root", is_staff=True, is_superuser=True)
+    client.force_login(user)
+
+    accounts = client.get(reverse("admin:testproject_account_changelist"))
+    fees = client.get(
+        reverse("admin:testproject_fee_changelist"), {"account__id__exact": account.pk}
+    )
+
+    assert reverse("admin:testproject_account_change", args=[account.pk]) in accounts.text
+    assert "30.00" in fees.text
+    assert client.get(reverse("admin:testproject_fee_add")).status_code == 403
+
+
+def test_sync_and_async_requests_at_once_lose_no_update(account: Account) -> None:
+    statuses = charge_at_once(["charge", "acharge", "charge", "acharge"], account, each=4)
+
+    assert statuses == [200] * 16
+    assert audit(account.pk).lost == 0
+    assert audit(account.pk).balance == after(16, OPENING)
+
+
+def test_unlocked_requests_at_once_do_lose_updates(account: Account) -> None:
+    statuses = charge_at_once(["charge-unlocked"] * 4, account, each=4)
+
+    assert statuses == [200] * 16
+    assert audit(account.pk).lost > 0
+    assert audit(account.pk).wrong > 0
+
+
+def test_a_fee_that_waits_too_long_is_refused(client: Client, account: Account) -> None:
+    with held_by_another_thread(f"fee:{account.pk}"):
+        answer = client.post(reverse("charge", args=[account.pk]))
+
+    assert answer.status_code == 409
+    account.refresh_from_db()
+    assert account.balance == OPENING
+
+
+# Transactions.
+
+
+@pytest.mark.usefixtures("atomic_requests")
+@pytest.mark.parametrize("url", ATOMIC_KINDS)
+def test_under_atomic_requests_the_transaction_is_inside_the_lock(
+    client: Client, events: Journal, url: str
+) -> None:
+    client.get(url)
+
+    assert events == [("acquired", False), ("body", True), ("released", False)]
+
+
+@pytest.mark.parametrize("url", ATOMIC_KINDS)
+def test_without_atomic_requests_there_is_no_transaction(
+    client: Client, events: Journal, url: str
+) -> None:
+    client.get(url)
+
+    assert events == [("acquired", False), ("body", False), ("released", False)]
+
+
+@pytest.mark.usefixtures("atomic_requests")
+@pytest.mark.parametrize("url", ["/non-atomic-outside/", "/non-atomic-inside/"])
+def test_a_view_marked_non_atomic_stays_so(client: Client, events: Journal, url: str) -> None:
+    client.get(url)
+
+    assert events == [("acquired", False), ("body", False), ("released", False)]
+
+
+@pytest.mark.usefixtures("atomic_requests")
+def test_what_a_view_wrote_is_committed_when_the_lock_is_released(
+    client: Client, account: Account
+) -> None:
+    seen: list[Decimal] = []
+
+    def look(**_: Any) -> None:
+        seen.append(balance_elsewhere(account))
+
+    with listening(lock_released, look):
+        client.get(f"/writing/{account.pk}/")
+
+    assert seen == [Decimal(0)]
+
+
+@pytest.mark.usefixtures("atomic_requests")
+def test_what_a_failed_view_wrote_is_rolled_back_before_the_lock_is_released(
+    client: Client, events: Journal, account: Account
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        client.get(f"/failing/{account.pk}/")
+
+    assert events == [("acquired", False), ("released", False)]
+    assert balance_elsewhere(account) == OPENING
+    assert not lock(NAME).locked()
+
+
+@pytest.mark.usefixtures("atomic_requests")
+@pytest.mark.parametrize("url", ASYNC_KINDS)
+async def test_django_refuses_async_views_under_atomic_requests_as_ever(
+    async_client: AsyncClient, url: str
+) -> None:
+    with pytest.raises(RuntimeError, match="cannot use ATOMIC_REQUESTS with async views"):
+        await async_client.get(url)
+
+    assert not await lock(NAME).alocked()
+
+
+@pytest.mark.usefixtures("atomic_requests")
+async def test_an_async_view_marked_non_atomic_is_served_under_atomic_requests(
+    async_client: AsyncClient,
+) -> None:
+    answer = await async_client.get("/non-atomic-async/")
+
+    assert answer.json() == {"held": True}
+
+
+@pytest.mark.parametrize("url", ASYNC_KINDS)
+async def test_an_async_view_holds_the_lock_while_it_runs(
+    async_client: AsyncClient, url: str
+) -> None:
+    answer = await async_client.get(url)
+
+    assert answer.json() == {"held": True}
+    assert not await lock(NAME).alocked()
+
+
+@pytest.mark.parametrize("url", ASYNC_KINDS)
+def test_an_async_view_served_by_wsgi_holds_the_lock_as_well(client: Client, url: str) -> None:
+    answer = client.get(url)
+
+    assert answer.json() == {"held": True}
+    assert not lock(NAME).locked()
+
+
+@pytest.mark.parametrize("kind", ["item-dispatch", "item-get", "item-method"])
+def test_the_name_of_a_method_s_lock_has_the_arguments_of_the_url(
+    client: Client, kind: str
+) -> None:
+    names: list[str] = []
+
+    def look(name: str, **_: Any) -> None:
+        names.append(name)
+
+    with listening(lock_acquired, look):
+        client.get(f"/{kind}/42/")
+
+    assert names == ["item:42"]
+
+
+@pytest.mark.parametrize("url", ["/function/", "/async/"])
+def test_the_holder_of_a_view_is_shown_by_its_path(client: Client, url: str) -> None:
+    purposes: list[str] = []
+
+    def look(lease: Lease, **_: Any) -> None:
+        purposes.append(lease.holder.purpose)
+
+    with listening(lock_acquired, look):
+        client.get(url)
+
+        # In an event loop signals are sent by another thread.
+        eventually(lambda: purposes == [f"GET {url}"])
+
+
+# Streaming.
+
+
+def test_a_streaming_response_holds_the_lock_until_its_last_line(
+    client: Client, account: Account
+) -> None:
+    answer = client.get(reverse("statement", args=[account.pk]))
+
+    lines = content(answer)
+    assert next(lines) == b"charged at,amount\n"
+    assert lock(f"fee:{account.pk}").locked()
+    assert list(lines) == [b"balance,1000.00\n"]
+    assert not lock(f"fee:{account.pk}").locked()
+
+
+def test_a_streaming_response_closed_unread_releases_the_lock(
+    client: Client, account: Account
+) -> None:
+    answer = client.get(reverse("statement", args=[account.pk]))
+
+    assert lock(f"fee:{account.pk}").locked()
+    answer.close()
+    assert not lock(f"fee:{account.pk}").locked()
+
+
+def test_a_stream_that_breaks_releases_the_lock(client: Client) -> None:
+    answer = client.get("/broken-stream/")
+
+    with pytest.raises(ZeroDivisionError):
+        list(content(answer))
+
+    assert not lock(NAME).locked()
+
+
+async def test_an_async_stream_holds_the_lock_until_its_last_line(
+    async_client: AsyncClient,
+) -> None:
+    answer = await async_client.get("/async-stream/")
+
+    assert await lock(NAME).alocked()
+    assert isinstance(answer, StreamingHttpResponse)
+    assert [line async for line in answer] == [b"one\n", b"two\n"]
+    assert not await lock(NAME).alocked()
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("url", REFUSING_KINDS)
+def test_a_busy_lock_is_409_and_says_when_to_retry(client: Client, url: str) -> None:
+    with held_by_another_thread(NAME):
+        answer = client.get(url)
+
+    assert answer.status_code == 409
+    assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
+    assert 1 <= int(answer.headers["Retry-After"]) <= 30
+
+
+@pytest.mark.parametrize("url", REFUSING_KINDS)
+@pytest.mark.parametrize("accept", ["application/json", "application/problem+json"])
+def test_a_client_that_asks_for_json_gets_problem_details(
+    client: Client, url: str, accept: str
+) -> None:
+    with held_by_another_thread(NAME):
+        answer = client.get(url, headers={"accept": accept})
+
+    assert answer.status_code == 409
+    assert answer.headers["Content-Type"] == "application/problem+json"
+    assert int(answer.headers["Retry-After"]) >= 1
+    assert answer.json() == {
+        "type": "about:blank",
+        "title": "This is being worked on already; try again later.",
+        "status": 409,
+    }
+
+
+@pytest.mark.parametrize("url", REFUSING_KINDS)
+async def test_an_async_client_is_refused_the_same_way(async_client: AsyncClient, url: str) -> None:
+    with held_by_another_thread(NAME):
+        answer = await async_client.get(url)
+
+    assert answer.status_code == 409
+    assert 1 <= int(answer.headers["Retry-After"]) <= 30
+
+
+@pytest.mark.parametrize("url", REFUSING_KINDS)
+def test_a_free_lock_is_taken_and_given_back(client: Client, url: str) -> None:
+    assert [client.get(url).status_code for _ in range(2)] == [200, 200]
+    assert not lock(NAME).locked()

@@ -1,0 +1,304 @@
+"""Each public call once, as users write it: type-checked by mypy --strict, never run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
+from typing import Any, assert_type
+
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
+from django.utils.decorators import method_decorator
+from django.views import View
+
+from django_distlock import (
+    InvalidLockBackend,
+    Lease,
+    Lock,
+    LockBackendError,
+    LockDeadlock,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockNotHeld,
+    LockNotOwned,
+    LockOutcomeUnknown,
+    NotSupported,
+    ReleasedBeforeCommit,
+    StaleFencingToken,
+    current_lease,
+    distributed_lock,
+    lock,
+    lock_all,
+    locks,
+    respond,
+    retry,
+    skip,
+    transaction_lock,
+)
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.holder import Holder, acting_for
+from django_distlock.lock_all import LockSet
+from django_distlock.models import FencedModel
+from django_distlock.protocol import Held
+from django_distlock.signals import (
+    lock_acquired,
+    lock_busy,
+    lock_extended,
+    lock_forced,
+    lock_lost,
+    lock_released,
+)
+from testproject.models import Account
+
+
+def take_a_lock(account: Account) -> None:
+    assert_type(lock("a"), Lock)
+    assert_type(Lock("a"), Lock)
+    lock(
+        "a",
+        using="redis",
+        timeout=5,
+        ttl=30,
+        shared=True,
+        reentrant=False,
+        renew=False,
+        max_hold=None,
+        min_hold=0.5,
+        lock_delay=timedelta(seconds=1),
+        release="on_commit",
+        purpose="the yearly report",
+    )
+    lock("a", timeout=None, ttl=timedelta(minutes=1), max_hold=timedelta(hours=1))
+
+    with lock("a") as lease:
+        assert_type(lease, Lease)
+    with lock_all("a", "b", timeout=5) as leases:
+        assert_type(leases, tuple[Lease, ...])
+    if taken := lock("a").acquire():
+        assert_type(taken, Lease)
+    assert_type(lock("a").acquire(), Lease | None)
+    assert_type(lock("a").acquire(False), Lease | None)
+    assert_type(lock("a").acquire(blocking=True, timeout=timedelta(seconds=5)), Lease | None)
+    assert_type(lock("a").acquire(timeout=None), Lease | None)
+    lock("a").release()
+    assert_type(lock("a").locked(), bool)
+    assert_type(lock_all("a", "b"), LockSet)
+    assert_type(lock_all("a").acquire(), tuple[Lease, ...] | None)
+    lock_all("a").release()
+    assert_type(current_lease(), Lease | None)
+    assert_type(current_lease("a"), Lease | None)
+    transaction_lock("a", using="default", timeout=5)
+
+
+async def take_a_lock_in_a_task() -> None:
+    async with lock("a") as lease:
+        assert_type(lease, Lease)
+    async with lock_all("a", "b") as leases:
+        assert_type(leases, tuple[Lease, ...])
+    assert_type(await lock("a").aacquire(timeout=5), Lease | None)
+    await lock("a").arelease()
+    assert_type(await lock("a").alocked(), bool)
+    assert_type(await lock_all("a").aacquire(), tuple[Lease, ...] | None)
+    await lock_all("a").arelease()
+
+    await lease.aextend(timedelta(minutes=1))
+    assert_type(await lease.adetach(60), str)
+    assert_type(await Lease.aattach("text"), Lease)
+    await lease.arelease()
+    async with lease as entered:
+        assert_type(entered, Lease)
+
+
+def use_a_lease(lease: Lease, account: Account, accounts: QuerySet[Account]) -> None:
+    assert_type(lease.name, str)
+    assert_type(lease.using, str)
+    assert_type(lease.ttl, float)
+    assert_type(lease.shared, bool)
+    assert_type(lease.holder, Holder)
+    assert_type(lease.fencing_token, int | None)
+    assert_type(lease.checked_token(), int)
+    assert_type(lease.held, bool)
+    assert_type(lease.lost, bool)
+    assert_type(lease.in_jeopardy, bool)
+    assert_type(lease.reason, str)
+    assert_type(lease.remaining, float)
+    assert_type(lease.deadline, float)
+    lease.check()
+    lease.on_lost(print)
+    lease.on_lost(lambda reason: reason.upper())
+    lease.extend()
+    lease.extend(60)
+    lease.extend(timedelta(minutes=1))
+    assert_type(lease.detach(), str)
+    assert_type(lease.detach(timedelta(minutes=5)), str)
+    assert_type(Lease.attach("text"), Lease)
+    lease.release()
+    with lease as entered:
+        assert_type(entered, Lease)
+
+    lease.guard()
+    lease.guard(using="default")
+    lease.save(account, update_fields=["balance"])
+    assert_type(lease.update(accounts, balance=0), int)
+    assert issubclass(Account, FencedModel)
+
+
+def claim_gives_back_what_it_is_given(
+    lease: Lease, account: Account, accounts: QuerySet[Account]
+) -> None:
+    fresh: Account = lease.claim(account)
+    rows: QuerySet[Account] = lease.claim(accounts)
+    fresh.balance += rows.count()
+
+
+@distributed_lock
+def bare(account_id: int, *, rate: float = 0.03) -> str:
+    return f"{account_id} {rate}"
+
+
+@distributed_lock()
+def with_brackets(account_id: int) -> str:
+    return str(account_id)
+
+
+@distributed_lock("fee:{account_id}", timeout=5, on_busy=skip("later"))
+def named(account_id: int) -> str:
+    return str(account_id)
+
+
+@distributed_lock(ttl=60, max_hold=timedelta(hours=1), on_busy=retry(countdown=5, max_retries=3))
+def with_terms(account_id: int) -> None: ...
+
+
+@distributed_lock("report", using="redis", on_busy=respond(status=423))
+def view(request: HttpRequest, pk: int) -> HttpResponse:
+    return HttpResponse(str(pk))
+
+
+@distributed_lock("report")
+async def in_a_task(number: int) -> list[int]:
+    return [number]
+
+
+@distributed_lock("report")
+def numbers(upto: int) -> Iterator[int]:
+    yield upto
+
+
+@distributed_lock("report")
+async def numbers_in_a_task(upto: int) -> AsyncIterator[int]:
+    yield upto
+
+
+def instead(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> str:
+    return busy.name
+
+
+class Shop:
+    pk = 7
+
+    @distributed_lock("shop:{self.pk}", on_busy=instead)
+    def charge(self, month: str) -> int:
+        return len(month)
+
+    @classmethod
+    @distributed_lock
+    def open(cls, name: str) -> Shop:
+        return cls()
+
+    @staticmethod
+    @distributed_lock("count")
+    def count(upto: int) -> int:
+        return upto
+
+
+@method_decorator(distributed_lock("report"), name="dispatch")
+class Report(View):
+    @method_decorator(distributed_lock)
+    def get(self, request: HttpRequest) -> StreamingHttpResponse:
+        return StreamingHttpResponse([request.path])
+
+
+async def a_decorated_function_keeps_its_signature(shop: Shop, request: HttpRequest) -> None:
+    assert_type(bare(7, rate=0.1), str)
+    assert_type(with_brackets(7), str)
+    assert_type(named(account_id=7), str)
+    with_terms(7)
+    assert_type(view(request, 7), HttpResponse)
+    assert_type(await in_a_task(7), list[int])
+    assert_type(numbers(7), Iterator[int])
+    assert_type([number async for number in numbers_in_a_task(7)], list[int])
+    assert_type(shop.charge("May"), int)
+    assert_type(Shop.open("name"), Shop)
+    assert_type(shop.count(7), int)
+    bare("7")  # type: ignore[arg-type]  # an error is seen through the decorator
+    shop.charge()  # type: ignore[call-arg]  # as above
+
+
+def what_is_wrong_is_seen() -> None:
+    lock("a", timout=5)  # type: ignore[call-arg]  # a word misspelt
+    lock("a", ttl="30")  # type: ignore[arg-type]  # text
+    lock("a", ttl=None)  # type: ignore[arg-type]  # every lease ends
+    lock("a", release="later")  # type: ignore[arg-type]  # there are two
+    lock_all(["a", "b"])  # type: ignore[arg-type]  # names, not a list of them
+    distributed_lock("a", timout=5)  # type: ignore[call-overload]  # a word misspelt
+    transaction_lock("a", "default")  # type: ignore[call-arg]  # by name only
+
+
+def look_after_locks() -> None:
+    assert_type(locks["default"], BaseLockBackend)
+    aliases: list[str] = list(locks)
+    for alias in aliases:
+        for held in locks[alias].held():
+            assert_type(held, Held)
+            assert_type(held.holder, Holder | None)
+            assert_type(locks[alias].force_release(held.key, held.owner_digest), bool)
+    locks.close()
+    with acting_for("a migration"):
+        take_a_lock(Account())
+
+
+def receive(sender: type[BaseLockBackend], *, name: str, using: str, **facts: Any) -> None: ...
+
+
+def listen() -> None:
+    for signal in (
+        lock_acquired,
+        lock_busy,
+        lock_extended,
+        lock_forced,
+        lock_lost,
+        lock_released,
+    ):
+        signal.connect(receive)
+
+
+def catch(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except LockNotAcquired as busy:
+        assert_type(busy.name, str)
+        assert_type(busy.waited, float)
+        assert_type(busy.holder, Holder | None)
+        assert_type(busy.remaining, float | None)
+    except (LockLost, LockNotOwned) as gone:
+        assert_type(gone.reason, str)
+    except LockNotHeld as never_held:
+        assert_type(never_held.name, str)
+
+
+def catch_more(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except LockOutcomeUnknown as unknown:
+        assert_type(unknown.alias, str)
+    except LockBackendError as failed:
+        assert_type(failed.causes, dict[str, str])
+    except StaleFencingToken as stale:
+        assert_type(stale.token, int)
+        assert_type(stale.fence, int | None)
+    except NotSupported as missing:
+        assert_type(missing.what, str)
+    except (LockDeadlock, ReleasedBeforeCommit, LockError, InvalidLockBackend):
+        raise

@@ -1,0 +1,28 @@
+"""What the unit tests share: an alias whose locks are in the memory of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pytest_django.fixtures import Settings
+
+from django_distlock import locks
+from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.registry import registry
+from tests.fixtures.eventually import eventually
+
+LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
+
+
+@pytest.fixture
+def memory(settings: Settings) -> Iterator[LocMemBackend]:
+    """The default alias, in memory. Afterwards nothing may be left of what a test took."""
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
+    backend = locks["default"]
+    assert isinstance(backend, LocMemBackend)
+    yield backend
+    try:
+        eventually(lambda: not registry.leases(), 5, "all leases of the test have ended")
+    finally:
+        registry.release_all()

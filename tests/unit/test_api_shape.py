@@ -1,0 +1,98 @@
+"""The shape of the public API: its names, twins for async code, and a word on each."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+import django_distlock
+from django_distlock import (
+    Lease,
+    Lock,
+    lock,
+    lock_all,
+)
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.lock_all import LockSet
+
+
+def test_the_public_names_are_these() -> None:
+    assert (
+        sorted(django_distlock.__all__)
+        == django_distlock.__all__
+        == [
+            "InvalidLockBackend",
+            "Lease",
+            "Lock",
+            "LockBackendError",
+            "LockDeadlock",
+            "LockError",
+            "LockLost",
+            "LockNotAcquired",
+            "LockNotHeld",
+            "LockNotOwned",
+            "LockOutcomeUnknown",
+            "NotSupported",
+            "ReleasedBeforeCommit",
+            "StaleFencingToken",
+            "current_lease",
+            "distributed_lock",
+            "lock",
+            "lock_all",
+            "locks",
+            "respond",
+            "retry",
+            "skip",
+            "transaction_lock",
+        ]
+    )
+
+
+@pytest.mark.parametrize("name", django_distlock.__all__)
+def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
+    assert inspect.getdoc(getattr(django_distlock, name))
+
+
+@pytest.mark.parametrize(
+    ("kind", "verbs"),
+    [
+        (Lock, ["acquire", "release", "locked"]),
+        (LockSet, ["acquire", "release"]),
+        (Lease, ["release", "extend", "detach", "attach"]),
+        (BaseLockBackend, ["acquire", "try_acquire", "release", "extend", "probe", "enqueue"]),
+    ],
+)
+def test_every_verb_has_an_async_twin_of_the_same_signature(kind: type, verbs: list[str]) -> None:
+    for verb in verbs:
+        sync, twin = getattr(kind, verb), getattr(kind, f"a{verb}")
+        assert inspect.iscoroutinefunction(twin), verb
+        assert not inspect.iscoroutinefunction(sync), verb
+        assert _parameters(sync) == _parameters(twin), verb
+
+
+@pytest.mark.parametrize("kind", [Lock, LockSet, Lease])
+def test_everything_that_is_entered_is_entered_by_async_with_too(kind: type) -> None:
+    for verb in ("enter", "exit"):
+        assert hasattr(kind, f"__{verb}__")
+        assert hasattr(kind, f"__a{verb}__")
+
+
+def test_what_takes_terms_takes_the_same_ones() -> None:
+    for public in (lock, lock_all, Lock):
+        terms = [
+            p for p in inspect.signature(public).parameters.values() if p.kind is p.VAR_KEYWORD
+        ]
+        assert [str(p.annotation) for p in terms] == ["Unpack[LockTerms]"]
+
+
+@pytest.mark.parametrize("kind", [Lock, LockSet, Lease])
+def test_every_public_method_is_documented(kind: type) -> None:
+    public = {n: m for n, m in vars(kind).items() if not n.startswith("_") and callable(m)}
+
+    assert [name for name, method in public.items() if not inspect.getdoc(method)] == []
+
+
+def _parameters(method: Any) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]

@@ -1,0 +1,167 @@
+"""Jobs run at their time, in the order of their lane, and no lane waits for another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from django_distlock import background as module, clock
+from django_distlock.background import WORKERS, Background
+from tests.fixtures.eventually import eventually, never
+
+
+@pytest.fixture
+def background(monkeypatch: pytest.MonkeyPatch) -> Iterator[Background]:
+    """A background of its own, whose threads end soon."""
+    monkeypatch.setattr(module, "LINGER", 0.2)
+    OWN[:] = [made := Background()]
+    yield made
+    eventually(lambda: not _threads(), 15, "its threads have ended")
+
+
+#: The one under test: that of the process may begin threads at any time.
+OWN: list[Background] = []
+
+
+def _threads() -> list[threading.Thread]:
+    owners = [part for own in OWN for part in (own, own._clock)]
+    return [t for t in threading.enumerate() if getattr(_target(t), "__self__", None) in owners]
+
+
+def _target(thread: threading.Thread) -> object:
+    return getattr(thread, "_target", None)
+
+
+def test_jobs_of_one_lane_run_one_after_the_other(background: Background) -> None:
+    done: list[int] = []
+    for number in range(20):
+        background.submit("a", lambda number=number: done.append(number))  # type: ignore[misc]  # mypy and defaults of lambdas
+
+    eventually(lambda: len(done) == 20)
+
+    assert done == list(range(20))
+
+
+def test_a_lane_that_hangs_holds_up_no_other(background: Background) -> None:
+    over, done = threading.Event(), threading.Event()
+
+    background.submit("hung", lambda: over.wait(10))
+    background.submit("hung", lambda: None)
+    background.submit("other", done.set)
+
+    assert done.wait(3)
+    over.set()
+
+
+def test_two_lanes_given_work_at_once_do_not_share_one_idle_thread(background: Background) -> None:
+    over, done = threading.Event(), threading.Event()
+    background.submit("warm up", lambda: None)
+    eventually(lambda: background._idle == 1)
+
+    background.submit("hung", lambda: over.wait(10))
+    background.submit("other", done.set)
+
+    assert done.wait(3)
+    over.set()
+
+
+def test_there_are_never_more_threads_than_workers(background: Background) -> None:
+    over = threading.Event()
+    for number in range(3 * WORKERS):
+        background.submit(f"lane {number}", lambda: over.wait(10))
+
+    eventually(lambda: len(_threads()) == WORKERS)
+    never(lambda: len(_threads()) > WORKERS, 0.1)
+    over.set()
+
+
+def test_all_lanes_are_served_when_workers_are_free_again(background: Background) -> None:
+    over, done = threading.Event(), list[int]()
+    for number in range(3 * WORKERS):
+        background.submit(f"lane {number}", lambda: over.wait(10))
+        background.submit(f"lane {number}", lambda number=number: done.append(number))  # type: ignore[misc]  # as above
+
+    over.set()
+
+    eventually(lambda: sorted(done) == list(range(3 * WORKERS)))
+
+
+def test_a_job_that_fails_ends_no_thread(
+    background: Background, caplog: pytest.LogCaptureFixture
+) -> None:
+    done = threading.Event()
+    background.submit("a", lambda: 1 // 0)
+    background.submit("a", done.set)
+    background.at(clock.lease_time(), lambda: 1 // 0)
+
+    assert done.wait(3)
+    eventually(lambda: len(caplog.records) == 2)
+
+
+def test_a_delayed_job_runs_in_its_time_and_never_before(background: Background) -> None:
+    began, ran = clock.lease_time(), list[float]()
+
+    background.submit("a", lambda: ran.append(clock.lease_time()), delay=0.1)
+
+    eventually(lambda: ran)
+    assert began + 0.1 <= ran[0]
+
+
+def test_timed_jobs_run_in_the_order_of_their_times(background: Background) -> None:
+    now, ran = clock.lease_time(), list[str]()
+    background.at(now + 0.15, lambda: ran.append("late"))
+    background.at(now + 0.05, lambda: ran.append("early"))
+    background.at(now + 0.1, lambda: ran.append("between"))
+
+    eventually(lambda: len(ran) == 3)
+
+    assert ran == ["early", "between", "late"]
+
+
+def test_drain_runs_what_is_left_here_and_now(background: Background) -> None:
+    over, done = threading.Event(), list[str]()
+    for number in range(WORKERS):
+        background.submit(f"hung {number}", lambda: over.wait(10))
+    eventually(lambda: not background._free)
+    for number in range(5):
+        background.submit(f"lane {number}", lambda: done.append(threading.current_thread().name))
+
+    background.drain(0.2)
+
+    assert done == [threading.current_thread().name] * 5
+    over.set()
+
+
+def test_drain_waits_for_what_is_under_way_but_not_for_long(background: Background) -> None:
+    over = threading.Event()
+    background.submit("slow", lambda: over.wait(10))
+    eventually(lambda: not background._free)
+    began = clock.lease_time()
+    threading.Timer(0.1, over.set).start()
+
+    background.drain(5)
+
+    assert 0.05 < clock.lease_time() - began < 3
+    assert not background._lanes
+
+
+def test_drain_gives_up_on_what_hangs(background: Background) -> None:
+    over = threading.Event()
+    background.submit("hung", lambda: over.wait(10))
+    eventually(lambda: not background._free)
+    began = clock.lease_time()
+
+    background.drain(0.2)
+
+    assert 0.2 <= clock.lease_time() - began < 3
+    over.set()
+
+
+def test_threads_end_when_there_is_nothing_to_do_and_come_back(background: Background) -> None:
+    for _ in range(2):
+        done = threading.Event()
+        background.submit("a", done.set, delay=0.01)
+        assert done.wait(3)
+        eventually(lambda: not _threads(), 15)

@@ -1,0 +1,236 @@
+"""Settings that are wrong fail at first use and in `manage.py check`, naming alias and key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from django.core.checks import Error, run_checks
+from django.test import override_settings
+from pytest_django.fixtures import Settings
+
+from django_distlock import InvalidLockBackend, lock, locks
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.database import DatabaseBackend
+from django_distlock.backends.dummy import DummyBackend
+from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.conf import checked_ttl, optional_seconds, read_settings, seconds
+
+LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "no dict": ([], "DISTLOCK must be a dict of aliases, not list."),
+    "an alias that is no text": ({1: {}}, "DISTLOCK[1]: an alias must be text."),
+    "an empty alias": ({"": {}}, "DISTLOCK['']: an alias must be text."),
+    "an alias that is no dict": ({"a": "x"}, "DISTLOCK['a'] must be a dict, not str."),
+    "an unknown key": ({"a": {"TLL": 1}}, "DISTLOCK['a']: unknown key 'TLL'."),
+    "a key in lower case": ({"a": {"ttl": 1}}, "DISTLOCK['a']: unknown key 'ttl'."),
+    "a backend that is no text": ({"a": {"BACKEND": LocMemBackend}}, "DISTLOCK['a']: BACKEND must"),
+    "a backend that is not there": (
+        {"a": {"BACKEND": "nowhere.Backend"}},
+        "DISTLOCK['a']: BACKEND 'nowhere.Backend' cannot be imported",
+    ),
+    "a backend without a module": (
+        {"a": {"BACKEND": "Backend"}},
+        "DISTLOCK['a']: BACKEND 'Backend' cannot be imported",
+    ),
+    "a backend that is none": (
+        {"a": {"BACKEND": "decimal.Decimal"}},
+        "DISTLOCK['a']: BACKEND 'decimal.Decimal' is not a lock backend.",
+    ),
+    "a backend that is a function": (
+        {"a": {"BACKEND": "json.dumps"}},
+        "DISTLOCK['a']: BACKEND 'json.dumps' is not a lock backend.",
+    ),
+    "a TTL of zero": ({"a": {"TTL": 0}}, "DISTLOCK['a']: TTL must be more than 0 seconds"),
+    "a TTL below zero": ({"a": {"TTL": -1}}, "DISTLOCK['a']: TTL must be more than 0 seconds"),
+    "a TTL that is no number": ({"a": {"TTL": math.nan}}, "DISTLOCK['a']: TTL must be more than 0"),
+    "a TTL for ever": ({"a": {"TTL": math.inf}}, "DISTLOCK['a']: TTL must be more than 0"),
+    "a TTL past all": ({"a": {"TTL": 10**400}}, "DISTLOCK['a']: TTL must be more than 0"),
+    "a TTL in text": ({"a": {"TTL": "30"}}, "DISTLOCK['a']: TTL must be a number of seconds"),
+    "a TTL of None": ({"a": {"TTL": None}}, "DISTLOCK['a']: TTL must be a number of seconds"),
+    "a TTL of True": ({"a": {"TTL": True}}, "DISTLOCK['a']: TTL must be a number of seconds"),
+    "a TTL too short": ({"a": {"TTL": 0.001}}, "DISTLOCK['a']: TTL must be at least"),
+    "a TIMEOUT below zero": ({"a": {"TIMEOUT": -1}}, "DISTLOCK['a']: TIMEOUT must be 0 or more"),
+    "a TIMEOUT in text": ({"a": {"TIMEOUT": "1"}}, "DISTLOCK['a']: TIMEOUT must be a number"),
+    "a prefix that is no text": ({"a": {"KEY_PREFIX": 1}}, "DISTLOCK['a']: KEY_PREFIX must be"),
+    "a STRICT that is no bool": ({"a": {"STRICT": 1}}, "DISTLOCK['a']: STRICT must be a bool"),
+    "OPTIONS that are no dict": ({"a": {"OPTIONS": []}}, "DISTLOCK['a']: OPTIONS must be a dict"),
+    "an unknown option": (
+        {"a": {"OPTIONS": {"usnig": "default"}}},
+        "DISTLOCK['a']: unknown OPTIONS 'usnig'.",
+    ),
+    "an option of a backend without": (
+        {"a": {"BACKEND": LOCMEM, "OPTIONS": {"using": "default"}}},
+        "DISTLOCK['a']: unknown OPTIONS 'using'. It takes none.",
+    ),
+    "a database that is not there": (
+        {"a": {"OPTIONS": {"using": "nowhere"}}},
+        "DISTLOCK['a']: OPTIONS: 'using' names 'nowhere'",
+    ),
+    "an option of a wrong type": (
+        {"a": {"OPTIONS": {"fair": "yes"}}},
+        "DISTLOCK['a']: OPTIONS: 'fair' must be a bool",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_setting_is_told_at_first_use_and_by_check(settings: Settings, what: str) -> None:
+    settings.DISTLOCK, problem = WRONG[what]
+
+    with pytest.raises(InvalidLockBackend) as caught:
+        locks["a"]
+    [error] = [message for message in run_checks() if (message.id or "").startswith("distlock.E")]
+
+    assert str(caught.value).startswith(problem)
+    assert isinstance(error, Error)
+    assert error.msg == str(caught.value)
+    assert error.id == "distlock.E001"
+    assert error.hint
+
+
+def test_check_tells_all_aliases_that_are_wrong(settings: Settings) -> None:
+    settings.DISTLOCK = {
+        "a": {"BACKEND": "nowhere.Backend"},
+        "b": {"OPTIONS": {"x": 1}},
+        "c": {"BACKEND": LOCMEM},
+    }
+
+    told = [str(message.msg) for message in run_checks() if message.id == "distlock.E001"]
+
+    assert [text[:13] for text in told] == ["DISTLOCK['a']", "DISTLOCK['b']"]
+
+
+@pytest.fixture
+def no_setting(settings: Settings) -> Iterator[None]:
+    """Take the setting away, which Django tells nobody."""
+    del settings.DISTLOCK
+    locks.reset()
+    yield
+    locks.reset()
+
+
+@pytest.mark.usefixtures("no_setting")
+def test_without_the_setting_locks_are_in_the_default_database() -> None:
+    [known] = read_settings().values()
+
+    assert list(locks) == ["default"]
+    assert isinstance(locks["default"], DatabaseBackend)
+    assert locks["default"].options.using == "default"
+    assert (known.ttl, known.timeout, known.key_prefix, known.strict) == (30.0, 10.0, "", False)
+
+
+def test_an_unknown_alias_is_told_with_those_that_are_known(settings: Settings) -> None:
+    settings.DISTLOCK = {"a": {"BACKEND": LOCMEM}, "b": {"BACKEND": LOCMEM}}
+
+    with pytest.raises(InvalidLockBackend, match=r"no alias 'default'; it has 'a', 'b'\."):
+        lock("x").acquire()
+    with pytest.raises(InvalidLockBackend, match="no alias 'c'"):
+        lock("x", using="c").acquire()
+
+
+def test_no_alias_at_all_is_told_too(settings: Settings) -> None:
+    settings.DISTLOCK = {}
+
+    with pytest.raises(InvalidLockBackend, match="it has none"):
+        locks["default"]
+
+
+def test_what_is_set_is_what_the_backend_has(settings: Settings) -> None:
+    settings.DISTLOCK = {
+        "a": {
+            "BACKEND": LOCMEM,
+            "TTL": timedelta(minutes=1),
+            "TIMEOUT": None,
+            "KEY_PREFIX": "shop",
+            "STRICT": True,
+        }
+    }
+
+    backend = locks["a"]
+
+    assert isinstance(backend, LocMemBackend)
+    assert (backend.alias, backend.ttl, backend.timeout) == ("a", 60.0, None)
+    assert (backend.key_prefix, backend.strict) == ("shop", True)
+
+
+def test_there_is_one_backend_for_each_alias(settings: Settings) -> None:
+    settings.DISTLOCK = {"a": {"BACKEND": LOCMEM}, "b": {"BACKEND": LOCMEM}}
+
+    assert locks["a"] is locks["a"]
+    assert locks["a"] is not locks["b"]
+
+
+def test_threads_that_ask_at_once_get_the_same_backend(settings: Settings) -> None:
+    from tests.contract.crew import together
+
+    settings.DISTLOCK = {"a": {"BACKEND": LOCMEM}}
+
+    backends: list[BaseLockBackend] = together(*[lambda: locks["a"]] * 8)
+
+    assert len(set(map(id, backends))) == 1
+
+
+def test_changed_settings_make_new_backends() -> None:
+    with override_settings(DISTLOCK={"default": {"BACKEND": LOCMEM}}):
+        inside = locks["default"]
+        with override_settings(DISTLOCK={"default": {"BACKEND": LOCMEM, "TTL": 5}}):
+            assert locks["default"] is not inside
+            assert locks["default"].ttl == 5
+
+    assert not isinstance(locks["default"], DummyBackend | LocMemBackend)
+
+
+def test_wrong_settings_can_be_put_right(settings: Settings) -> None:
+    settings.DISTLOCK = {"default": {"TTL": 0}}
+    with pytest.raises(InvalidLockBackend):
+        locks["default"]
+
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
+
+    assert isinstance(locks["default"], LocMemBackend)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(1, 1.0), (0.25, 0.25), (timedelta(milliseconds=1500), 1.5), (1e9, 1e9)],
+)
+def test_seconds_are_numbers_or_timedeltas(value: object, expected: float) -> None:
+    result = seconds(value, "ttl")
+
+    assert (result, type(result)) == (expected, float)
+
+
+@pytest.mark.parametrize("value", [None, "1", b"1", [1], True, Decimal(1), 1j], ids=repr)
+def test_what_is_no_time_is_a_type_error_that_names_it(value: object) -> None:
+    with pytest.raises(TypeError, match="ttl must be a number of seconds or a timedelta"):
+        seconds(value, "ttl")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, -0.1, math.nan, math.inf, -math.inf, 1e10, 10**400, timedelta(seconds=-1)],
+    ids=lambda value: repr(value)[:20],
+)
+def test_a_time_that_cannot_be_is_a_value_error_that_names_it(value: object) -> None:
+    with pytest.raises(ValueError, match="ttl must be more than 0 seconds"):
+        seconds(value, "ttl")
+
+
+def test_zero_and_none_are_timeouts_but_no_ttls() -> None:
+    assert optional_seconds(0, "timeout") == 0
+    assert optional_seconds(None, "timeout") is None
+    for wrong in (-1, math.nan):
+        with pytest.raises(ValueError, match="timeout must be 0 or more"):
+            optional_seconds(wrong, "timeout")
+
+
+def test_a_ttl_that_is_all_drift_is_refused() -> None:
+    with pytest.raises(ValueError, match="ttl must be at least"):
+        checked_ttl(0.002)
+    assert checked_ttl(0.05) == 0.05

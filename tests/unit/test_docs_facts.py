@@ -1,0 +1,280 @@
+"""README and documentation: what is listed is all there is, and numbers are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import pytest
+from django.dispatch import Signal
+
+import django_distlock
+from django_distlock import (
+    conf,
+    forced_release,
+    holding,
+    lease,
+    local_queue,
+    locks,
+    signals,
+    waiting,
+)
+from django_distlock.backends import add, cache_alias
+from django_distlock.backends.cache import CacheOptions
+from django_distlock.backends.database import (
+    backend,
+    connections as own_connections,
+    engine,
+    purge,
+    records,
+)
+from django_distlock.backends.database.options import DatabaseOptions
+from django_distlock.backends.memcached import pool
+from django_distlock.backends.memcached.options import MemcachedOptions
+from django_distlock.backends.redis import RedisCacheOptions
+from django_distlock.backends.redlock import (
+    RedlockOptions,
+    backend as redlock_backend,
+    validity as redlock_validity,
+)
+from django_distlock.backends.zookeeper.options import ZooKeeperOptions
+from django_distlock.lock import Lock, LockTerms, Terms
+from django_distlock.management.commands.purge_stale_locks import Command as PurgeCommand
+from tests.fixtures.pages import DOCS, ROOT, prose, table
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BACKENDS = sorted((DOCS / "reference" / "backends").glob("*.md"))
+PACKAGE = ROOT / "django_distlock"
+API = DOCS / "reference" / "api.md"
+ERRORS = DOCS / "reference" / "errors.md"
+SETTINGS = DOCS / "reference" / "settings.md"
+PURGE = DOCS / "howto" / "purge.md"
+STUCK = DOCS / "howto" / "free-a-stuck-lock.md"
+DATABASE_PAGE = "docs/reference/backends/database.md"
+CACHE_PAGE = "docs/reference/backends/cache.md"
+MEMCACHED_PAGE = "docs/reference/backends/memcached.md"
+#: Of a lease: called by the package, and of no use to those who hold it.
+MACHINERY = {
+    "abandon",
+    "at_end",
+    "backend",
+    "confirm",
+    "disown",
+    "endanger",
+    "enter",
+    "give_up",
+    "grant",
+    "is_entered",
+    "is_mine",
+    "is_of_caller",
+    "lose",
+    "release_later",
+    "release_now",
+    "renewal",
+}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = API.read_text() + ERRORS.read_text()
+
+    documented = re.findall(r"^\.\. (?:auto(?!class:: django)|data)\w*:: (\w+)", text, re.MULTILINE)
+
+    assert sorted(documented) == sorted(django_distlock.__all__)
+
+
+def test_every_public_member_of_a_lease_is_in_the_reference() -> None:
+    documented = re.findall(r"^   \.\. (?:auto)?\w+:: (\w+)", API.read_text(), re.MULTILINE)
+    public = {
+        name for name in {**vars(holding.Holding), **vars(lease.Lease)} if not name.startswith("_")
+    }
+
+    assert public - set(documented) == MACHINERY
+    assert set(documented) - public == {"fencing_token", "fence"}
+
+
+def test_terms_are_listed_with_their_defaults() -> None:
+    defaults = {term.name: term.default for term in fields(Terms)}
+    listed = {name: columns[0].strip("`") for name, columns in table(API, "### Terms").items()}
+
+    assert list(listed) == list(LockTerms.__annotations__)
+    assert (listed.pop("timeout"), listed.pop("ttl")) == (
+        "TIMEOUT` of the alias",
+        "TTL` of the alias",
+    )
+    assert listed.pop("release") == '"at_exit"'
+    assert {name: ast.literal_eval(text) for name, text in listed.items()} == {
+        name: defaults[name] for name in listed
+    }
+
+
+def test_settings_are_listed_with_their_defaults() -> None:
+    settings = conf.BackendSettings(alias="default")
+    listed = table(SETTINGS, "## Keys")
+
+    assert tuple(listed) == conf.KEYS
+    assert {key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()} == {
+        key: getattr(settings, key.lower()) for key in conf.KEYS
+    }
+
+
+def test_options_are_listed_with_their_defaults() -> None:
+    listed = table(SETTINGS, "## Options of the database backend")
+
+    assert {key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()} == {
+        option.name: option.default for option in fields(DatabaseOptions)
+    }
+    assert all(not fields(locks[alias].options_class) for alias in ("locmem",))
+
+
+@pytest.mark.parametrize(
+    ("heading", "options"),
+    [
+        ("cache backend", CacheOptions),
+        ("cache backend: memcached", MemcachedOptions),
+        ("cache backend: Redis", RedisCacheOptions),
+        ("ZooKeeper backend", ZooKeeperOptions),
+    ],
+)
+def test_options_of_caches_are_listed_with_their_defaults(heading: str, options: type) -> None:
+    listed = table(SETTINGS, f"## Options of the {heading}")
+    made = options()
+
+    assert {key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()} == {
+        option.name: getattr(made, option.name) for option in fields(options)
+    }
+
+
+def test_options_of_redlock_are_listed_with_their_defaults() -> None:
+    listed = table(SETTINGS, "## Options of the Redlock backend")
+
+    assert {key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()} == {
+        option.name: option.default for option in fields(RedlockOptions)
+    }
+    least, most = redlock_validity.SHORTEST, redlock_validity.LONGEST
+    assert f"{most:g}, or a twentieth of the ttl if that is less, but {least:g} at least" in prose(
+        SETTINGS
+    )
+    assert (redlock_validity.PART, redlock_validity.CONNECTING_PART) == (1 / 20, 1 / 4)
+    shortest, longest = (1000 * pause for pause in redlock_backend.PAUSE)
+    assert f"a random {shortest:g} to {longest:g} milliseconds" in prose(
+        DOCS / "reference" / "backends" / "redlock.md"
+    )
+
+
+def test_options_of_the_purge_are_listed_with_their_defaults() -> None:
+    parser = PurgeCommand().create_parser("manage.py", "purge_stale_locks")
+    known = {action.option_strings[0]: action.default for action in parser._actions}
+    listed = {
+        key.split()[0]: columns[0].strip("`") for key, columns in table(PURGE, "## Options").items()
+    }
+
+    assert set(listed) == {"--using", "--older-than", "--batch-size", "--dry-run"}
+    assert listed["--older-than"] == known["--older-than"]
+    assert int(listed["--batch-size"]) == known["--batch-size"]
+    assert f"at least {purge.LEAST_AGE:g} seconds" in prose(PURGE)
+    assert f"up to {purge.LARGEST_BATCH}" in prose(PURGE)
+
+
+def test_states_of_the_admin_are_listed() -> None:
+    assert list(table(STUCK, "## In the admin")) == [str(state.label) for state in records.State]
+
+
+def test_signals_are_listed() -> None:
+    sent = {name for name, value in vars(signals).items() if isinstance(value, Signal)}
+
+    assert set(table(DOCS / "reference" / "signals.md", "## Signals")) == sent
+
+
+def test_checks_are_listed() -> None:
+    sources = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    raised = set(re.findall(r"distlock\.[EW]\d{3}", sources))
+    page = (DOCS / "reference" / "checks.md").read_text()
+
+    assert set(re.findall(r"^## `(.+)`$", page, re.MULTILINE)) == raised
+    assert set(re.findall(r"^\((.+)\)=$", page, re.MULTILINE)) == {
+        each.replace(".", "-").lower() for each in raised
+    }
+
+
+@pytest.mark.parametrize("page", BACKENDS, ids=lambda page: page.stem)
+def test_every_page_of_a_backend_has_the_same_headings(page: Path) -> None:
+    assert re.findall(r"^## (.+)$", page.read_text(), re.MULTILINE) == [
+        "Example",
+        "Options",
+        "What it promises",
+        "What it does not",
+        "Running it",
+        "How it works",
+    ]
+
+
+def test_every_error_stands_in_the_tree() -> None:
+    tree = ERRORS.read_text().partition("```text")[2].partition("```")[0]
+    drawn = set(re.findall(r"[A-Z]\w+", tree)) - {"Django", "TimeoutError", "RuntimeError"}
+    public = {getattr(django_distlock, name) for name in django_distlock.__all__}
+    errors = {
+        each.__name__ for each in public if isinstance(each, type) and issubclass(each, Exception)
+    }
+
+    assert drawn - {"RuntimeWarning", "ImproperlyConfigured"} == errors
+
+
+# Numbers in sentences.
+
+TTL, TIMEOUT = conf.DEFAULT_TTL, conf.DEFAULT_TIMEOUT
+OPTIONS = DatabaseOptions()
+MEMCACHED, DAYS = MemcachedOptions(), cache_alias.LONGEST_TTL / 86_400
+SHORTEST, LONGEST = waiting.SHORTEST_PAUSE * 1000, waiting.LONGEST_PAUSE * 1000
+FACTS = [
+    ("README.md", f"a ttl of {TTL:g} seconds and a lock is waited for {TIMEOUT:g} seconds"),
+    ("README.md", f'"TTL": {TTL:g}, "TIMEOUT": {TIMEOUT:g}'),
+    ("README.md", "Python 3.11 or later and Django 5.2 or later"),
+    ("docs/tutorial.md", f"the lock is yours for {TTL:g} seconds"),
+    ("docs/tutorial.md", f"come free by itself, within {TTL:g} seconds"),
+    ("docs/howto/free-a-stuck-lock.md", f"frees up to {forced_release.MOST_AT_ONCE} locks at once"),
+    ("docs/explanation/guarantees.md", f"The ttl is {TTL:g} seconds by default"),
+    ("docs/explanation/guarantees.md", f"with `fair`, up to {engine.PATIENCE:g} seconds"),
+    (
+        "docs/explanation/guarantees.md",
+        f"an error within {2 * OPTIONS.io_timeout:g} seconds (twice `io_timeout`)",
+    ),
+    ("docs/explanation/guarantees.md", "1 % of the ttl and 2 milliseconds are taken off"),
+    ("docs/reference/settings.md", f"at least {conf.LEAST_TTL:g}."),
+    ("docs/reference/settings.md", f"at most {conf.LONGEST:.0f} of them"),
+    (DATABASE_PAGE, f"a place counts for {engine.PATIENCE:g} seconds"),
+    (DATABASE_PAGE, f"when its place has run out, after {engine.PATIENCE:g} seconds"),
+    (DATABASE_PAGE, f"at most `max_connections` of them ({OPTIONS.max_connections})"),
+    (DATABASE_PAGE, f"idle for {own_connections.IDLE:g} seconds"),
+    (DATABASE_PAGE, f"given up after `io_timeout` ({OPTIONS.io_timeout:g} seconds)"),
+    (DATABASE_PAGE, f"a random pause of {SHORTEST:g} to {LONGEST:g} milliseconds"),
+    (DATABASE_PAGE, f"after {local_queue.IN_A_ROW} hand-offs in a row"),
+    (DATABASE_PAGE, f"Up to {backend.BATCH} leases are extended by one statement"),
+    (DATABASE_PAGE, "ends 1 % of the ttl and 2 milliseconds earlier"),
+    (CACHE_PAGE, f"longer than {cache_alias.LONGEST_KEY} characters"),
+    (CACHE_PAGE, f"more than {add.MARGIN:g} second of its ttl is left"),
+    (CACHE_PAGE, f"A ttl is {cache_alias.LEAST_TTL:g} seconds to {DAYS:g} days"),
+    (CACHE_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
+    (MEMCACHED_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
+    (MEMCACHED_PAGE, f"at least {cache_alias.LEAST_TTL:g} seconds and at most {DAYS:g} days"),
+    (MEMCACHED_PAGE, f"keeps up to {pool.KEPT} connections open"),
+    (MEMCACHED_PAGE, f"given up after `io_timeout` ({MEMCACHED.io_timeout:g} second)"),
+    (MEMCACHED_PAGE, f"after `connect_timeout` ({MEMCACHED.connect_timeout:g} seconds)"),
+]
+
+
+@pytest.mark.parametrize(("page", "sentence"), FACTS)
+def test_a_number_in_a_sentence_is_that_of_the_code(page: str, sentence: str) -> None:
+    assert sentence in prose(ROOT / page)
+
+
+def test_numbers_that_the_sentences_spell_out() -> None:
+    assert (holding.drift(0), holding.drift(100)) == (0.002, 1.002)
+    assert waiting.LONGEST_WAKEABLE_PAUSE == 1, "a lost notification costs at most a second"
+    assert Lock("any").terms.timeout is None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (project["requires-python"], project["dependencies"]) == (">=3.11", ["Django>=5.2"])

@@ -1,0 +1,161 @@
+"""The tree of errors: who catches what, what they say, and that they survive the way to another process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from django.core.exceptions import ImproperlyConfigured
+
+import django_distlock
+from django_distlock import (
+    InvalidLockBackend,
+    LockBackendError,
+    LockDeadlock,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockNotHeld,
+    LockNotOwned,
+    LockOutcomeUnknown,
+    NotSupported,
+    ReleasedBeforeCommit,
+    StaleFencingToken,
+)
+from django_distlock.holder import Holder
+
+HOLDER = Holder("db1", 4711, "MainThread", "Task-1", "GET /fee")
+
+ERRORS = [
+    LockError("something"),
+    LockNotAcquired("a", 5.0, HOLDER, 2.5),
+    LockNotAcquired("a"),
+    LockNotHeld("a"),
+    LockLost("a", "its deadline passed"),
+    LockNotOwned("a"),
+    LockBackendError("redis", "no answer", {"server 1": "timeout", "server 2": "refused"}),
+    LockBackendError("redis", "no answer"),
+    LockOutcomeUnknown("redis", "the reply was lost"),
+    LockDeadlock("a", "it waits for itself"),
+    StaleFencingToken("a", 7, "a later holder has claimed this data", 9),
+    StaleFencingToken("a", 7, "a later holder has claimed this data"),
+    NotSupported("cache", "fencing tokens", "Use another backend."),
+    ReleasedBeforeCommit("a", "default"),
+    InvalidLockBackend("DISTLOCK['x']: unknown key 'Y'."),
+]
+
+
+def test_every_error_is_tried_here() -> None:
+    public = {getattr(django_distlock, name) for name in django_distlock.__all__}
+    errors = {each for each in public if isinstance(each, type) and issubclass(each, Exception)}
+
+    assert {type(error) for error in ERRORS} == errors
+
+
+@pytest.mark.parametrize(
+    "error", ERRORS, ids=lambda error: f"{type(error).__name__}-{len(str(error))}"
+)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_survives_pickle_as_it_is(error: Exception, protocol: int) -> None:
+    restored = pickle.loads(pickle.dumps(error, protocol))
+
+    assert type(restored) is type(error)
+    assert str(restored) == str(error)
+    assert restored.args == error.args
+    assert vars(restored) == vars(error)
+
+
+@pytest.mark.parametrize(
+    "error", ERRORS, ids=lambda error: f"{type(error).__name__}-{len(str(error))}"
+)
+def test_an_error_survives_copy_with_its_notes(error: Exception) -> None:
+    noted = copy.copy(error)
+    noted.add_note("django_distlock: the lock was lost")
+
+    again = pickle.loads(pickle.dumps(noted))
+
+    assert again.__notes__ == ["django_distlock: the lock was lost"]
+    assert not hasattr(error, "__notes__")
+
+
+def test_an_error_survives_the_way_out_of_another_process() -> None:
+    with ProcessPoolExecutor(1) as pool:
+        error = pool.submit(_fail).exception(30)
+
+    assert isinstance(error, LockNotAcquired)
+    assert (error.name, error.waited, error.holder, error.remaining) == ("a", 5.0, HOLDER, 2.5)
+
+
+def _fail() -> None:
+    raise LockNotAcquired("a", 5.0, HOLDER, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("error", "caught_by"),
+    [
+        (LockNotAcquired, {LockError, TimeoutError}),
+        (LockNotHeld, {LockError, RuntimeError}),
+        (LockLost, {LockNotHeld, LockError, RuntimeError}),
+        (LockNotOwned, {LockNotHeld, LockError, RuntimeError}),
+        (LockBackendError, {LockError}),
+        (LockOutcomeUnknown, {LockBackendError, LockError}),
+        (LockDeadlock, {LockError}),
+        (StaleFencingToken, {LockError}),
+        (NotSupported, {LockError}),
+        (ReleasedBeforeCommit, {LockError, RuntimeWarning}),
+        (InvalidLockBackend, {ImproperlyConfigured}),
+    ],
+)
+def test_an_error_is_caught_by_its_kind_and_by_no_other(
+    error: type[Exception], caught_by: set[type[Exception]]
+) -> None:
+    kinds = {
+        *(type(each) for each in ERRORS),
+        ImproperlyConfigured,
+        RuntimeError,
+        RuntimeWarning,
+        TimeoutError,
+    }
+
+    assert {kind for kind in kinds if issubclass(error, kind)} == caught_by | {error}
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            LockNotAcquired("fee:1", 5.0, HOLDER, 2.5),
+            f"Lock 'fee:1' is held by {HOLDER}: gave up after 5 s; its lease has 2.5 s left.",
+        ),
+        (LockNotAcquired("fee:1", 0.0), "Lock 'fee:1' is held: gave up after 0 s."),
+        (
+            LockNotHeld("fee:1"),
+            "Lock 'fee:1' is not held: it was not acquired, or is released.",
+        ),
+        (LockLost("fee:1", "forced"), "Lock 'fee:1' was lost: forced."),
+        (LockNotOwned("fee:1"), "Lock 'fee:1' is not held: somebody else holds it now."),
+        (
+            LockBackendError("redis", "no majority", {"a": "timeout", "b": "refused"}),
+            "DISTLOCK['redis']: no majority. a: timeout. b: refused.",
+        ),
+        (
+            StaleFencingToken("fee:1", 7, "a later holder has claimed this data", 9),
+            "Lock 'fee:1', fencing token 7: a later holder has claimed this data (its fence is 9).",
+        ),
+        (
+            NotSupported("cache", "fencing tokens", "Use another backend."),
+            "DISTLOCK['cache'] does not support fencing tokens. Use another backend.",
+        ),
+        (NotSupported("cache", "listing"), "DISTLOCK['cache'] does not support listing."),
+    ],
+)
+def test_an_error_says_what_and_which_and_what_now(error: Exception, text: str) -> None:
+    assert str(error) == text
+
+
+def test_a_hostile_name_is_escaped_in_what_an_error_says() -> None:
+    said = str(LockNotAcquired("a\nb\0\x1b[31m", 0.0))
+
+    assert said.isprintable()

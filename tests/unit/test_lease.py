@@ -1,0 +1,210 @@
+"""A lease by the clock: when it is held, in jeopardy, lost, and over."""
+
+from __future__ import annotations
+
+import pytest
+
+from django_distlock import Lease, LockLost, LockNotHeld, NotSupported, clock, lock
+from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.holder import Holder
+from django_distlock.holding import State, drift
+from tests.fixtures.eventually import eventually
+
+
+class Clock:
+    """The clock of leases, put forward at will."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead = 0.0
+        real = clock.lease_time
+        monkeypatch.setattr(clock, "lease_time", lambda: real() + self.ahead)
+
+
+@pytest.fixture
+def lease_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def _taken(name: str = "a", **terms: object) -> Lease:
+    lease = lock(name, **{"ttl": 100, "renew": False, **terms}).acquire()  # type: ignore[arg-type]
+    assert lease
+    return lease
+
+
+@pytest.mark.parametrize("ttl", [0.1, 1, 30, 3600])
+def test_our_deadline_is_before_the_servers_by_the_drift_of_clocks(
+    memory: LocMemBackend, ttl: float
+) -> None:
+    began = clock.lease_time()
+    lease = _taken(ttl=ttl)
+
+    assert drift(ttl) == pytest.approx(ttl * 0.01 + 0.002)
+    assert began <= lease.deadline - ttl + drift(ttl) <= clock.lease_time()
+    lease.release()
+
+
+def test_it_is_lost_when_the_deadline_passes_and_not_before(
+    memory: LocMemBackend, lease_clock: Clock
+) -> None:
+    lease = _taken(ttl=100)
+
+    lease_clock.ahead = 98
+    lease.check()
+    assert lease.held
+    assert 0 < lease.remaining < 1
+
+    lease_clock.ahead = 99
+    assert lease.lost
+    assert not lease.held
+    assert lease.remaining == 0
+    with pytest.raises(LockLost, match="deadline passed"):
+        lease.check()
+
+
+def test_each_check_reads_the_clock_anew_so_that_a_frozen_process_learns_first_thing(
+    memory: LocMemBackend, lease_clock: Clock
+) -> None:
+    lease = _taken(ttl=100)
+    lease.check()
+
+    lease_clock.ahead = 1_000
+
+    with pytest.raises(LockLost):
+        lease.check()
+
+
+def test_lost_is_final_even_if_the_clock_went_back(
+    memory: LocMemBackend, lease_clock: Clock
+) -> None:
+    lease = _taken(ttl=100)
+    lease_clock.ahead = 100
+    assert lease.lost
+
+    lease_clock.ahead = 0
+
+    assert lease.lost
+    assert lease.state is State.LOST
+
+
+def test_it_is_in_jeopardy_when_its_renewal_is_late(
+    memory: LocMemBackend, lease_clock: Clock
+) -> None:
+    lease, calm = _taken(ttl=100, renew=True), _taken("b", ttl=100, renew=False)
+
+    lease_clock.ahead = 40
+    assert not lease.in_jeopardy
+    lease_clock.ahead = 60
+    assert lease.held
+    assert lease.in_jeopardy
+    assert not calm.in_jeopardy
+    lease_clock.ahead = 100
+    assert not lease.in_jeopardy
+
+
+def test_released_is_final_and_tells_nobody(memory: LocMemBackend, lease_clock: Clock) -> None:
+    told: list[str] = []
+    lease = _taken()
+    lease.on_lost(told.append)
+    lease.release()
+
+    lease_clock.ahead = 1_000
+    lease.lose("too late")
+
+    assert lease.state is State.RELEASED
+    assert not told
+    with pytest.raises(LockNotHeld):
+        lease.check()
+
+
+def test_at_end_is_called_once_however_it_ends(memory: LocMemBackend) -> None:
+    ended: list[str] = []
+    released, lost = _taken("a"), _taken("b")
+    released.at_end(lambda: ended.append("released"))
+    lost.at_end(lambda: ended.append("lost"))
+
+    released.release()
+    lost.lose("a reason")
+    lost.lose("another")
+    lost.at_end(lambda: ended.append("late"))
+
+    assert ended == ["released", "lost", "late"]
+    assert lost.reason == "a reason"
+
+
+def test_extend_counts_from_before_the_request(memory: LocMemBackend, lease_clock: Clock) -> None:
+    lease = _taken(ttl=100)
+    lease_clock.ahead = 50
+
+    began = clock.lease_time()
+    lease.extend()
+
+    assert began <= lease.deadline - 100 + drift(100) <= clock.lease_time()
+    assert lease.ttl == 100
+    lease.release()
+
+
+def test_extend_to_another_ttl_is_kept_for_renewals(memory: LocMemBackend) -> None:
+    lease = _taken(ttl=10)
+
+    lease.extend(60)
+
+    assert lease.ttl == 60
+    assert lease.remaining > 50
+    lease.release()
+
+
+def test_max_hold_cuts_extensions_short(memory: LocMemBackend, lease_clock: Clock) -> None:
+    lease = _taken(ttl=100, max_hold=150)
+    lease_clock.ahead = 90
+
+    lease.extend(1_000)
+
+    assert lease.remaining <= 60
+    lease_clock.ahead = 151
+    with pytest.raises(LockLost):
+        lease.extend()
+
+
+def test_what_it_is_can_be_asked(memory: LocMemBackend) -> None:
+    lease = _taken("a", purpose="a test")
+
+    assert (lease.name, lease.using, lease.ttl, lease.shared) == ("a", "default", 100, False)
+    assert lease.backend is memory
+    assert lease.holder == Holder.current("a test")
+    assert lease.state is State.HELD
+    assert lease.reason == ""
+    assert repr(lease) == f"<Lease 'a' using='default' held token={lease.fencing_token}>"
+    lease.release()
+    assert repr(lease) == f"<Lease 'a' using='default' released token={lease.fencing_token}>"
+
+
+def test_with_releases_it(memory: LocMemBackend) -> None:
+    with _taken() as lease:
+        assert lease.held
+
+    assert lease.state is State.RELEASED
+
+
+def test_guard_needs_a_backend_in_that_database(memory: LocMemBackend) -> None:
+    with _taken() as lease, pytest.raises(NotSupported, match="guard"):
+        lease.guard()
+
+
+@pytest.mark.parametrize("operation", ["guard", "claim", "save", "update"])
+def test_what_it_protects_is_not_touched_once_it_is_lost(
+    memory: LocMemBackend, lease_clock: Clock, operation: str
+) -> None:
+    lease = _taken(ttl=100)
+    lease_clock.ahead = 100
+
+    with pytest.raises(LockLost):
+        getattr(lease, operation)(*([] if operation == "guard" else [None]))
+
+
+def test_release_later_releases_in_the_background(memory: LocMemBackend) -> None:
+    lease = _taken()
+
+    lease.release_later()
+
+    eventually(lambda: lease.state is State.RELEASED)
+    assert not lock("a").locked()

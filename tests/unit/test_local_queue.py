@@ -1,0 +1,184 @@
+"""The line of one process: in order, each turn passed on, and other processes let in at times."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from django_distlock.local_queue import IN_A_ROW, LocalQueue
+
+
+class Bell:
+    """Counts how often it was rung."""
+
+    def __init__(self, *, is_heard: bool = True) -> None:
+        self.rings = 0
+        self._is_heard = is_heard
+
+    def ring(self) -> bool:
+        self.rings += 1
+        return self._is_heard
+
+
+@pytest.fixture
+def queue() -> LocalQueue:
+    return LocalQueue()
+
+
+def _line(queue: LocalQueue, count: int) -> list[Bell]:
+    bells = [Bell() for _ in range(count)]
+    for bell in bells:
+        queue.join("a", bell)
+    return bells
+
+
+def test_the_first_one_has_the_turn_at_once_and_the_others_wait(queue: LocalQueue) -> None:
+    first, second = Bell(), Bell()
+
+    assert queue.join("a", first) is True
+    assert queue.join("a", second) is False
+    assert queue.has_turn("a", first)
+    assert not queue.has_turn("a", second)
+
+
+def test_another_lock_has_another_line(queue: LocalQueue) -> None:
+    assert queue.join("a", Bell()) is True
+    assert queue.join("b", Bell()) is True
+
+
+def test_who_leaves_rings_the_next_one_and_nobody_else(queue: LocalQueue) -> None:
+    first, second, third = _line(queue, 3)
+
+    queue.leave("a", first)
+
+    assert queue.has_turn("a", second)
+    assert [bell.rings for bell in (first, second, third)] == [0, 1, 0]
+
+
+def test_turns_come_in_the_order_of_joining(queue: LocalQueue) -> None:
+    bells = _line(queue, 5)
+    served = []
+
+    for _ in bells:
+        [now] = [bell for bell in bells if bell not in served and queue.has_turn("a", bell)]
+        served.append(now)
+        queue.leave("a", now)
+
+    assert served == bells
+
+
+def test_who_gives_up_in_the_middle_changes_no_turn(queue: LocalQueue) -> None:
+    first, second, third = _line(queue, 3)
+
+    queue.leave("a", second)
+
+    assert queue.has_turn("a", first)
+    assert [bell.rings for bell in (first, second, third)] == [0, 0, 0]
+    queue.leave("a", first)
+    assert queue.has_turn("a", third)
+
+
+def test_leaving_twice_does_no_harm(queue: LocalQueue) -> None:
+    first, second, third = _line(queue, 3)
+    queue.leave("a", first)
+    queue.leave("a", first)
+
+    assert queue.has_turn("a", second)
+    assert third.rings == 0
+
+
+def test_leaving_a_line_that_was_never_joined_does_no_harm(queue: LocalQueue) -> None:
+    queue.leave("a", Bell())
+
+
+def test_who_cannot_hear_is_passed_over(queue: LocalQueue) -> None:
+    first, deaf, third = Bell(), Bell(is_heard=False), Bell()
+    for bell in (first, deaf, third):
+        queue.join("a", bell)
+
+    queue.leave("a", first)
+
+    assert queue.has_turn("a", third)
+    assert third.rings == 1
+
+
+def test_a_line_of_deaf_ones_is_no_line(queue: LocalQueue) -> None:
+    first, deaf = Bell(), Bell(is_heard=False)
+    queue.join("a", first)
+    queue.join("a", deaf)
+
+    queue.leave("a", first)
+
+    assert queue.join("a", Bell()) is True
+
+
+def test_it_knows_who_holds_until_the_turn_passes_on(queue: LocalQueue) -> None:
+    first, _ = _line(queue, 2)
+    lease: Any = object()
+    assert queue.held_by("a") is None
+
+    queue.hold("a", lease)
+    assert queue.held_by("a") is lease
+
+    queue.leave("a", first)
+    assert queue.held_by("a") is None
+
+
+def test_a_line_that_is_empty_is_forgotten(queue: LocalQueue) -> None:
+    for number in range(100):
+        bell = Bell()
+        queue.join(str(number), bell)
+        queue.leave(str(number), bell)
+
+    assert not queue._lines
+
+
+def test_it_gives_way_after_many_in_a_row_if_others_want_the_lock(queue: LocalQueue) -> None:
+    bells = _line(queue, 2 * IN_A_ROW + 2)
+    gave_way = []
+    for bell in bells[:-1]:
+        gave_way.append(queue.gives_way("a"))
+        queue.contest("a")
+        queue.leave("a", bell)
+
+    assert gave_way.count(True) == 2
+    assert gave_way.index(True) == IN_A_ROW
+
+
+def test_it_gives_way_to_nobody_if_nobody_else_wants_the_lock(queue: LocalQueue) -> None:
+    for bell in _line(queue, 3 * IN_A_ROW):
+        assert not queue.gives_way("a")
+        queue.leave("a", bell)
+
+
+def test_threads_that_join_and_leave_at_once_have_one_turn_at_a_time(queue: LocalQueue) -> None:
+    at_once, most, mutex = 0, 0, threading.Lock()
+
+    class Event(threading.Event):
+        def ring(self) -> bool:
+            self.set()
+            return True
+
+    def work() -> None:
+        nonlocal at_once, most
+        for _ in range(50):
+            bell = Event()
+            if not queue.join("a", bell):
+                assert bell.wait(20)
+            with mutex:
+                at_once += 1
+                most = max(most, at_once)
+            with mutex:
+                at_once -= 1
+            queue.leave("a", bell)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    assert most == 1
+    assert not queue._lines

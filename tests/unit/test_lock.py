@@ -1,0 +1,201 @@
+"""Lock and its terms: the protocol of threading's locks, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import django_distlock
+from django_distlock import (
+    InvalidLockBackend,
+    Lease,
+    Lock,
+    LockNotAcquired,
+    LockNotHeld,
+    current_lease,
+    lock,
+    lock_all,
+)
+from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.registry import registry
+from tests.contract.crew import elsewhere, held_in_thread
+
+
+def test_locked_tells_whether_anybody_holds_it(memory: LocMemBackend) -> None:
+    mine = lock("a")
+
+    assert not mine.locked()
+    with mine:
+        assert mine.locked()
+        assert elsewhere(mine.locked)
+    assert not mine.locked()
+
+
+async def test_alocked_tells_the_same(memory: LocMemBackend) -> None:
+    async with lock("a") as lease:
+        assert lease.held
+        assert await lock("a").alocked()
+    assert not await lock("a").alocked()
+
+
+async def test_aacquire_and_arelease_count_as_their_twins_do(memory: LocMemBackend) -> None:
+    mine = lock("a")
+    assert await mine.aacquire()
+    assert await mine.aacquire()
+
+    await mine.arelease()
+    assert await mine.alocked()
+    await mine.arelease()
+    assert not await mine.alocked()
+    with pytest.raises(LockNotHeld):
+        await mine.arelease()
+
+
+def test_acquire_gives_a_lease_or_none(memory: LocMemBackend) -> None:
+    lease = lock("a").acquire()
+
+    assert isinstance(lease, Lease)
+    assert elsewhere(lambda: lock("a", timeout=0).acquire()) is None
+    lease.release()
+
+
+def test_each_acquisition_makes_a_lease_of_its_own(memory: LocMemBackend) -> None:
+    mine = lock("a")
+    with mine as first:
+        pass
+    with mine as second:
+        pass
+
+    assert first is not second
+    assert not first.held
+    assert (second.fencing_token or 0) > (first.fencing_token or 0)
+
+
+def test_a_lock_is_a_recipe_that_asks_nobody(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {"TTL": 0}}
+
+    mine = lock("a", using="nowhere")
+
+    assert repr(mine) == "<Lock 'a' using='nowhere'>"
+    assert not registry.leases()
+    with pytest.raises(InvalidLockBackend):
+        mine.acquire()
+
+
+def test_a_hostile_name_is_escaped_when_shown() -> None:
+    assert repr(lock("a\n\x1b[31m\0")).isprintable()
+
+
+def test_terms_that_are_not_given_come_from_the_alias(settings: Any) -> None:
+    backend = "django_distlock.backends.locmem.LocMemBackend"
+    settings.DISTLOCK = {"default": {"BACKEND": backend, "TTL": 7, "TIMEOUT": 0}}
+
+    with lock("a") as lease:
+        assert lease.ttl == 7
+        assert elsewhere(lambda: lock("a").acquire()) is None
+        assert lock("a", timeout=None).default_timeout() is None
+    with lock("a", ttl=timedelta(seconds=3)) as lease:
+        assert lease.ttl == 3
+
+
+WRONG_TERMS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
+    "ttl of zero": ({"ttl": 0}, ValueError),
+    "negative ttl": ({"ttl": -1}, ValueError),
+    "ttl that is no number": ({"ttl": math.nan}, ValueError),
+    "ttl for ever": ({"ttl": math.inf}, ValueError),
+    "ttl past all": ({"ttl": 10**400}, ValueError),
+    "ttl that is all drift": ({"ttl": 0.001}, ValueError),
+    "ttl in text": ({"ttl": "30"}, TypeError),
+    "ttl of None": ({"ttl": None}, TypeError),
+    "ttl of True": ({"ttl": True}, TypeError),
+    "negative timeout": ({"timeout": -1}, ValueError),
+    "timeout that is no number": ({"timeout": math.nan}, ValueError),
+    "timeout in text": ({"timeout": "5"}, TypeError),
+    "max_hold of zero": ({"max_hold": 0}, ValueError),
+    "negative min_hold": ({"min_hold": -1}, ValueError),
+    "lock_delay in text": ({"lock_delay": "1"}, TypeError),
+    "release at another time": ({"release": "later"}, ValueError),
+    "a word misspelt": ({"timout": 5}, TypeError),
+    "a word of the inside": ({"has_timeout": True}, TypeError),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TERMS)
+def test_wrong_terms_are_refused_where_they_are_written(what: str) -> None:
+    terms, error = WRONG_TERMS[what]
+
+    for make in (lock, lock_all, Lock, django_distlock.distributed_lock):
+        with pytest.raises(error):
+            make("a", **terms)
+
+
+@pytest.mark.parametrize(("name", "error"), [("", ValueError), (None, TypeError), (42, TypeError)])
+def test_wrong_names_are_refused_where_they_are_written(name: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        lock(name)
+    with pytest.raises(error):
+        lock_all("a", name)
+
+
+def test_lock_all_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one name"):
+        lock_all()
+
+
+def test_an_alias_that_is_no_text_is_refused(memory: LocMemBackend) -> None:
+    for alias in (None, 42, ["default"]):
+        with pytest.raises((InvalidLockBackend, TypeError)):
+            lock("a", using=alias).acquire()  # type: ignore[arg-type]  # under test
+
+
+def test_leaving_a_with_twice_is_an_error(memory: LocMemBackend) -> None:
+    mine = lock("a")
+    with mine:
+        pass
+
+    with pytest.raises(LockNotHeld):
+        mine.__exit__(None, None, None)
+
+
+def test_releasing_inside_the_with_is_no_error(memory: LocMemBackend) -> None:
+    with lock("a") as lease:
+        lease.release()
+        assert not lock("a").locked()
+
+    assert not lease.held
+
+
+def test_the_holder_is_told_to_who_gives_up(memory: LocMemBackend) -> None:
+    with held_in_thread(lock("a", purpose="the yearly report")):
+        with (
+            pytest.raises(LockNotAcquired, match="the yearly report") as caught,
+            lock("a", timeout=0),
+        ):
+            pytest.fail("held by another thread")
+
+    assert caught.value.holder
+    assert caught.value.holder.purpose == "the yearly report"
+
+
+def test_the_current_lease_is_the_one_taken_last(memory: LocMemBackend) -> None:
+    assert current_lease() is None
+    with lock("a") as first, lock("b") as second:
+        assert current_lease() is second
+        assert current_lease("a") is first
+        assert current_lease("c") is None
+        assert elsewhere(current_lease) is None
+    assert current_lease() is None
+
+
+def test_a_thread_that_ends_the_last_reentry_frees_the_lock(memory: LocMemBackend) -> None:
+    lease = lock("a").acquire()
+    assert lease
+    assert lock("a").acquire() is lease
+
+    elsewhere(lease.release)
+    assert lock("a").locked()
+    elsewhere(lease.release)
+    assert not lock("a").locked()

@@ -1,0 +1,173 @@
+"""Names become keys that no server confuses, and templates become names."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import unicodedata
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from django_distlock.naming import NameTemplate, checked_name, printable, server_key
+
+#: Characters that keys treat in different ways, and that tools confuse.
+ALPHABET = "abAB01 \t\n._:@=/-|#%{}'\"\\\0\u00e9\u0301\u0130\u0131\u00df\u212a\ud800\U0001f512"
+KINDS = ["", "row", "lease"]
+
+
+def _words(count: int) -> list[str]:
+    """Return random texts, many of which are nearly the same."""
+    texts = {"a", "A", "a ", "a|b", "a||b", "|", "#", "a#b"}
+    while len(texts) < count:
+        length = random.choice([1, 1, 2, 3, 5, 40, 99, 100, 101, 300])
+        text = "".join(random.choice(ALPHABET) for _ in range(min(length, 6)))
+        texts.add((text * length)[:length])
+    return sorted(texts)
+
+
+def test_different_names_have_different_keys() -> None:
+    names = {checked_name(word) for word in _words(3_000)}
+
+    assert len({server_key(name) for name in names}) == len(names)
+
+
+def test_different_kinds_and_prefixes_and_names_have_different_keys() -> None:
+    words = [checked_name(word) for word in _words(40)]
+    triples = {(kind, prefix, name) for kind in KINDS for prefix in ["", *words] for name in words}
+
+    keys = {server_key(name, prefix=prefix, kind=kind) for kind, prefix, name in triples}
+
+    assert len(keys) == len(triples)
+
+
+def test_a_key_is_short_plain_ascii_that_no_collation_folds() -> None:
+    for word in _words(1_000):
+        for prefix in ("", word):
+            key = server_key(checked_name(word), prefix=prefix, kind="row")
+            assert re.fullmatch(r"[a-z0-9._:@=/|#-]{1,255}", key), ascii(word)
+
+
+def test_keys_are_different_even_when_case_accents_and_trailing_spaces_are_ignored() -> None:
+    names = {checked_name(word) for word in _words(2_000)}
+    folded = {unicodedata.normalize("NFKD", server_key(name)).casefold().rstrip() for name in names}
+
+    assert len(folded) == len(names)
+
+
+def test_the_key_of_a_name_is_the_same_in_every_version() -> None:
+    # Servers of one application, and rows in a table, outlive a release of this package.
+    assert server_key("fee:42") == "fee:42"
+    assert server_key("fee:42", prefix="shop", kind="row") == "row|shop|fee:42"
+    assert server_key("fee:42", kind="row") == "row||fee:42"
+    assert server_key("Fee 42") == (
+        "fee-42#3fdf548e347a755a97427b2862a85eefdfff9b2952019ef3201139704a128e90"
+    )
+
+
+def test_a_readable_name_stays_readable() -> None:
+    assert server_key("shop.services.charge:fee/7@eu=1") == "shop.services.charge:fee/7@eu=1"
+    assert server_key("Charge the fee of M\u00fcller").startswith("charge-the-fee-of-m-ller#")
+
+
+def test_both_normal_forms_of_a_text_are_one_name() -> None:
+    composed, decomposed = "r\u00e9port", "re\u0301port"
+
+    assert checked_name(composed) == checked_name(decomposed) == composed
+
+
+@pytest.mark.parametrize("name", [None, 42, b"bytes", ["a"], object()])
+def test_what_is_no_text_names_no_lock(name: object) -> None:
+    with pytest.raises(TypeError, match="must be text"):
+        checked_name(name)
+
+
+def test_an_empty_text_names_no_lock() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        checked_name("")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("plain name", "plain name"),
+        ("M\u00fcller \U0001f512", "M\u00fcller \U0001f512"),
+        ("a\0b\nc", "a\\x00b\\nc"),
+        ("a\ud800b", "a\\ud800b"),
+        ("\u202ecba", "\\u202ecba"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+    ],
+)
+def test_what_cannot_be_printed_is_escaped_for_people(name: str, shown: str) -> None:
+    assert printable(name) == shown
+    assert printable(name).encode()
+
+
+def _template(text: str, function: Callable[..., Any]) -> Callable[..., str]:
+    template = NameTemplate(text, inspect.signature(function))
+    return lambda *args, **kwargs: template.name_for(args, kwargs)
+
+
+def test_fields_are_filled_from_the_arguments_however_they_are_given() -> None:
+    def charge(
+        account_id: int, rate: float = 0.03, *rest: int, note: str = "", **more: int
+    ) -> None: ...
+
+    name_of = _template("fee:{account_id}:{rate}:{note}", charge)
+
+    assert name_of(7) == "fee:7:0.03:"
+    assert name_of(account_id=7, rate=1) == "fee:7:1:"
+    assert name_of(7, 1, 2, 3, note="x", extra=1) == "fee:7:1:x"
+
+
+def test_fields_reach_attributes_items_and_formats() -> None:
+    def charge(account: Any, prices: dict[str, int]) -> None: ...
+
+    account = SimpleNamespace(pk=7, owner=SimpleNamespace(name="Ann"))
+
+    assert _template("{account.pk}", charge)(account, {}) == "7"
+    assert _template("{account.owner.name!r}", charge)(account, {}) == "'Ann'"
+    assert _template("{account.pk:04d}", charge)(account, {}) == "0007"
+    assert _template("{prices[eu]}", charge)(account, {"eu": 5}) == "5"
+
+
+def test_self_is_an_argument_like_others() -> None:
+    class Account:
+        pk = 7
+
+        def charge(self, month: str) -> None: ...
+
+    assert _template("{self.pk}:{month}", Account.charge)(Account(), "May") == "7:May"
+
+
+def test_keyword_arguments_of_any_name_can_be_fields() -> None:
+    def work(**kwargs: int) -> None: ...
+
+    assert _template("{pk}", work)(pk=7) == "7"
+
+
+def test_what_is_no_field_stays_as_it_is() -> None:
+    def work(number: int) -> None: ...
+
+    assert _template("50% of {{braces}} {number}", work)(1) == "50% of {braces} 1"
+    assert _template("no field", work)(1) == "no field"
+
+
+@pytest.mark.parametrize(
+    "text", ["{account}", "{0}", "{}", "{number.x} {other}", "{", "}", "{number"]
+)
+def test_a_template_that_does_not_fit_the_function_is_refused_at_once(text: str) -> None:
+    def work(number: int) -> None: ...
+
+    with pytest.raises(ValueError, match=r".+"):
+        NameTemplate(text, inspect.signature(work))
+
+
+def test_arguments_that_do_not_fit_the_function_are_a_type_error() -> None:
+    def work(number: int) -> None: ...
+
+    with pytest.raises(TypeError):
+        _template("{number}", work)(1, 2)

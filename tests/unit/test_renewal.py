@@ -1,0 +1,157 @@
+"""The schedule of renewals: what is due when, and that it costs no more than it must."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import pytest
+
+from django_distlock import clock, lock, locks
+from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.background import background
+from django_distlock.conf import BackendSettings
+from django_distlock.protocol import Request
+from django_distlock.renewal import SWEEP, renewal
+from tests.fixtures.eventually import eventually, never
+
+
+class Watched(LocMemBackend):
+    """Notes when it is asked to extend what, and what it took."""
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self.batches: list[tuple[float, list[str]]] = []
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        self.batches.append((clock.lease_time(), [request.name for request in requests]))
+        return super().extend(requests)
+
+
+@pytest.fixture
+def watched(memory: LocMemBackend) -> Watched:
+    backend = Watched(BackendSettings("default"))
+    locks.replace("default", backend)
+    return backend
+
+
+def test_a_lease_is_renewed_at_a_third_of_its_ttl(watched: Watched) -> None:
+    began = clock.lease_time()
+
+    with lock("a", ttl=0.9):
+        eventually(lambda: len(watched.batches) >= 2, 5)
+
+    for number, (when, names) in enumerate(watched.batches[:2], 1):
+        assert names == ["a"]
+        # It may go a little early, along with others.
+        assert number * 0.2 < when - began < number * 0.3 + 0.3
+
+
+def test_leases_taken_together_are_renewed_together(watched: Watched) -> None:
+    with ExitStack() as stack:
+        for number in range(50):
+            stack.enter_context(lock(f"lock {number}", ttl=1.5))
+        eventually(lambda: sum(len(names) for _, names in watched.batches) >= 50, 5)
+
+    assert len(watched.batches) <= 10
+
+
+def test_a_lease_that_is_not_to_be_renewed_is_not(watched: Watched) -> None:
+    left_alone = lock("a", ttl=0.4, renew=False).acquire()
+    assert left_alone
+    with lock("b", ttl=0.4):
+        eventually(lambda: left_alone.lost, 5)
+
+    assert {name for _, names in watched.batches for name in names} == {"b"}
+
+
+def test_a_failed_renewal_is_tried_again_soon(watched: Watched) -> None:
+    def refuse(requests: Sequence[Request]) -> Sequence[bool]:
+        failed.append(clock.lease_time())
+        raise OSError("no answer")
+
+    failed: list[float] = []
+    lease = lock("a", ttl=0.9).acquire()
+    assert lease
+    watched.extend = refuse  # type: ignore[method-assign]
+
+    eventually(lambda: lease.lost, 5)
+
+    # Once at a third, then nine times in a ttl: about six more times.
+    assert len(failed) >= 4
+
+
+def test_short_leases_beside_a_long_one_leave_no_work_behind(watched: Watched) -> None:
+    with lock("long", ttl=60):
+        for number in range(200):
+            with lock(f"short {number}", ttl=0.3):
+                pass
+        eventually(lambda: len(_looks()) < 10, 5, "looks for ended leases are gone")
+        looks = _count_looks(0.5)
+
+    assert looks < 20
+
+
+def _count_looks(seconds: float) -> int:
+    """Return how many timed jobs run in so many seconds."""
+    first = next(background._clock._numbers)
+    never(lambda: False, seconds)
+    return next(background._clock._numbers) - first
+
+
+def test_nothing_is_scheduled_when_nothing_is_held(watched: Watched) -> None:
+    with lock("a", ttl=0.3):
+        pass
+
+    # Those for leases of other tests may come first.
+    eventually(lambda: not _looks(), SWEEP + 20)
+
+
+def _looks() -> list[object]:
+    """Return the looks of the renewal that are to come soon: tests may have put the clock forward."""
+    soon = clock.lease_time() + 60
+    jobs = [job for due, _, job in background._clock._jobs if due < soon]
+    return [job for job in jobs if getattr(job, "func", None) == renewal._look]
+
+
+def test_an_extension_that_is_told_late_prolongs_nothing_that_is_over(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = lock("a", ttl=10, renew=False).acquire()
+    assert lease
+    start, now = clock.lease_time(), clock.lease_time
+    monkeypatch.setattr(clock, "lease_time", lambda: now() + 20)
+    assert lease.lost
+
+    lease.confirm(start, 60)
+
+    assert lease.lost
+    assert lease.remaining == 0
+
+
+def test_a_renewal_that_answers_after_the_deadline_is_a_loss(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = lock("a", ttl=10, renew=False).acquire()
+    assert lease
+    start, now = clock.lease_time(), clock.lease_time
+    # Asked in time, answered when that would have been over too.
+    monkeypatch.setattr(clock, "lease_time", lambda: now() + 30)
+
+    lease.confirm(start + 9, 10)
+
+    assert lease.lost
+
+
+def test_a_lease_whose_end_shows_as_it_is_put_back_holds_up_no_renewal(watched: Watched) -> None:
+    lease = lock("a", ttl=30).acquire()
+    assert lease
+    lease._deadline = clock.lease_time()
+
+    thread = threading.Thread(target=renewal._put_back, args=([lease],), daemon=True)
+    thread.start()
+    thread.join(5)
+
+    assert not thread.is_alive()
+    assert lease.lost

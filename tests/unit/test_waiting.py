@@ -1,0 +1,107 @@
+"""How long to pause: never past the end, never for ever, and not all at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from django_distlock import clock, waiting
+from django_distlock.waiting import Wait
+
+
+class Clock:
+    """A clock that stands until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def wait_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    stopped = Clock()
+    monkeypatch.setattr(clock, "wait_time", stopped)
+    return stopped
+
+
+def test_a_wait_counts_down_to_zero_and_no_further(wait_clock: Clock) -> None:
+    wait = Wait(5)
+    assert (wait.waited, wait.left, wait.is_over) == (0, 5, False)
+
+    wait_clock.now += 3
+    assert (wait.waited, wait.left, wait.is_over) == (3, 2, False)
+
+    wait_clock.now += 2
+    assert (wait.waited, wait.left, wait.is_over) == (5, 0, True)
+
+    wait_clock.now += 100
+    assert (wait.waited, wait.left, wait.is_over) == (105, 0, True)
+
+
+def test_no_timeout_is_over_at_once(wait_clock: Clock) -> None:
+    wait = Wait(0)
+
+    assert wait.is_over
+    assert wait.next_pause() == 0
+
+
+def test_a_wait_for_ever_is_never_over(wait_clock: Clock) -> None:
+    wait = Wait(None)
+    wait_clock.now += 1e9
+
+    assert wait.left is None
+    assert not wait.is_over
+    assert wait.bounded(1e6) == 1e6
+
+
+def test_pauses_never_reach_past_the_end(wait_clock: Clock) -> None:
+    for _ in range(200):
+        timeout = random.uniform(0, 2)
+        wait = Wait(timeout)
+        while not wait.is_over:
+            pause = wait.next_pause(random.choice([None, random.uniform(0, 1)]))
+            assert 0 <= pause <= timeout - wait.waited + 1e-9
+            wait_clock.now += pause + 0.001
+
+
+def test_pauses_grow_from_short_ones_to_the_longest(wait_clock: Clock) -> None:
+    wait = Wait(None)
+    pauses = [wait.next_pause() for _ in range(200)]
+
+    assert waiting.SHORTEST_PAUSE <= pauses[0] <= 3 * waiting.SHORTEST_PAUSE
+    assert all(waiting.SHORTEST_PAUSE <= pause <= waiting.LONGEST_PAUSE for pause in pauses)
+    assert max(pauses) > 0.9 * waiting.LONGEST_PAUSE
+
+
+def test_each_pause_is_at_most_three_times_the_one_before(wait_clock: Clock) -> None:
+    wait = Wait(None)
+    before = waiting.SHORTEST_PAUSE
+    for _ in range(500):
+        pause = wait.next_pause()
+        assert pause <= 3 * before
+        before = pause
+
+
+def test_two_waiters_do_not_pause_alike(wait_clock: Clock) -> None:
+    first, second = Wait(None), Wait(None)
+
+    assert [first.next_pause() for _ in range(10)] != [second.next_pause() for _ in range(10)]
+
+
+def test_a_pause_is_bounded_by_what_is_known_of_the_holder(wait_clock: Clock) -> None:
+    wait = Wait(60)
+    for _ in range(50):
+        wait.next_pause()
+
+    assert wait.next_pause(None, 0.001) == 0.001
+    assert wait.next_pause(None, 0.0) == 0
+
+
+def test_where_waiters_are_woken_pauses_may_be_longer(wait_clock: Clock) -> None:
+    wait = Wait(None)
+    pauses = [wait.next_pause(longest=waiting.LONGEST_WAKEABLE_PAUSE) for _ in range(300)]
+
+    assert waiting.LONGEST_PAUSE < max(pauses) <= waiting.LONGEST_WAKEABLE_PAUSE
