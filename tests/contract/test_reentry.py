@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 
-from django_distlock import Lease, LockNotAcquired, lock
+from django_distlock import Lease, LockLost, LockNotAcquired, lock
 from tests.fixtures.eventually import aeventually
 
 from .crew import elsewhere
@@ -153,9 +154,12 @@ async def test_a_thread_that_outlives_the_task_it_was_started_by_is_excluded(
     # The task is garbage now.
     may_try.set()
 
-    assert await tried is False
+    has_tried = await tried
     assert kept[0]
-    await kept[0].arelease()
+    # On a busy machine it may have been noticed by now that nobody will release it.
+    assert has_tried is False or kept[0].lost
+    with suppress(LockLost):
+        await kept[0].arelease()
 
 
 def test_reentrant_false_excludes_its_own_thread(using: str, name: str) -> None:
