@@ -20,7 +20,7 @@ from redis.exceptions import (
 from django_distlock import LockBackendError
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.backends.redis.keys import Keys, KeySpace
-from django_distlock.backends.redis.links import PoolLink
+from django_distlock.backends.redis.pool import PoolLink
 from django_distlock.backends.redis.scripts import (
     ACQUIRE,
     EXTEND,
@@ -41,7 +41,7 @@ from tests.fixtures.redis import Redis
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from django_distlock.backends.redis.links import Command, Conversation
+    from django_distlock.backends.redis.conversation import Command, Conversation
 
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]

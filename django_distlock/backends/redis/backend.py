@@ -14,12 +14,13 @@ from django_distlock.exceptions import LockOutcomeUnknown
 
 from .checks import check_redis
 from .keys import KeySpace
-from .links import LISTEN, LoopLinks, open_link
+from .links import LoopLinks, open_link
 from .options import RedisCacheOptions, RedisOptions, RedisSettings
 from .scripts import RETENTION
 from .sources import Source, source_of_cache
 from .transactions import transact
 from .verbs import BATCH, Verbs
+from .wire import LISTEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -9,7 +9,8 @@ from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 from django_distlock.exceptions import LockBackendError
 
 if TYPE_CHECKING:
-    from .links import Conversation, Link
+    from .conversation import Conversation
+    from .links import Link
     from .options import RedisSettings
 
 #: BLPOP takes fractions of a second, and EVALSHA's effects are replicated, not the script.

@@ -10,7 +10,7 @@ from .scripts import ACQUIRE, EXTEND, FORCE, LEAVE, LOOK, RELEASE, TAKE_OVER, Ca
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .links import Command
+    from .conversation import Command
 
 
 def reads(call: Call) -> tuple[Command, ...]:

@@ -11,7 +11,7 @@ from .scripts import FORGOTTEN, PATIENCE, RETENTION
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from .links import Command
+    from .conversation import Command
 
 _HOLDING = re.compile(rb"(\d+) (\d+) (\d+) (\d+) (.*)", re.DOTALL)
 _READERS, _WRITERS = b"s", b"x"

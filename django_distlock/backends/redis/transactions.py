@@ -12,7 +12,7 @@ from .scripts import LOOK
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from .links import Command, Conversation
+    from .conversation import Command, Conversation
     from .scripts import Call
 
 #: How often to begin again since others wrote meanwhile; one of those that write gets through each time.

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from django_distlock.protocol import Busy, Grant, Held, Release, Request
 
+    from .conversation import Command, Conversation
     from .keys import KeySpace
-    from .links import Command, Conversation
     from .options import RedisSettings
 
 #: Locks renewed by one script: others wait while it runs.

@@ -12,8 +12,8 @@ from django.core.cache import caches
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.redis.keys import KeySpace
-from django_distlock.backends.redis.links import PoolLink
 from django_distlock.backends.redis.loops import PerLoop
+from django_distlock.backends.redis.pool import PoolLink
 from django_distlock.backends.redis.sources import Source, source_of_cache
 from django_distlock.exceptions import LockBackendError
 

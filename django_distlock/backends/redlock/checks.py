@@ -12,7 +12,8 @@ from django_distlock.exceptions import LockBackendError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from django_distlock.backends.redis.links import Conversation, Link
+    from django_distlock.backends.redis.conversation import Conversation
+    from django_distlock.backends.redis.links import Link
 
     from .options import RedlockOptions
 

@@ -11,7 +11,7 @@ from django_distlock.protocol import Held, digest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from django_distlock.backends.redis.links import Conversation
+    from django_distlock.backends.redis.conversation import Conversation
     from django_distlock.backends.redis.scripts import Call
 
 #: Locks that one message asks for.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
-from django_distlock.backends.redis.links import read
+from django_distlock.backends.redis.wire import read
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from django_distlock.backends.redis.links import aread
+from django_distlock.backends.redis.wire import aread
 
 from .nodes import DEBT, DEBT_SECONDS
 

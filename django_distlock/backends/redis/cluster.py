@@ -1,0 +1,108 @@
+"""The way to a Redis Cluster, for threads and for asyncio: the keys of one lock share a slot, and so one server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
+from redis.cluster import RedisCluster
+from redis.exceptions import ResponseError
+
+from .conversation import ask, atalk, talk
+from .wire import check_heard, listening, unanswered, unreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .conversation import Command, Conversation
+    from .sources import Source
+
+_T = TypeVar("_T")
+
+
+class ClusterLink:
+    """A Redis Cluster, for threads."""
+
+    def __init__(self, alias: str, source: Source) -> None:
+        self._alias = alias
+        self._source = source
+        self._opened: Any = None
+
+    def converse(self, conversation: Conversation[_T]) -> _T:
+        """See Link.converse(); one command after the other: each goes to the server of its keys."""
+        client = self._client()
+        return talk(conversation, lambda commands: self._exchange(client, commands))
+
+    def hear(self, bell: str, seconds: float) -> None:
+        """See Link.hear(); it may take a little longer."""
+        answer = self.converse(ask(listening(bell, seconds)))
+        check_heard(self._alias, self._source.where, answer)
+
+    def keys(self, pattern: str) -> Iterator[str]:
+        """See Link.keys(); on every primary."""
+        with unanswered(self._alias, self._source.where):
+            for key in self._client().scan_iter(match=pattern, count=1000):
+                yield key.decode()
+
+    def close(self) -> None:
+        """See Link.close()."""
+        client, self._opened = self._opened, None
+        if client is not None:
+            client.close()
+
+    def _client(self) -> Any:
+        with unreachable(self._alias, self._source.where):
+            # Asks a server for the others, at once.
+            if self._opened is None:
+                settings = self._source.cluster_settings
+                self._opened = RedisCluster.from_url(self._source.url, **settings)
+            return self._opened
+
+    def _exchange(self, client: Any, commands: Sequence[Command]) -> list[Any]:
+        with unanswered(self._alias, self._source.where):
+            return [_execute(client, command) for command in commands]
+
+
+class AsyncClusterLink:
+    """See ClusterLink."""
+
+    def __init__(self, alias: str, source: Source) -> None:
+        self._alias = alias
+        self._source = source
+        self._client = AsyncRedisCluster.from_url(source.url, **source.async_cluster_settings)
+
+    async def converse(self, conversation: Conversation[_T]) -> _T:
+        """See Link.converse()."""
+        with unreachable(self._alias, self._source.where):
+            async with asyncio.timeout(self._source.connect_timeout + self._source.io_timeout):
+                await self._client.initialize()
+        return await atalk(conversation, self._exchange)
+
+    async def hear(self, bell: str, seconds: float) -> None:
+        """See ClusterLink.hear()."""
+        answer = await self.converse(ask(listening(bell, seconds)))
+        check_heard(self._alias, self._source.where, answer)
+
+    async def aclose(self) -> None:
+        """See Link.close()."""
+        await self._client.aclose()
+
+    async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
+        with unanswered(self._alias, self._source.where):
+            async with asyncio.timeout(self._source.io_timeout):
+                return [await _aexecute(self._client, command) for command in commands]
+
+
+def _execute(client: Any, command: Command) -> Any:
+    try:
+        return client.execute_command(*command)
+    except ResponseError as error:
+        return error
+
+
+async def _aexecute(client: Any, command: Command) -> Any:
+    try:
+        return await client.execute_command(*command)
+    except ResponseError as error:
+        return error
