@@ -10,13 +10,16 @@ import atexit
 import heapq
 import itertools
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from . import clock
+from .bells import ThreadBell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +50,10 @@ class Background:
         self._workers = self._idle = 0
 
     def at(self, due: float, job: Callable[[], object]) -> None:
-        """Run *job* in the clock thread at *due* (lease time); it must not block."""
+        """Run *job* in the clock thread at *due* (lease time); it must not block.
+
+        Finalizers may call this, which run at any moment in any thread; nothing else here.
+        """
         self._clock.add(due, job)
 
     def submit(self, lane: str, job: Callable[[], object], delay: float = 0.0) -> None:
@@ -65,6 +71,7 @@ class Background:
     def drain(self, seconds: float = 2.0) -> None:
         """Run here and now, at the exit of the interpreter, what the lanes still have to do."""
         ends = clock.lease_time() + seconds
+        self._clock.run_due()
         while self._lanes and clock.lease_time() < ends:
             if (lane := self._take_lane()) is None:
                 time.sleep(SHORT)  # a worker is at what is left
@@ -81,8 +88,8 @@ class Background:
             self._has_work.notify()
         # An idle one that was woken before may not have taken its lane yet.
         if len(self._free) > self._idle and self._workers < WORKERS:
-            self._workers += 1
             _start(self._work, "distlock-io")
+            self._workers += 1
 
     def _work(self) -> None:
         while (lane := self._next_lane()) is not None:
@@ -112,34 +119,49 @@ class _Clock:
     """The thread that starts jobs when they are due."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        # A finalizer may add a job: in a thread that is in here already.
+        self._mutex = threading.RLock()
+        self._bell = ThreadBell()
         self._jobs: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._is_running = False
 
     def add(self, due: float, job: Callable[[], object]) -> None:
-        with self._condition:
+        with self._mutex:
             heapq.heappush(self._jobs, (due, next(self._numbers), job))
             if not self._is_running:
-                self._is_running = True
+                # In this order: what stops us between the two costs a thread too many, not the clock.
                 _start(self._run, "distlock-clock")
+                self._is_running = True
             elif self._jobs[0][2] is job:
-                self._condition.notify()
+                self._bell.ring()
+
+    def run_due(self) -> bool:
+        """Run here and now what is due; tell whether anything was."""
+        has_run = False
+        while (job := self._take_due()) is not None:
+            _run(job)
+            has_run = True
+        return has_run
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
-            _run(job)
+        is_busy = True
+        while (left := self._left(is_busy=is_busy)) is not None:
+            was_rung = self._bell.wait(left)
+            is_busy = self.run_due() or was_rung
 
-    def _next(self) -> Callable[[], object] | None:
-        """Sleep until a job is due and return it; None when there was none for a while."""
-        with self._condition:
-            while True:
-                left = self._jobs[0][0] - clock.lease_time() if self._jobs else LINGER
-                if self._jobs and left <= 0:
-                    return heapq.heappop(self._jobs)[2]
-                if not self._condition.wait(left) and not self._jobs:
-                    self._is_running = False
-                    return None
+    def _left(self, *, is_busy: bool) -> float | None:
+        """Return the seconds until a job is due, or to linger for one; None when none came meanwhile."""
+        with self._mutex:
+            if self._jobs:
+                return self._jobs[0][0] - clock.lease_time()
+            self._is_running = is_busy
+            return LINGER if is_busy else None
+
+    def _take_due(self) -> Callable[[], object] | None:
+        with self._mutex:
+            is_due = self._jobs and self._jobs[0][0] <= clock.lease_time()
+            return heapq.heappop(self._jobs)[2] if is_due else None
 
 
 def _start(target: Callable[[], object], name: str) -> None:
@@ -155,5 +177,30 @@ def _run(job: Callable[[], object]) -> None:
 
 
 background = Background()
+
+
+class Alarm:
+    """Runs *job* in the clock thread at the earliest time that was asked for, and then waits to be asked anew."""
+
+    def __init__(self, job: Callable[[], object]) -> None:
+        self._job = job
+        self._mutex = threading.Lock()
+        self._due = math.inf
+
+    def at(self, due: float) -> None:
+        """Run the job at *due* (lease time), unless it runs before that anyway."""
+        with self._mutex:
+            if due < self._due:
+                background.at(due, partial(self._ring, due))
+                self._due = due
+
+    def _ring(self, due: float) -> None:
+        with self._mutex:
+            if due != self._due:
+                return  # an earlier time was asked for since, and what was due then has been done
+            self._due = math.inf
+        self._job()
+
+
 os.register_at_fork(after_in_child=background.reset)
 atexit.register(background.drain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from typing import Protocol
 
@@ -15,21 +16,27 @@ class Bell(Protocol):
 
 
 class ThreadBell:
-    """A bell for a thread."""
+    """A bell for a thread.
+
+    A plain lock, which is free once it has rung: an exception that comes from outside may end the wait
+    at any moment, and finds no code of Python's in there that it could leave half done.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._silence = threading.Lock()
+        self._silence.acquire()
 
     def ring(self) -> bool:
         """Wake the waiter."""
-        self._event.set()
+        with contextlib.suppress(RuntimeError):  # it has rung already
+            self._silence.release()
         return True
 
     def wait(self, seconds: float | None) -> bool:
         """Sleep until rung or *seconds* are over; return whether it was rung, and be silent again."""
-        rung = self._event.wait(seconds)
-        self._event.clear()
-        return rung
+        if seconds is None:
+            return self._silence.acquire()
+        return self._silence.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX))
 
 
 class TaskBell:

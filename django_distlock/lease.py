@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from django.core import signing
@@ -204,9 +205,10 @@ class Lease(Holding):
                 await self.arelease()
 
     def release_later(self) -> None:
-        """Release it in the background, if nobody has yet: for places that must not do I/O."""
+        """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
         if self.is_entered:
-            background.submit(self.using, self._release_quietly)
+            submit = partial(background.submit, self.using, self._release_quietly)
+            background.at(clock.lease_time(), submit)
 
     def _release_quietly(self) -> None:
         try:

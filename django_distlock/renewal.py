@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from . import clock
-from .background import background
+from .background import Alarm, background
 from .holding import State
 from .naming import printable
 from .signals import announce, lock_extended
@@ -39,38 +39,27 @@ class Renewal:
         self._mutex = threading.Lock()
         self._due: dict[Holding, float] = {}
         self._in_flight: set[Holding] = set()
-        self._next_look = float("inf")
+        self._alarm = Alarm(self._look)
 
     def watch(self, lease: Holding) -> None:
         """Look after *lease* until it ends."""
         with self._mutex:
             self._due[lease] = clock.lease_time() + lease.ttl / 3
         lease.at_end(lambda: self._forget(lease))
-        self._look_at(min(lease.ttl / 3, SWEEP))
+        self._alarm.at(clock.lease_time() + min(lease.ttl / 3, SWEEP))
 
     def _forget(self, lease: Holding) -> None:
         with self._mutex:
             self._due.pop(lease, None)
 
-    def _look_at(self, delay: float) -> None:
-        due = clock.lease_time() + delay
-        with self._mutex:
-            if due >= self._next_look:
-                return
-            self._next_look = due
-        background.at(due, partial(self._look, due))
-
-    def _look(self, due: float) -> None:
+    def _look(self) -> None:
         """Do what is due, and come back when the next thing is."""
         with self._mutex:
-            if due != self._next_look:
-                return  # an earlier look was asked for since, and has seen to the next one
-            self._next_look = float("inf")
             leases = list(self._due)
         self._end_what_is_over(leases)
         self._renew(self._take_due())
         if leases:
-            self._look_at(self._until_next())
+            self._alarm.at(self._next_due())
 
     def _end_what_is_over(self, leases: Iterable[Holding]) -> None:
         for lease in leases:
@@ -149,9 +138,9 @@ class Renewal:
                 if lease in self._due:
                     # One that is in jeopardy is tried again soon: nine times in a ttl.
                     self._due[lease] = now + lease.ttl / parts[lease]
-        self._look_at(self._until_next())
+        self._alarm.at(self._next_due())
 
-    def _until_next(self) -> float:
+    def _next_due(self) -> float:
         now = clock.lease_time()
         with self._mutex:
             dues = [
@@ -160,7 +149,7 @@ class Renewal:
                 if lease.renews and lease not in self._in_flight
             ]
             ends = [lease.deadline for lease in self._due]
-        return max(0.0, min([now + SWEEP, *dues, *ends]) - now)
+        return max(now, min([now + SWEEP, *dues, *ends]))
 
 
 renewal = Renewal()

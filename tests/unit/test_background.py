@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -132,6 +133,53 @@ def test_drain_runs_what_is_left_here_and_now(background: Background) -> None:
 
     assert done == [threading.current_thread().name] * 5
     over.set()
+
+
+def test_drain_runs_what_is_due(background: Background) -> None:
+    over, ran = threading.Event(), list[str]()
+    background.at(clock.lease_time(), lambda: over.wait(10))
+    eventually(lambda: not background._clock._jobs, 5, "its thread is busy")
+    background.at(clock.lease_time(), partial(background.submit, "a", lambda: ran.append("due")))
+    background.at(clock.lease_time() + 60, lambda: ran.append("not due"))
+
+    background.drain(0.2)
+
+    assert ran == ["due"]
+    over.set()
+    background._clock._jobs.clear()
+    background._clock._bell.ring()
+
+
+def test_a_finalizer_may_add_a_job_wherever_it_runs(background: Background) -> None:
+    done = threading.Event()
+
+    def be_finalized() -> None:
+        # As if it ran while this very thread adds a job: it must not wait for itself.
+        with background._clock._mutex, background._mutex:
+            background.at(clock.lease_time(), done.set)
+
+    threading.Thread(target=be_finalized, daemon=True).start()
+
+    assert done.wait(3)
+
+
+def test_what_stops_the_start_of_a_thread_does_not_stop_the_clock(
+    background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    done = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_start", refuse)
+        with pytest.raises(RuntimeError):
+            background.at(clock.lease_time(), lambda: None)
+        with pytest.raises(RuntimeError):
+            background.submit("a", lambda: None)
+
+    background.at(clock.lease_time(), partial(background.submit, "a", done.set))
+
+    assert done.wait(3)
 
 
 def test_drain_waits_for_what_is_under_way_but_not_for_long(background: Background) -> None:

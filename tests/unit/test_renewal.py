@@ -115,7 +115,7 @@ def test_nothing_is_scheduled_when_nothing_is_held(watched: Watched) -> None:
 def _looks() -> list[object]:
     """Return the looks of the renewal that are to come."""
     jobs = [job for _, _, job in background._clock._jobs]
-    return [job for job in jobs if getattr(job, "func", None) == renewal._look]
+    return [job for job in jobs if getattr(job, "func", None) == renewal._alarm._ring]
 
 
 def test_an_extension_that_is_told_late_prolongs_nothing_that_is_over(

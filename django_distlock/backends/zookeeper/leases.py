@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
 from django_distlock import clock
-from django_distlock.background import background
+from django_distlock.background import Alarm, background
 from django_distlock.exceptions import LockBackendError
 from django_distlock.holding import State
 from django_distlock.registry import registry
@@ -27,8 +25,7 @@ class Leases:
 
     def __init__(self, backend: ZooKeeperBackend) -> None:
         self._backend = backend
-        self._mutex = threading.Lock()
-        self._next_look = math.inf
+        self._alarm = Alarm(self._look)
 
     def session_began(self) -> None:
         """Have the leases confirmed, if they are still held, and finish what was broken off."""
@@ -49,17 +46,9 @@ class Leases:
 
         The ensemble keeps it for as long as the session goes on.
         """
-        with self._mutex:
-            if due >= self._next_look:
-                return
-            self._next_look = due
-        background.at(due, partial(self._look, due))
+        self._alarm.at(due)
 
-    def _look(self, due: float) -> None:
-        with self._mutex:
-            if due != self._next_look:
-                return  # an earlier look was asked for since
-            self._next_look = math.inf
+    def _look(self) -> None:
         now = clock.lease_time()
         ends = []
         for place in self.places.granted():
@@ -68,7 +57,7 @@ class Leases:
             else:
                 ends.append(place.ends)
         if ends:
-            self.look_at(min(ends))
+            self._alarm.at(min(ends))
 
     def _mine(self) -> list[Holding]:
         return [lease for lease in registry.leases() if lease.backend is self._backend]
