@@ -159,4 +159,4 @@ class InvalidLockBackend(ImproperlyConfigured):
 def first_line(error: BaseException) -> str:
     """Return what *error* says, on one line: for the text of another."""
     text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 from abc import ABC, abstractmethod
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django_distlock import clock
 from django_distlock.acquisition import Acquisition, AsyncAcquisition
-from django_distlock.background import background
 from django_distlock.conf import NoOptions, checked_options
 from django_distlock.exceptions import LockBackendError, LockNotAcquired, NotSupported
 from django_distlock.lease import Lease
@@ -22,8 +18,11 @@ from django_distlock.protocol import Busy, Grant, Held, Purged, Release, Request
 from django_distlock.registry import registry
 from django_distlock.signals import announce, lock_acquired, lock_busy, lock_forced
 
+from .lanes import Lanes
+from .leftovers import Leftovers, until_done
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
 
@@ -31,14 +30,6 @@ if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
 
 logger = logging.getLogger("django_distlock")
-_T = TypeVar("_T")
-
-#: Seconds before a failed giving back is tried again; doubled each time, up to the second one.
-RETRY, LONGEST_RETRY = 0.25, 5.0
-#: Seconds until a release that found nothing is sent once more.
-SECOND_LOOK = 2.0
-#: Threads in which asyncio's tasks wait on a server that keeps the queue: one for each lock waited for.
-WAITS = 64
 
 
 class BaseLockBackend(ABC):
@@ -93,7 +84,8 @@ class BaseLockBackend(ABC):
         self.strict = settings.strict
         self.options: Any = self.options_class(**settings.options)
         self.queue = LocalQueue()
-        self._lanes = _Lanes(settings.alias)
+        self._lanes = Lanes(settings.alias)
+        self._leftovers = Leftovers(settings.alias, self.revoke_all)
 
     @classmethod
     def for_settings(cls, found: BackendSettings) -> BaseLockBackend:
@@ -260,25 +252,27 @@ class BaseLockBackend(ABC):
             self.dequeue(request)
         return self.release(request)
 
-    def revoke(self, request: Request) -> Release:
-        """abandon() for good: where the server can, it refuses what of this owner arrives late."""
-        return self.abandon(request)
+    def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
+        """abandon() each of them for good: where the server can, it refuses what of their owners arrives late.
+
+        Raise nothing: an error is the outcome of its own request alone.
+        """
+        return [self._outcome(request) for request in requests]
+
+    def _outcome(self, request: Request) -> Release | Exception:
+        try:
+            return self.abandon(request)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others are no worse for it
+            return error
 
     def abandon_later(self, request: Request) -> None:
-        """See revoke(); in the background, until it has worked or the ttl is over."""
-        ends = clock.lease_time() + request.ttl
-
-        def job() -> None:
-            if self.revoke(request) is Release.GONE:
-                # A server that hung may carry out the lost acquire after this release.
-                self._later(partial(self.revoke, request), ends, SECOND_LOOK)
-
-        self._lanes.after(request, partial(self._later, job, ends))
+        """See revoke_all(); in the background, until it has worked or the ttl is over."""
+        self._lanes.after(request, partial(self._leftovers.add, request))
 
     def dequeue_later(self, request: Request) -> None:
         """See dequeue(); in the background."""
-        job = partial(self.dequeue, request)
-        self._lanes.after(request, partial(self._later, job, clock.lease_time() + request.ttl))
+        job, ends = partial(self.dequeue, request), clock.lease_time() + request.ttl
+        self._lanes.after(request, partial(until_done, self.alias, job, ends))
 
     async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
         """See try_acquire()."""
@@ -316,65 +310,3 @@ class BaseLockBackend(ABC):
     def _note_acquired(self, lease: Lease) -> dict[str, Any]:
         logger.debug("Lock %s acquired, token %s", printable(lease.name), lease.fencing_token)
         return {"name": lease.name, "using": self.alias, "lease": lease}
-
-    def _later(self, job: Callable[[], object], ends: float, pause: float = 0.0) -> None:
-        def attempt() -> None:
-            try:
-                job()
-            except LockBackendError:
-                if clock.lease_time() < ends:
-                    self._later(job, ends, min(pause * 2 or RETRY, LONGEST_RETRY))
-
-        background.submit(self.alias, attempt, pause)
-
-
-class _Lanes:
-    """The threads in which the verbs of one backend run for asyncio: one lane for tries, one for ends.
-
-    A release never stands behind the tries that wait for it.
-    """
-
-    def __init__(self, alias: str) -> None:
-        self._alias = alias
-        self._mutex = threading.Lock()
-        self._pools: dict[str, ThreadPoolExecutor] = {}
-        self._tries: dict[str, Future[Any]] = {}
-
-    async def run_try(self, request: Request, verb: Callable[[], _T]) -> _T:
-        """Run *verb* in the lane of tries; whatever comes after() it waits for its end."""
-        return await self._run(self._pool("try", 4), request, verb)
-
-    async def run_wait(self, request: Request, verb: Callable[[], _T]) -> _T:
-        """Run *verb*, which may take long, in a lane where it is in nobody's way."""
-        return await self._run(self._pool("wait", WAITS), request, verb)
-
-    async def _run(self, pool: ThreadPoolExecutor, request: Request, verb: Callable[[], _T]) -> _T:
-        future = pool.submit(verb)
-        self._tries[request.owner] = future
-        future.add_done_callback(lambda _: self._tries.pop(request.owner, None))
-        return await asyncio.wrap_future(future)
-
-    async def run_release(self, verb: Callable[[], _T]) -> _T:
-        """Run *verb* in the lane of releases."""
-        return await asyncio.wrap_future(self._pool("release", 2).submit(verb))
-
-    def after(self, request: Request, job: Callable[[], None]) -> None:
-        """Run *job* once no try of *request* is under way: a cancelled task leaves its thread running."""
-        if future := self._tries.get(request.owner):
-            future.add_done_callback(lambda _: job())
-        else:
-            job()
-
-    def close(self) -> None:
-        """End the threads."""
-        with self._mutex:
-            pools, self._pools = self._pools, {}
-        for pool in pools.values():
-            pool.shutdown(wait=False)
-
-    def _pool(self, name: str, size: int) -> ThreadPoolExecutor:
-        with self._mutex:
-            if name not in self._pools:
-                prefix = f"distlock-{self._alias}-{name}"
-                self._pools[name] = ThreadPoolExecutor(size, thread_name_prefix=prefix)
-            return self._pools[name]

@@ -274,7 +274,7 @@ def test_an_acquire_that_arrives_after_its_owner_gave_up_is_refused(
 ) -> None:
     late = ask(backend, name)
 
-    assert backend.revoke(late) is Release.GONE
+    assert backend.revoke_all([late]) == [Release.GONE]
 
     assert isinstance(backend.try_acquire(late, queued=False), Busy)
     assert isinstance(backend.try_acquire(ask(backend, name), queued=False), Grant)

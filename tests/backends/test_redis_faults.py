@@ -19,7 +19,7 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.backends import base
+from django_distlock.backends import leftovers
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
@@ -468,7 +468,7 @@ def test_to_wait_at_a_frozen_server_ends_with_its_error(direct: Redis, name: str
 def test_a_server_that_goes_away_before_the_second_look_is_no_failure_of_ours(
     direct: Redis, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(base, "SECOND_LOOK", 0.1)
+    monkeypatch.setattr(leftovers, "SECOND_LOOK", 0.1)
     warm_up()
     releases = direct.calls()["evalsha"]
 

@@ -519,7 +519,7 @@ def test_when_the_memory_is_full_nothing_new_is_locked_and_what_is_held_can_be_f
         assert isinstance(caught.value.__cause__, OutOfMemoryError)
         assert [backend.probe(request) is None for request in requests] == [False] * 3 + [True]
         assert backend.release(requests[0]) is Release.RELEASED
-        assert backend.revoke(requests[1]) is Release.RELEASED
+        assert backend.revoke_all(requests[1:2]) == [Release.RELEASED]
         (held,) = [held for held in backend.held() if held.key == requests[2].key]
         assert backend.end_holding(held.key, held.owner_digest)
         assert [backend.probe(request) for request in requests] == [None] * 4

@@ -10,7 +10,7 @@ from django.core.cache import caches
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
 from django_distlock.bells import TaskBell, ThreadBell
-from django_distlock.exceptions import LockOutcomeUnknown
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .checks import check_redis
 from .keys import KeySpace
@@ -92,9 +92,12 @@ class RedisBackend(BaseLockBackend):
         """Give it back, and ring for who is next."""
         return self._link.converse(self._verbs.release(request))
 
-    def revoke(self, request: Request) -> Release:
-        """Give it back for good."""
-        return self._link.converse(self._verbs.release(request, is_final=True))
+    def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
+        """Give them back for good, in one go."""
+        try:
+            return self._link.converse(self._verbs.revoke(requests))
+        except LockBackendError as error:
+            return [error] * len(requests)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend many at once."""

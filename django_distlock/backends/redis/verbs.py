@@ -101,10 +101,26 @@ class Verbs:
         )
         raise LockBackendError(self._alias, problem)
 
-    def release(self, request: Request, *, is_final: bool = False) -> Conversation[Release]:
-        """See BaseLockBackend.release(); *is_final*: whatever of this owner arrives late is refused."""
-        (answer,) = yield from self._call(RELEASE, request, "1" if is_final else "")
+    def release(self, request: Request) -> Conversation[Release]:
+        """See BaseLockBackend.release()."""
+        (answer,) = yield from self._call(RELEASE, request, "")
         return replies.released(answer)
+
+    def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
+        """See BaseLockBackend.revoke_all(); whatever of these owners arrives late is refused."""
+        outcomes: list[Release | Exception] = []
+        for first in range(0, len(requests), BATCH):
+            calls = [
+                self._made(RELEASE, request, "1") for request in requests[first : first + BATCH]
+            ]
+            outcomes += map(self._revoked, (yield from self._together(calls)))
+        return outcomes
+
+    def _revoked(self, answer: Any) -> Release | Exception:
+        try:
+            return replies.released(self._checked(answer))
+        except LockBackendError as error:
+            return error
 
     def extend(self, requests: Sequence[Request]) -> Conversation[list[bool]]:
         """See BaseLockBackend.extend()."""
@@ -151,20 +167,27 @@ class Verbs:
     def _call(
         self, script: Any, request: Request, *args: Any, after: Any = ()
     ) -> Conversation[list[Any]]:
-        keys = self._space.of(request.key)
-        call = Call(script, keys.all, (keys.bells, request.owner, *args))
+        call = self._made(script, request, *args)
         answer, *more = yield from self._carry_out(call, *after)
         return [self._checked(answer), *more]
+
+    def _made(self, script: Any, request: Request, *args: Any) -> Call:
+        keys = self._space.of(request.key)
+        return Call(script, keys.all, (keys.bells, request.owner, *args))
 
     def _look_at(self, keys: Sequence[str]) -> Conversation[list[Any]]:
         looks = [
             Call(LOOK, each.all, (each.bells,)) for each in (self._space.of(key) for key in keys)
         ]
+        return (yield from self._together(looks))
+
+    def _together(self, calls: Sequence[Call]) -> Conversation[list[Any]]:
+        """Carry out calls that may be carried out twice, in one go."""
         if not self._scripts:
-            return (yield from self._one_by_one(looks))
-        answers = yield tuple(look.by_sha for look in looks)
+            return (yield from self._one_by_one(calls))
+        answers = yield tuple(call.by_sha for call in calls)
         if any(isinstance(answer, NoScriptError) for answer in answers):
-            answers = yield tuple(look.by_text for look in looks)
+            answers = yield tuple(call.by_text for call in calls)
         return answers
 
     def _one_by_one(self, calls: Sequence[Call]) -> Conversation[list[Any]]:

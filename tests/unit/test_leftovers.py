@@ -1,0 +1,120 @@
+"""What is wanted no more is given back together, until that has worked."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from django_distlock import clock
+from django_distlock.backends import leftovers as module
+from django_distlock.backends.leftovers import Leftovers, until_done
+from django_distlock.background import background
+from django_distlock.exceptions import LockBackendError
+from django_distlock.holder import Holder
+from django_distlock.protocol import Release, Request, new_owner
+from tests.fixtures.eventually import eventually, never
+
+Answer = Callable[[Request], Release | Exception]
+_aliases = (f"leftovers {number}" for number in itertools.count())
+
+
+class Server:
+    """Notes which requests it was sent together, and answers as it is told."""
+
+    def __init__(self) -> None:
+        self.alias = next(_aliases)
+        self.asked: list[list[str]] = []
+        self.answer: Answer = lambda _: Release.RELEASED
+        self.leftovers = Leftovers(self.alias, self._revoke_all)
+
+    def _revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
+        self.asked.append([request.name for request in requests])
+        return [self.answer(request) for request in requests]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    monkeypatch.setattr(module, "RETRY", 0.02)
+    monkeypatch.setattr(module, "SECOND_LOOK", 0.02)
+    return Server()
+
+
+def request(name: str, ttl: float = 30) -> Request:
+    return Request(name=name, key=name, owner=new_owner(), ttl=ttl, holder=Holder.current())
+
+
+def test_what_comes_in_meanwhile_is_given_back_together(server: Server) -> None:
+    over = threading.Event()
+    background.submit(server.alias, lambda: over.wait(10))
+    names = [f"lock {number}" for number in range(200)]
+    for name in names:
+        server.leftovers.add(request(name))
+
+    over.set()
+
+    eventually(lambda: server.asked)
+    never(lambda: len(server.asked) > 1, 0.1)
+    assert server.asked == [names]
+
+
+def test_what_failed_is_tried_again_and_the_others_are_not(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusals = iter([LockBackendError("a", "it is down"), ValueError("a bug")])
+
+    def answer(request: Request) -> Release | Exception:
+        return next(refusals, Release.RELEASED) if request.name == "bad" else Release.RELEASED
+
+    server.answer = answer
+    over = threading.Event()
+    background.submit(server.alias, lambda: over.wait(10))
+    for name in ("good", "bad"):
+        server.leftovers.add(request(name))
+    over.set()
+
+    eventually(lambda: len(server.asked) == 3)
+    never(lambda: len(server.asked) > 3, 0.1)
+    assert server.asked == [["good", "bad"], ["bad"], ["bad"]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Giving back 1 lock(s) failed for now: DISTLOCK['a']: it is down.",
+        "Giving back 1 lock(s) failed for now: a bug",
+    ]
+
+
+def test_what_failed_is_not_tried_for_longer_than_its_ttl(server: Server) -> None:
+    server.answer = lambda _: LockBackendError("a", "it is down")
+    late = request("late", ttl=0.1)
+
+    server.leftovers.add(late)
+
+    eventually(lambda: len(server.asked) > 2)
+    ended = clock.lease_time() + late.ttl
+    eventually(lambda: clock.lease_time() > ended + 0.1)
+    tries = len(server.asked)
+    never(lambda: len(server.asked) > tries, 0.3)
+
+
+def test_what_was_not_there_is_looked_for_once_more(server: Server) -> None:
+    server.answer = lambda _: Release.GONE
+
+    server.leftovers.add(request("a"))
+
+    eventually(lambda: len(server.asked) == 2)
+    never(lambda: len(server.asked) > 2, 0.1)
+
+
+def test_a_job_is_tried_until_the_server_has_answered(server: Server) -> None:
+    tries = list[float]()
+
+    def job() -> None:
+        tries.append(clock.lease_time())
+        if len(tries) < 3:
+            raise LockBackendError("a", "it is down")
+
+    until_done(server.alias, job, clock.lease_time() + 30)
+
+    eventually(lambda: len(tries) == 3)
+    never(lambda: len(tries) > 3, 0.1)
