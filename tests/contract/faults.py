@@ -89,11 +89,14 @@ class Faulty(_Base):
         with self._around("release"):
             return super().release(request)
 
-    def revoke(self, request: Request) -> Release:
-        if not self._has_own("revoke"):
-            return super().revoke(request)
-        with self._around("release"):
-            return super().revoke(request)
+    def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
+        if not self._has_own("revoke_all"):
+            return super().revoke_all(requests)
+        try:
+            with self._around("release"):
+                return super().revoke_all(requests)
+        except LockBackendError as error:
+            return [error] * len(requests)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         with self._around("extend"):

