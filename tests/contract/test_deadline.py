@@ -92,6 +92,7 @@ def test_a_lease_whose_renewal_is_late_or_failed_is_in_jeopardy_before_it_is_los
     assert not lease.in_jeopardy
 
 
+@pytest.mark.slow
 @lacks("whole_seconds")
 def test_a_lease_survives_renewals_that_fail_for_a_while(
     faulty: Faulty, using: str, name: str, tick: float
@@ -104,6 +105,7 @@ def test_a_lease_survives_renewals_that_fail_for_a_while(
         never(lambda: lease.lost, 12 * tick)
 
 
+@pytest.mark.slow
 @lacks("whole_seconds")
 def test_a_hung_server_does_not_delay_the_renewals_of_another_alias(
     faulty: Faulty, sites: list[str], using: str, name: str, tick: float

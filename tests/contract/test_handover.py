@@ -103,6 +103,7 @@ async def test_a_task_can_detach_and_attach(using: str, name: str) -> None:
     assert not await lock(name, using=using).alocked()
 
 
+@pytest.mark.slow
 def test_an_attached_lease_is_renewed(using: str, name: str, rival: Rivals, tick: float) -> None:
     other = rival()
     _, text = _detached(using, name, ttl=8 * tick)

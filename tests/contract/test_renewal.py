@@ -18,6 +18,7 @@ from .rivals import Rival
 pytestmark = needs("leased")
 
 
+@pytest.mark.slow
 @lacks("whole_seconds")
 def test_a_held_lock_outlives_its_ttl_many_times(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
@@ -122,6 +123,7 @@ def test_the_server_may_tell_that_a_lease_is_not_ours_any_more(
     assert other.holds
 
 
+@pytest.mark.slow
 @lacks("whole_seconds")
 def test_max_hold_ends_it_however_often_it_is_renewed(
     using: str, name: str, tick: float, rival: Callable[..., Rival]

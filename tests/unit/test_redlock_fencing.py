@@ -183,6 +183,7 @@ def _canonical(state: State) -> State:
     )
 
 
+@pytest.mark.slow
 def test_tokens_of_two_clients_rise_in_every_order_of_events() -> None:
     assert _explore(Model(Way.OWNERS_ONLY, clients=2)) > 10_000
 
@@ -192,6 +193,7 @@ def test_without_the_second_round_a_token_falls() -> None:
         _explore(Model(Way.NOT_AT_ALL, clients=2))
 
 
+@pytest.mark.slow
 def test_a_token_falls_if_it_may_be_written_down_where_the_lock_is_not_held() -> None:
     with pytest.raises(FallingTokenError):
         _explore(Model(Way.ANYBODY, clients=2))
