@@ -7,6 +7,7 @@ import pytest
 
 pytest_plugins = [
     "tests.fixtures.celery_worker",
+    "tests.fixtures.certificate",
     "tests.fixtures.databases",
     "tests.fixtures.memcached",
     "tests.fixtures.pgbouncer",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +25,7 @@ from django_distlock import (
 )
 from django_distlock.backends.memcached.record import Record
 from django_distlock.protocol import Release
+from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.memcached import Memcached
 from tests.fixtures.proxy import Proxy
@@ -77,6 +80,21 @@ def proxy(server: Memcached, settings: Settings, driver: str) -> Iterator[Proxy]
         yield proxy
         proxy.pass_through()
         locks.close()
+
+
+def test_tls(server: Memcached, settings: Settings, certificate: Path, name: str) -> None:
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    with Proxy(server.port, tls=tls_server(certificate)) as proxy:
+        for context in (trusting, ssl.create_default_context()):
+            location = f"127.0.0.1:{proxy.port}"
+            configure(settings, alias(location, OPTIONS={"tls_context": context}))
+            if context is trusting:
+                with lock(name, using="locks"):
+                    assert proxy.bytes_sent
+            else:
+                with pytest.raises(LockBackendError, match="certificate"):
+                    lock(name, using="locks").acquire()
+            locks.close()
 
 
 # Whole seconds.

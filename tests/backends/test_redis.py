@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -485,31 +484,6 @@ def test_a_password_and_a_unix_socket(configure: Configure, user: str, name: str
             lock(name).acquire()
         assert "wrong@" not in str(caught.value)
         locks.reset()
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tls") / "both.pem"
-    make = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-    ]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1"]
-    files = ["-keyout", str(path), "-out", str(path.with_suffix(".crt"))]
-    subprocess.run([*make, *names, *files], check=True, capture_output=True)
-    path.write_text(path.read_text() + path.with_suffix(".crt").read_text())
-    path.chmod(0o644)
-    for folder in path.parents[:3]:
-        folder.chmod(0o755)
-    return path
 
 
 # The driver leaves a socket whose handshake failed to the garbage collector.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -30,6 +31,7 @@ from django_distlock.conf import BackendSettings
 from django_distlock.handler import make_backend
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant, Release, Request
+from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
@@ -629,6 +631,26 @@ def test_wrong_options_are_told(options: dict[str, Any], said: str) -> None:
         make_backend(BackendSettings("x", REDLOCK, options=options))
 
     assert said in str(caught.value)
+
+
+async def test_tls(
+    servers: list[Redis], make: Make, using: Callable[..., str], certificate: Path, name: str
+) -> None:
+    tls = tls_server(certificate)
+    with ExitStack() as stack:
+        proxies = [stack.enter_context(Proxy(server.port, tls=tls)) for server in servers]
+        urls = [f"rediss://127.0.0.1:{proxy.port}" for proxy in proxies]
+        alias = using([f"{url}?ssl_ca_certs={certificate}" for url in urls])
+
+        with lock(name, using=alias):
+            pass
+        async with lock(name, using=alias):
+            pass
+
+        assert all(proxy.bytes_sent for proxy in proxies)
+        with pytest.raises(LockBackendError, match="certificate"):
+            _take(make(urls), name)
+        locks.close()
 
 
 def test_passwords_are_in_no_text(make: Make) -> None:
