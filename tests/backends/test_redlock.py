@@ -152,8 +152,10 @@ def test_servers_that_begin_to_hang_while_it_is_in_use_cost_nothing(
     servers: list[Redis], using: Callable[..., str], name: str, number: int
 ) -> None:
     alias = using(**PATIENT)
+    _warm_up(cast(RedlockBackend, locks[alias]), name)
     with lock(name, using=alias):
         pass
+    eventually(lambda: not _voters(servers, name), 5, "all of them have given it back")
     for server in servers[:number]:
         server.pause()
     began = time.monotonic()
