@@ -198,15 +198,20 @@ class _Acquisition:
 
     def _abandon(self, bell: AnyBell) -> None:
         """Leave nothing: what the server has, or may have, is given back in the background."""
-        self.lease.give_up()
-        self.backend.interrupt(self.request)
-        self.backend.forget_bell(self.request)
+        try:
+            self.lease.give_up()
+            self.backend.interrupt(self.request)
+            self.backend.forget_bell(self.request)
+            self._leave_server()
+        finally:
+            if self._is_in_line:
+                self.backend.queue.leave(self.request.key, bell)
+
+    def _leave_server(self) -> None:
         if self._is_unsure:
             self.backend.abandon_later(self.request)
         elif self._is_queued:
             self.backend.dequeue_later(self.request)
-        if self._is_in_line:
-            self.backend.queue.leave(self.request.key, bell)
 
 
 class Acquisition(_Acquisition):

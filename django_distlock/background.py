@@ -22,7 +22,7 @@ from . import clock
 from .bells import ThreadBell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable
 
 logger = logging.getLogger("django_distlock")
 
@@ -30,6 +30,8 @@ logger = logging.getLogger("django_distlock")
 WORKERS = 4
 #: Seconds a thread with nothing to do waits for more before it ends.
 LINGER = 5.0
+#: Seconds until a thread that could not be started is tried again.
+SOON = 0.25
 #: Seconds between two looks whether the workers are done, at the exit.
 SHORT = 0.005
 
@@ -44,8 +46,9 @@ class Background:
         """Forget all jobs and threads: those of a parent process do not exist in a forked child."""
         self._mutex = threading.Lock()
         self._clock = _Clock()
-        self._lanes: dict[str, deque[Callable[[], object]]] = {}
-        self._free: deque[str] = deque()
+        # All jobs by lane, the lane that has waited longest first, and the lanes somebody is at.
+        self._lanes: dict[Hashable, deque[Callable[[], object]]] = {}
+        self._busy: set[Hashable] = set()
         self._has_work = threading.Condition(self._mutex)
         self._workers = self._idle = 0
 
@@ -56,63 +59,86 @@ class Background:
         """
         self._clock.add(due, job)
 
-    def submit(self, lane: str, job: Callable[[], object], delay: float = 0.0) -> None:
+    def submit(self, lane: Hashable, job: Callable[[], object], delay: float = 0.0) -> None:
         """Run *job* after *delay* seconds in an I/O thread, after all that its lane has to do."""
         if delay > 0:
             self.at(clock.lease_time() + delay, lambda: self.submit(lane, job))
             return
         with self._mutex:
-            if lane not in self._lanes:
-                self._lanes[lane] = deque()
-                self._free.append(lane)
-            self._lanes[lane].append(job)
+            # In one step: an exception from outside may stop us after any.
+            self._lanes.setdefault(lane, deque()).append(job)
             self._find_worker()
 
     def drain(self, seconds: float = 2.0) -> None:
         """Run here and now, at the exit of the interpreter, what the lanes still have to do."""
         ends = clock.lease_time() + seconds
         self._clock.run_due()
-        while self._lanes and clock.lease_time() < ends:
+        while self._has_jobs() and clock.lease_time() < ends:
             if (lane := self._take_lane()) is None:
                 time.sleep(SHORT)  # a worker is at what is left
             else:
-                _run(self._lanes[lane].popleft())
-                self._give_back(lane)
+                self._work_at(lane)
 
-    def _take_lane(self) -> str | None:
+    def _has_jobs(self) -> bool:
         with self._mutex:
-            return self._free.popleft() if self._free else None
+            return bool(self._busy) or any(self._lanes.values())
+
+    def _take_lane(self) -> Hashable | None:
+        with self._mutex:
+            return self._take_free()
 
     def _find_worker(self) -> None:
         if self._idle:
             self._has_work.notify()
         # An idle one that was woken before may not have taken its lane yet.
-        if len(self._free) > self._idle and self._workers < WORKERS:
-            _start(self._work, "distlock-io")
-            self._workers += 1
+        if len(self._free()) > self._idle and self._workers < WORKERS:
+            try:
+                _start(self._work, "distlock-io")
+                self._workers += 1
+            except NoThreadError as error:
+                logger.warning("No thread for the work on locks, tried again soon: %s", error)
+                self.at(clock.lease_time() + SOON, self._find_worker_now)
+
+    def _find_worker_now(self) -> None:
+        with self._mutex:
+            self._find_worker()
 
     def _work(self) -> None:
         while (lane := self._next_lane()) is not None:
+            self._work_at(lane)
+
+    def _work_at(self, lane: Hashable) -> None:
+        try:
             _run(self._lanes[lane].popleft())
+        finally:
             self._give_back(lane)
 
-    def _next_lane(self) -> str | None:
+    def _next_lane(self) -> Hashable | None:
         with self._mutex:
-            if not self._free:
+            if not self._free():
                 self._idle += 1
                 self._has_work.wait(LINGER)
                 self._idle -= 1
-            if not self._free:
+            lane = self._take_free()
+            if lane is None:
                 self._workers -= 1
-                return None
-            return self._free.popleft()
+            return lane
 
-    def _give_back(self, lane: str) -> None:
+    def _free(self) -> list[Hashable]:
+        return [lane for lane, jobs in self._lanes.items() if jobs and lane not in self._busy]
+
+    def _take_free(self) -> Hashable | None:
+        lane = next(iter(self._free()), None)
+        if lane is not None:
+            self._busy.add(lane)
+        return lane
+
+    def _give_back(self, lane: Hashable) -> None:
         with self._mutex:
-            if self._lanes[lane]:
-                self._free.append(lane)
-            else:
-                del self._lanes[lane]
+            self._busy.discard(lane)
+            # What is left goes to the end of the line of lanes.
+            if jobs := self._lanes.pop(lane):
+                self._lanes[lane] = jobs
 
 
 class _Clock:
@@ -127,14 +153,22 @@ class _Clock:
         self._is_running = False
 
     def add(self, due: float, job: Callable[[], object]) -> None:
-        with self._mutex:
-            heapq.heappush(self._jobs, (due, next(self._numbers), job))
-            if not self._is_running:
-                # In this order: what stops us between the two costs a thread too many, not the clock.
-                _start(self._run, "distlock-clock")
+        try:
+            with self._mutex:
+                heapq.heappush(self._jobs, (due, next(self._numbers), job))
+                is_first, was_running = self._jobs[0][2] is job, self._is_running
                 self._is_running = True
-            elif self._jobs[0][2] is job:
+            if not was_running:
+                _start(self._run, "distlock-clock")
+            elif is_first:
                 self._bell.ring()
+        except NoThreadError as error:
+            self._is_running = False
+            logger.warning("No thread to extend leases, tried again with the next one: %s", error)
+        except BaseException:
+            # What comes from outside may have stopped the start: better a thread too many than none.
+            self._is_running = False
+            raise
 
     def run_due(self) -> bool:
         """Run here and now what is due; tell whether anything was."""
@@ -164,15 +198,25 @@ class _Clock:
             return heapq.heappop(self._jobs)[2] if is_due else None
 
 
+class NoThreadError(Exception):
+    """There can be no new thread: there are too many, or the interpreter ends."""
+
+
 def _start(target: Callable[[], object], name: str) -> None:
-    threading.Thread(target=target, name=name, daemon=True).start()
+    try:
+        threading.Thread(target=target, name=name, daemon=True).start()
+    except RuntimeError as error:
+        # The start has others, when an exception from outside stops it.
+        if "new thread" in str(error):
+            raise NoThreadError(error) from error
+        raise
 
 
 def _run(job: Callable[[], object]) -> None:
     try:
         job()
-    except Exception:
-        # Nothing may end these threads: the leases of a whole process depend on them.
+    except BaseException:
+        # Nothing may end these threads, sys.exit() least of all: the leases of a process depend on them.
         logger.exception("A background job of django_distlock failed")
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from . import clock
+from .background import background
 from .caller import Caller
 from .exceptions import LockLost, LockNotHeld
 from .naming import printable
@@ -17,7 +18,7 @@ from .registry import registry
 from .signals import announce, lock_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from .holder import Holder
 
@@ -59,6 +60,9 @@ class LeaseBackend(Protocol):
 
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """See extend()."""
+
+    def server_of(self, request: Request) -> Hashable:
+        """Tell apart servers that may fail one without the other."""
 
     def abandon(self, request: Request) -> Release:
         """Give back whatever the server holds for this owner, granted or waiting."""
@@ -296,11 +300,20 @@ class Holding:
             if self._state not in (State.PENDING, State.HELD):
                 return False
             self._state, self._reason = state, reason
-            callbacks, self._at_end = self._at_end, []
-        registry.discard(self)
-        for callback in callbacks:
-            _call(callback)
+        try:
+            self._tell_of_the_end()
+        except BaseException:
+            # It comes from outside: those who were not told yet are told all the same.
+            background.at(clock.lease_time(), self._tell_of_the_end)
+            raise
         return True
+
+    def _tell_of_the_end(self) -> None:
+        registry.discard(self)
+        # Each is told twice rather than never.
+        while self._at_end:
+            self._at_end[0]()
+            del self._at_end[:1]
 
     def _holding_left(self) -> float | None:
         if self._holds_until is None:

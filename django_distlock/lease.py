@@ -206,13 +206,14 @@ class Lease(Holding):
 
     def release_later(self) -> None:
         """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
-        if self.is_entered:
+        if self._entries > 0:  # all else might take a lock that the finalizer's thread has
             submit = partial(background.submit, self.using, self._release_quietly)
             background.at(clock.lease_time(), submit)
 
     def _release_quietly(self) -> None:
         try:
-            self.release_now()
+            if self.is_entered:
+                self.release_now()
         except LockError as problem:
             logger.warning("Leaving lock %s: %s", printable(self.name), problem)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,20 +18,24 @@ IN_A_ROW = 16
 class _Line:
     """The contenders for one lock, the one whose turn it is first."""
 
-    __slots__ = ("holding", "in_a_row", "is_contested", "places")
+    __slots__ = ("holding", "in_a_row", "is_contested", "places", "turn")
 
     def __init__(self) -> None:
         self.places: deque[Bell] = deque()
+        #: Who was told that it is their turn.
+        self.turn: Bell | None = None
         self.holding: Lease | None = None
         self.in_a_row = 0
         self.is_contested = False
 
     def pass_on(self) -> None:
-        """Give the turn to the next one who is there to take it."""
-        self.holding = None
-        self.in_a_row += 1
-        while self.places and not self.places[0].ring():
-            self.places.popleft()
+        """Give the turn to the first one who is there to take it, unless that was told already."""
+        while self.places and self.places[0] is not self.turn:
+            if self.places[0].ring():
+                self.turn, self.holding = self.places[0], None
+                self.in_a_row += 1
+            else:
+                self.places.popleft()
 
 
 class LocalQueue:
@@ -45,7 +50,10 @@ class LocalQueue:
         with self._mutex:
             line = self._lines.setdefault(key, _Line())
             line.places.append(bell)
-            return line.places[0] is bell
+            if line.places[0] is not bell:
+                return False
+            line.turn = bell
+            return True
 
     def has_turn(self, key: str, bell: Bell) -> bool:
         """Return whether it is the turn of *bell*."""
@@ -53,15 +61,16 @@ class LocalQueue:
             return self._lines[key].places[0] is bell
 
     def leave(self, key: str, bell: Bell) -> None:
-        """Leave the line, wherever we stand in it; the next one gets our turn. Twice does no harm."""
+        """Leave the line, wherever we stand in it; the next one gets our turn.
+
+        Twice does no harm, and finishes what an exception from outside has broken off.
+        """
         with self._mutex:
-            line = self._lines.get(key)
-            if line is None or bell not in line.places:
+            if (line := self._lines.get(key)) is None:
                 return
-            was_first = line.places[0] is bell
-            line.places.remove(bell)
-            if was_first:
-                line.pass_on()
+            with suppress(ValueError):
+                line.places.remove(bell)
+            line.pass_on()
             if not line.places:
                 del self._lines[key]
 

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING
 
 from . import clock
 from .background import Alarm, background
+from .exceptions import LockBackendError
 from .holding import State
 from .naming import printable
 from .signals import announce, lock_extended
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Hashable, Iterable, Sequence
 
     from .holding import Holding, LeaseBackend
     from .protocol import Request
+
+    Asked = Sequence[tuple[Holding, Request]]
 
 logger = logging.getLogger("django_distlock")
 
@@ -56,10 +59,20 @@ class Renewal:
         """Do what is due, and come back when the next thing is."""
         with self._mutex:
             leases = list(self._due)
-        self._end_what_is_over(leases)
-        self._renew(self._take_due())
-        if leases:
-            self._alarm.at(self._next_due())
+        try:
+            self._end_what_is_over(leases)
+            self._renew(self._take_due())
+        finally:
+            self._forget_ended(leases)
+            if leases:
+                self._alarm.at(self._next_due())
+
+    def _forget_ended(self, leases: Iterable[Holding]) -> None:
+        """Forget those that should have told: an exception from outside may have kept them from it."""
+        ended = [lease for lease in leases if not lease.held]
+        with self._mutex:
+            for lease in ended:
+                self._due.pop(lease, None)
 
     def _end_what_is_over(self, leases: Iterable[Holding]) -> None:
         for lease in leases:
@@ -86,19 +99,26 @@ class Renewal:
             background.submit(backend.alias, partial(self._extend, backend, leases))
 
     def _extend(self, backend: LeaseBackend, leases: list[Holding]) -> None:
-        start = clock.lease_time()
         asked = [
             (lease, request) for lease in leases if lease.held and (request := lease.renewal())
         ]
         try:
-            kept = backend.extend([request for _, request in asked]) if asked else []
+            for together in _by_server(backend, asked):
+                self._extend_together(backend, together)
+        except LockBackendError as error:
+            self._endanger(asked, error)
+        finally:
+            self._put_back(leases)
+
+    def _extend_together(self, backend: LeaseBackend, asked: Asked) -> None:
+        start = clock.lease_time()
+        try:
+            kept = backend.extend([request for _, request in asked])
         except Exception as error:  # noqa: BLE001 - whatever it is, the deadline decides
             self._endanger(asked, error)
         else:
             for (lease, request), is_kept in zip(asked, kept, strict=True):
                 self._take_note(lease, start, request, is_kept=is_kept)
-        finally:
-            self._put_back(leases)
 
     def _take_note(self, lease: Holding, start: float, request: Request, *, is_kept: bool) -> None:
         if not is_kept:
@@ -123,7 +143,7 @@ class Renewal:
                 late,
             )
 
-    def _endanger(self, asked: list[tuple[Holding, Request]], error: Exception) -> None:
+    def _endanger(self, asked: Asked, error: Exception) -> None:
         for lease, _ in asked:
             lease.endanger()
             logger.warning("Lock %s could not be renewed yet: %s", printable(lease.name), error)
@@ -150,6 +170,14 @@ class Renewal:
             ]
             ends = [lease.deadline for lease in self._due]
         return max(now, min([now + SWEEP, *dues, *ends]))
+
+
+def _by_server(backend: LeaseBackend, asked: Asked) -> Iterable[Asked]:
+    """Return them by the server that keeps them: one that is down endangers no leases of others."""
+    found: dict[Hashable, list[tuple[Holding, Request]]] = {}
+    for lease, request in asked:
+        found.setdefault(backend.server_of(request), []).append((lease, request))
+    return found.values()
 
 
 renewal = Renewal()

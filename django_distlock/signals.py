@@ -29,6 +29,9 @@ lock_lost = Signal()
 lock_extended = Signal()
 lock_forced = Signal()
 
+#: The lane of receivers: no alias is called like this.
+_RECEIVERS = ("receivers",)
+
 
 def announce(signal: Signal, sender: Hashable, **facts: Any) -> None:
     """Send *signal* to its receivers; their errors are logged by Django and go no further.
@@ -40,7 +43,7 @@ def announce(signal: Signal, sender: Hashable, **facts: Any) -> None:
         return
     send = partial(signal.send_robust, sender, **facts)
     if _is_in_event_loop():
-        background.submit("signals", partial(copy_context().run, send))
+        background.submit(_RECEIVERS, partial(copy_context().run, send))
     else:
         send()
 

@@ -22,7 +22,7 @@ from .lanes import Lanes
 from .leftovers import Leftovers, until_done
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
 
@@ -113,6 +113,10 @@ class BaseLockBackend(ABC):
     def probe(self, request: Request) -> Busy | None:
         """Look, without taking it, whether the lock is held, and by whom."""
         raise NotImplementedError
+
+    def server_of(self, request: Request) -> Hashable:
+        """Tell apart servers that may fail one without the other; extend() is asked for those of one."""
+        return None
 
     def wait_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
         """Ask, and have the server make us wait for up to *seconds* (None: as long as it takes)."""

@@ -22,7 +22,7 @@ logger = logging.getLogger("django_distlock")
 
 #: Seconds before a failed giving back is tried again; doubled each time, up to the second one.
 RETRY, LONGEST_RETRY = 0.25, 5.0
-#: Seconds until a release that found nothing is sent once more.
+#: Seconds until a release that did not find the lock in our hands is sent once more.
 SECOND_LOOK = 2.0
 
 
@@ -53,17 +53,23 @@ class Leftovers:
             self._revoke(some, RETRY)
 
     def _revoke(self, some: Sequence[_Leftover], pause: float) -> None:
-        outcomes = self._revoke_all([each.request for each in some])
+        outcomes = self._outcomes([each.request for each in some])
         failed, doubtful = list[tuple[_Leftover, Exception]](), list[_Leftover]()
         for each, outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):
                 failed.append((each, outcome))
             # A server that hung may carry out the lost acquire after this release.
-            elif outcome is Release.GONE and not each.is_second_look:
+            elif outcome is not Release.RELEASED and not each.is_second_look:
                 doubtful.append(_Leftover(each.request, each.ends, is_second_look=True))
         self._revoke_later(doubtful, SECOND_LOOK, RETRY)
         if failed:
             self._try_again(failed, pause)
+
+    def _outcomes(self, requests: Sequence[Request]) -> Outcomes:
+        try:
+            return self._revoke_all(requests)
+        except Exception as error:  # noqa: BLE001 - whatever it is, they are tried again
+            return [error] * len(requests)
 
     def _try_again(self, failed: Sequence[tuple[_Leftover, Exception]], pause: float) -> None:
         # A second look is for what most likely is not there.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -125,7 +127,7 @@ def test_drain_runs_what_is_left_here_and_now(background: Background) -> None:
     over, done = threading.Event(), list[str]()
     for number in range(WORKERS):
         background.submit(f"hung {number}", lambda: over.wait(10))
-    eventually(lambda: not background._free)
+    eventually(lambda: not background._free())
     for number in range(5):
         background.submit(f"lane {number}", lambda: done.append(threading.current_thread().name))
 
@@ -163,29 +165,68 @@ def test_a_finalizer_may_add_a_job_wherever_it_runs(background: Background) -> N
     assert done.wait(3)
 
 
+@pytest.mark.parametrize(
+    "stopped_by", [RuntimeError("can't start new thread"), RuntimeError("x"), KeyboardInterrupt()]
+)
 def test_what_stops_the_start_of_a_thread_does_not_stop_the_clock(
-    background: Background, monkeypatch: pytest.MonkeyPatch
+    background: Background,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped_by: BaseException,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def refuse(*args: object) -> None:
-        raise RuntimeError("can't start new thread")
+    def refuse(thread: threading.Thread) -> None:
+        raise stopped_by
 
-    done = threading.Event()
+    done = [threading.Event() for _ in range(3)]
+    has_no_thread = "new thread" in str(stopped_by)
+    expected = nullcontext() if has_no_thread else pytest.raises(type(stopped_by))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_start", refuse)
-        with pytest.raises(RuntimeError):
-            background.at(clock.lease_time(), lambda: None)
-        with pytest.raises(RuntimeError):
-            background.submit("a", lambda: None)
+        patch.setattr(threading.Thread, "start", refuse)
+        with expected:
+            background.at(clock.lease_time(), done[0].set)
+        with expected:
+            background.submit("a", done[1].set)
 
-    background.at(clock.lease_time(), partial(background.submit, "a", done.set))
+    background.at(clock.lease_time(), partial(background.submit, "a", done[2].set))
+
+    assert all(each.wait(3) for each in done)
+    assert ("can't start new thread" in caplog.text) == has_no_thread
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
+def test_nothing_that_a_job_raises_ends_a_thread(
+    background: Background, error: BaseException
+) -> None:
+    def fail() -> None:
+        raise error
+
+    done = [threading.Event(), threading.Event()]
+    background.at(clock.lease_time(), fail)
+    for _ in range(2 * WORKERS):
+        background.submit("a", fail)
+
+    background.at(clock.lease_time() + 0.05, done[0].set)
+    background.submit("a", done[1].set)
+
+    assert all(each.wait(3) for each in done)
+
+
+def test_a_lane_that_was_made_for_nothing_harms_nobody(background: Background) -> None:
+    # As an exception from outside would leave it: the lane is there, and its job is not.
+    background._lanes["a"] = deque()
+    done = threading.Event()
+    background.submit("b", lambda: None)
+
+    background.submit("a", done.set)
 
     assert done.wait(3)
+    background.drain(0)
 
 
 def test_drain_waits_for_what_is_under_way_but_not_for_long(background: Background) -> None:
     over = threading.Event()
     background.submit("slow", lambda: over.wait(10))
-    eventually(lambda: not background._free)
+    eventually(lambda: not background._free())
     began = clock.lease_time()
     threading.Timer(0.1, over.set).start()
 
@@ -198,7 +239,7 @@ def test_drain_waits_for_what_is_under_way_but_not_for_long(background: Backgrou
 def test_drain_gives_up_on_what_hangs(background: Background) -> None:
     over = threading.Event()
     background.submit("hung", lambda: over.wait(10))
-    eventually(lambda: not background._free)
+    eventually(lambda: not background._free())
     began = clock.lease_time()
 
     background.drain(0.2)

@@ -8,6 +8,7 @@ from django_distlock import Lease, LockLost, LockNotHeld, NotSupported, clock, l
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.holder import Holder
 from django_distlock.holding import State, drift
+from django_distlock.renewal import renewal
 from tests.fixtures.eventually import eventually
 
 
@@ -129,6 +130,43 @@ def test_at_end_is_called_once_however_it_ends(memory: LocMemBackend) -> None:
 
     assert ended == ["released", "lost", "late"]
     assert lost.reason == "a reason"
+
+
+class TimeLimit(BaseException):
+    """Comes from outside, at any moment."""
+
+
+def test_an_exception_from_outside_at_the_end_keeps_nothing_from_those_who_wait_for_it(
+    memory: LocMemBackend,
+) -> None:
+    def be_stopped() -> None:
+        stopped.append("here")
+        if len(stopped) == 1:
+            raise TimeLimit
+
+    stopped, told = list[str](), list[str]()
+    lease = _taken()
+    lease.at_end(be_stopped)
+    lease.at_end(lambda: told.append("ended"))
+
+    with pytest.raises(TimeLimit):
+        lease.release()
+
+    eventually(lambda: told == ["ended"], 5)
+    with lock("a", timeout=0):
+        pass
+
+
+def test_a_finalizer_may_release_whatever_its_thread_holds(
+    memory: LocMemBackend, lease_clock: Clock
+) -> None:
+    lease = _taken()
+    lease_clock.ahead = 100
+
+    with lease._mutex, renewal._mutex, memory.queue._mutex:
+        lease.release_later()
+
+    eventually(lambda: lease.lost, 5)
 
 
 def test_extend_counts_from_before_the_request(memory: LocMemBackend, lease_clock: Clock) -> None:

@@ -57,6 +57,17 @@ def test_who_leaves_rings_the_next_one_and_nobody_else(queue: LocalQueue) -> Non
     assert [bell.rings for bell in (first, second, third)] == [0, 1, 0]
 
 
+def test_who_was_stopped_while_leaving_leaves_by_leaving_again(queue: LocalQueue) -> None:
+    first, second, third = _line(queue, 3)
+    # As an exception from outside would leave it.
+    queue._lines["a"].places.remove(first)
+
+    queue.leave("a", first)
+    queue.leave("a", first)
+
+    assert [bell.rings for bell in (first, second, third)] == [0, 1, 0]
+
+
 def test_turns_come_in_the_order_of_joining(queue: LocalQueue) -> None:
     bells = _line(queue, 5)
     served = []

@@ -199,3 +199,19 @@ def test_a_thread_that_ends_the_last_reentry_frees_the_lock(memory: LocMemBacken
     assert lock("a").locked()
     elsewhere(lease.release)
     assert not lock("a").locked()
+
+
+def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
+    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "try_acquire", fail)
+        patch.setattr(memory, "abandon_later", fail)
+        with pytest.raises(ValueError, match="a bug"):
+            lock("a").acquire()
+
+    with lock("a", timeout=0.5) as lease:
+        assert lease.held

@@ -118,6 +118,31 @@ def _looks() -> list[object]:
     return [job for job in jobs if getattr(job, "func", None) == renewal._alarm._ring]
 
 
+def test_a_lease_that_could_not_tell_of_its_end_is_forgotten(watched: Watched) -> None:
+    with lock("a", ttl=0.3) as lease:
+        lease._at_end.clear()  # as an exception from outside would leave it
+
+    eventually(lambda: lease not in renewal._due, 5)
+    memory_line = watched.queue._lines.pop("a", None)
+    assert memory_line is not None
+
+
+def test_a_look_that_fails_is_not_the_last_one(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(leases: object) -> None:
+        failures.append(clock.lease_time())
+        raise ValueError("a bug")
+
+    failures: list[float] = []
+    with lock("a", ttl=0.9) as lease:
+        with monkeypatch.context() as patch:
+            patch.setattr(renewal, "_end_what_is_over", fail)
+            eventually(lambda: failures, 5)
+        eventually(lambda: watched.batches, 5, "it is renewed all the same")
+        assert lease.held
+
+
 def test_an_extension_that_is_told_late_prolongs_nothing_that_is_over(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

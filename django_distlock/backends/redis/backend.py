@@ -10,7 +10,7 @@ from django.core.cache import caches
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
 from django_distlock.bells import TaskBell, ThreadBell
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.exceptions import LockOutcomeUnknown
 
 from .checks import check_redis
 from .keys import KeySpace
@@ -23,7 +23,7 @@ from .verbs import BATCH, Verbs
 from .wire import LISTEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Sequence
 
     from django.core.checks import CheckMessage
 
@@ -93,11 +93,20 @@ class RedisBackend(BaseLockBackend):
         return self._link.converse(self._verbs.release(request))
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
-        """Give them back for good, in one go."""
+        """Give them back for good, in one go where one server has them all."""
+        if self.source.is_cluster:
+            return [self._revoke([request])[0] for request in requests]
+        return self._revoke(requests)
+
+    def _revoke(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
         try:
             return self._link.converse(self._verbs.revoke(requests))
-        except LockBackendError as error:
+        except Exception as error:  # noqa: BLE001 - see BaseLockBackend.revoke_all()
             return [error] * len(requests)
+
+    def server_of(self, request: Request) -> Hashable:
+        """Tell apart the servers of a cluster."""
+        return self._link.server_of(self._space.of(request.key).record)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend many at once."""

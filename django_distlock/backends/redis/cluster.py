@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
@@ -13,7 +14,7 @@ from .conversation import ask, atalk, talk
 from .wire import check_heard, listening, unanswered, unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from .conversation import Command, Conversation
     from .sources import Source
@@ -28,6 +29,7 @@ class ClusterLink:
         self._alias = alias
         self._source = source
         self._opened: Any = None
+        self._mutex = threading.Lock()
 
     def converse(self, conversation: Conversation[_T]) -> _T:
         """See Link.converse(); one command after the other: each goes to the server of its keys."""
@@ -45,6 +47,12 @@ class ClusterLink:
             for key in self._client().scan_iter(match=pattern, count=1000):
                 yield key.decode()
 
+    def server_of(self, key: str) -> Hashable:
+        """See Link.server_of(); by what the client knows of the cluster."""
+        with unreachable(self._alias, self._source.where):
+            node = self._client().get_node_from_key(key)
+            return str(node.name) if node else None
+
     def close(self) -> None:
         """See Link.close()."""
         client, self._opened = self._opened, None
@@ -52,7 +60,7 @@ class ClusterLink:
             client.close()
 
     def _client(self) -> Any:
-        with unreachable(self._alias, self._source.where):
+        with unreachable(self._alias, self._source.where), self._mutex:
             # Asks a server for the others, at once.
             if self._opened is None:
                 settings = self._source.cluster_settings

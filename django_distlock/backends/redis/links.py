@@ -10,7 +10,7 @@ from .loops import PerLoop
 from .pool import AsyncPoolLink, PoolLink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
 
     from .conversation import Conversation
     from .sources import Source
@@ -32,6 +32,9 @@ class Link(Protocol):
 
     def keys(self, pattern: str) -> Iterator[str]:
         """Go over the keys that match."""
+
+    def server_of(self, key: str) -> Hashable:
+        """Tell apart the servers that keep keys."""
 
     def close(self) -> None:
         """Let idle connections go."""

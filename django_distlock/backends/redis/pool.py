@@ -18,7 +18,7 @@ from .conversation import ask, atalk, talk
 from .wire import aread, check_heard, listening, patience, read, unanswered, unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from .conversation import Command, Conversation
     from .sources import Source
@@ -59,6 +59,10 @@ class PoolLink:
             yield from (key.decode() for key in found)
             if cursor == b"0":
                 return
+
+    def server_of(self, key: str) -> Hashable:
+        """See Link.server_of(): there is but one."""
+        return None
 
     def close(self) -> None:
         """See Link.close()."""
