@@ -221,6 +221,7 @@ class Acquisition(_Acquisition):
         """Return the lease, held; raise LockNotAcquired or LockBackendError."""
         bell = ThreadBell()
         try:
+            self.lease.begin()
             self._take_turn(bell)
             while not self._try():
                 self._wait(bell)
@@ -278,6 +279,7 @@ class AsyncAcquisition(_Acquisition):
         """See Acquisition.run()."""
         bell = TaskBell()
         try:
+            self.lease.begin()
             await self._take_turn(bell)
             while not await self._try():
                 await self._wait(bell)

@@ -97,7 +97,7 @@ class Holding:
         renew: bool = True,
         max_hold: float | None = None,
     ) -> None:
-        """Made by backends: a pending lease, registered before anything is sent."""
+        """Made pending; begin() comes before anything is sent."""
         self.request = request
         self.fencing_token: int | None = None
         self.renews = renew
@@ -113,7 +113,6 @@ class Holding:
         self._mutex = threading.Lock()
         self._on_lost: list[Callable[[str], object]] = []
         self._at_end: list[Callable[[], object]] = []
-        registry.add(self)
 
     # What it is.
 
@@ -209,6 +208,10 @@ class Holding:
         return f"<Lease {printable(self.name)!r} using={self.using!r} {self._state.name.lower()}{token}>"
 
     # What the machinery around it does.
+
+    def begin(self) -> None:
+        """Be known to forks and to the exit, until it ends: whoever calls this sees to that."""
+        registry.add(self)
 
     def grant(self, start: float, token: int | None) -> bool:
         """Become held, by a grant asked for at *start*; False if it is past its deadline already."""

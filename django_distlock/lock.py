@@ -383,6 +383,7 @@ class _Handed:
     def given_up_on_error(self) -> Iterator[None]:
         """Leave no pending lease; what the server did is given back in the background."""
         try:
+            self.lease.begin()
             yield
         except BaseException:
             self.lease.give_up()

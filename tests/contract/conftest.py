@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from django_distlock import locks
+from django_distlock import clock, locks
 from django_distlock.conf import read_settings
 from django_distlock.registry import registry
 from tests.fixtures.eventually import eventually
@@ -141,6 +141,20 @@ def faulty(using: str) -> Iterator[Faulty]:
     locks.replace(using, backend)
     yield backend
     backend.heal()
+
+
+@pytest.fixture
+def put_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Puts our own clock of leases so many seconds ahead; what is due then is soon looked for."""
+    real, ahead = clock.lease_time, 0.0
+
+    def put(seconds: float) -> None:
+        nonlocal ahead
+        ahead = seconds
+
+    monkeypatch.setattr(clock, "lease_time", lambda: real() + ahead)
+    monkeypatch.setattr("django_distlock.renewal.SWEEP", 0.05)
+    return put
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from django_distlock import Lease, Lock
+    from django_distlock.backends.base import BaseLockBackend
 
 _T = TypeVar("_T")
 
@@ -66,3 +67,10 @@ def held_in_thread(lock: Lock) -> Iterator[Lease]:
     finally:
         over.set()
         holder.result(LONGEST)
+
+
+def length_of_line(backend: BaseLockBackend, name: str) -> int:
+    """Return how many of this process hold the lock or stand in line for it."""
+    key = backend.request(name, ttl=1, holder=None).key
+    line = backend.queue._lines.get(key)
+    return len(line.places) if line else 0

@@ -92,6 +92,9 @@ def lacks(*traits: str) -> pytest.MarkDecorator:
     return pytest.mark.lacks(*traits)
 
 
+#: The servers share a busy machine: only one that is gone gives no answer for so long.
+PATIENT = {"io_timeout": 5.0}
+
 LEASED = frozenset({"fencing", "listing", "detach", "leased", "delays"})
 READERS = frozenset({"shared", "spares_writers", "lists_readers"})
 ROWS = LEASED | {"purge", "cross_process"}
@@ -106,7 +109,7 @@ SESSION = BARE | {"fencing", "listing"}
 def _database(
     name: str, using: str, traits: frozenset[str], fixture: str = "", **options: object
 ) -> Profile:
-    settings = {"BACKEND": DATABASE, "OPTIONS": {"using": using, **options}}
+    settings = {"BACKEND": DATABASE, "OPTIONS": {"using": using, **PATIENT, **options}}
     return Profile(name, settings, traits, (fixture,) if fixture else (), bool(fixture))
 
 
@@ -119,7 +122,7 @@ def _session(
     **options: object,
 ) -> Profile:
     # Some tests hold forty locks at once, each of which takes a connection.
-    options = {"using": using, "max_connections": 50, **options}
+    options = {"using": using, "max_connections": 50, **PATIENT, **options}
     settings = {"BACKEND": backend, "OPTIONS": options}
     return Profile(name, settings, traits, (using,), needs_server=True, tick=tick)
 
@@ -127,28 +130,29 @@ def _session(
 def _redis(
     name: str, cache: str, traits: frozenset[str] = REDIS, fixture: str = "redis", **options: object
 ) -> Profile:
-    settings = {"BACKEND": CACHE, "OPTIONS": {"cache": cache, **options}}
+    patient = {**PATIENT, "connect_timeout": 5.0}
+    settings = {"BACKEND": CACHE, "OPTIONS": {"cache": cache, **patient, **options}}
     return Profile(name, settings, traits, (fixture,), needs_server=True)
 
 
 def _redlock(name: str, traits: frozenset[str], **options: object) -> Profile:
     servers = [f"redis_{number}" for number in ("one", "two", "three", "four", "five")]
-    # The servers of the tests have just been started, and share a busy machine.
-    patient = {"server_timeout": 0.5, "connect_timeout": 1.0}
+    patient = {"server_timeout": 5.0, "connect_timeout": 5.0}
     options = {"servers": servers, "restart_guard": False, **patient, **options}
     settings = {"BACKEND": REDLOCK, "OPTIONS": options}
     return Profile(name, settings, traits, ("redis_five",), needs_server=True)
 
 
 def _memcached(cache: str) -> Profile:
-    settings = {"BACKEND": BY_CACHE, "OPTIONS": {"cache": cache}}
+    options = {"cache": cache, **PATIENT, "connect_timeout": 5.0}
+    settings = {"BACKEND": BY_CACHE, "OPTIONS": options}
     return Profile(f"memcached-{cache}", settings, MEMCACHED, ("memcached",), needs_server=True)
 
 
 def _zookeeper() -> Profile:
     hosts = ",".join(f"127.0.0.1:{os.environ.get(port, '1')}" for port in ZOOKEEPER_PORTS)
     # Three servers and all clients share one machine, which may be busy.
-    options = {"hosts": hosts, "session_timeout": 3.0, "io_timeout": 5.0}
+    options = {"hosts": hosts, "session_timeout": 6.0, "io_timeout": 5.0}
     settings = {"BACKEND": ZOOKEEPER, "OPTIONS": options}
     traits = SESSION | READERS | {"fair", "purge", "wakes_waiters"}
     return Profile("zookeeper", settings, traits, ("zookeeper",), needs_server=True, tick=0.4)

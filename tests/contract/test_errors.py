@@ -33,7 +33,7 @@ from .rivals import Rival
 Rivals = Callable[..., Rival]
 
 
-@pytest.mark.parametrize("timeout", [0, 1, None])
+@pytest.mark.parametrize("timeout", [0, 20, None])
 def test_an_acquire_raises_the_error_at_once(
     faulty: Faulty, using: str, name: str, timeout: float | None
 ) -> None:
@@ -45,7 +45,7 @@ def test_an_acquire_raises_the_error_at_once(
     with pytest.raises(LockBackendError), lock(name, using=using, timeout=timeout):
         pytest.fail("not held")
 
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     assert caught.value.alias == using
     assert not isinstance(caught.value, LockNotAcquired | TimeoutError)
 
@@ -77,7 +77,8 @@ def test_it_is_logged_as_an_error_and_not_told_as_busy(
     faulty.fail("try_acquire")
 
     def receive(**facts: Any) -> None:
-        busy.append(facts)
+        if facts["name"] == name:
+            busy.append(facts)
 
     lock_busy.connect(receive)
     try:
@@ -104,7 +105,7 @@ def test_a_failure_while_waiting_is_raised_and_nothing_is_left(
     faulty.heal()
 
     holder.leaves()
-    other.takes(within=3)
+    other.takes(within=15)
 
 
 def test_a_question_that_fails_is_not_answered(faulty: Faulty, using: str, name: str) -> None:
@@ -117,7 +118,7 @@ def test_a_question_that_fails_is_not_answered(faulty: Faulty, using: str, name:
 def test_an_extension_that_fails_leaves_the_lease_as_it_is(
     faulty: Faulty, using: str, name: str
 ) -> None:
-    with lock(name, using=using, ttl=20) as lease:
+    with lock(name, using=using, ttl=20, renew=False) as lease:
         before = lease.deadline
         faulty.fail("extend", times=1)
 
@@ -142,7 +143,7 @@ def test_a_release_that_fails_leaves_a_lease_that_is_over(
     assert not lease.held
     with pytest.raises(LockNotHeld):
         lease.release()
-    other.takes(within=3)
+    other.takes(within=15)
 
 
 def test_a_reply_that_stays_lost_is_told_as_that(faulty: Faulty, using: str, name: str) -> None:

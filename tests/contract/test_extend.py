@@ -22,21 +22,21 @@ def test_extend_lets_it_live_longer_here_and_on_the_server(
 ) -> None:
     other = rival()
 
-    with lock(name, using=using, ttl=4 * tick, renew=False) as lease:
-        lease.extend(20 * tick)
+    with lock(name, using=using, ttl=10 * tick, renew=False) as lease:
+        lease.extend(100 * tick)
 
-        assert lease.remaining > 15 * tick
-        never(other.tries, 6 * tick)
+        assert lease.remaining > 50 * tick
+        never(other.tries, 12 * tick)
         lease.check()
 
 
 @lacks("whole_seconds")
 @needs("leased")
 async def test_aextend_does_the_same(using: str, name: str, tick: float) -> None:
-    async with lock(name, using=using, ttl=4 * tick, renew=False) as lease:
-        await lease.aextend(20 * tick)
+    async with lock(name, using=using, ttl=40 * tick, renew=False) as lease:
+        await lease.aextend(200 * tick)
 
-        assert lease.remaining > 15 * tick
+        assert lease.remaining > 150 * tick
 
 
 @lacks("whole_seconds")
@@ -46,7 +46,7 @@ def test_extend_never_shortens(
 ) -> None:
     other = rival()
 
-    with lock(name, using=using, ttl=8 * tick, renew=False) as lease:
+    with lock(name, using=using, ttl=100 * tick, renew=False) as lease:
         deadline = lease.deadline
         lease.extend(tick)
 
@@ -88,7 +88,7 @@ def test_extend_takes_nothing_back_that_is_lost(
         lease.extend()
 
     assert lease.lost
-    rival().takes(within=5 * tick)
+    rival().takes()
 
 
 def test_extend_after_the_release_is_an_error(using: str, name: str) -> None:
@@ -104,19 +104,21 @@ def test_min_hold_refuses_the_name_for_a_while_after_an_early_release(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
     other = rival()
-    began = time.monotonic()
-    with lock(name, using=using, min_hold=8 * tick):
+    with lock(name, using=using, min_hold=100):
         pass
 
     assert not other.tries()
     assert other.refused.remaining is not None
-    assert 0 < other.refused.remaining <= 8 * tick
+    assert 0 < other.refused.remaining <= 100.001
     assert lock(name, using=using).locked()
     with pytest.raises(LockNotAcquired), lock(name, using=using, timeout=0):
         pass
-    other.takes(within=20 * tick)
 
-    assert time.monotonic() - began >= 8 * tick - 0.001
+    late, began = rival(of=f"{name}:late"), time.monotonic()
+    with lock(f"{name}:late", using=using, min_hold=4 * tick):
+        pass
+    late.takes(within=10)
+    assert time.monotonic() - began >= 4 * tick - 0.001
 
 
 @needs("delays")
@@ -135,7 +137,7 @@ def test_a_waiter_gets_the_lock_when_min_hold_is_over(using: str, name: str, tic
     with lock(name, using=using, min_hold=3 * tick):
         pass
 
-    with lock(name, using=using, timeout=50 * tick) as lease:
+    with lock(name, using=using, timeout=200 * tick) as lease:
         assert lease.held
 
 
@@ -149,7 +151,7 @@ def test_lock_delay_refuses_the_name_for_a_while_after_a_holder_died(
     assert lease
 
     eventually(lambda: lease.lost)
-    other.takes(within=20 * tick)
+    other.takes(within=10)
 
     assert time.monotonic() - began >= 7 * tick - 0.001
 
@@ -158,7 +160,7 @@ def test_lock_delay_refuses_the_name_for_a_while_after_a_holder_died(
 def test_lock_delay_does_not_matter_after_a_release(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
-    with lock(name, using=using, ttl=30 * tick, lock_delay=30 * tick) as lease:
+    with lock(name, using=using, ttl=100 * tick, lock_delay=100 * tick) as lease:
         lease.extend()
 
     assert rival().tries()

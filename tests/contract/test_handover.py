@@ -10,7 +10,7 @@ from django.core.signing import BadSignature
 
 from django_distlock import Lease, LockLost, LockNotHeld, lock
 from django_distlock.holding import State
-from tests.fixtures.eventually import never
+from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
 from .crew import elsewhere
@@ -104,43 +104,50 @@ async def test_a_task_can_detach_and_attach(using: str, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_attached_lease_is_renewed(using: str, name: str, rival: Rivals, tick: float) -> None:
+def test_an_attached_lease_is_renewed(
+    using: str, name: str, rival: Rivals, put_forward: Callable[[float], None]
+) -> None:
     other = rival()
-    _, text = _detached(using, name, ttl=8 * tick)
+    _, text = _detached(using, name, ttl=100)
 
-    with Lease.attach(text):
-        never(other.tries, 16 * tick)
+    with Lease.attach(text) as lease:
+        first = lease.deadline
+        put_forward(40)
+        eventually(lambda: lease.deadline > first)
+        put_forward(110)
+        lease.check()
+        assert not other.tries()
 
 
 def test_an_attached_lease_keeps_the_terms(using: str, name: str, tick: float) -> None:
-    taken = lock(name, using=using, ttl=20 * tick, max_hold=30 * tick, renew=False).acquire()
+    taken = lock(name, using=using, ttl=200 * tick, max_hold=300 * tick, renew=False).acquire()
     assert taken
 
     with Lease.attach(taken.detach()) as lease:
-        assert lease.ttl == 20 * tick
+        assert lease.ttl == 200 * tick
         assert not lease.renews
-        lease.extend(100 * tick)
-        assert lease.remaining <= 30 * tick
+        lease.extend(1000 * tick)
+        assert lease.remaining <= 300 * tick
 
 
 def test_the_last_extension_gives_the_text_time_to_travel(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:
     other = rival()
-    lease = lock(name, using=using, ttl=5 * tick).acquire()
+    lease = lock(name, using=using, ttl=10 * tick).acquire()
     assert lease
 
-    text = lease.detach(ttl=60 * tick)
+    text = lease.detach(ttl=100 * tick)
 
-    never(other.tries, 8 * tick)
+    never(other.tries, 12 * tick)
     Lease.attach(text).release()
 
 
 @needs("leased")
 def test_attaching_too_late_is_a_loss(using: str, name: str, rival: Rivals, tick: float) -> None:
     other = rival()
-    _, text = _detached(using, name, ttl=2 * tick)
-    other.takes()
+    _, text = _detached(using, name, ttl=10 * tick)
+    other.takes(within=10)
 
     with pytest.raises(LockLost):
         Lease.attach(text)

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from django_distlock import lock
-from django_distlock.registry import registry
+from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import eventually
 
-from .crew import held_in_thread, start
+from .crew import held_in_thread, length_of_line, start
 from .faults import Faulty, total
 from .rivals import Rival
 
+# A connection that is cut off in the middle of its making is left to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 Rivals = Callable[..., Rival]
 #: Seconds until everything must be free: a release by another thread, on a busy machine. What a
 #: server carries out late is given back by a second look, two seconds after the first.
@@ -31,6 +33,7 @@ def sigint() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+    gc.collect()  # here, where it is expected to complain
 
 
 def test_ctrl_c_while_waiting_leaves_nothing(
@@ -54,12 +57,12 @@ def test_ctrl_c_while_waiting_leaves_nothing(
 
 
 def test_ctrl_c_while_waiting_in_the_line_of_the_process_holds_up_nobody(
-    using: str, name: str, rival: Rivals
+    using: str, name: str, rival: Rivals, backend: BaseLockBackend
 ) -> None:
     other, me = rival(), threading.get_ident()
 
     def press() -> None:
-        eventually(lambda: len(registry.leases()) == 2)
+        eventually(lambda: length_of_line(backend, name) == 2)
         signal.pthread_kill(me, signal.SIGINT)
 
     with held_in_thread(lock(name, using=using)):
@@ -73,10 +76,8 @@ def test_ctrl_c_while_waiting_in_the_line_of_the_process_holds_up_nobody(
     assert other.tries()
 
 
-# A connection that is cut off in the middle of its making is left to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_set_on_a_thread_that_stands_in_line_holds_up_nobody(
-    using: str, name: str, rival: Rivals
+    using: str, name: str, rival: Rivals, backend: BaseLockBackend
 ) -> None:
     other, idents = rival(), list[int]()
 
@@ -89,7 +90,7 @@ def test_an_exception_set_on_a_thread_that_stands_in_line_holds_up_nobody(
 
     with held_in_thread(lock(name, using=using)):
         waiting = start(take)
-        eventually(lambda: len(registry.leases()) == 2)
+        eventually(lambda: length_of_line(backend, name) == 2)
         # What some task queues do to a job that takes too long.
         set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
         set_exception(ctypes.c_ulong(idents[0]), ctypes.py_object(TimeLimit))
@@ -103,8 +104,6 @@ class TimeLimit(Exception):
     """What a task queue raises in a job that takes too long."""
 
 
-# A connection that is cut off in the middle of its making is left to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_time_limit_by_a_signal_goes_up_as_it_is_and_leaves_nothing(
     using: str, name: str, rival: Rivals
 ) -> None:
@@ -121,7 +120,6 @@ def test_a_time_limit_by_a_signal_goes_up_as_it_is_and_leaves_nothing(
 
     for each in names:
         rival(of=each).takes(within=SOON)
-    gc.collect()  # here, where it is expected to complain
 
 
 def _raise_time_limit(*args: object) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from django_distlock import LockNotAcquired, lock, lock_all
+from django_distlock import Lease, Lock, LockNotAcquired, lock, lock_all
 from tests.fixtures.processes import Child
 
 from .crew import together
@@ -68,15 +68,30 @@ async def test_one_that_is_busy_leaves_a_task_none(using: str, names: list[str])
     await last.arelease()
 
 
-def test_they_share_one_timeout(using: str, names: list[str], rival: Rivals, tick: float) -> None:
+def test_they_share_one_timeout(
+    using: str, names: list[str], rival: Rivals, tick: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, last = rival(of=names[0], ttl=4 * tick), rival(of=names[2])
     first.takes()
     last.takes()
+    enter, spent, given = Lock.enter, [0.0], list[float]()
+
+    def noting(self: Lock, timeout: float | None) -> Lease:
+        given.append(timeout or 0.0)
+        began = time.monotonic()
+        try:
+            return enter(self, timeout)
+        finally:
+            spent.append(spent[-1] + time.monotonic() - began)
+
+    monkeypatch.setattr(Lock, "enter", noting)
     began = time.monotonic()
 
     assert not lock_all(*names, using=using, timeout=8 * tick).acquire()
 
-    assert 8 * tick <= time.monotonic() - began < 8 * tick + 1
+    assert time.monotonic() - began >= 8 * tick
+    for timeout, before in zip(given, spent, strict=False):
+        assert timeout <= max(0.0, 8 * tick - before) + 0.001  # what is left, not the whole anew
 
 
 def test_acquire_gives_the_leases_and_release_gives_them_back(using: str, names: list[str]) -> None:

@@ -34,7 +34,7 @@ async def _atry(using: str, name: str) -> bool:
 
 
 def test_a_thread_enters_again_without_a_request(faulty: Faulty, using: str, name: str) -> None:
-    with lock(name, using=using) as outer:
+    with lock(name, using=using, renew=False) as outer:
         before = total(faulty.calls)
         with lock(name, using=using) as inner, lock(name, using=using) as innermost:
             assert outer is inner is innermost
@@ -45,7 +45,7 @@ def test_a_thread_enters_again_without_a_request(faulty: Faulty, using: str, nam
 
 
 async def test_a_task_enters_again_without_a_request(faulty: Faulty, using: str, name: str) -> None:
-    async with lock(name, using=using) as outer:
+    async with lock(name, using=using, renew=False) as outer:
         before = total(faulty.calls)
         async with lock(name, using=using) as inner:
             assert outer is inner

@@ -15,6 +15,7 @@ from django_distlock import (
     LockNotHeld,
     LockNotOwned,
     LockOutcomeUnknown,
+    acquisition,
     lock,
 )
 from django_distlock.backends.base import BaseLockBackend
@@ -200,8 +201,14 @@ def test_extensions_are_answered_one_by_one(
 
 class TestWhenTheReplyIsLost:
     def test_an_acquire_is_asked_again_and_gets_its_own_grant(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+        self,
+        faulty: Faulty,
+        using: str,
+        name: str,
+        rival: Callable[..., Rival],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr(acquisition, "SETTLE", 30.0)
         faulty.lose_replies("try_acquire")
 
         with lock(name, using=using) as lease:
@@ -211,8 +218,14 @@ class TestWhenTheReplyIsLost:
         assert rival().tries()
 
     async def test_a_task_gets_its_own_grant_too(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+        self,
+        faulty: Faulty,
+        using: str,
+        name: str,
+        rival: Callable[..., Rival],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr(acquisition, "SETTLE", 30.0)
         faulty.lose_replies("try_acquire")
 
         async with lock(name, using=using) as lease:
@@ -229,7 +242,7 @@ class TestWhenTheReplyIsLost:
         with pytest.raises(LockOutcomeUnknown):
             lock(name, using=using).acquire()
 
-        rival().takes(within=2)
+        rival().takes(within=15)
 
     def test_a_release_is_finished_in_the_background(
         self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
@@ -239,7 +252,7 @@ class TestWhenTheReplyIsLost:
         with pytest.raises(LockBackendError), lock(name, using=using):
             pass
 
-        rival().takes(within=2)
+        rival().takes(within=15)
 
 
 def test_a_lease_may_be_released_by_another_thread_than_took_it(using: str, name: str) -> None:

@@ -133,7 +133,7 @@ def test_each_reader_has_its_own_end(
 
     assert long.holds
     long.leaves()
-    assert writer.tries()
+    writer.takes()
 
 
 def test_a_retried_shared_acquire_counts_once(rival: Callable[..., Rival]) -> None:

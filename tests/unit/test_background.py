@@ -54,11 +54,14 @@ def test_a_lane_that_hangs_holds_up_no_other(background: Background) -> None:
     background.submit("hung", lambda: None)
     background.submit("other", done.set)
 
-    assert done.wait(3)
+    assert done.wait(8)
     over.set()
 
 
-def test_two_lanes_given_work_at_once_do_not_share_one_idle_thread(background: Background) -> None:
+def test_two_lanes_given_work_at_once_do_not_share_one_idle_thread(
+    background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LINGER", 2.0)
     over, done = threading.Event(), threading.Event()
     background.submit("warm up", lambda: None)
     eventually(lambda: background._idle == 1)
@@ -66,7 +69,7 @@ def test_two_lanes_given_work_at_once_do_not_share_one_idle_thread(background: B
     background.submit("hung", lambda: over.wait(10))
     background.submit("other", done.set)
 
-    assert done.wait(3)
+    assert done.wait(8)
     over.set()
 
 
@@ -99,8 +102,14 @@ def test_a_job_that_fails_ends_no_thread(
     background.submit("a", done.set)
     background.at(clock.lease_time(), lambda: 1 // 0)
 
-    assert done.wait(3)
-    eventually(lambda: len(caplog.records) == 2)
+    assert done.wait(8)
+    eventually(lambda: _count_divisions(caplog) == 2)
+
+
+def _count_divisions(caplog: pytest.LogCaptureFixture) -> int:
+    """Return how often a division by zero was logged."""
+    errors = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    return errors.count(ZeroDivisionError)
 
 
 def test_a_delayed_job_runs_in_its_time_and_never_before(background: Background) -> None:
@@ -114,9 +123,10 @@ def test_a_delayed_job_runs_in_its_time_and_never_before(background: Background)
 
 def test_timed_jobs_run_in_the_order_of_their_times(background: Background) -> None:
     now, ran = clock.lease_time(), list[str]()
-    background.at(now + 0.15, lambda: ran.append("late"))
-    background.at(now + 0.05, lambda: ran.append("early"))
-    background.at(now + 0.1, lambda: ran.append("between"))
+    with background._clock._mutex:  # none is run before all are there
+        background.at(now + 0.15, lambda: ran.append("late"))
+        background.at(now + 0.05, lambda: ran.append("early"))
+        background.at(now + 0.1, lambda: ran.append("between"))
 
     eventually(lambda: len(ran) == 3)
 
@@ -130,8 +140,9 @@ def test_drain_runs_what_is_left_here_and_now(background: Background) -> None:
     eventually(lambda: not background._free())
     for number in range(5):
         background.submit(f"lane {number}", lambda: done.append(threading.current_thread().name))
+    background.submit("last", over.set)
 
-    background.drain(0.2)
+    background.drain(8)
 
     assert done == [threading.current_thread().name] * 5
     over.set()
@@ -140,11 +151,11 @@ def test_drain_runs_what_is_left_here_and_now(background: Background) -> None:
 def test_drain_runs_what_is_due(background: Background) -> None:
     over, ran = threading.Event(), list[str]()
     background.at(clock.lease_time(), lambda: over.wait(10))
-    eventually(lambda: not background._clock._jobs, 5, "its thread is busy")
+    eventually(lambda: not background._clock._jobs, what="its thread is busy")
     background.at(clock.lease_time(), partial(background.submit, "a", lambda: ran.append("due")))
     background.at(clock.lease_time() + 60, lambda: ran.append("not due"))
 
-    background.drain(0.2)
+    background.drain(5)
 
     assert ran == ["due"]
     over.set()
@@ -162,7 +173,7 @@ def test_a_finalizer_may_add_a_job_wherever_it_runs(background: Background) -> N
 
     threading.Thread(target=be_finalized, daemon=True).start()
 
-    assert done.wait(3)
+    assert done.wait(8)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +200,7 @@ def test_what_stops_the_start_of_a_thread_does_not_stop_the_clock(
 
     background.at(clock.lease_time(), partial(background.submit, "a", done[2].set))
 
-    assert all(each.wait(3) for each in done)
+    assert all(each.wait(8) for each in done)
     assert ("can't start new thread" in caplog.text) == has_no_thread
 
 
@@ -208,7 +219,7 @@ def test_nothing_that_a_job_raises_ends_a_thread(
     background.at(clock.lease_time() + 0.05, done[0].set)
     background.submit("a", done[1].set)
 
-    assert all(each.wait(3) for each in done)
+    assert all(each.wait(8) for each in done)
 
 
 def test_a_lane_that_was_made_for_nothing_harms_nobody(background: Background) -> None:
@@ -219,7 +230,7 @@ def test_a_lane_that_was_made_for_nothing_harms_nobody(background: Background) -
 
     background.submit("a", done.set)
 
-    assert done.wait(3)
+    assert done.wait(8)
     background.drain(0)
 
 
@@ -230,9 +241,9 @@ def test_drain_waits_for_what_is_under_way_but_not_for_long(background: Backgrou
     began = clock.lease_time()
     threading.Timer(0.1, over.set).start()
 
-    background.drain(5)
+    background.drain(9)
 
-    assert 0.05 < clock.lease_time() - began < 3
+    assert 0.05 < clock.lease_time() - began < 7
     assert not background._lanes
 
 
@@ -244,7 +255,7 @@ def test_drain_gives_up_on_what_hangs(background: Background) -> None:
 
     background.drain(0.2)
 
-    assert 0.2 <= clock.lease_time() - began < 3
+    assert 0.2 <= clock.lease_time() - began < 8
     over.set()
 
 
@@ -252,5 +263,5 @@ def test_threads_end_when_there_is_nothing_to_do_and_come_back(background: Backg
     for _ in range(2):
         done = threading.Event()
         background.submit("a", done.set, delay=0.01)
-        assert done.wait(3)
+        assert done.wait(8)
         eventually(lambda: not _threads(), 15)

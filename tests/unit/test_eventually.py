@@ -1,8 +1,10 @@
 """Waits end as soon as they can, and fail at their deadline."""
 
+import time
+
 import pytest
 
-from tests.fixtures.eventually import aeventually, eventually, never
+from tests.fixtures.eventually import aeventually, eventually, in_time, never
 
 
 def test_returns_the_first_truthy_result() -> None:
@@ -36,3 +38,21 @@ def test_never_fails_as_soon_as_it_happens() -> None:
 
 def test_never_returns_when_nothing_happened() -> None:
     never(lambda: False, 0.02)
+
+
+def test_what_is_late_once_is_in_time() -> None:
+    naps = iter([0.2, 0.0])
+
+    in_time(lambda: time.sleep(next(naps)), 0, 0.1, tries=2)
+
+    assert next(naps, None) is None
+
+
+def test_what_is_late_each_time_is_not() -> None:
+    with pytest.raises(AssertionError, match=r"^0\.01 s or more each time, "):
+        in_time(lambda: time.sleep(0.02), 0, 0.01, tries=2)
+
+
+def test_what_is_too_early_once_is_not_in_time_either() -> None:
+    with pytest.raises(AssertionError, match=r"^too early"):
+        in_time(lambda: None, 1, 2)

@@ -77,10 +77,10 @@ def test_each_acquisition_makes_a_lease_of_its_own(memory: LocMemBackend) -> Non
 def test_a_lock_is_a_recipe_that_asks_nobody(settings: Any) -> None:
     settings.DISTLOCK = {"default": {"TTL": 0}}
 
-    mine = lock("a", using="nowhere")
+    mine = lock("a recipe", using="nowhere")
 
-    assert repr(mine) == "<Lock 'a' using='nowhere'>"
-    assert not registry.leases()
+    assert repr(mine) == "<Lock 'a recipe' using='nowhere'>"
+    assert "a recipe" not in {each.name for each in registry.leases()}
     with pytest.raises(InvalidLockBackend):
         mine.acquire()
 

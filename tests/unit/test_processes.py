@@ -10,7 +10,7 @@ from django.conf import settings
 from tests.fixtures.child import hear, hear_word, say
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.launch import state
-from tests.fixtures.processes import Spawn, run_to_its_death
+from tests.fixtures.processes import Child, Spawn, run_to_its_death
 
 HERE = "tests.unit.test_processes"
 
@@ -74,11 +74,16 @@ def test_stopped_child_stands_still_until_continued(spawn: Spawn) -> None:
 
     child.stop()
     assert state(child.pid) == "T"
-    child.drain()
-    never(child.drain, 0.1)
+    eventually(lambda: _stands_still(child))
 
     child.cont()
     child.expect("tick")
+
+
+def _stands_still(child: Child) -> bool:
+    child.drain()
+    never(lambda: False, 0.1)
+    return not child.drain()
 
 
 def test_killed_child_takes_its_own_children_along(spawn: Spawn) -> None:

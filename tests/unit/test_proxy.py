@@ -77,7 +77,7 @@ def test_delay_makes_a_round_trip_longer(proxy: Proxy, client: socket.socket) ->
     start = time.monotonic()
     ask(client, b"hello")
 
-    assert 0.1 <= time.monotonic() - start < 2
+    assert 0.1 <= time.monotonic() - start < 5
 
 
 def test_hold_delivers_late(proxy: Proxy, client: socket.socket) -> None:

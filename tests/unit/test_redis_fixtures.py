@@ -29,9 +29,9 @@ def use_cache(alias: str, key: str) -> None:
     say("found", value=caches[alias].get(key))
 
 
-def test_monitor_tells_what_clients_sent_and_what_scripts_called(redis: Redis) -> None:
+def test_monitor_tells_what_clients_sent_and_what_scripts_called() -> None:
     key = 'a "quoted"\r\nkey é'
-    with redis.client() as client, redis.monitor() as monitor:
+    with Redis() as redis, redis.client() as client, redis.monitor() as monitor:
         client.set(key, "v")
         client.eval("return redis.call('get', KEYS[1])", 1, key)
         assert monitor.names == ["SET", "EVAL"]
@@ -43,13 +43,13 @@ def test_monitor_tells_what_clients_sent_and_what_scripts_called(redis: Redis) -
     assert [command.words for command in monitor.in_scripts] == [("get", key)]
 
 
-def test_calls_are_counted(redis: Redis) -> None:
-    with redis.client() as client:
+def test_calls_are_counted() -> None:
+    with Redis() as redis, redis.client() as client:
         before = redis.calls()
         client.get("a")
         client.eval("redis.call('get', 'a'); redis.call('mget', 'a')", 0)
+        made = redis.calls() - before
 
-    made = redis.calls() - before
     assert (made["get"], made["mget"], made["eval"]) == (2, 1, 1)
 
 

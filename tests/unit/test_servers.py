@@ -72,7 +72,7 @@ def test_paused_server_answers_nobody_until_resumed(server: Database) -> None:
     assert not server.is_ready()
 
     server.resume()
-    assert server.is_ready()
+    eventually(server.is_ready)
 
 
 def test_settings_of_its_own() -> None:
