@@ -63,6 +63,7 @@ MACHINERY = {
     "abandon",
     "at_end",
     "backend",
+    "begin",
     "confirm",
     "disown",
     "endanger",

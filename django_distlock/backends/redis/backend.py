@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.core.cache import caches
@@ -15,6 +14,7 @@ from django_distlock.exceptions import LockOutcomeUnknown
 from .checks import check_redis
 from .keys import KeySpace
 from .links import LoopLinks, open_link
+from .listing import listed
 from .options import RedisCacheOptions, RedisOptions, RedisSettings
 from .scripts import RETENTION
 from .sources import Source, source_of_cache
@@ -23,7 +23,7 @@ from .verbs import BATCH, Verbs
 from .wire import LISTEN
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from .keys import MakeKey
 
-#: Locks that a listing shows at most.
-MOST_LISTED = 1000
 #: Seconds until a waiter whose connection broke tries again.
 CUT_OFF = 0.05
 
@@ -134,7 +132,8 @@ class RedisBackend(BaseLockBackend):
 
     def held(self) -> Iterable[Held]:
         """Tell the locks that are held, the first thousand that are found."""
-        return [shown for shown, _ in self._link.converse(self._verbs.held(self._keys()))]
+        found = listed(self._keys(), lambda keys: self._link.converse(self._verbs.held(keys)))
+        return sorted((shown for shown, _ in found), key=lambda shown: shown.key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding that *owner_digest* names."""
@@ -196,9 +195,9 @@ class RedisBackend(BaseLockBackend):
     def _bell(self, request: Request) -> str:
         return self._space.of(request.key).bell(request.owner)
 
-    def _keys(self) -> list[str]:
+    def _keys(self) -> Iterator[str]:
         found = (self._space.key_of(record) for record in self._link.keys(self._space.pattern))
-        return sorted(islice((key for key in found if key), MOST_LISTED))
+        return (key for key in found if key)
 
 
 class CacheRedisBackend(RedisBackend):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from django.core.cache import caches
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.redis.keys import KeySpace
+from django_distlock.backends.redis.listing import listed
 from django_distlock.backends.redis.loops import PerLoop
 from django_distlock.backends.redis.pool import PoolLink
 from django_distlock.backends.redis.sources import Source, source_of_cache
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 #: Seconds until a lock that is busy is asked for again: chosen at random, so that votes split no second time.
 PAUSE = (0.05, 0.2)
-#: Locks that a listing shows at most.
-MOST_LISTED = 1000
 
 
 class RedlockBackend(BaseLockBackend):
@@ -204,11 +202,12 @@ class RedlockBackend(BaseLockBackend):
     def _seen_by(self, server: int) -> list[Seen]:
         link, space = self._links[server], self._spaces[server]
         found = (space.key_of(record) for record in link.keys(space.pattern))
-        keys = islice(
-            (key for key in found if key and key.startswith(f"{self.kind}|")), MOST_LISTED
-        )
-        calls = {key: self._verbs.look(key, server) for key in sorted(keys)}
-        return link.converse(looks(calls))
+        keys = (key for key in found if key and key.startswith(f"{self.kind}|"))
+
+        def look(some: list[str]) -> list[Seen]:
+            return link.converse(looks({key: self._verbs.look(key, server) for key in some}))
+
+        return listed(keys, look)
 
 
 def _make_key(server: str) -> Any:
