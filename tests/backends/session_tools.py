@@ -53,7 +53,8 @@ def waiters(database: str) -> int:
     else:
         [(number,)] = ask(
             database,
-            "SELECT count(*) FROM information_schema.processlist WHERE info LIKE '/*distlock:%%'",
+            "SELECT count(*) FROM information_schema.processlist WHERE info LIKE '/*distlock:%%' "
+            "AND info NOT LIKE '%%NOWAIT' AND info NOT LIKE '%%, 0)'",
         )
     return int(number)
 

@@ -34,7 +34,7 @@ SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres",
 def database(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
     """Each server, with its advisory locks as the alias "locks"."""
     request.getfixturevalue(request.param)
-    settings.DISTLOCK = aliases(request.param, "advisory")
+    settings.DISTLOCK = aliases(request.param, "advisory", io_timeout=10.0)
     yield request.param
     locks.close()
 
@@ -48,6 +48,7 @@ def bare(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
     locks.close()
 
 
+@pytest.mark.timeout(180)
 def test_a_wait_that_times_out_as_it_is_granted_leaves_no_ghost(database: str, name: str) -> None:
     granted = _hunt(name, HUNT)
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import pytest
-from django.db import connections
+from django.db import OperationalError, connections
 
 from django_distlock import LockBackendError, LockError, LockNotAcquired, lock, locks
 from django_distlock.holder import Holder
 from django_distlock.protocol import Grant, Release
 from tests.backends.conftest import backend
-from tests.fixtures.eventually import eventually
+from tests.fixtures.eventually import eventually, in_time
 
 if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
     from tests.fixtures.postgres import PostgreSQL
     from tests.fixtures.servers import Server
 
@@ -53,7 +56,8 @@ def kill_all_sessions(alias: str) -> None:
             "SELECT id FROM information_schema.processlist WHERE user = 'distlock' AND id <> connection_id()"
         )
         for (session,) in cursor.fetchall():
-            cursor.execute("KILL %s", [session])
+            with suppress(OperationalError):  # it has gone by itself
+                cursor.execute("KILL %s", [session])
 
 
 def test_lease_survives_a_restart_of_the_server(
@@ -106,15 +110,17 @@ def test_frozen_server_is_an_error_in_time_and_what_it_granted_is_given_back(
 
 
 def test_lease_is_lost_at_its_deadline_though_the_server_hangs(
-    server_database: str, server: Server, name: str
+    server_database: str, server: Server, name: str, settings: Settings
 ) -> None:
+    options = {"using": server_database, "io_timeout": 20.0}
+    settings.DISTLOCK = {server_database: {"OPTIONS": options}}
     reasons: list[str] = []
     lease = lock(name, using=server_database, ttl=1).acquire()
     assert lease is not None
     lease.on_lost(reasons.append)
     server.pause()
     try:
-        eventually(lambda: reasons, 1.5)
+        eventually(lambda: reasons, 8)
         assert lease.lost
     finally:
         server.resume()
@@ -123,13 +129,13 @@ def test_lease_is_lost_at_its_deadline_though_the_server_hangs(
 
 
 def test_missing_table_tells_to_migrate(
-    postgres: PostgreSQL, settings: pytest.FixtureRequest, name: str
+    postgres: PostgreSQL, settings: Settings, name: str
 ) -> None:
     with postgres.admin() as admin:
         admin.execute("DROP DATABASE IF EXISTS empty")
         admin.execute("CREATE DATABASE empty OWNER distlock")
     connections.settings["empty"] = {**connections["postgres"].settings_dict, "NAME": "empty"}
-    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "empty"}}}  # type: ignore[attr-defined]
+    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "empty"}}}
     try:
         with pytest.raises(LockBackendError, match="migrate django_distlock --database=empty"):
             lock(name).acquire()
@@ -141,10 +147,10 @@ def test_missing_table_tells_to_migrate(
 
 
 def test_full_pool_is_an_error_that_names_the_option(
-    settings: pytest.FixtureRequest, server_database: str, server: Server, name: str
+    settings: Settings, server_database: str, server: Server, name: str
 ) -> None:
     options = {"using": server_database, "max_connections": 1, "io_timeout": 0.3}
-    settings.DISTLOCK = {"default": {"OPTIONS": options}}  # type: ignore[attr-defined]
+    settings.DISTLOCK = {"default": {"OPTIONS": options}}
 
     with backend("default")._own.cursor(), pytest.raises(LockBackendError, match="max_connections"):
         lock(name).acquire()
@@ -155,7 +161,7 @@ def test_full_pool_is_an_error_that_names_the_option(
 
 @pytest.mark.server
 def test_application_pool_is_not_drained_by_locks(
-    postgres: PostgreSQL, settings: pytest.FixtureRequest, name: str
+    postgres: PostgreSQL, settings: Settings, name: str
 ) -> None:
     own = backend("postgres")._own
     connections["postgres"].settings_dict["OPTIONS"]["pool"] = {"max_size": 1}
@@ -229,8 +235,10 @@ def test_durable_though_the_session_is_not(postgres: PostgreSQL, name: str) -> N
 
 
 def test_first_comers_of_unknown_names_meet_no_error(
-    server_database: str, server: Server, name: str
+    server_database: str, server: Server, name: str, settings: Settings
 ) -> None:
+    options = {"using": server_database, "io_timeout": 10.0}
+    settings.DISTLOCK = {server_database: {"OPTIONS": options}}
     errors: list[BaseException] = []
     barrier = threading.Barrier(8)
 
@@ -254,9 +262,10 @@ def test_first_comers_of_unknown_names_meet_no_error(
 
 
 def test_racers_on_an_expired_row_have_one_winner_and_rising_tokens(
-    database: str, name: str
+    database: str, name: str, settings: Settings
 ) -> None:
     """Requests straight to the server, as of two processes; the queue of this process stays out of it."""
+    settings.DISTLOCK = {database: {"OPTIONS": {"using": database, "io_timeout": 10.0}}}
     locked = locks[database]
     winners: list[tuple[int, int]] = []
     rounds = ROUNDS
@@ -289,15 +298,15 @@ def test_racers_on_an_expired_row_have_one_winner_and_rising_tokens(
 
 def test_timeout_is_kept_while_another_process_holds(database: str, name: str) -> None:
     locked = locks[database]
-    held = locked.request(name, ttl=30, holder=Holder.current())
+    held = locked.request(name, ttl=60, holder=Holder.current())
     locked.try_acquire(held, queued=False)
-    began = time.monotonic()
 
-    with pytest.raises(LockNotAcquired) as busy, lock(name, using=database, timeout=0.3):
-        pass
+    def wait() -> None:
+        with pytest.raises(LockNotAcquired) as busy, lock(name, using=database, timeout=0.3):
+            pass
+        assert busy.value.holder == held.holder
+        assert busy.value.remaining is not None
+        assert busy.value.remaining > 40
 
-    assert 0.3 <= time.monotonic() - began < 1
-    assert busy.value.holder == held.holder
-    assert busy.value.remaining is not None
-    assert busy.value.remaining > 25
+    in_time(wait, 0.3, 1)
     locked.release(held)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,12 +12,13 @@ from django_distlock import LockError, NotSupported, StaleFencingToken, lock, lo
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant
 from tests.backends.conftest import SERVERS, backend
-from tests.fixtures.eventually import eventually
+from tests.fixtures.eventually import eventually, in_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from pytest_django.fixtures import Settings
 
     from django_distlock.protocol import Request
 
@@ -45,15 +45,17 @@ def test_guard_on_another_database_is_not_supported(postgres: object, name: str)
 
 @pytest.mark.parametrize("database", SERVERS)
 def test_later_holder_waits_for_the_guarding_transaction_even_if_the_lease_runs_out(
-    request: pytest.FixtureRequest, database: str, name: str
+    request: pytest.FixtureRequest, database: str, name: str, settings: Settings
 ) -> None:
     request.getfixturevalue(database)
+    settings.DISTLOCK = {database: {"OPTIONS": {"using": database, "io_timeout": 4.0}}}
+    connections[database].ensure_connection()
     later = rival(database, name)
-    with lock(name, using=database, ttl=0.3, renew=False) as lease:
+    with lock(name, using=database, ttl=1, renew=False) as lease:
         with transaction.atomic(using=database):
             lease.guard(using=database)
             eventually(lambda: lease.lost, 5)
-            time.sleep(0.2)  # the server's clock gives the lease 1 % more
+            eventually(lambda: locks[database].probe(later) is None, 5, "over for the server too")
 
             assert isinstance(locks[database].try_acquire(later, queued=False), Busy)
         granted = locks[database].try_acquire(later, queued=False)
@@ -70,13 +72,16 @@ def test_renewals_and_refusals_are_not_held_up_by_a_guard(
     request: pytest.FixtureRequest, database: str, name: str
 ) -> None:
     request.getfixturevalue(database)
-    with lock(name, using=database, ttl=0.6) as lease, transaction.atomic(using=database):
+    late = rival(database, name)
+
+    def refused() -> None:
+        assert isinstance(locks[database].try_acquire(late, queued=False), Busy)
+
+    with lock(name, using=database, ttl=3) as lease, transaction.atomic(using=database):
         lease.guard(using=database)
         first = lease.deadline
 
-        began = time.monotonic()
-        assert isinstance(locks[database].try_acquire(rival(database, name), queued=False), Busy)
-        assert time.monotonic() - began < 0.5
+        in_time(refused, 0, 0.5)
         eventually(lambda: lease.deadline > first, 5)
         lease.extend()
         lease.check()
@@ -160,8 +165,9 @@ def test_guard_of_a_lost_lease_asks_nobody(database: str, name: str) -> None:
 
 
 def test_guards_of_one_thread_and_acquires_of_others_never_deadlock(
-    database: str, name: str
+    database: str, name: str, settings: Settings
 ) -> None:
+    settings.DISTLOCK = {database: {"OPTIONS": {"using": database, "io_timeout": 10.0}}}
     errors: list[BaseException] = []
 
     def work() -> None:

@@ -69,20 +69,26 @@ def test_locks_of_this_process_wait_for_each_other_without_statements(
 @pytest.mark.server
 def test_refusals_write_nothing_on_postgresql(postgres: PostgreSQL, name: str) -> None:
     locked = backend("postgres")
-    held = locked.request(name, ttl=30, holder=Holder.current())
+    held = locked.request(name, ttl=60, holder=Holder.current())
     locked.try_acquire(held, queued=False)
-    other = locked.request(name, ttl=30, holder=Holder.current())
+    other = locked.request(name, ttl=60, holder=Holder.current())
 
     with postgres.admin("distlock") as watcher:
         state = "SELECT pg_snapshot_xmax(pg_current_snapshot())::text, pg_current_wal_insert_lsn() - '0/0'"
-        xid_before, wal_before = watcher.execute(state).fetchone() or ("", 0)
-        for _ in range(1000):
-            locked.try_acquire(other, queued=False)
-        xid_after, wal_after = watcher.execute(state).fetchone() or ("", 0)
 
-    # The server's own work in the background may write a little; a write for each would be 96 kB.
-    assert int(xid_after) - int(xid_before) < 20
-    assert wal_after - wal_before < 20_000
+        def cost() -> tuple[int, int]:
+            xid_before, wal_before = watcher.execute(state).fetchone() or ("", 0)
+            for _ in range(1000):
+                locked.try_acquire(other, queued=False)
+            xid_after, wal_after = watcher.execute(state).fetchone() or ("", 0)
+            return int(xid_after) - int(xid_before), wal_after - wal_before
+
+        # The server's own work in the background writes now and then.
+        costs = [cost() for _ in range(3)]
+
+    # A write for each would be 96 kB.
+    assert min(ids for ids, _ in costs) < 20
+    assert min(wal for _, wal in costs) < 20_000
     locked.release(held)
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Start = Callable[..., Child]
 #: Seconds of the sessions here; a second later at the latest the ensemble has freed what they held.
-SESSION = 2.0
+SESSION = 4.0
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_a_session_that_is_there_at_once_is_known(
 def test_a_suspended_lease_is_in_jeopardy_and_held_again_after_the_reconnect(
     proxy: Proxy, settings: Settings
 ) -> None:
-    _set_session_timeout(settings, 9.0)
+    _set_options(settings, session_timeout=9.0)
     lease, told = held()
     assert not lease.in_jeopardy
 
@@ -159,8 +159,8 @@ def test_a_suspended_lease_is_in_jeopardy_and_held_again_after_the_reconnect(
     lease.release()
 
 
-def _set_session_timeout(settings: Settings, seconds: float) -> None:
-    options = settings.DISTLOCK["locks"]["OPTIONS"] | {"session_timeout": seconds}
+def _set_options(settings: Settings, **seconds: float) -> None:
+    options = settings.DISTLOCK["locks"]["OPTIONS"] | seconds
     settings.DISTLOCK = settings.DISTLOCK | {"locks": {"BACKEND": BACKEND, "OPTIONS": options}}
 
 
@@ -196,7 +196,8 @@ def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Prox
         assert lease.lost
         with pytest.raises(LockLost):
             lease.check()
-        assert lost_at[0] < granted_at
+        assert lease.deadline < granted_at
+        eventually(lambda: lost_at, 5)
         proxy.pass_through()
         with pytest.raises(LockNotHeld):
             lease.release()
@@ -204,13 +205,16 @@ def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Prox
         assert (other.fencing_token or 0) > (lease.fencing_token or 0)
 
 
-def test_an_expired_session_is_told_at_once_and_the_next_lock_has_a_new_one(alias: None) -> None:
+def test_an_expired_session_is_told_at_once_and_the_next_lock_has_a_new_one(
+    alias: None, settings: Settings
+) -> None:
+    _set_options(settings, session_timeout=9.0)
     lease, told = held()
     before = backend()._session.id
 
     expire()
 
-    [reason] = eventually(lambda: told, SESSION)
+    [reason] = eventually(lambda: told, 6)
     assert "session" in reason
     with pytest.raises(LockLost):
         lease.check()
@@ -240,8 +244,8 @@ def test_a_waiter_whose_session_expires_stands_in_line_again(alias: None) -> Non
 def test_a_node_that_was_deleted_by_hand_is_a_lost_lock(
     alias: None, zookeeper: Ensemble, root: str
 ) -> None:
-    lease, told = held(ttl=0.9)
     with operator(zookeeper) as client:
+        lease, told = held(ttl=3)
         [node] = line(client, root, "x")
         client.delete(f"{root}/x/{node}")
 
@@ -273,7 +277,7 @@ def test_a_waiter_whose_node_was_deleted_by_hand_is_served_all_the_same(
 
 
 def test_a_node_of_another_session_is_not_ours(alias: None) -> None:
-    lease, told = held(ttl=0.9)
+    lease, told = held(ttl=3)
     [place] = backend()._places.granted()
 
     place.session = -1
@@ -294,7 +298,7 @@ def test_a_killed_holder_is_followed_once_its_session_is_over(act: Start) -> Non
     holder.kill()
 
     with lock("x", using="elsewhere", timeout=20):
-        assert time.monotonic() - began < SESSION + 2
+        assert time.monotonic() - began < 8  # it would be 10 by default
 
 
 def test_a_holder_that_ends_well_is_followed_at_once(act: Start) -> None:
@@ -328,10 +332,14 @@ def test_a_frozen_holder_learns_first_thing_that_it_was_superseded(act: Start) -
         lease.check()
 
 
-def test_a_holder_frozen_for_a_moment_keeps_the_lock(act: Start) -> None:
+def test_a_holder_frozen_for_a_moment_keeps_the_lock(
+    act: Start, zookeeper: Ensemble, root: str, settings: Settings
+) -> None:
+    settings.DISTLOCK = aliases(zookeeper, root, session_timeout=8.0)
     frozen = act("wake_up_late", name="x")
     frozen.expect("held")
     other = rival("x", "elsewhere")
+    assert stands(other, "elsewhere") is None
     frozen.stop()
     never(lambda: stands(other, "elsewhere"), 0.3)
     frozen.tell("go on")
@@ -369,14 +377,14 @@ def test_one_server_of_three_can_die_while_hundreds_of_locks_are_taken(
     frail: Ensemble, settings: Settings
 ) -> None:
     # An election takes a while on a machine that is busy.
-    _set_session_timeout(settings, 20.0)
+    _set_options(settings, session_timeout=20.0, io_timeout=15.0)
     leases = [held(f"before:{number}") for number in range(100)]
     over, taken = threading.Event(), list[str]()
 
     def take(worker: int) -> None:
         number = 0
         while not over.is_set():
-            with lock(f"worker:{worker}:{number % 10}", using="locks", timeout=10) as lease:
+            with lock(f"worker:{worker}:{number % 10}", using="locks", timeout=30) as lease:
                 taken.append(lease.name)
             number += 1
 

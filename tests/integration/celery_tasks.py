@@ -84,7 +84,7 @@ def waiting(page: str) -> str:
 
 
 @shared_task(**NOT_LOST)
-@distributed_lock("page:{page}", using="redis", ttl=TTL, timeout=0, on_busy=skip("skipped"))
+@distributed_lock("page:{page}", using="redis", ttl=30, timeout=0, on_busy=skip("skipped"))
 def skipping(page: str) -> str:
     return body(page)
 

@@ -63,7 +63,8 @@ def using(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
         request.getfixturevalue("database") if "database" in request.fixturenames else "default"
     )
     prefix = request.getfixturevalue("prefix")
-    settings.DISTLOCK = {ALIAS: {"KEY_PREFIX": prefix, "OPTIONS": {"using": database}}}
+    options = {"using": database, "io_timeout": 10.0}
+    settings.DISTLOCK = {ALIAS: {"KEY_PREFIX": prefix, "OPTIONS": options}}
     yield ALIAS
     locks.close()
 
@@ -238,15 +239,22 @@ def test_batches_are_bounded_and_pass_no_row_twice(
 ) -> None:
     for number in range(25):
         old(f"{number}")
-    total = MethodLock.objects.using(database).count() + LockWaiter.objects.using(database).count()
+    before = rows_of_all(database)
 
     batches = purge(batch_size=10)
 
     assert deleted(batches) == 25
     assert max(batch.looked_at for batch in batches) == 10
-    assert sum(batch.looked_at for batch in batches) == total
+    looked_at = sum(batch.looked_at for batch in batches)
+    least, most = sorted([before, rows_of_all(database) + deleted(batches)])
+    assert least <= looked_at <= most
     assert [batch.progress for batch in batches] == sorted(batch.progress for batch in batches)
     assert batches[-1].progress == 1
+
+
+def rows_of_all(database: str) -> int:
+    """Return how many rows there are, whoever's they may be."""
+    return sum(model.objects.using(database).count() for model in (MethodLock, LockWaiter))
 
 
 def test_each_batch_is_committed_before_the_next(
@@ -357,7 +365,7 @@ def test_rows_that_others_have_locked_are_left_and_not_waited_for(
         assert len(rows.select_for_update()) == 1
         began = time.monotonic()
         assert deleted(purge()) == 1
-        assert time.monotonic() - began < 0.9
+        assert time.monotonic() - began < 3.5  # it would wait for 4 s
 
     assert names(server_database, prefix) == {"x"}
 
@@ -372,7 +380,7 @@ def test_counter_that_guard_holds_is_left_and_not_waited_for(
         assert backend.engine.guard(cursor, row.method_name, row.fencing_token) == row.fencing_token
         began = time.monotonic()
         assert deleted(purge()) == 1
-        assert time.monotonic() - began < 0.9
+        assert time.monotonic() - began < 3.5  # it would wait for 4 s
 
         rival = backend.request("x", ttl=5, holder=HOLDER)
         assert isinstance(backend.try_acquire(rival, queued=False), Busy)
@@ -417,6 +425,7 @@ def test_locks_in_use_are_taken_and_given_back_meanwhile(
     assert max(times.result()) < 5
 
 
+@pytest.mark.timeout(180)
 def test_first_acquire_of_a_name_races_its_release_and_its_purge(
     database: str, prefix: str, settings: Settings
 ) -> None:
