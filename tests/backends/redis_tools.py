@@ -33,10 +33,10 @@ def alias(port: int, **options: Any) -> dict[str, Any]:
 
 
 def configure(settings: Settings, server: Redis, port: int | None = None, **options: Any) -> None:
-    """Have "default" go to *port*, a proxy's perhaps, and "direct" to the server itself."""
+    """Have "default" go to *port*, a proxy's perhaps, and "direct" to the server itself, with patience."""
     settings.DISTLOCK = {
         "default": alias(port or server.port, **options),
-        "direct": alias(server.port),
+        "direct": alias(server.port, connect_timeout=5.0, io_timeout=10.0),
     }
 
 

@@ -398,12 +398,12 @@ def test_a_lease_is_not_extended_and_ends_with_its_ttl(settings: Settings, name:
 
 def test_what_was_dropped_is_told_before_the_ttl_is_over(settings: Settings, name: str) -> None:
     trust(settings)
-    lease = lock(name, using="locks", ttl=3).acquire()
+    lease = lock(name, using="locks", ttl=6).acquire()
     assert lease
 
     caches["locks"].clear()
 
-    eventually(lambda: lease.lost, 2)
+    eventually(lambda: lease.lost, 5.5)
     assert "not ours any more" in lease.reason
 
 
@@ -453,11 +453,11 @@ def test_a_lease_outlives_errors_that_the_cache_hides(
 ) -> None:
     monkeypatch.setattr(SilentCache, "is_down", False)
     trust(settings, "SilentCache")
-    lease = lock(name, using="locks", ttl=3).acquire()
+    lease = lock(name, using="locks", ttl=6).acquire()
     assert lease
 
     monkeypatch.setattr(SilentCache, "is_down", True)
-    eventually(lambda: lease.in_jeopardy, 2)
+    eventually(lambda: lease.in_jeopardy, 5)
     assert lease.held
     monkeypatch.setattr(SilentCache, "is_down", False)
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import threading
+import time
 import warnings
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pytest_django.fixtures import Settings
+
+    from django_distlock.holding import Holding
 
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]
@@ -65,10 +68,16 @@ def server(settings: Settings) -> Iterator[Redis]:
 def proxy(server: Redis, settings: Settings) -> Iterator[Proxy]:
     """The way to the server for the alias "default"."""
     with Proxy(server.port) as proxy:
-        configure(settings, server, proxy.port)
+        configure(settings, server, proxy.port, io_timeout=10)
         yield proxy
         proxy.pass_through()
         locks.reset()
+
+
+@pytest.fixture
+def is_never_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a lost reply asked for again, however late it is found out."""
+    monkeypatch.setattr("django_distlock.acquisition.SETTLE", 10.0)
 
 
 async def hold(name: str, *, shared: bool = False) -> None:
@@ -81,7 +90,7 @@ async def hold(name: str, *, shared: bool = False) -> None:
 
 @pytest.mark.parametrize("crowd", ["one lock", "readers", "a lock each"])
 async def test_tasks_cancelled_at_any_moment_leave_nothing(
-    server: Redis, proxy: Proxy, name: str, crowd: str
+    server: Redis, proxy: Proxy, caplog: pytest.LogCaptureFixture, name: str, crowd: str
 ) -> None:
     proxy.delay(0.004)
     moments = random.Random(7)
@@ -101,11 +110,18 @@ async def test_tasks_cancelled_at_any_moment_leave_nothing(
     cancelled = await asyncio.gather(*map(be_cancelled, range(CROWD)))
 
     assert sum(cancelled) > CROWD / 4
-    await aeventually(lambda: not left_behind(server), 2, "nobody holds, and nobody waits")
-    await aeventually(lambda: not registry.leases(), 1, "nor does anybody believe to hold")
+    await aeventually(lambda: not left_behind(server), 8, "nobody holds, and nobody waits")
+    await aeventually(lambda: not believers(name), 5, "nor does anybody believe to hold")
+    said = [each.getMessage() for each in caplog.records]
+    assert not [each for each in said if name in each and "without releasing" in each]
     proxy.delay(0)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):
         await hold(name)
+
+
+def believers(name: str) -> list[Holding]:
+    """Return the leases of this lock, and of those named after it."""
+    return [each for each in registry.leases() if each.name.startswith(name)]
 
 
 async def test_waiters_that_are_cancelled_together_leave_nothing(server: Redis, name: str) -> None:
@@ -124,13 +140,14 @@ async def test_waiters_that_are_cancelled_together_leave_nothing(server: Redis, 
 
     ended = await asyncio.gather(*readers, return_exceptions=True)
     assert all(isinstance(each, asyncio.CancelledError) for each in ended)
-    await aeventually(lambda: not waiters(server, name), 2, "nobody waits")
+    await aeventually(lambda: not waiters(server, name), 8, "nobody waits")
     await asyncio.to_thread(holder.leaves)
 
 
 # Lost replies and broken connections.
 
 
+@pytest.mark.usefixtures("is_never_hung")
 async def test_whichever_reply_is_lost_nobody_is_locked_out(
     server: Redis, proxy: Proxy, name: str
 ) -> None:
@@ -143,7 +160,7 @@ async def test_whichever_reply_is_lost_nobody_is_locked_out(
         outcome = await live_with_a_lost_reply(f"{name}:{number}")
 
         assert outcome in {"held", "not asked"}
-        await asyncio.to_thread(rival(f"{name}:{number}").takes, 1)
+        await asyncio.to_thread(rival(f"{name}:{number}").takes, 5)
         if proxy.replies_to_drop:
             break
     assert number >= 4
@@ -198,16 +215,17 @@ async def test_a_waiter_whose_connection_breaks_goes_on_waiting(server: Redis, n
 
     assert not waiter.done()
     await asyncio.to_thread(holder.leaves)
-    await asyncio.wait_for(waiter, 1)
+    await asyncio.wait_for(waiter, 5)
 
 
 async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
-    server: Redis, name: str
+    server: Redis, settings: Settings, name: str
 ) -> None:
+    configure(settings, server, io_timeout=3.0)
     await hold(name)
     server.pause()
     try:
-        async with asyncio.timeout(1.5):
+        async with asyncio.timeout(5.5):
             with pytest.raises(LockBackendError):
                 await lock(name, ttl=LONG, timeout=0).aacquire()
     finally:
@@ -221,7 +239,10 @@ async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
 # Event loops that come and go.
 
 
-def test_a_thousand_short_event_loops_leave_nothing(server: Redis, name: str) -> None:
+def test_a_thousand_short_event_loops_leave_nothing(
+    server: Redis, settings: Settings, name: str
+) -> None:
+    configure(settings, server, io_timeout=10)
     asyncio.run(hold(name))
     files, open_before = open_files(), connections(server)
 
@@ -263,11 +284,12 @@ async def test_two_hundred_tasks_wait_without_threads_and_are_all_served(
     names = [name] * CROWD if crowd == "one lock" else [f"{name}:{i}" for i in range(CROWD)]
     rivals = [rival(each, ttl=LONG) for each in dict.fromkeys(names)]
     assert all(await asyncio.to_thread(lambda: [other.tries() for other in rivals]))
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     tasks = [asyncio.create_task(hold(each)) for each in names]
     await aeventually(lambda: queues(server) == len(rivals), 20, "all wait")
 
-    assert threading.active_count() <= threads
+    new = set(threading.enumerate()) - threads
+    assert not [each for each in new if not each.name.startswith(("distlock-io", "distlock-clock"))]
     await asyncio.to_thread(lambda: [other.leaves() for other in rivals])
 
     async with asyncio.timeout(10):
@@ -288,13 +310,16 @@ async def test_two_hundred_waiters_for_one_fair_lock_do_not_melt_the_server(
 
     tasks = [asyncio.create_task(queue(site)) for site in sites]
     await aeventually(lambda: waiters(server, name) == CROWD, 20, "all stand in line")
+    began = time.monotonic()
     asked = server.calls()["evalsha"]
     busy = _seconds_of_work(server)
     await asyncio.sleep(1)
 
     # Each looks five times a second, and costs less than a tenth of a millisecond.
-    assert server.calls()["evalsha"] - asked < CROWD * 10
-    assert _seconds_of_work(server) - busy < 0.8
+    asked, busy = server.calls()["evalsha"] - asked, _seconds_of_work(server) - busy
+    elapsed = time.monotonic() - began
+    assert asked < CROWD * 10 * elapsed
+    assert busy < 0.8 * elapsed
     await asyncio.to_thread(holder.leaves)
     async with asyncio.timeout(15):
         await asyncio.gather(*tasks)

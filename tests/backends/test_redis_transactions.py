@@ -424,7 +424,7 @@ def test_with_and_without_scripts_they_keep_each_other_out(
         assert backend.release(request) is Release.RELEASED
 
     crew = [
-        threading.Thread(target=work, args=(make(scripting=number % 2 == 0),))
+        threading.Thread(target=work, args=(make(scripting=number % 2 == 0, io_timeout=10),))
         for number in range(threads)
     ]
     for thread in crew:
