@@ -15,7 +15,8 @@ from django_distlock import distributed_lock, retry, skip
 from testproject import celery  # noqa: F401 - it takes the tasks
 
 DB = 7
-TTL = 3
+#: Longer than a worker takes to miss a child that was killed, and to start another.
+TTL = 9
 LONGEST = 60
 
 
