@@ -20,15 +20,18 @@ from django_distlock import (
     lock,
     transaction_lock,
 )
+from django_distlock.backends.database import transaction_taker
 from tests.fixtures.eventually import eventually, in_time, never
 
-from .session_tools import ask
+from .session_tools import ask, end_session
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
 
 SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
+#: How a session tells its number.
+NUMBER = {"postgres": "SELECT pg_backend_pid()", "mariadb": "SELECT connection_id()"}
 Another = Callable[[str], "BaseDatabaseWrapper"]
 ROUNDS, WORKERS = 20, 4
 
@@ -63,6 +66,18 @@ def snapshots(database: str) -> Iterator[None]:
     options.clear()
     options.update(before)
     _forget_connection(database)
+
+
+def test_an_idle_connection_that_has_died_is_replaced_unseen(database: str, name: str) -> None:
+    with transaction.atomic(using=database):
+        transaction_lock(name, using=database)
+    with transaction_taker._pools[database].cursor() as cursor:
+        cursor.execute(NUMBER[database])
+        [number] = cursor.fetchone()
+    end_session(database, number)
+
+    with transaction.atomic(using=database):
+        transaction_lock(f"{name}:new", using=database)
 
 
 def _forget_connection(database: str) -> None:

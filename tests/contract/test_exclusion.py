@@ -209,7 +209,7 @@ def _race(racer: Rival, before: Rival) -> bool:
     def is_decided() -> bool:
         nonlocal has_won
         has_won = racer.tries()
-        return has_won or (racer.refused.remaining or 0) > before.request.ttl
+        return has_won or (racer.refused.remaining or 0) > 2 * before.request.ttl
 
     eventually(is_decided)
     return has_won

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from django.db.utils import OperationalError
 
-from django_distlock.exceptions import LockDeadlock, LockError, LockNotAcquired
+from django_distlock.exceptions import LockDeadlock, LockError, LockNotAcquired, LockOutcomeUnknown
 from django_distlock.naming import server_key
 
 from .connections import Contended, OwnConnections
@@ -138,6 +138,13 @@ class Taker(ABC):
         raise LockError(msg)
 
     def _make_row(self) -> None:
+        try:
+            self._ask_for_row()
+        except LockOutcomeUnknown:
+            # An idle connection may have died, with a restarted server; made twice, it is still one row.
+            self._ask_for_row()
+
+    def _ask_for_row(self) -> None:
         with suppress(Contended), _pool(self.connection.alias, self.engine).cursor() as cursor:
             self.make_row(cursor)
 
