@@ -147,12 +147,12 @@ class Verbs:
 
     def held(self, keys: Sequence[str]) -> Conversation[list[tuple[Held, str]]]:
         """Tell who holds the locks *keys*: for people, and the owners."""
-        found: list[tuple[Held, str]] = []
-        for first in range(0, len(keys), BATCH):
-            some = keys[first : first + BATCH]
-            for key, answer in zip(some, (yield from self._look_at(some)), strict=True):
-                found += replies.held(self._checked(answer), key)
-        return found
+        answers = yield from self._look_at(keys)
+        held = (
+            replies.held(self._checked(answer), key)
+            for key, answer in zip(keys, answers, strict=True)
+        )
+        return [each for found in held for each in found]
 
     def force(self, key: str, owner: str) -> Conversation[bool]:
         """End a holding for its operator; tell whether it was there."""

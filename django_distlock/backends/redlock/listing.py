@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from django_distlock.backends.redis.conversation import Conversation
     from django_distlock.backends.redis.scripts import Call
 
-#: Locks that one message asks for.
-BATCH = 250
-
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -32,15 +29,8 @@ class Seen:
 
 def looks(calls: Mapping[str, Call]) -> Conversation[list[Seen]]:
     """Ask one server for the locks that *calls* look at, by their keys."""
-    found: list[Seen] = []
-    keys = list(calls)
-    for first in range(0, len(keys), BATCH):
-        some = keys[first : first + BATCH]
-        answers = yield tuple(calls[key].by_text for key in some)
-        found += [
-            _seen(key, each) for key, each in zip(some, answers, strict=True) if _is_held(each)
-        ]
-    return found
+    answers = yield tuple(call.by_text for call in calls.values())
+    return [_seen(key, each) for key, each in zip(calls, answers, strict=True) if _is_held(each)]
 
 
 def merged(found: Iterable[list[Seen]], most: int) -> list[Held]:

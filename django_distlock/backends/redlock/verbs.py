@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from django_distlock import clock
+from django_distlock.backends.redis.verbs import BATCH
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant, Release, digest
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
     from .options import RedlockOptions
     from .votes import Poll
-
-#: Locks renewed by one script: others wait while it runs.
-BATCH = 250
 
 
 class Verbs:
