@@ -32,6 +32,12 @@ SERVER_FIXTURES = {
 }
 
 
+@pytest.fixture
+def is_never_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a lost reply asked for again, however late it is found out."""
+    monkeypatch.setattr("django_distlock.acquisition.SETTLE", 30.0)
+
+
 # First, since the marker decides what `-m "not server"` leaves out.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -76,12 +76,6 @@ def proxy(server: Redis, settings: Settings) -> Iterator[Proxy]:
         locks.reset()
 
 
-@pytest.fixture
-def is_never_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a lost reply asked for again, however late it is found out."""
-    monkeypatch.setattr("django_distlock.acquisition.SETTLE", 10.0)
-
-
 async def hold(name: str, *, shared: bool = False) -> None:
     async with lock(name, ttl=LONG, timeout=10, shared=shared):
         await asyncio.sleep(0)

@@ -89,12 +89,6 @@ def proxy(server: Redis, settings: Settings) -> Iterator[Proxy]:
         locks.reset()
 
 
-@pytest.fixture
-def is_never_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a lost reply asked for again, however late it is found out."""
-    monkeypatch.setattr("django_distlock.acquisition.SETTLE", 10.0)
-
-
 def warm_up() -> None:
     with lock("warm") as lease:
         lease.extend()

@@ -15,7 +15,6 @@ from django_distlock import (
     LockNotHeld,
     LockNotOwned,
     LockOutcomeUnknown,
-    acquisition,
     lock,
 )
 from django_distlock.backends.base import BaseLockBackend
@@ -200,15 +199,10 @@ def test_extensions_are_answered_one_by_one(
 
 
 class TestWhenTheReplyIsLost:
+    @pytest.mark.usefixtures("is_never_hung")
     def test_an_acquire_is_asked_again_and_gets_its_own_grant(
-        self,
-        faulty: Faulty,
-        using: str,
-        name: str,
-        rival: Callable[..., Rival],
-        monkeypatch: pytest.MonkeyPatch,
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
     ) -> None:
-        monkeypatch.setattr(acquisition, "SETTLE", 30.0)
         faulty.lose_replies("try_acquire")
 
         with lock(name, using=using) as lease:
@@ -217,15 +211,10 @@ class TestWhenTheReplyIsLost:
 
         assert rival().tries()
 
+    @pytest.mark.usefixtures("is_never_hung")
     async def test_a_task_gets_its_own_grant_too(
-        self,
-        faulty: Faulty,
-        using: str,
-        name: str,
-        rival: Callable[..., Rival],
-        monkeypatch: pytest.MonkeyPatch,
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
     ) -> None:
-        monkeypatch.setattr(acquisition, "SETTLE", 30.0)
         faulty.lose_replies("try_acquire")
 
         async with lock(name, using=using) as lease:
