@@ -7,6 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -727,6 +728,26 @@ def test_both_clients_keep_the_same_locks(both: tuple[str, ...], name: str) -> N
     assert second._backend.extend([first.request]) == [True]
     assert second._backend.release(first.request) is Release.RELEASED
     assert second.tries()
+
+
+def test_threads_that_ask_at_once_get_each_its_own_answer(using: str, name: str) -> None:
+    def asks(thread: int) -> bool:
+        return all(_reads_its_own(using, f"{name}:{thread}:{number}") for number in range(100))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(asks, range(8)))
+
+
+def _reads_its_own(using: str, key: str) -> bool:
+    # A new connection takes longest, and the other threads run meanwhile.
+    writer, reader = backend(using)._connect(), backend(using)._connect()
+    try:
+        assert writer.add(key, key.encode(), 30)
+        found = reader.gets(key)
+        return found is not None and found[0] == key.encode()
+    finally:
+        writer.close()
+        reader.close()
 
 
 def test_it_says_what_it_cannot_do(using: str, name: str) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import pylibmc
 
 from .client import Disconnected, Failure, NotCarriedOut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from .options import MemcachedOptions
 
-_T = TypeVar("_T")
 #: Identifies nothing: a server counts up from 1. (With 0 the driver sends a request that is none.)
 NOTHING = 1 << 62
 #: How often a value is looked for that comes and goes.
@@ -56,47 +53,39 @@ class PyLibMCClient:
             "receive_timeout": max(1, int(options.io_timeout * 1_000_000)),
         }
         self._driver = _Driver([server], behaviors=behaviors)
-        self._is_connected = False
-        self._is_stuck = False
-        self._limit = options.connect_timeout + 2 * options.io_timeout
 
     def add(self, key: str, value: bytes, seconds: int) -> bool:
         """See Client."""
         with _translated():
-            is_added = self._run(lambda: bool(self._driver.add(key, value, time=seconds)))
-        self._is_connected = True
-        return is_added
+            return bool(self._driver.add(key, value, time=seconds))
 
     def gets(self, key: str) -> tuple[bytes, Any] | None:
         """See Client."""
         with _translated():
-            return self._run(lambda: self._gets(key))
+            return self._gets(key)
 
     def cas(self, key: str, value: bytes, unique: Any, seconds: int) -> bool:
         """See Client."""
         with _translated():
             try:
-                return bool(self._run(lambda: self._driver.cas(key, value, unique, time=seconds)))
+                return bool(self._driver.cas(key, value, unique, time=seconds))
             except pylibmc.NotFound:
                 return False
 
     def close(self) -> None:
         """See Client."""
-        if self._is_stuck:
-            self.abandon()
-        else:
-            self._driver.disconnect_all()
+        self._driver.disconnect_all()
 
     def abandon(self) -> None:
         """See Client. When it is freed it says goodbye, for the parent as well: it never is."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._driver))
 
     def _gets(self, key: str) -> tuple[bytes, Any] | None:
-        # If gets has to connect by itself, it may find nothing where there is something.
-        if not self._is_connected and self._is_missing(key):
-            return None
+        # As bytes: of a text, the driver frees the copy that it sends, and sends what another thread
+        # has put into its place.
+        sent = key.encode()
         for _ in range(LOOKS):
-            value, unique = self._driver.gets(key)
+            value, unique = self._driver.gets(sent)
             if unique is not None:
                 return value, unique
             # It says the same of a server that hangs or is gone.
@@ -104,39 +93,13 @@ class PyLibMCClient:
                 return None
         raise Failure("it has a value, and does not show it")
 
-    def _run(self, verb: Callable[[], _T]) -> _T:
-        """Run *verb*; on a new connection with a limit that is not the driver's.
-
-        While it connects, the driver was seen to wait for ever, whatever its own limits are.
-        """
-        if self._is_connected:
-            return verb()
-        answer: Future[_T] = Future()
-        self._is_stuck = True
-        threading.Thread(target=_settle, args=(answer, verb), daemon=True).start()
-        try:
-            return answer.result(self._limit)
-        except TimeoutError as error:
-            raise Disconnected("the driver did not come back") from error
-        finally:
-            self._is_stuck = not answer.done()
-
     def _is_missing(self, key: str) -> bool:
         """Ask by a verb that raises if there is no answer."""
         try:
             self._driver.cas(key, b"", NOTHING, time=-1)
         except pylibmc.NotFound:
             return True
-        finally:
-            self._is_connected = True
         return False
-
-
-def _settle(answer: Future[_T], verb: Callable[[], _T]) -> None:
-    try:
-        answer.set_result(verb())
-    except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for
-        answer.set_exception(error)
 
 
 @contextmanager
