@@ -144,7 +144,8 @@ class Portable(Engine):
         known = parameters(
             request, channel=channel, until=self._now(cursor) + timedelta(seconds=PATIENCE)
         )
-        if not cursor.execute(_KEEP_PLACE, known) and not cursor.rowcount:
+        cursor.execute(_KEEP_PLACE, known)
+        if not cursor.rowcount:
             cursor.execute(_ENQUEUE, known)
         cursor.execute(_TICKET, known)
         ticket: int = cursor.fetchone()[0]
