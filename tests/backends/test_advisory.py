@@ -6,18 +6,19 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 
-from django_distlock import NotSupported, lock, locks
+from django_distlock import LockBackendError, NotSupported, lock, locks
 from django_distlock.backends.database.advisory_mysql import lock_name
 from django_distlock.backends.database.advisory_postgresql import lock_number
 from django_distlock.holder import Holder
 from django_distlock.protocol import Grant, Release
 from tests.fixtures.eventually import eventually
 
-from .session_tools import SITES, aliases, ask, backend
+from .session_tools import SITES, aliases, ask, backend, waiters
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
@@ -119,6 +120,26 @@ def test_mariadb_has_no_readers_and_says_so(
     assert not backend().supports_shared
     with pytest.raises(NotSupported, match="shared"):
         lock(name, using="locks", shared=True).acquire()
+
+
+@pytest.mark.server
+def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
+    mariadb: MariaDB, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases("mariadb", "advisory")
+    request = backend("site0").request(name, ttl=60.0, holder=Holder.current())
+
+    def end_the_wait() -> None:
+        eventually(lambda: waiters("mariadb") == 1)
+        session = backend("site0")._sessions._by_owner[request.owner]
+        ask("mariadb", "KILL QUERY %s", backend().server.session_number(session.connection))
+
+    with lock(name, using="locks"), ThreadPoolExecutor() as threads:
+        ended = threads.submit(end_the_wait)
+        with pytest.raises(LockBackendError, match=r"^DISTLOCK\['site0'\].*GET_LOCK failed"):
+            backend("site0").wait_acquire(request, 30)
+        ended.result()
+    locks.close()
 
 
 @pytest.mark.server

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from django_distlock.exceptions import LockBackendError
 from django_distlock.protocol import Busy, Grant
 
 from .advisory_server import AdvisoryServer, Fencer
 from .base import SHORT_PAUSE
+from .connections import Unusable
 from .occupants import as_held
 from .session_engine import STAY
 from .session_mysql import LONGEST, MySQLSessions, who_waits
@@ -84,7 +84,7 @@ class MySQLAdvisory(AdvisoryServer, MySQLSessions):
         answer = cursor.fetchone()[0]
         if answer is None:
             problem = "GET_LOCK failed: the server is out of memory, or the session was killed"
-            raise LockBackendError(session.connection.alias, problem)
+            raise Unusable(problem)
         return bool(answer)
 
     def _refused(self, backend: Fencer, cursor: CursorWrapper, session: Session) -> Busy:

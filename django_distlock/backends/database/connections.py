@@ -35,6 +35,10 @@ class Contended(Exception):
     """The server gave up on our statement because of others at work on the same rows."""
 
 
+class Unusable(Exception):
+    """The server is one, or is in a state, in which it keeps no locks; what an engine finds out."""
+
+
 class OwnConnections:
     """A few connections to one database, in autocommit, each borrowed for one request."""
 
@@ -81,6 +85,8 @@ class OwnConnections:
         except (DatabaseError, InterfaceError) as error:
             problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
             raise LockBackendError(self._alias, problem) from error
+        except Unusable as error:
+            raise LockBackendError(self._alias, str(error)) from error
         if bounded:
             bound_requests(connection, self._io_timeout)
         return connection
@@ -160,6 +166,8 @@ class OwnConnections:
             if self._engine.is_contention(error):
                 raise Contended(first_line(error)) from error
             raise LockBackendError(self._alias, _explained(error, self._database)) from error
+        except Unusable as error:
+            raise LockBackendError(self._alias, str(error)) from error
 
     def _lost(self, error: Exception) -> LockBackendError:
         if self._engine.is_missing_table(error):

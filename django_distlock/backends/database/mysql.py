@@ -38,9 +38,10 @@ _TURN = f"""NOT EXISTS (
 
 # Takes the lock for %(owner)s if it is free, and raises its fencing token.
 #
-# "free" reads without locking: so a refused statement locks no row, neither the holder's, which its
-# renewals write, nor the counter, which guard() may hold. LIMIT keeps the optimizer from merging it
-# into the join, which would lock both. What decides is the last line, on the row as it is then.
+# "free" is read first: so a refused statement writes nothing, and does not lock the counter, which
+# guard() may hold. LIMIT keeps the optimizer from merging it into the join, which would lock it.
+# MariaDB reads the row of the lock with a shared lock, for this statement: of two that find it free
+# at once, one is ended as a deadlock. What decides is the last line, on the row as it is then.
 # Each assignment reads but its own old column and the clock of the statement, as their order across
 # tables is not defined. LAST_INSERT_ID: the token; 0: refused, or there is no row yet.
 _ACQUIRE = f"""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError
 
-from django_distlock.exceptions import LockBackendError
 from django_distlock.naming import printable
 from django_distlock.protocol import digest
 
+from .connections import Unusable
 from .engine import COUNTER, LOCK
 from .occupants import PREFIX, Counted, Label, as_held
 from .postgresql import HAS_PSYCOPG3, MICROSECONDS, PostgreSQL, is_direct
@@ -98,7 +98,7 @@ class PostgreSQLSessions(SessionEngine, PostgreSQL):
                 f"the database {connection.alias!r} is reached through a pooler such as PgBouncer, where a session "
                 "does not stay with its holder: give an alias of DATABASES that is direct (OPTIONS 'using')"
             )
-            raise LockBackendError(connection.alias, problem)
+            raise Unusable(problem)
         super().prepare(connection)
         with connection.cursor() as cursor:
             cursor.execute(_SETTLE)
