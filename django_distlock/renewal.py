@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from . import clock
 from .background import Alarm, background
-from .exceptions import LockBackendError
 from .holding import State
 from .naming import printable
 from .signals import announce, lock_extended
@@ -105,8 +104,6 @@ class Renewal:
         try:
             for together in _by_server(backend, asked):
                 self._extend_together(backend, together)
-        except LockBackendError as error:
-            self._endanger(asked, error)
         finally:
             self._put_back(leases)
 
@@ -176,8 +173,15 @@ def _by_server(backend: LeaseBackend, asked: Asked) -> Iterable[Asked]:
     """Return them by the server that keeps them: one that is down endangers no leases of others."""
     found: dict[Hashable, list[tuple[Holding, Request]]] = {}
     for lease, request in asked:
-        found.setdefault(backend.server_of(request), []).append((lease, request))
+        found.setdefault(_server_of(backend, request), []).append((lease, request))
     return found.values()
+
+
+def _server_of(backend: LeaseBackend, request: Request) -> Hashable:
+    try:
+        return backend.server_of(request)
+    except Exception:  # noqa: BLE001 - nobody keeps it now: who asks for it is told why
+        return None
 
 
 renewal = Renewal()

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from django_distlock import clock, lock, locks
+from django_distlock import LockBackendError, clock, lock, locks
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.background import background
 from django_distlock.conf import BackendSettings
@@ -37,6 +37,7 @@ def watched(memory: LocMemBackend) -> Watched:
     return backend
 
 
+@pytest.mark.slow
 def test_a_lease_is_renewed_at_a_third_of_its_ttl(watched: Watched) -> None:
     began = clock.lease_time()
 
@@ -50,6 +51,7 @@ def test_a_lease_is_renewed_at_a_third_of_its_ttl(watched: Watched) -> None:
         assert when - began > number * 1.0
 
 
+@pytest.mark.slow
 def test_leases_taken_together_are_renewed_together(watched: Watched) -> None:
     with ExitStack() as stack:
         for number in range(50):
@@ -60,6 +62,22 @@ def test_leases_taken_together_are_renewed_together(watched: Watched) -> None:
     assert len(watched.batches) <= 10
 
 
+def test_a_lease_that_no_server_is_known_to_keep_endangers_no_other(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def server_of(request: Request) -> str:
+        if request.name == "b":
+            raise LockBackendError("default", "no node covers its slot")
+        return "a server"
+
+    monkeypatch.setattr(watched, "server_of", server_of)
+
+    with lock("a", ttl=3) as lease, lock("b", ttl=3):
+        eventually(lambda: {("a",), ("b",)} <= {tuple(names) for _, names in watched.batches})
+        assert not lease.in_jeopardy
+
+
+@pytest.mark.slow
 def test_a_lease_that_is_not_to_be_renewed_is_not(watched: Watched) -> None:
     left_alone = lock("a", ttl=0.4, renew=False).acquire()
     assert left_alone
@@ -69,6 +87,7 @@ def test_a_lease_that_is_not_to_be_renewed_is_not(watched: Watched) -> None:
     assert {name for _, names in watched.batches for name in names} == {"b"}
 
 
+@pytest.mark.slow
 def test_a_failed_renewal_is_tried_again_soon(watched: Watched) -> None:
     def refuse(requests: Sequence[Request]) -> Sequence[bool]:
         failed.append(clock.lease_time())
@@ -132,6 +151,7 @@ def test_a_lease_that_could_not_tell_of_its_end_is_forgotten(watched: Watched) -
     assert memory_line is not None
 
 
+@pytest.mark.slow
 def test_a_look_that_fails_is_not_the_last_one(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
