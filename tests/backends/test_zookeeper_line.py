@@ -28,7 +28,8 @@ BACKEND = "django_distlock.backends.zookeeper.ZooKeeperBackend"
 
 
 def node(number: int, kind: str = "w") -> str:
-    return f"{number % 2**64:016x}-00000000-{kind}-{number:010d}"
+    # Whoever came later has an owner that is earlier in the order of names.
+    return f"{-number % 2**64:016x}-00000000-{kind}-{number:010d}"
 
 
 def numbers(line: Line) -> list[int]:

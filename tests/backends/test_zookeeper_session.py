@@ -143,18 +143,51 @@ def test_a_session_that_is_there_at_once_is_known(
 def test_a_suspended_lease_is_in_jeopardy_and_held_again_after_the_reconnect(
     proxy: Proxy, settings: Settings
 ) -> None:
-    _set_options(settings, session_timeout=9.0)
+    # Its next renewal comes too late for this test.
+    _set_options(settings, session_timeout=30.0)
     lease, told = held()
     assert not lease.in_jeopardy
 
     proxy.cut()
 
-    # Long before its next renewal.
     eventually(lambda: lease.in_jeopardy, 2)
     lease.check()
     proxy.pass_through()
     eventually(lambda: not lease.in_jeopardy and lease.held, 5)
     assert stands(rival("x", "elsewhere"), "elsewhere") is None
+    assert not told
+    lease.release()
+
+
+def test_a_node_that_went_while_its_session_was_suspended_is_a_lost_lock(
+    proxy: Proxy, zookeeper: Ensemble, root: str, settings: Settings
+) -> None:
+    _set_options(settings, session_timeout=30.0)
+    lease, told = held()
+    proxy.cut()
+    # By the server that will be asked: another one may hear of it later.
+    with operator(zookeeper, f"127.0.0.1:{zookeeper.members[0].port}") as client:
+        [node] = line(client, root, "x")
+        client.delete(f"{root}/x/{node}")
+
+    proxy.pass_through()
+
+    # Long before its next renewal.
+    eventually(lambda: told, 5)
+    with pytest.raises(LockLost):
+        lease.check()
+
+
+def test_a_reconnect_does_not_extend_what_is_not_renewed(proxy: Proxy) -> None:
+    lease, told = held(ttl=8, renew=False)
+    deadline = lease.deadline
+    proxy.cut()
+    eventually(lambda: lease.in_jeopardy, 2)
+
+    proxy.pass_through()
+
+    eventually(lambda: not lease.in_jeopardy, 5)
+    assert lease.deadline == deadline
     assert not told
     lease.release()
 

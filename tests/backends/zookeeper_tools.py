@@ -11,6 +11,7 @@ from django_distlock import locks
 from django_distlock.backends.zookeeper import ZooKeeperBackend
 from django_distlock.holder import Holder
 from django_distlock.protocol import Grant, Request
+from tests.fixtures.eventually import eventually
 from tests.fixtures.zookeeper import Ensemble, options
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def stands(request: Request, alias: str = "locks") -> int | None:
 
 
 @contextmanager
-def operator(ensemble: Ensemble) -> Iterator[Any]:
-    """Give a client of its own, by which an operator looks and deletes."""
-    client = KazooClient(ensemble.hosts)
+def operator(ensemble: Ensemble, hosts: str = "") -> Iterator[Any]:
+    """Give a client of its own, by which an operator looks and deletes: of any server, or of *hosts*."""
+    client = KazooClient(hosts or ensemble.hosts)
     client.start()
     try:
         yield client
@@ -65,7 +66,7 @@ def line(client: Any, root: str, name: str) -> list[str]:
 
 def expire(alias: str = "locks") -> None:
     """Have the ensemble end the session of *alias*: whoever knows its secret may close it."""
-    mine = backend(alias)._session.client
+    mine = eventually(lambda: backend(alias)._session.client)
     twin = KazooClient(backend(alias).options.hosts, client_id=mine.client_id)
     twin.start()
     twin.stop()

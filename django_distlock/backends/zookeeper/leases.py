@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from django_distlock.registry import registry
 
 if TYPE_CHECKING:
     from django_distlock.holding import Holding
+    from django_distlock.protocol import Request
 
     from .backend import ZooKeeperBackend
     from .places import Places
@@ -83,7 +85,7 @@ class Leases:
         self._confirm()
 
     def _confirm(self) -> None:
-        asked = [(lease, request) for lease in self._held() if (request := lease.renewal())]
+        asked = [(lease, request) for lease in self._held() if (request := _asked(lease))]
         start = clock.lease_time()
         try:
             kept = self._backend.extend([request for _, request in asked])
@@ -94,3 +96,8 @@ class Leases:
                 lease.confirm(start, request.ttl)
             elif lease.is_entered:  # else it is being released in this very moment
                 lease.lose("its node is gone")
+
+
+def _asked(lease: Holding) -> Request | None:
+    """Return what confirms it: for no longer than it has, if it is not to be renewed."""
+    return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.remaining)
