@@ -44,7 +44,7 @@ def release_at_end(lease: Lease) -> bool:
 
 def warn_if_before_commit(lease: Lease, began_in: dict[str, Any], *, strict: bool) -> None:
     """Warn, once per call site, if a block that *lease* was taken in is still open."""
-    now = open_blocks()
+    now = open_blocks() if began_in else {}
     for alias, block in began_in.items():
         if now.get(alias) is block:
             problem = ReleasedBeforeCommit(lease.name, alias)

@@ -234,8 +234,9 @@ class BaseLockBackend(ABC):
         """
         if not self.supports_listing:
             raise NotSupported(self.alias, "force_release()")
-        shown = (h for h in self.held() if (h.key, h.owner_digest) == (key, owner_digest))
-        ended = next(shown, None)
+        # To its end: a query that is left open stands in the way of writers.
+        shown = {(held.key, held.owner_digest): held for held in self.held()}
+        ended = shown.get((key, owner_digest))
         if ended is None or not self.end_holding(key, owner_digest):
             return False
         self.tell_forced(ended)
