@@ -9,23 +9,10 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from benchmarks.contenders import Cycle
 
 
-def ours(alias: str) -> Callable[[], None]:
-    """Return one acquire and release through the whole public API."""
-    from django_distlock import lock
-
-    recipe = lock("benchmark", using=alias)
-
-    def cycle() -> None:
-        with recipe:
-            pass
-
-    return cycle
-
-
-def microseconds(cycle: Callable[[], None], rounds: int) -> float:
+def microseconds(cycle: Cycle, rounds: int) -> float:
     """Return the median of one cycle."""
     for _ in range(rounds // 10):
         cycle()

@@ -1,0 +1,30 @@
+"""The settings of the tests, and an alias for each backend that is measured."""
+
+from __future__ import annotations
+
+import os
+
+from testproject.redis_aliases import five_caches
+from testproject.settings import *  # noqa: F403 - settings are names of a module
+from testproject.settings import DISTLOCK
+from tests.fixtures.environment import zookeeper_hosts
+
+# With it on, Django keeps the text of every statement.
+DEBUG = False
+BACKENDS = "django_distlock.backends"
+for vendor in ("postgres", "mariadb"):
+    for kind, backend in {"rowlock": "RowLockBackend", "advisory": "AdvisoryBackend"}.items():
+        DISTLOCK[f"{vendor}-{kind}"] = {
+            "BACKEND": f"{BACKENDS}.{kind}.{backend}",
+            "OPTIONS": {"using": vendor},
+        }
+# These servers have not been up for long, and need not survive a restart.
+servers = list(five_caches(os.environ["DISTLOCK_REDIS_FIVE_PORTS"]))
+DISTLOCK["redlock"] = {
+    "BACKEND": f"{BACKENDS}.redlock.RedlockBackend",
+    "OPTIONS": {"servers": servers, "restart_guard": False},
+}
+DISTLOCK["zookeeper"] = {
+    "BACKEND": f"{BACKENDS}.zookeeper.ZooKeeperBackend",
+    "OPTIONS": {"hosts": zookeeper_hosts()},
+}
