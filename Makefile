@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help demo demo-server test test-fast lint docs clean
+.PHONY: help demo demo-server test test-fast see-red lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -23,6 +23,9 @@ test: ## all that CI does, on every server; installs what is missing
 
 test-fast: $(VENV)/.installed-dev ## no servers, nothing slow, under a minute
 	$(BIN)/python -m pytest -q -m "not server and not slow"
+
+see-red: $(VENV)/.installed-dev ## take each protection out of a copy, and see its tests fail (ONLY="words of its name")
+	$(BIN)/python -m tests.protections $(if $(ONLY),"$(ONLY)")
 
 lint: $(VENV)/.installed-dev ## style, types, layers, spelling
 	tools/lint
