@@ -5,22 +5,34 @@ from __future__ import annotations
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.db import OperationalError, connections
+from django.conf import settings as django_settings
+from django.db import OperationalError, connections, transaction
 
 from django_distlock import LockBackendError, LockError, LockNotAcquired, lock, locks
+from django_distlock.backends.database.engine import PATIENCE
+from django_distlock.backends.database.records import rows
+from django_distlock.bells import ThreadBell
 from django_distlock.holder import Holder
-from django_distlock.protocol import Grant, Release
+from django_distlock.models import FencingCounter, LockWaiter, MethodLock
+from django_distlock.protocol import Busy, Grant, Release
 from tests.backends.conftest import backend
-from tests.fixtures.eventually import eventually, in_time
+from tests.fixtures.child import say
+from tests.fixtures.eventually import eventually, in_time, never
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from pytest_django.fixtures import Settings
 
+    from django_distlock.protocol import Request
     from tests.fixtures.postgres import PostgreSQL
+    from tests.fixtures.processes import Spawn
     from tests.fixtures.servers import Server
 
 #: Set it to 10000 for a long run.
@@ -184,6 +196,39 @@ def test_own_connections_come_from_no_transaction_and_go_when_closed(
     assert own._idle == []
 
 
+def test_forked_child_has_a_session_of_its_own_and_its_parent_keeps_its(
+    server_database: str, server: Server, name: str, spawn: Spawn, settings: Settings
+) -> None:
+    aliases = {server_database: settings.DISTLOCK[server_database]}
+    acts = f"{__name__}:sessions_around_a_fork"
+
+    parent = spawn(acts, aliases=aliases, name=name, using=server_database)
+
+    forked = parent.expect("forked")["session"]
+    before, after = parent.result()
+    assert before == after != forked
+
+
+def sessions_around_a_fork(aliases: dict[str, Any], name: str, using: str) -> list[int]:
+    """Return our session before and after a fork; the child says which one it has."""
+    django_settings.DISTLOCK = aliases
+    with lock(name, using=using):
+        pass
+    before = own_session(using)
+    if (pid := os.fork()) == 0:
+        say("forked", session=own_session(using))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return [before, own_session(using)]
+
+
+def own_session(using: str) -> int:
+    asks = {"postgresql": "SELECT pg_backend_pid()", "mysql": "SELECT connection_id()"}
+    with backend(using)._own.cursor() as cursor:
+        cursor.execute(asks[cursor.db.vendor])
+        return int(cursor.fetchone()[0])
+
+
 def test_waiters_survive_the_loss_of_the_listening_connection(
     postgres: PostgreSQL, name: str
 ) -> None:
@@ -199,15 +244,15 @@ def test_waiters_survive_the_loss_of_the_listening_connection(
     kill_all_sessions("postgres")
 
     assert locked.release(held) is Release.RELEASED
-    waiter.join()
 
+    # Long before its time is over, when it would look once more anyway.
+    eventually(lambda: leases, 10)
+    waiter.join()
     assert leases[0] is not None
     connections["postgres"].close()
 
 
 def has_waiter(name: str) -> bool:
-    from django_distlock.models import LockWaiter
-
     return LockWaiter.objects.using("postgres").filter(method_name=name).exists()
 
 
@@ -237,22 +282,24 @@ def test_durable_though_the_session_is_not(postgres: PostgreSQL, name: str) -> N
 def test_first_comers_of_unknown_names_meet_no_error(
     server_database: str, server: Server, name: str, settings: Settings
 ) -> None:
+    # Each goes to the server by itself, as other processes would.
+    sites = [f"site{number}" for number in range(8)]
     options = {"using": server_database, "io_timeout": 10.0}
-    settings.DISTLOCK = {server_database: {"OPTIONS": options}}
+    settings.DISTLOCK = {site: {"OPTIONS": options} for site in sites}
     errors: list[BaseException] = []
-    barrier = threading.Barrier(8)
+    barrier = threading.Barrier(len(sites))
 
-    def work() -> None:
+    def work(site: str) -> None:
         try:
             for turn in range(20):
                 barrier.wait(30)
-                with lock(f"{name}:{turn}", using=server_database, timeout=30, reentrant=False):
+                with lock(f"{name}:{turn}", using=site, timeout=30):
                     pass
         except (LockError, threading.BrokenBarrierError) as error:
             errors.append(error)
             barrier.abort()
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
+    threads = [threading.Thread(target=work, args=[site]) for site in sites]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -294,6 +341,86 @@ def test_racers_on_an_expired_row_have_one_winner_and_rising_tokens(
     assert [turn for turn, _ in winners] == list(range(rounds))
     tokens = [token for _, token in winners]
     assert tokens == sorted(set(tokens))
+
+
+def test_of_those_that_waited_for_a_row_one_has_the_lock_and_for_its_full_ttl(
+    server_database: str, name: str, settings: Settings
+) -> None:
+    options = {"using": server_database, "io_timeout": 10.0}
+    settings.DISTLOCK = {server_database: {"OPTIONS": options}}
+    with lock(name, using=server_database):
+        pass
+
+    # Requests that the machine is too slow for are refused: then others wait.
+    waited = eventually(lambda: granted_after_a_wait(server_database, name), 30)
+
+    assert waited
+    granted, freed = waited
+    assert len(granted) == 1
+    row = rows(server_database).get(method_name=name)
+    assert row.owner == granted[0].owner
+    assert row.expires_at is not None
+    assert row.expires_at >= freed + timedelta(seconds=granted[0].ttl)
+    locks[server_database].release(granted[0])
+
+
+def granted_after_a_wait(using: str, name: str) -> tuple[list[Request], datetime] | None:
+    """Hold the row under two requests; return who was granted and when it came free, None if nobody was."""
+    locked = locks[using]
+    requests = [locked.request(name, ttl=20, holder=Holder.current()) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        with transaction.atomic(using=using):
+            rows(using).select_for_update().get(method_name=name)
+            tries = [pool.submit(locked.try_acquire, each, queued=False) for each in requests]
+            never(lambda: all(each.done() for each in tries), 0.4)
+            freed = rows(using).get(method_name=name).server_now  # type: ignore[attr-defined]  # annotated
+        answers = zip(requests, [each.result(10) for each in tries], strict=True)
+    granted = [request for request, answer in answers if isinstance(answer, Grant)]
+    return (granted, freed) if granted else None
+
+
+def test_token_rises_though_the_clock_of_the_server_was_put_back(database: str, name: str) -> None:
+    with lock(name, using=database):
+        pass
+    # As if it had been a year ahead.
+    last = (time.time_ns() + 365 * 86_400 * 10**9) // 1000
+    MethodLock.objects.using(database).filter(method_name=name).update(fencing_token=last)
+    FencingCounter.objects.using(database).filter(method_name=name).update(value=last)
+
+    with lock(name, using=database) as lease:
+        assert lease.fencing_token == last + 1
+
+
+@pytest.mark.parametrize(
+    ("using", "engine"),
+    [
+        ("default", "auto"),
+        pytest.param("postgres", "auto", marks=pytest.mark.server),
+        pytest.param("mariadb", "auto", marks=pytest.mark.server),
+        pytest.param("postgres", "portable", marks=pytest.mark.server),
+        pytest.param("mariadb", "portable", marks=pytest.mark.server),
+    ],
+)
+def test_waiter_that_looks_now_and_then_keeps_its_place(
+    request: pytest.FixtureRequest, using: str, engine: str, name: str, settings: Settings
+) -> None:
+    if using != "default":
+        request.getfixturevalue(using)
+    options = {"using": using, "engine": engine, "fair": True, "listen": False, "io_timeout": 10.0}
+    settings.DISTLOCK = {"default": {"OPTIONS": options}}
+    locked = locks["default"]
+    holder, first, late = (locked.request(name, ttl=60, holder=Holder.current()) for _ in range(3))
+    locked.try_acquire(holder, queued=False)
+    locked.enqueue(first, ThreadBell())
+
+    never(lambda: isinstance(locked.try_acquire(first, queued=True), Grant), 1.5 * PATIENCE)
+    locked.release(holder)
+
+    assert isinstance(locked.try_acquire(late, queued=False), Busy)
+    assert isinstance(locked.try_acquire(first, queued=True), Grant)
+    locked.release(first)
+    assert isinstance(locked.try_acquire(late, queued=False), Grant)
+    locked.release(late)
 
 
 def test_timeout_is_kept_while_another_process_holds(database: str, name: str) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from django.db import DatabaseError, connections, transaction
 from django.db.utils import InterfaceError
+from django.test.utils import CaptureQueriesContext
 
 from django_distlock import (
     LockBackendError,
@@ -121,8 +122,13 @@ def test_busy_lock_leaves_the_callers_transaction_usable(
     with transaction.atomic(using=server_database):
         set_level(connection, level)
         Account.objects.using(server_database).filter(pk=account.pk).update(balance=7)
-        with pytest.raises(LockNotAcquired), lock(name, using=server_database, timeout=0.1):
+        with (
+            CaptureQueriesContext(connection) as asked,
+            pytest.raises(LockNotAcquired),
+            lock(name, using=server_database, timeout=0.1),
+        ):
             pass
+        assert len(asked) == 0
         assert level_of(connection) == level
         assert Account.objects.using(server_database).get(pk=account.pk).balance == 7
 

@@ -186,7 +186,7 @@ async def live_with_a_lost_reply(name: str) -> str:
 
 
 async def disconnect(server: Redis) -> None:
-    """Have the server close all connections, also those that the background opens meanwhile."""
+    """Have the server close all connections, also those that the background opens meanwhile; hear of it."""
 
     def are_gone() -> bool:
         with server.client() as client:
@@ -194,6 +194,7 @@ async def disconnect(server: Redis) -> None:
         return not connections(server)
 
     await aeventually(are_gone, 5)
+    await asyncio.sleep(0.01)  # a round of the event loop
 
 
 async def test_connections_that_broke_while_idle_are_replaced_unseen(
@@ -202,7 +203,10 @@ async def test_connections_that_broke_while_idle_are_replaced_unseen(
     await hold(name)
     for _ in range(3):
         await disconnect(server)
-        await hold(name)
+        async with lock(name, ttl=LONG, timeout=10) as lease:
+            await disconnect(server)
+            await lease.aextend()
+            await disconnect(server)
 
 
 async def test_a_waiter_whose_connection_breaks_goes_on_waiting(server: Redis, name: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import time
+from collections import defaultdict
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,8 +27,10 @@ from tests.contract.crew import start
 from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
+from tests.fixtures.redis_servers import cluster_node, make_cluster
 
 from .redis_tools import (
+    BACKEND,
     DATABASE,
     alias,
     backend,
@@ -38,7 +43,7 @@ from .redis_tools import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Hashable, Iterator
     from concurrent.futures import Future
 
     from pytest_django.fixtures import Settings
@@ -668,6 +673,50 @@ def test_a_lock_that_no_replica_confirms_is_refused_and_not_held(
     assert not holders(name)
     assert rival(name).tries()
     locks.reset()
+
+
+# Clusters.
+
+
+@pytest.fixture
+def cluster(settings: Settings) -> Iterator[list[Redis]]:
+    """A cluster of the test's own, behind the alias "default", which knows the first of its masters."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(cluster_node()) for _ in range(3)]
+        make_cluster(servers)
+        location = f"redis://{servers[0].host}:{servers[0].port}/0"
+        options = {"location": location, "cluster": True, "io_timeout": 0.5}
+        settings.DISTLOCK = {"default": {"BACKEND": BACKEND, "OPTIONS": options}}
+        yield servers
+        locks.reset()
+        gc.collect()  # here, where it is expected to complain
+
+
+# The driver leaves sockets to the garbage collector when it asks anew who is in the cluster.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("fate", ["frozen", "killed"])
+def test_a_master_that_is_down_endangers_only_the_leases_that_it_keeps(
+    cluster: list[Redis], name: str, fate: str
+) -> None:
+    kept: defaultdict[Hashable, list[Lease]] = defaultdict(list)
+    for number in range(30):
+        lease = take(f"{name}:{number}", ttl=9)
+        kept[backend().server_of(lease.request)].append(lease)
+    endangered = kept.pop(f"{cluster[0].host}:{cluster[0].port}")
+    safe = [lease for leases in kept.values() for lease in leases]
+    assert len(kept) == 2
+    before = [lease.deadline for lease in safe]
+
+    if fate == "frozen":
+        cluster[0].pause()
+    else:
+        cluster[0].kill()
+
+    eventually(lambda: all(lease.lost for lease in endangered), 20)
+    for lease, deadline in zip(safe, before, strict=True):
+        lease.check()
+        assert lease.deadline > deadline
+        lease.release()
 
 
 # Waiters that die, and many of them.

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis as driver
-from hypothesis import HealthCheck, given, settings as hypothesis_settings, strategies as some
+from hypothesis import (
+    HealthCheck,
+    Phase,
+    given,
+    settings as hypothesis_settings,
+    strategies as some,
+)
 from redis.exceptions import (
     ExecAbortError,
     NoPermissionError,
@@ -300,6 +306,8 @@ def test_the_answers_and_the_keys_are_those_of_the_scripts_when(
     max_examples=80,
     deadline=None,
     database=None,
+    # To look for the fewest steps that fail takes longer than a test may take.
+    phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps=some.lists(some.tuples(calls, pauses), min_size=25, max_size=60))

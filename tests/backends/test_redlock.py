@@ -24,8 +24,10 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.backends.redis.scripts import Script
+from django_distlock.backends.redis.scripts import Call, Script
 from django_distlock.backends.redlock import RedlockBackend, scripts
+from django_distlock.backends.redlock.nodes import Node
+from django_distlock.backends.redlock.task_lines import TaskLine
 from django_distlock.backends.redlock.validity import validity
 from django_distlock.bells import ThreadBell
 from django_distlock.conf import BackendSettings
@@ -203,8 +205,10 @@ def test_what_hanging_servers_grant_late_is_freed(
     _warm_up(cast(RedlockBackend, locks[alias]), name)
     for server in servers[:3]:
         server.pause()
+    began = time.monotonic()
     with pytest.raises(LockBackendError):
         lock(name, using=alias).acquire(timeout=0)
+    assert time.monotonic() - began < 3
 
     for server in servers[:3]:
         server.resume()
@@ -381,6 +385,38 @@ def _ask_at(server: Redis, name: str, owner: str, sent: int) -> Any:
     return _call(server, scripts.ACQUIRE, name, owner, sent, 20_000_000, name, "{}", "0", "")
 
 
+def _saying(word: str) -> Call:
+    return Call(Script("echo", "return ARGV[1]"), (), (word,))
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_one(
+    servers: list[Redis], make: Make
+) -> None:
+    line = Node(make().sources[0]).connect()
+    line.ask(_saying("first"))
+    line.forgo()
+
+    line.ask(_saying("second"))
+
+    eventually(lambda: line._connection.can_read(timeout=0))
+    assert eventually(line.hear) == b"second"
+    line.close()
+
+
+async def test_nor_is_it_for_a_task(servers: list[Redis], make: Make) -> None:
+    line = TaskLine(make().sources[0])
+    await line.open()
+    try:
+        servers[0].pause()
+        with pytest.raises(TimeoutError):
+            await line.ask(_saying("first"), 0.05)
+        servers[0].resume()
+
+        assert await line.ask(_saying("second"), 5) == b"second"
+    finally:
+        await line.aclose()
+
+
 def test_a_question_overtaken_by_its_own_release_is_refused(
     servers: list[Redis], name: str
 ) -> None:
@@ -400,6 +436,19 @@ def test_a_release_overtaken_by_the_next_try_frees_nothing(servers: list[Redis],
     assert _voters(servers[:1], name) == 1
     assert _call(servers[0], scripts.RELEASE, name, owner, 400) == 1
     assert _call(servers[0], scripts.RELEASE, name, owner, 500) == 1
+
+
+def test_a_token_is_written_down_where_its_owner_holds_the_lock_and_lowers_none(
+    servers: list[Redis], name: str
+) -> None:
+    owner, stranger = "c" * 32, "d" * 32
+    token = _ask_at(servers[0], name, owner, 100)[1]
+
+    assert _call(servers[0], scripts.RAISE, name, stranger, token + 9) == 0
+    assert _call(servers[0], scripts.RAISE, name, owner, token - 9) == 1
+    assert _ask_at(servers[0], name, owner, 200)[1] == token
+    assert _call(servers[0], scripts.RAISE, name, owner, token + 9) == 1
+    assert _ask_at(servers[0], name, owner, 300) == [1, token + 9, 1]
 
 
 def test_a_lock_that_a_majority_has_lost_is_lost(
@@ -559,6 +608,29 @@ def test_a_token_is_higher_than_the_last_though_that_came_from_a_clock_far_ahead
 
     assert isinstance(second, Grant)
     assert (second.token or 0) > ahead + 1
+
+
+def test_who_asks_again_gets_the_token_that_a_majority_took_note_of(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    backend = make(fencing=True, **PATIENT)
+    _warm_up(backend, f"{name}:warm")
+    first = backend.try_acquire(request := _request(backend, name), queued=False)
+    assert isinstance(first, Grant)
+    assert first.token
+
+    def has(server: Redis, field: str) -> bool:
+        with server.client() as client:
+            return bool(client.hget(_record(name), field) == str(first.token))
+
+    eventually(lambda: all(has(server, "agreed") for server in servers))
+    # Two whose votes came too late to count, as if their clocks were far ahead.
+    for server in sorted(servers, key=lambda each: has(each, "token"))[:2]:
+        with server.client() as client:
+            client.hset(_record(name), "token", first.token + 3_600_000_000)
+
+    # Whoever answers first.
+    assert [backend.try_acquire(request, queued=False) for _ in range(5)] == [first] * 5
 
 
 # What it costs.

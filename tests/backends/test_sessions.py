@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.db import connections
 
-from django_distlock import Lease, LockBackendError, LockLost, LockNotAcquired, lock, locks
+from django_distlock import (
+    Lease,
+    LockBackendError,
+    LockLost,
+    LockNotAcquired,
+    LockNotOwned,
+    lock,
+    locks,
+)
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant, Release, Request
+from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.processes import Child
 
@@ -106,6 +115,15 @@ def test_a_holder_that_is_not_frozen_outlives_its_ttl(name: str, kind: tuple[str
     with lock(name, using="locks", ttl=3) as lease:
         never(lambda: isinstance(locks["site0"].try_acquire(other, queued=False), Grant), 3.6)
         lease.check()
+
+
+def test_an_extension_never_shortens(database: str, name: str) -> None:
+    with lock(name, using="locks", ttl=60, renew=False) as lease:
+        deadline = lease.deadline
+        lease.extend(1)
+
+        assert lease.deadline == deadline
+        never(lambda: lease.lost, 3)
 
 
 def test_killed_waiters_leave_no_ghosts(act: Start, kind: tuple[str, str], name: str) -> None:
@@ -202,6 +220,32 @@ def test_a_wait_whose_session_is_terminated_is_an_error_and_holds_nothing(
 
     assert len(outcome) == 1
     with lock(name, using="locks", timeout=5):
+        pass
+
+
+def test_a_wait_on_a_server_that_hangs_is_an_error_in_time_and_a_lease_is_lost(
+    request: pytest.FixtureRequest, kind: tuple[str, str], settings: Settings, name: str
+) -> None:
+    database, _ = kind
+    server = request.getfixturevalue(database)
+    settings.DISTLOCK = aliases(*kind, io_timeout=1.0)
+    lease = lock(name, using="locks", ttl=3).acquire()
+    assert lease
+    waiting = crew.start(lambda: lock(name, using="site0", timeout=2).acquire())
+    eventually(lambda: waiters(database) == 1)
+
+    server.pause()
+    try:
+        with pytest.raises(LockBackendError):
+            waiting.result(10)
+        eventually(lambda: lease.lost)
+    finally:
+        server.resume()
+
+    # What the server has not cleaned up yet may still hold it.
+    with pytest.raises((LockLost, LockNotOwned)):
+        lease.release()
+    with lock(name, using="locks", timeout=10):
         pass
 
 
@@ -348,6 +392,8 @@ def test_a_guard_of_the_old_token_makes_the_lock_busy_and_nothing_hangs(
             eventually(lambda: isinstance(locks["site0"].try_acquire(late, queued=False), Busy))
             assert isinstance(locks["site0"].wait_acquire(late, 0.3), Busy)
             assert time.monotonic() - began < 4
+            # What was had without a token was given back.
+            assert locks["site1"].probe(late) is None
         granted = locks["site0"].try_acquire(late, queued=False)
         with pytest.raises(LockLost):
             lease.release()
@@ -383,6 +429,8 @@ def test_held_locks_of_other_processes_are_listed_and_can_be_ended(
     assert not backend().end_holding(held.key, "0" * 16)
     assert held in list(backend().held())
     assert backend().force_release(held.key, held.owner_digest)
+    statement = "SELECT value FROM django_distlock_fencingcounter WHERE method_name = %s"
+    assert ask(database, statement, held.key) == [(token + 1,)]
     with lock(name, using="locks", timeout=5) as lease:
         assert lease.checked_token() > token
 

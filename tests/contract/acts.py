@@ -84,7 +84,8 @@ def cancel_and_end(aliases: dict[str, Any], names: list[str], **terms: Any) -> N
 def raise_balance(aliases: dict[str, Any], name: str, path: str, rounds: int, **terms: Any) -> None:
     """Read a number in a file, work, write it back one higher; again and again."""
     _use(aliases)
-    say("ready")
+    with lock(f"{name}:another", **terms):
+        say("ready")  # and connected
     hear_word("go")
     with Path(path).open("r+b", buffering=0) as file:
         for _ in range(rounds):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from django_distlock import Lease, Lock
     from django_distlock.backends.base import BaseLockBackend
+    from django_distlock.local_queue import _Line
 
 _T = TypeVar("_T")
 
@@ -71,6 +72,15 @@ def held_in_thread(lock: Lock) -> Iterator[Lease]:
 
 def length_of_line(backend: BaseLockBackend, name: str) -> int:
     """Return how many of this process hold the lock or stand in line for it."""
-    key = backend.request(name, ttl=1, holder=None).key
-    line = backend.queue._lines.get(key)
+    line = _line(backend, name)
     return len(line.places) if line else 0
+
+
+def is_contested(backend: BaseLockBackend, name: str) -> bool:
+    """Return whether the line of this process knows that others want the lock."""
+    line = _line(backend, name)
+    return line is not None and line.is_contested
+
+
+def _line(backend: BaseLockBackend, name: str) -> _Line | None:
+    return backend.queue._lines.get(backend.request(name, ttl=1, holder=None).key)

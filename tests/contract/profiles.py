@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from tests.fixtures.environment import ZOOKEEPER_PORTS
+from tests.fixtures.environment import zookeeper_hosts
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
 ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
@@ -150,9 +149,8 @@ def _memcached(cache: str) -> Profile:
 
 
 def _zookeeper() -> Profile:
-    hosts = ",".join(f"127.0.0.1:{os.environ.get(port, '1')}" for port in ZOOKEEPER_PORTS)
     # Three servers and all clients share one machine, which may be busy.
-    options = {"hosts": hosts, "session_timeout": 6.0, "io_timeout": 5.0}
+    options = {"hosts": zookeeper_hosts(), "session_timeout": 6.0, "io_timeout": 5.0}
     settings = {"BACKEND": ZOOKEEPER, "OPTIONS": options}
     traits = SESSION | READERS | {"fair", "purge", "wakes_waiters"}
     return Profile("zookeeper", settings, traits, ("zookeeper",), needs_server=True, tick=0.4)
@@ -164,7 +162,14 @@ PROFILES = (
     _database("sqlite-fair", "default", ROWS | {"fair"}, fair=True),
     _database("postgres", "postgres", NOTIFIED, "postgres"),
     _database("postgres-fair", "postgres", NOTIFIED | {"fair"}, "postgres", fair=True),
-    _database("postgres-portable", "postgres", ROWS, "postgres", engine="portable"),
+    _database(
+        "postgres-portable",
+        "postgres",
+        ROWS | {"fair"},
+        "postgres",
+        engine="portable",
+        fair=True,
+    ),
     _database("postgres-pgbouncer", "pgbouncer", ROWS, "pgbouncer", listen=False),
     _database("mariadb", "mariadb", ROWS, "mariadb"),
     _database("mariadb-fair", "mariadb", ROWS | {"fair"}, "mariadb", fair=True),

@@ -85,6 +85,10 @@ def test_one_lock_object_may_be_shared_by_threads(using: str, name: str) -> None
 
 
 def test_servers_of_one_application_lose_nothing(sites: list[str], name: str) -> None:
+    for site in sites[:WORKERS]:
+        with lock(f"{name}:another", using=site):
+            pass  # connected, so that all begin at once
+
     account = _raise_by_threads(
         [partial(lock, name, using=site, timeout=30) for site in sites[:WORKERS]]
     )

@@ -137,8 +137,10 @@ def test_a_waiter_gets_the_lock_when_min_hold_is_over(using: str, name: str, tic
     with lock(name, using=using, min_hold=3 * tick):
         pass
 
+    began = time.monotonic()
     with lock(name, using=using, timeout=200 * tick) as lease:
         assert lease.held
+    assert time.monotonic() - began < 100 * tick
 
 
 @needs("delays")

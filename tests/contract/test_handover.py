@@ -169,7 +169,7 @@ async def test_a_detached_lease_makes_way_in_the_line_of_its_process(using: str,
     assert lease
 
     async def take() -> bool:
-        async with lock(name, using=using, timeout=20) as taken:
+        async with lock(name, using=using, timeout=None) as taken:
             return taken.held
 
     waiting = asyncio.create_task(take())
@@ -177,7 +177,7 @@ async def test_a_detached_lease_makes_way_in_the_line_of_its_process(using: str,
 
     await (await Lease.aattach(text)).arelease()
 
-    assert await waiting
+    assert await asyncio.wait_for(waiting, 20)
 
 
 @needs("detach")

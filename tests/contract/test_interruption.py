@@ -70,6 +70,7 @@ def test_ctrl_c_while_waiting_in_the_line_of_the_process_holds_up_nobody(
         with pytest.raises(KeyboardInterrupt):
             lock(name, using=using, timeout=20).acquire()
         pressed.result(10)
+        eventually(lambda: length_of_line(backend, name) == 1)
 
     with lock(name, using=using, timeout=0):
         assert not other.tries()
@@ -97,6 +98,7 @@ def test_an_exception_set_on_a_thread_that_stands_in_line_holds_up_nobody(
 
     with pytest.raises(TimeLimit):
         waiting.result(20)
+    eventually(lambda: length_of_line(backend, name) == 0)
     other.takes(within=SOON)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 
 import pytest
 
-from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock
+from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock, waiting
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.protocol import Held
 from tests.fixtures.eventually import eventually
 
 from .crew import start
+from .faults import Faulty
 from .profiles import Profile, needs
 from .rivals import Rival
 
@@ -89,6 +91,7 @@ def test_force_of_what_is_not_there_does_nothing(backend: BaseLockBackend, name:
     assert backend.force_release(name, "no digest") is False
 
 
+@pytest.mark.slow
 @needs("leased")
 def test_the_holder_is_told_at_its_next_renewal(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
@@ -123,16 +126,21 @@ def test_a_holder_that_releases_after_the_force_is_told(
 
 @needs("wakes_waiters")
 def test_a_waiter_has_it_soon_after_the_force(
-    using: str, name: str, backend: BaseLockBackend, rival: Rivals
+    faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stuck = rival(ttl=60)
+    # Whoever is not woken sleeps for so long that it is seen.
+    monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 15.0)
+    monkeypatch.setattr(waiting, "LONGEST_WAKEABLE_PAUSE", 15.0)
+    stuck, queued = rival(ttl=60), threading.Event()
     stuck.takes()
-    waiting = start(lambda: _take_and_release(using, name))
-    [record] = _records(backend, stuck)
+    faulty.notice("enqueue", queued.set)
+    waiter = start(lambda: _take_and_release(using, name))
+    assert queued.wait(10)
+    [record] = _records(faulty, stuck)
 
-    assert backend.force_release(record.key, record.owner_digest)
+    assert faulty.force_release(record.key, record.owner_digest)
 
-    assert waiting.result(15)
+    assert waiter.result(10)
 
 
 def _take_and_release(using: str, name: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.dispatch import Signal
 
-from django_distlock import Lease, LockLost, LockNotAcquired, clock, lock
+from django_distlock import Lease, LockLost, LockNotAcquired, LockNotHeld, clock, lock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.signals import (
     lock_acquired,
@@ -160,16 +160,16 @@ def test_a_forced_release_is_told_with_whose_it_was_and_logged(
     assert [r.levelname for r in caplog.records if name in r.getMessage()] == ["WARNING"]
 
 
-@pytest.mark.parametrize("word", sorted(SIGNALS))
+def _fail(**facts: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("word", ["acquired", "busy", "extended", "released"])
 def test_a_receiver_that_fails_breaks_nothing(
     using: str, name: str, connect: Connect, rival: Rivals, word: str
 ) -> None:
     holder = rival()
-
-    def fail(**facts: Any) -> None:
-        raise ZeroDivisionError
-
-    connect(SIGNALS[word], fail)
+    connect(SIGNALS[word], _fail)
 
     with lock(name, using=using) as lease:
         lease.extend()
@@ -180,6 +180,22 @@ def test_a_receiver_that_fails_breaks_nothing(
     holder.leaves()
     with lock(name, using=using, timeout=20) as lease:
         assert lease.held
+
+
+@needs("listing")
+@pytest.mark.parametrize("word", ["forced", "lost"])
+def test_a_receiver_that_fails_breaks_no_forced_release(
+    using: str, name: str, connect: Connect, backend: BaseLockBackend, word: str
+) -> None:
+    connect(SIGNALS[word], _fail)
+
+    with pytest.raises(LockNotHeld), lock(name, using=using) as lease:
+        [record] = [held for held in backend.held() if held.key == lease.request.key]
+        assert backend.force_release(record.key, record.owner_digest)
+        assert lease.lost
+
+    with lock(name, using=using, timeout=20) as after:
+        assert after.held
 
 
 @lacks("whole_seconds")

@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
-from django_distlock import lock, locks, waiting
+from django_distlock import acquisition, lock, locks, waiting
 from django_distlock.conf import read_settings
 from django_distlock.local_queue import IN_A_ROW
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
-from .crew import start
+from .crew import is_contested, start
 from .faults import Faulty, faulty_version_of
 from .profiles import lacks, needs
 from .rivals import Rival
@@ -183,20 +184,27 @@ class TestBetweenProcesses:
         assert time.monotonic() - began < 3 * tick + 8
 
     @needs("cross_process")
-    def test_a_busy_process_gives_way_to_others(self, sites: list[str], name: str) -> None:
+    def test_a_busy_process_gives_way_to_others(
+        self, sites: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # So long that nothing else takes as long.
+        monkeypatch.setattr(acquisition, "GIVE_WAY", 2.0)
         over, taken = threading.Event(), list[float]()
 
         def be_busy() -> None:
             while not over.is_set():
                 taken.append(_take(sites[0], name))
 
-        busy = [start(be_busy) for _ in range(3)]
+        busy = []
         try:
-            eventually(lambda: len(taken) > 4 * IN_A_ROW, 30)
-            with lock(name, using=sites[1], timeout=20) as lease:
-                assert lease.held
+            with lock(name, using=sites[1], timeout=20):
+                # So many that there is always one in line.
+                busy = [start(be_busy) for _ in range(8)]
+                eventually(lambda: is_contested(locks[sites[0]], name))
+            eventually(lambda: len(taken) >= 2 * IN_A_ROW, 30)
         finally:
             over.set()
             wait(busy)
         for each in busy:
             each.result()
+        assert max(later - one for one, later in pairwise(sorted(taken))) >= 2.0

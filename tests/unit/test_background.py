@@ -38,10 +38,13 @@ def _target(thread: threading.Thread) -> object:
 
 
 def test_jobs_of_one_lane_run_one_after_the_other(background: Background) -> None:
-    done: list[int] = []
+    over, done = threading.Event(), list[int]()
+    background.submit("a", lambda: over.wait(10))
     for number in range(20):
         background.submit("a", lambda number=number: done.append(number))  # type: ignore[misc]  # mypy and defaults of lambdas
 
+    never(lambda: done, 0.1)
+    over.set()
     eventually(lambda: len(done) == 20)
 
     assert done == list(range(20))
@@ -225,9 +228,10 @@ def test_nothing_that_a_job_raises_ends_a_thread(
 def test_a_lane_that_was_made_for_nothing_harms_nobody(background: Background) -> None:
     # As an exception from outside would leave it: the lane is there, and its job is not.
     background._lanes["a"] = deque()
-    done = threading.Event()
-    background.submit("b", lambda: None)
+    other, done = threading.Event(), threading.Event()
 
+    background.submit("b", other.set)
+    assert other.wait(8)
     background.submit("a", done.set)
 
     assert done.wait(8)

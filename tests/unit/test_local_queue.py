@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from django_distlock.local_queue import IN_A_ROW, LocalQueue
+from tests.fixtures.eventually import eventually
 
 
 class Bell:
@@ -185,9 +186,13 @@ def test_threads_that_join_and_leave_at_once_have_one_turn_at_a_time(queue: Loca
                 at_once -= 1
             queue.leave("a", bell)
 
+    first = Bell()
+    queue.join("a", first)
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
+    eventually(lambda: len(queue._lines["a"].places) == 9)
+    queue.leave("a", first)
     for thread in threads:
         thread.join(30)
 

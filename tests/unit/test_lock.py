@@ -21,7 +21,7 @@ from django_distlock import (
 )
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.registry import registry
-from tests.contract.crew import elsewhere, held_in_thread
+from tests.contract.crew import elsewhere, held_in_thread, length_of_line
 
 
 def test_locked_tells_whether_anybody_holds_it(memory: LocMemBackend) -> None:
@@ -213,5 +213,6 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
         with pytest.raises(ValueError, match="a bug"):
             lock("a").acquire()
 
+    assert length_of_line(memory, "a") == 0
     with lock("a", timeout=0.5) as lease:
         assert lease.held

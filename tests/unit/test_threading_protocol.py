@@ -53,8 +53,12 @@ def test_releasing_what_is_not_held_is_a_runtime_error(each: Any) -> None:
 
 
 def test_releasing_what_another_thread_holds_is_a_runtime_error(each: Any) -> None:
-    with each, pytest.raises(RuntimeError):
+    assert each.acquire()
+
+    with pytest.raises(RuntimeError):
         elsewhere(each.release)
+
+    each.release()
 
 
 def test_a_timeout_without_blocking_is_a_value_error(each: Any) -> None:
