@@ -6,6 +6,7 @@ import ctypes
 import gc
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -19,8 +20,6 @@ from .crew import held_in_thread, length_of_line, start
 from .faults import Faulty, total
 from .rivals import Rival
 
-# A connection that is cut off in the middle of its making is left to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 Rivals = Callable[..., Rival]
 #: Seconds until everything must be free: a release by another thread, on a busy machine. What a
 #: server carries out late is given back by a second look, two seconds after the first.
@@ -28,7 +27,13 @@ SOON = 6.0
 
 
 @pytest.fixture(autouse=True)
-def sigint() -> Iterator[None]:
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say nothing of connections that a driver was kept from making; by no code that a signal could hit."""
+    monkeypatch.setattr(sys, "unraisablehook", id)
+
+
+@pytest.fixture(autouse=True)
+def sigint(unraisable: None) -> Iterator[None]:
     """Have Ctrl-C raise, also where the tests were started in the background, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -79,16 +79,11 @@ class OwnConnections:
         connection = connections.create_connection(self._database)
         connection.settings_dict = self._settings()
         connection.inc_thread_sharing()
-        try:
+        with self._explaining(), _closed_if_it_fails(connection):
             connection.ensure_connection()
             self._engine.prepare(connection)
-        except (DatabaseError, InterfaceError) as error:
-            problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
-            raise LockBackendError(self._alias, problem) from error
-        except Unusable as error:
-            raise LockBackendError(self._alias, str(error)) from error
-        if bounded:
-            bound_requests(connection, self._io_timeout)
+            if bounded:
+                bound_requests(connection, self._io_timeout)
         return connection
 
     def close(self) -> None:
@@ -154,6 +149,17 @@ class OwnConnections:
         return settings
 
     @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Raise LockBackendError for what keeps a connection from being opened."""
+        try:
+            yield
+        except (DatabaseError, InterfaceError) as error:
+            problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
+            raise LockBackendError(self._alias, problem) from error
+        except Unusable as error:
+            raise LockBackendError(self._alias, str(error)) from error
+
+    @contextmanager
     def translated(self) -> Iterator[None]:
         """Raise lock errors for database errors: Contended, LockOutcomeUnknown, LockBackendError."""
         try:
@@ -184,6 +190,15 @@ def abandon(connection: BaseDatabaseWrapper) -> None:
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, found)
         os.close(nowhere)
+
+
+@contextmanager
+def _closed_if_it_fails(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:  # an exception from outside, too
+        _close_quietly(connection)
+        raise
 
 
 def _close_quietly(connection: BaseDatabaseWrapper) -> None:
