@@ -28,10 +28,10 @@ class Caller:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the thread has ended, or the task is done."""
+        """Whether the thread has ended, or the task is done or will never be."""
         if self._task is not None:
             task = self._task()
-            return task is None or task.done()
+            return task is None or task.done() or task.get_loop().is_closed()
         thread = self._thread()
         return thread is None or not thread.is_alive()
 

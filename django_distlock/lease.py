@@ -13,6 +13,7 @@ from django.core import signing
 
 from . import clock, fencing, transactions
 from .background import background
+from .caller import Caller
 from .conf import checked_ttl
 from .exceptions import LockError, LockLost, LockNotOwned, NotSupported
 from .holding import Holding, State
@@ -207,6 +208,7 @@ class Lease(Holding):
     def release_later(self) -> None:
         """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
         if self._entries > 0:  # all else might take a lock that the finalizer's thread has
+            self.caller = None  # it may end before
             submit = partial(background.submit, self.using, self._release_quietly)
             background.at(clock.lease_time(), submit)
 
@@ -222,7 +224,11 @@ class Lease(Holding):
             if self._entries < 1 or self._state not in (State.HELD, State.LOST):
                 raise self._not_held()
             self._entries -= 1
-            return self._entries > 0
+            if self._entries > 0:
+                return True
+            # Whoever gives it back answers for it: a task that is cancelled meanwhile ends before.
+            self.caller = Caller()
+            return False
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:

@@ -98,9 +98,9 @@ class Renewal:
             background.submit(backend.alias, partial(self._extend, backend, leases))
 
     def _extend(self, backend: LeaseBackend, leases: list[Holding]) -> None:
-        asked = [
-            (lease, request) for lease in leases if lease.held and (request := lease.renewal())
-        ]
+        # What is being given back is not renewed.
+        entered = [lease for lease in leases if lease.held and lease.is_entered]
+        asked = [(lease, request) for lease in entered if (request := lease.renewal())]
         try:
             for together in _by_server(backend, asked):
                 self._extend_together(backend, together)

@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from django_distlock import LockError, lock
+from django_distlock import Lease, LockError, lock
+from django_distlock.holding import State
 from django_distlock.registry import registry
+from django_distlock.renewal import renewal
 from tests.fixtures.eventually import aeventually
 
 from .faults import Faulty, total
@@ -127,16 +129,21 @@ async def test_a_timeout_of_asyncio_around_an_acquire_leaves_nothing(
 async def test_a_task_cancelled_while_it_releases_has_released(
     faulty: Faulty, using: str, name: str, rival: Rivals
 ) -> None:
-    other = rival()
-    lease = await lock(name, using=using).aacquire()
-    assert lease
+    other, taken = rival(), list[Lease]()
+
+    async def hold() -> None:
+        async with lock(name, using=using) as lease:
+            taken.append(lease)
+
     hung = faulty.hang("release")
-    task = asyncio.create_task(lease.arelease())
+    task = asyncio.create_task(hold())
     await aeventually(lambda: faulty.calls["release"])
 
     await _ends(task)
+    await asyncio.to_thread(renewal._look)
     hung.set()
 
+    await aeventually(lambda: taken[0].state is State.RELEASED)
     await _becomes_free(other)
 
 
@@ -155,6 +162,27 @@ def test_a_loop_that_ends_in_the_middle_of_everything_leaves_nothing(
 
     for each in names:
         rival(of=each).takes(within=SOON)
+
+
+def test_a_loop_that_is_closed_in_the_middle_of_a_release_leaves_nothing(
+    faulty: Faulty, using: str, name: str, rival: Rivals
+) -> None:
+    faulty.hang("release")
+    loop = asyncio.new_event_loop()
+
+    async def begin_to_release() -> asyncio.Task[None]:
+        lease = await lock(name, using=using).aacquire()
+        assert lease
+        task = asyncio.create_task(lease.arelease())
+        await aeventually(lambda: faulty.calls["release"])
+        return task
+
+    cut_short = loop.run_until_complete(begin_to_release())
+    loop.close()
+    faulty.heal()
+
+    rival().takes(within=15)
+    assert not cut_short.done()
 
 
 def test_a_release_that_fails_is_tried_until_it_works(

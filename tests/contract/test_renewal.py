@@ -11,6 +11,7 @@ import pytest
 from django_distlock import LockLost, lock
 from tests.fixtures.eventually import eventually, never
 
+from .crew import start
 from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
@@ -91,6 +92,26 @@ def test_renewal_stops_at_the_release(
 
     put_forward(80)
     never(lambda: faulty.calls["extend"] > before, 5 * tick)
+
+
+@lacks("whole_seconds")
+def test_what_is_being_released_is_not_renewed(
+    faulty: Faulty, using: str, name: str, tick: float, put_forward: Clock
+) -> None:
+    lease = lock(name, using=using, ttl=100).acquire()
+    assert lease
+    faulty.hang("release")
+    releasing = start(lease.release)
+    eventually(lambda: faulty.calls["release"])
+
+    put_forward(40)
+    never(lambda: faulty.calls["extend"], 5 * tick)
+
+    put_forward(100)
+    assert lease.lost
+    faulty.heal()
+    with pytest.raises(LockLost):
+        releasing.result(10)
 
 
 @lacks("whole_seconds")
