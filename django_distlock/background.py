@@ -93,7 +93,7 @@ class Background:
         # An idle one that was woken before may not have taken its lane yet.
         if len(self._free()) > self._idle and self._workers < WORKERS:
             try:
-                _start(self._work, "distlock-io")
+                start_daemon(self._work, "distlock-io")
                 self._workers += 1
             except NoThreadError as error:
                 logger.warning("No thread for the work on locks, tried again soon: %s", error)
@@ -159,7 +159,7 @@ class _Clock:
                 is_first, was_running = self._jobs[0][2] is job, self._is_running
                 self._is_running = True
             if not was_running:
-                _start(self._run, "distlock-clock")
+                start_daemon(self._run, "distlock-clock")
             elif is_first:
                 self._bell.ring()
         except NoThreadError as error:
@@ -202,7 +202,8 @@ class NoThreadError(Exception):
     """There can be no new thread: there are too many, or the interpreter ends."""
 
 
-def _start(target: Callable[[], object], name: str) -> None:
+def start_daemon(target: Callable[[], object], name: str) -> None:
+    """Start a thread that no exit waits for; NoThreadError if there can be none."""
     try:
         threading.Thread(target=target, name=name, daemon=True).start()
     except RuntimeError as error:

@@ -8,13 +8,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.conf import settings as django_settings
 from django.db import OperationalError, connections, transaction
 
-from django_distlock import LockBackendError, LockError, LockNotAcquired, lock, locks
+from django_distlock import LockBackendError, LockError, LockNotAcquired, lock, locks, waiting
 from django_distlock.backends.database.engine import PATIENCE
 from django_distlock.backends.database.records import rows
 from django_distlock.bells import ThreadBell
@@ -22,12 +23,14 @@ from django_distlock.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from django_distlock.protocol import Busy, Grant, Release
 from tests.backends.conftest import backend
+from tests.contract.crew import start
 from tests.fixtures.child import say
 from tests.fixtures.eventually import eventually, in_time, never
 
 if TYPE_CHECKING:
     from datetime import datetime
 
+    from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
 
     from django_distlock.protocol import Request
@@ -250,6 +253,73 @@ def test_waiters_survive_the_loss_of_the_listening_connection(
     waiter.join()
     assert leases[0] is not None
     connections["postgres"].close()
+
+
+@pytest.mark.usefixtures("patient_waiters")
+def test_a_call_that_was_made_before_anybody_listened_is_made_up_for(
+    postgres: PostgreSQL, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks.reset()  # with a listener that does not listen yet
+    locked, listens = backend("postgres"), threading.Event()
+    opens = locked._own.open
+
+    def open_late(*, bounded: bool = True) -> BaseDatabaseWrapper:
+        assert bounded or listens.wait(10)
+        return opens(bounded=bounded)
+
+    monkeypatch.setattr(locked._own, "open", open_late)
+    held = locked.request(name, ttl=30, holder=Holder.current())
+    locked.try_acquire(held, queued=False)
+    taking = start(partial(_take, name))
+    eventually(lambda: has_waiter(name), 5)
+    never(taking.done, 0.3)
+
+    assert locked.release(held) is Release.RELEASED
+    listens.set()
+
+    assert taking.result(5)
+
+
+def test_a_listener_that_finds_no_thread_is_begun_by_the_next_waiter(
+    postgres: PostgreSQL, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listeners, begin = list[str](), threading.Thread.start
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "distlock-listen":
+            listeners.append(thread.name)
+            if len(listeners) == 1:
+                msg = "can't start new thread"
+                raise RuntimeError(msg)
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    locks.reset()  # with a listener that has not begun yet
+    locked = backend("postgres")
+    for _ in range(2):
+        held = locked.request(name, ttl=30, holder=Holder.current())
+        locked.try_acquire(held, queued=False)
+        taking = start(partial(_take, name))
+        eventually(lambda: has_waiter(name), 5)
+        assert locked.release(held) is Release.RELEASED
+        assert taking.result(10)
+
+    assert len(listeners) == 2
+
+
+@pytest.fixture
+def patient_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is not woken sleeps for so long that it is seen."""
+    monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 10.0)
+    monkeypatch.setattr(waiting, "LONGEST_WAKEABLE_PAUSE", 10.0)
+
+
+def _take(name: str) -> bool:
+    try:
+        with lock(name, using="postgres", timeout=20) as lease:
+            return lease.held
+    finally:
+        connections["postgres"].close()
 
 
 def has_waiter(name: str) -> bool:

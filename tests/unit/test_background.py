@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -205,6 +207,36 @@ def test_what_stops_the_start_of_a_thread_does_not_stop_the_clock(
 
     assert all(each.wait(8) for each in done)
     assert ("can't start new thread" in caplog.text) == has_no_thread
+
+
+def test_a_job_that_found_no_thread_is_tried_again_by_itself(
+    background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, done, start = list[str](), threading.Event(), threading.Thread.start
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "distlock-io" and not refused:
+            refused.append(thread.name)
+            msg = "can't start new thread"
+            raise RuntimeError(msg)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    background.submit("a", done.set)
+
+    assert done.wait(8)
+    assert refused
+
+
+def test_the_exit_of_the_interpreter_waits_for_what_is_under_way() -> None:
+    program = """
+import time
+from django_distlock.background import background
+background.submit("a", lambda: (time.sleep(0.3), print("done")))
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+
+    assert ended.stdout.split() == [b"done"]
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])

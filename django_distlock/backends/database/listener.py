@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from django.db import DatabaseError
 
 from django_distlock import clock
+from django_distlock.background import NoThreadError, start_daemon
 from django_distlock.exceptions import LockBackendError
 
 from .connections import OwnConnections, abandon
@@ -48,8 +49,7 @@ class Listener:
         with self._mutex:
             self._bells[owner] = (None, bell)
             if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="distlock-listen", daemon=True).start()
+                self._begin()
 
     def ring_for(self, owner: str, ticket: int) -> None:
         """Ring the bell of *owner* when *ticket* is called."""
@@ -73,6 +73,13 @@ class Listener:
     def close(self) -> None:
         """Stop listening as soon as nobody waits."""
         self._wanted_until = 0.0
+
+    def _begin(self) -> None:
+        try:
+            start_daemon(self._run, "distlock-listen")
+            self._is_running = True
+        except NoThreadError as error:
+            logger.warning("Waiters poll, as no thread can listen to PostgreSQL: %s", error)
 
     def _run(self) -> None:
         while self._is_wanted():
