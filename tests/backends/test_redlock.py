@@ -668,9 +668,7 @@ def test_threads_are_started_when_they_are_needed_and_gone_after_close(
     eventually(lambda: not any(each.is_alive() for each in ours))
 
 
-def test_connections_are_used_again_when_servers_come_back(
-    servers: list[Redis], make: Make, name: str
-) -> None:
+def test_servers_that_come_back_vote_again(servers: list[Redis], make: Make, name: str) -> None:
     backend = make(**PATIENT)
     for number in range(3):
         for server in servers[:2]:

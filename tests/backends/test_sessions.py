@@ -459,6 +459,19 @@ def test_an_interrupted_wait_returns_at_once_and_keeps_no_place(database: str, n
         pass
 
 
+def test_a_wait_that_is_interrupted_before_it_begins_ends_as_well(database: str, name: str) -> None:
+    request = rival(name)
+    with lock(name, using="locks"):
+        locks["site0"].interrupt(request)
+
+        # Its time over, it would say that it was busy.
+        with pytest.raises(LockBackendError):
+            locks["site0"].wait_acquire(request, 4.0)
+
+    with lock(name, using="locks", timeout=5):
+        pass
+
+
 def test_the_time_that_the_server_lets_us_wait_is_no_part_of_the_ttl(
     database: str, name: str
 ) -> None:

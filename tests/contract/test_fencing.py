@@ -112,7 +112,8 @@ def test_a_hand_over_keeps_it(using: str, name: str) -> None:
     assert _one_holding(using, name) > _token(lease)
 
 
-def test_tokens_of_two_locks_do_not_depend_on_each_other(using: str, name: str) -> None:
-    with lock(f"{name}:a", using=using) as first, lock(f"{name}:b", using=using) as second:
-        assert _token(first) > 0
-        assert _token(second) > 0
+def test_tokens_of_two_locks_taken_in_turn_rise_for_each(using: str, name: str) -> None:
+    turns = [[_one_holding(using, f"{name}:{which}") for which in "ab"] for _ in range(3)]
+
+    for tokens in zip(*turns, strict=True):
+        assert _rises(list(tokens))
