@@ -208,7 +208,8 @@ class Lease(Holding):
     def release_later(self) -> None:
         """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
         if self._entries > 0:  # all else might take a lock that the finalizer's thread has
-            self.caller = None  # it may end before
+            if self._entries == 1:
+                self.caller = None  # it may end before
             submit = partial(background.submit, self.using, self._release_quietly)
             background.at(clock.lease_time(), submit)
 

@@ -15,6 +15,7 @@ from .conf import DEFAULT_ALIAS, checked_ttl, optional_seconds, seconds
 from .exceptions import LockDeadlock, LockLost, LockNotAcquired, LockNotHeld, NotSupported
 from .handler import locks
 from .holder import Holder
+from .holding import State
 from .lease import HANDOVER, Lease, unmasked
 from .naming import checked_name, printable
 from .registry import registry
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .protocol import Request
 
     Seconds = float | timedelta
+    Note = Callable[[Lease], object]
 
 registry.watch(renewal.watch)
 #: The leases held in this chain of contexts: what re-entry looks at.
@@ -145,20 +147,16 @@ class Lock:
         -1 stands for the timeout of the lock, None for no limit; *blocking* False tries once.
         """
         try:
-            lease = self.take(self._patience(timeout, blocking=blocking))
+            return self.take(self._patience(timeout, blocking=blocking), self._remember)
         except LockNotAcquired:
             return None
-        self._remember(lease)
-        return lease
 
     async def aacquire(self, blocking: bool = True, timeout: Seconds | None = -1) -> Lease | None:
         """See acquire()."""
         try:
-            lease = await self.atake(self._patience(timeout, blocking=blocking))
+            return await self.atake(self._patience(timeout, blocking=blocking), self._remember)
         except LockNotAcquired:
             return None
-        self._remember(lease)
-        return lease
 
     def release(self) -> None:
         """Release the lease that this thread or task acquired last; LockNotHeld if there is none."""
@@ -211,26 +209,25 @@ class Lock:
 
     def enter(self, timeout: float | None) -> Lease:
         """Do what ``with`` does at its begin, within *timeout* seconds."""
-        lease = self.take(timeout)
-        with self._mutex:
-            self._entered.append(lease)
-        return lease
+        return self.take(timeout, self._note_entry)
 
     async def aenter(self, timeout: float | None) -> Lease:
         """See enter()."""
-        lease = await self.atake(timeout)
-        with self._mutex:
-            self._entered.append(lease)
+        return await self.atake(timeout, self._note_entry)
+
+    def take(self, timeout: float | None, note: Note = id) -> Lease:
+        """Return a lease within *timeout* seconds, once *note* has it; LockNotAcquired if somebody else has."""
+        lease = self._reentered() or self._pending()
+        try:
+            if lease.state is State.PENDING:
+                _hold(self._backend().acquire(lease, timeout))
+            note(lease)
+        except BaseException:
+            lease.release_later()  # what came from outside may have come after the grant
+            raise
         return lease
 
-    def take(self, timeout: float | None) -> Lease:
-        """Return a lease within *timeout* seconds; LockNotAcquired if somebody else has it."""
-        if (lease := self._reentered()) is None:
-            pending = self._pending()
-            lease = _note(self._backend().acquire(pending, timeout))
-        return lease
-
-    async def atake(self, timeout: float | None) -> Lease:
+    async def atake(self, timeout: float | None, note: Note = id) -> Lease:
         """See take()."""
         if self.terms.on_commit:
             raise NotSupported(
@@ -238,9 +235,14 @@ class Lock:
                 'release="on_commit" in async code',
                 "Transactions are not either.",
             )
-        if (lease := self._reentered()) is None:
-            pending = self._pending()
-            lease = _note(await self._backend().aacquire(pending, timeout))
+        lease = self._reentered() or self._pending()
+        try:
+            if lease.state is State.PENDING:
+                _hold(await self._backend().aacquire(lease, timeout))
+            note(lease)
+        except BaseException:
+            lease.release_later()  # as above
+            raise
         return lease
 
     def default_timeout(self) -> float | None:
@@ -301,6 +303,10 @@ class Lock:
             self._acquired = [old for old in self._acquired if old.is_entered]
             self._acquired.append(lease)
 
+    def _note_entry(self, lease: Lease) -> None:
+        with self._mutex:
+            self._entered.append(lease)
+
     def _recall(self) -> Lease:
         """Return the last lease of this caller; others release theirs."""
         with self._mutex:
@@ -341,7 +347,7 @@ def current_lease(name: str | None = None) -> Lease | None:
     return None
 
 
-def _note(lease: Lease) -> Lease:
+def _hold(lease: Lease) -> Lease:
     _holdings.set((*(held for held in _holdings.get() if held.held), lease))
     return lease
 
@@ -393,7 +399,7 @@ class _Handed:
     def attached(self, *, is_ours: bool) -> Lease:
         """Return the lease, held; LockLost if it had ended, or another process has attached it."""
         if is_ours and self.lease.grant(self._start, self._token):
-            return _note(self.lease)
+            return _hold(self.lease)
         self.lease.give_up()
         raise LockLost(self.lease.name, "it had ended, or was attached elsewhere, before")
 

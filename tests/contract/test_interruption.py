@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 
 import pytest
 
+import django_distlock
 from django_distlock import lock
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import eventually
@@ -24,6 +29,8 @@ Rivals = Callable[..., Rival]
 #: Seconds until everything must be free: a release by another thread, on a busy machine. What a
 #: server carries out late is given back by a second look, two seconds after the first.
 SOON = 6.0
+#: At how many steps of an acquire an exception comes: at the last ones, and at some of all.
+LAST, STEPS = 10, int(os.environ.get("DISTLOCK_STEPS", "20"))
 
 
 @pytest.fixture(autouse=True)
@@ -134,12 +141,81 @@ def _raise_time_limit(*args: object) -> None:
 
 
 def _wait_until_the_time_limit(using: str, name: str, seconds: float) -> None:
-    me = threading.get_ident()
-    timer = threading.Timer(seconds, signal.pthread_kill, (me, signal.SIGUSR1))
+    me, is_on, is_over = threading.get_ident(), threading.Event(), threading.Event()
+
+    def limit() -> None:
+        assert is_on.wait(10)
+        # Once more if nothing comes of it: finalizers and drivers may drop what is raised in them.
+        wait = seconds
+        while not is_over.wait(wait):
+            signal.pthread_kill(me, signal.SIGUSR1)
+            wait = 5.0
+
+    limiting = start(limit)
     with pytest.raises(TimeLimit):
-        timer.start()
-        lock(name, using=using, timeout=20).acquire()
-    timer.join()
+        try:
+            is_on.set()
+            lock(name, using=using, timeout=18).acquire()
+        finally:
+            is_over.set()
+    limiting.result(10)
+
+
+OURS = str(Path(django_distlock.__file__).parent)
+
+
+def _is_ours(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_filename.startswith(OURS)
+
+
+class StopAt:
+    """Raises TimeLimit where this thread makes its call of that number, as a signal might."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.calls = 0
+
+    def __enter__(self) -> StopAt:
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not (_is_ours(frame) or _is_ours(frame.f_back)):
+            return
+        self.calls += 1
+        if self.calls == self.number:
+            sys.setprofile(None)
+            raise TimeLimit
+
+
+def test_an_exception_at_any_step_of_an_acquire_goes_up_and_leaves_nothing(
+    using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = list[object]()  # what finalizers raise goes up nowhere
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: dropped.append(told.exc_type))
+
+    def calls_until(number: int, each: str) -> int:
+        with StopAt(number) as step:
+            lease = lock(each, using=using, timeout=0).acquire()
+        assert lease
+        lease.release()
+        return step.calls
+
+    # The first ones may have to connect.
+    fewest = min(calls_until(0, f"{name}:{turn}") for turn in range(3))
+    # The last ones come after the grant.
+    steps = range(1, fewest)
+    numbers = {*steps[-LAST:], *random.sample(steps, min(STEPS, len(steps)))}
+    for number in numbers:
+        with suppress(TimeLimit):
+            made = calls_until(number, f"{name}:at:{number}")
+            assert made < number or TimeLimit in dropped
+
+    for number in numbers:
+        rival(of=f"{name}:at:{number}").takes(within=SOON)
 
 
 @pytest.mark.parametrize("verb", ["try_acquire", "release"])

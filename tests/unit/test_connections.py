@@ -1,4 +1,4 @@
-"""Connections of our own to a database: one that cannot be used is not left open."""
+"""Connections of our own to a database: none is left open, and nothing is taken for closed that is not."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import sqlite3
 from typing import Any
 
 import pytest
-from django.db import DatabaseError
+from django.db import DatabaseError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_distlock import LockBackendError
-from django_distlock.backends.database.connections import OwnConnections, Unusable
+from django_distlock.backends.database.bounds import is_cut
+from django_distlock.backends.database.connections import OwnConnections, Unusable, _close_quietly
 from django_distlock.backends.database.sqlite import SQLite
 
 
@@ -49,3 +50,36 @@ def test_a_connection_that_cannot_be_used_is_closed_and_frees_its_place(
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         engine.drivers[0].execute("SELECT 1")
     own.give_back(own.borrow(), is_sound=False)
+
+
+class Raw:
+    """What a driver gives for a connection; its socket cannot be had."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def fileno(self) -> int:
+        raise self._error
+
+    close = fileno
+
+
+def with_driver(raw: Raw) -> BaseDatabaseWrapper:
+    connection = connections.create_connection("default")
+    connection.connection = raw
+    return connection
+
+
+@pytest.mark.parametrize("error", [sqlite3.ProgrammingError("closed"), OSError("gone")])
+def test_a_driver_may_say_that_its_connection_is_closed(error: Exception) -> None:
+    assert is_cut(with_driver(Raw(error)))
+    _close_quietly(with_driver(Raw(error)))
+
+
+def test_what_comes_from_outside_is_not_taken_for_the_drivers_word() -> None:
+    class TimeLimit(Exception):
+        pass
+
+    for ask in (is_cut, _close_quietly):
+        with pytest.raises(TimeLimit):
+            ask(with_driver(Raw(TimeLimit())))

@@ -10,6 +10,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from django.db import Error
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
@@ -44,21 +46,21 @@ def patient(
             bound_requests(connection, usually)
 
 
-def descriptor(raw: Any) -> int | None:
-    """Return the socket of a driver's connection: psycopg and mysqlclient tell, PyMySQL keeps it."""
-    try:
-        if hasattr(raw, "fileno"):
-            found: int = raw.fileno()
-            return found
-        kept = getattr(raw, "_sock", None)
-        return None if kept is None else kept.fileno()
-    except Exception:  # noqa: BLE001 - drivers' own ways to say that it is closed
-        return None
+def descriptor(connection: BaseDatabaseWrapper) -> int | None:
+    """Return the socket of *connection*: psycopg and mysqlclient tell, PyMySQL keeps it. None if it is closed."""
+    raw: Any = connection.connection
+    if not hasattr(raw, "fileno"):
+        raw = getattr(raw, "_sock", None)
+    # No more than that: a time limit that a signal raises here is not the driver's.
+    with contextlib.suppress(Error, OSError), connection.wrap_database_errors:
+        found: int | None = None if raw is None else raw.fileno()
+        return found
+    return None
 
 
 def is_cut(connection: BaseDatabaseWrapper) -> bool:
     """Return whether the server has closed its end; no I/O."""
-    found = descriptor(connection.connection)
+    found = descriptor(connection)
     if found is None or found < 0:
         return True
     poll = select.poll()
@@ -68,7 +70,7 @@ def is_cut(connection: BaseDatabaseWrapper) -> bool:
 
 def cut(connection: BaseDatabaseWrapper) -> None:
     """End the connection under a thread that waits for its reply: it gets an error at once."""
-    found = descriptor(connection.connection)
+    found = descriptor(connection)
     if found is None or found < 0:
         return
     line = socket.socket(fileno=os.dup(found))
@@ -78,7 +80,7 @@ def cut(connection: BaseDatabaseWrapper) -> None:
 
 def keep_alive(connection: BaseDatabaseWrapper) -> None:
     """Have the kernel find out within some ten seconds that the server's machine is gone."""
-    found = descriptor(connection.connection)
+    found = descriptor(connection)
     if found is None or not hasattr(socket, "TCP_KEEPIDLE"):
         return
     line = socket.socket(fileno=os.dup(found))

@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, connections
+from django.db import DatabaseError, Error, connections
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
 from django_distlock.background import background
@@ -185,7 +185,7 @@ class OwnConnections:
 def abandon(connection: BaseDatabaseWrapper) -> None:
     """Cut *connection*, inherited over a fork, from its socket, and never close it."""
     _OF_PARENTS.append(connection)
-    found = descriptor(connection.connection)
+    found = descriptor(connection)
     if found is not None:
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, found)
@@ -204,8 +204,9 @@ def _closed_if_it_fails(connection: BaseDatabaseWrapper) -> Iterator[None]:
 def _close_quietly(connection: BaseDatabaseWrapper) -> None:
     # The driver's own: Django's close() refuses to work where an event loop runs.
     driver, connection.connection = connection.connection, None
-    with suppress(Exception):
-        driver.close()
+    with suppress(Error, OSError), connection.wrap_database_errors:
+        if driver is not None:
+            driver.close()
 
 
 def _explained(error: Exception, database: str) -> str:

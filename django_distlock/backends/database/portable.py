@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db.models.functions import Now
-from django.db.utils import IntegrityError
+from django.db.utils import Error, IntegrityError
 
 from django_distlock.protocol import Busy, Grant, Release, Request
 
@@ -249,7 +249,7 @@ def short_transaction(cursor: CursorWrapper) -> Iterator[None]:
         connection.commit()
     except BaseException:
         # A connection broken off in the middle of an answer stays out of autocommit, and is not used again.
-        with suppress(Exception):
+        with suppress(Error, OSError):
             connection.rollback()
             connection.set_autocommit(True)
         raise

@@ -35,10 +35,19 @@ def run(steps: Steps[_T], ends: float) -> _T:
     """
     work = _Work(steps, ends)
     try:
+        _begin(work)
+        work.wait()
+    except BaseException:
+        work.give_up()
+        raise
+    return work.answer()
+
+
+def _begin(work: _Work[_T]) -> None:
+    try:
         _thread.start_new_thread(work.run, ())
     except RuntimeError:  # there are no new threads while the interpreter ends
         work.run()
-    return work.answer()
 
 
 class _Work(Generic[_T]):
@@ -50,24 +59,31 @@ class _Work(Generic[_T]):
         self._answer: _T | None = None
         self._error: BaseException | None = None
         self._is_given_up = self._is_over = False
-        # It is waited for in C: nothing can leave it in a state that is none.
-        self._over = _thread.allocate_lock()
+        # They are waited for in C: nothing can leave them in a state that is none.
+        self._begun, self._over = _thread.allocate_lock(), _thread.allocate_lock()
         self._over.acquire()
 
+    def wait(self) -> None:
+        """Wait for the end."""
+        while not self._is_over:
+            self._over.acquire(True, 1.0)
+
+    def give_up(self) -> None:
+        """Leave no request under way: what has not begun does not begin."""
+        self._is_given_up = True
+        if not self._begun.acquire(blocking=False):
+            self.wait()
+
     def answer(self) -> _T:
-        """Wait for the end; whoever is stopped in the wait leaves no request under way."""
-        try:
-            self._wait()
-        except BaseException:
-            self._is_given_up = True
-            self._wait()
-            raise
+        """Return what came of it, or raise it."""
         if self._error is not None:
             raise self._error
         return cast("_T", self._answer)
 
     def run(self) -> None:
         """Run the steps, until nobody waits for them."""
+        if not self._begun.acquire(blocking=False):
+            return
         try:
             self._answer = self._run()
         except BaseException as error:  # noqa: BLE001 - it is raised where the answer is waited for
@@ -88,10 +104,6 @@ class _Work(Generic[_T]):
                 answer: _T = end.value
                 return answer
         return None
-
-    def _wait(self) -> None:
-        while not self._is_over:
-            self._over.acquire(True, 1.0)
 
 
 async def arun(steps: Steps[_T], ends: float) -> _T:
