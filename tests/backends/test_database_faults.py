@@ -26,6 +26,7 @@ from tests.backends.conftest import backend
 from tests.contract.crew import start
 from tests.fixtures.child import say
 from tests.fixtures.eventually import eventually, in_time, never
+from tests.fixtures.threads import refuse_first_thread
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -283,17 +284,7 @@ def test_a_call_that_was_made_before_anybody_listened_is_made_up_for(
 def test_a_listener_that_finds_no_thread_is_begun_by_the_next_waiter(
     postgres: PostgreSQL, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listeners, begin = list[str](), threading.Thread.start
-
-    def refuse_once(thread: threading.Thread) -> None:
-        if thread.name == "distlock-listen":
-            listeners.append(thread.name)
-            if len(listeners) == 1:
-                msg = "can't start new thread"
-                raise RuntimeError(msg)
-        begin(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    listeners = refuse_first_thread(monkeypatch, "distlock-listen")
     locks.reset()  # with a listener that has not begun yet
     locked = backend("postgres")
     for _ in range(2):

@@ -15,6 +15,7 @@ import pytest
 from django_distlock import background as module, clock
 from django_distlock.background import WORKERS, Background
 from tests.fixtures.eventually import eventually, never
+from tests.fixtures.threads import refuse_first_thread
 
 
 @pytest.fixture
@@ -212,20 +213,11 @@ def test_what_stops_the_start_of_a_thread_does_not_stop_the_clock(
 def test_a_job_that_found_no_thread_is_tried_again_by_itself(
     background: Background, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused, done, start = list[str](), threading.Event(), threading.Thread.start
-
-    def refuse_once(thread: threading.Thread) -> None:
-        if thread.name == "distlock-io" and not refused:
-            refused.append(thread.name)
-            msg = "can't start new thread"
-            raise RuntimeError(msg)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    asked, done = refuse_first_thread(monkeypatch, "distlock-io"), threading.Event()
     background.submit("a", done.set)
 
     assert done.wait(8)
-    assert refused
+    assert asked
 
 
 def test_the_exit_of_the_interpreter_waits_for_what_is_under_way() -> None:
