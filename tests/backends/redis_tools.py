@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis as driver
@@ -16,7 +19,7 @@ from tests.contract.rivals import Rival
 from tests.fixtures.child import hear_word, say
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pytest_django.fixtures import Settings
 
@@ -78,6 +81,17 @@ def connections(server: Redis) -> set[str]:
     with server.client(DATABASE) as client:
         me = client.client_id()
         return {each["id"] for each in client.client_list() if each["id"] != str(me)}
+
+
+def connections_to(servers: Iterable[Redis]) -> set[int]:
+    """Return our own ports of all connections that this process has to these servers."""
+    theirs, ours = {each.port for each in servers}, set()
+    sockets = [each for each in Path("/proc/self/fd").iterdir() if each.is_socket()]
+    for each in sockets:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as end:
+            if end.getpeername()[1] in theirs:
+                ours.add(end.getsockname()[1])
+    return ours
 
 
 # What children do.

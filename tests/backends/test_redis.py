@@ -25,8 +25,10 @@ from django_distlock.protocol import Busy, Grant, Release
 from tests.fixtures.eventually import eventually
 from tests.fixtures.redis import Redis
 
+from .redis_tools import connections_to
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from pytest_django.fixtures import Settings
 
@@ -667,6 +669,72 @@ def test_closing_lets_connections_go_and_they_come_back(
         eventually(lambda: not opened & clients())
         with lock(name):
             assert len(clients() - before - opened) == 1
+
+
+@pytest.fixture(params=["one", "sentinel", "cluster"])
+def servers(
+    request: pytest.FixtureRequest, settings: Settings, own: Redis
+) -> Iterator[Sequence[Redis]]:
+    """The servers that the alias "default" connects to: one, a master and its sentinel, or a cluster."""
+    alias = {"BACKEND": CACHE, "OPTIONS": {"cache": f"redis_{request.param}"}}
+    if request.param == "one":
+        alias = {"BACKEND": BACKEND, "OPTIONS": {"location": f"redis://127.0.0.1:{own.port}"}}
+        found: Sequence[Redis] = [own]
+    elif request.param == "sentinel":
+        pair: Replicated = request.getfixturevalue("redis_sentinel")
+        found = [*pair.servers, pair.sentinel]
+    else:
+        found = request.getfixturevalue("redis_cluster")
+    settings.DISTLOCK = {"default": alias}
+    gc.collect()
+    gc.disable()  # what nobody closes stays open
+    yield found
+    gc.enable()
+    locks.reset()
+
+
+def test_closing_leaves_no_connection(servers: Sequence[Redis], name: str) -> None:
+    before = connections_to(servers)
+    with lock(name):
+        assert connections_to(servers) - before
+
+    locks.close()
+
+    assert not connections_to(servers) - before
+
+
+def test_a_connection_that_is_in_use_when_all_are_closed_is_closed_after_it(
+    servers: Sequence[Redis], name: str
+) -> None:
+    before, backend = connections_to(servers), locks["default"]
+    holder = backend.request(name, ttl=20, holder=Holder.current())
+    assert isinstance(backend.try_acquire(holder, queued=False), Grant)
+    with ThreadPoolExecutor(1) as pool:
+        waiter = pool.submit(lambda: lock(name, timeout=10).acquire())
+        eventually(lambda: any(each.info("clients")["blocked_clients"] for each in servers))
+        in_use = connections_to(servers) - before
+
+        locks.close()
+        backend.release(holder)
+        lease = waiter.result(10)
+
+    assert lease
+    assert not in_use & connections_to(servers)
+    lease.release()
+
+
+def test_a_backend_that_is_used_after_it_was_replaced_leaves_no_connection(
+    servers: Sequence[Redis], name: str
+) -> None:
+    before, backend = connections_to(servers), locks["default"]
+    locks.reset()
+    assert backend.extend([backend.request(name, ttl=20, holder=Holder.current())]) == [False]
+    assert connections_to(servers) - before
+
+    del backend
+    gc.collect()  # pytest tells what it complains of
+
+    assert not connections_to(servers) - before
 
 
 def test_the_cache_is_not_asked(redis: Redis, settings: Settings, name: str) -> None:

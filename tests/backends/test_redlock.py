@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
 import threading
@@ -38,6 +39,8 @@ from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
+
+from .redis_tools import connections_to
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
@@ -401,6 +404,21 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_one(
     eventually(lambda: line._connection.can_read(timeout=0))
     assert eventually(line.hear) == b"second"
     line.close()
+
+
+def test_a_connection_that_is_given_back_after_the_close_is_closed_with_its_node(
+    servers: list[Redis], make: Make
+) -> None:
+    before, node = connections_to(servers), Node(make().sources[0])
+    line = node.connect()
+    node.close()
+    node.give_back(line)
+    assert connections_to(servers) - before
+
+    del node
+    gc.collect()
+
+    assert not connections_to(servers) - before
 
 
 async def test_nor_is_it_for_a_task(servers: list[Redis], make: Make) -> None:

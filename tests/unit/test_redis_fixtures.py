@@ -98,6 +98,7 @@ def test_cluster_shares_the_keys_out(redis_cluster: list[Redis]) -> None:
     with driver.RedisCluster.from_url(url) as client:
         for number in range(30):
             client.set(f"shared out {number}", number)
+        client.disconnect_connection_pools()  # which its end leaves open
 
     for server in redis_cluster:
         with server.client() as client:

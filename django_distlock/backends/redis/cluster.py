@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
@@ -33,8 +35,8 @@ class ClusterLink:
 
     def converse(self, conversation: Conversation[_T]) -> _T:
         """See Link.converse(); one command after the other: each goes to the server of its keys."""
-        client = self._client()
-        return talk(conversation, lambda commands: self._exchange(client, commands))
+        with self._lent() as client:
+            return talk(conversation, lambda commands: self._exchange(client, commands))
 
     def hear(self, bell: str, seconds: float) -> None:
         """See Link.hear(); it may take a little longer."""
@@ -43,8 +45,8 @@ class ClusterLink:
 
     def keys(self, pattern: str) -> Iterator[str]:
         """See Link.keys(); on every primary."""
-        with unanswered(self._alias, self._source.where):
-            for key in self._client().scan_iter(match=pattern, count=1000):
+        with self._lent() as client, unanswered(self._alias, self._source.where):
+            for key in client.scan_iter(match=pattern, count=1000):
                 yield key.decode()
 
     def server_of(self, key: str) -> Hashable:
@@ -57,14 +59,28 @@ class ClusterLink:
         """See Link.close()."""
         client, self._opened = self._opened, None
         if client is not None:
-            client.close()
+            self._let_go()
+
+    @contextmanager
+    def _lent(self) -> Iterator[Any]:
+        client = self._client()
+        try:
+            yield client
+        finally:
+            if client is not self._opened:
+                # It was in use when the link was closed.
+                _close_idle(client)
 
     def _client(self) -> Any:
         with unreachable(self._alias, self._source.where), self._mutex:
             # Asks a server for the others, at once.
             if self._opened is None:
                 settings = self._source.cluster_settings
-                self._opened = RedisCluster.from_url(self._source.url, **settings)
+                client = RedisCluster.from_url(self._source.url, **settings)
+                # See PoolLink._open().
+                self._let_go = weakref.finalize(self, _close_idle, client)
+                self._let_go.atexit = False
+                self._opened = client
             return self._opened
 
     def _exchange(self, client: Any, commands: Sequence[Command]) -> list[Any]:
@@ -100,6 +116,13 @@ class AsyncClusterLink:
         with unanswered(self._alias, self._source.where):
             async with asyncio.timeout(self._source.io_timeout):
                 return [await _aexecute(self._client, command) for command in commands]
+
+
+def _close_idle(client: Any) -> None:
+    # Its own close() leaves the connections of the pools open that it makes for a URL.
+    for node in client.get_nodes():
+        if node.redis_connection:
+            node.redis_connection.connection_pool.disconnect(inuse_connections=False)
 
 
 def _execute(client: Any, command: Command) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,8 +32,9 @@ class PoolLink:
 
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
+        self._source = source
         self._where = source.where
-        self._pool = _sync_pool(source)
+        self._open()
 
     def converse(self, conversation: Conversation[_T]) -> _T:
         """See Link.converse()."""
@@ -66,12 +68,21 @@ class PoolLink:
 
     def close(self) -> None:
         """See Link.close()."""
-        self._pool.disconnect(inuse_connections=False)
+        let_go = self._let_go
+        self._open()
+        let_go()
+
+    def _open(self) -> None:
+        self._pool = _sync_pool(self._source)
+        # What is used once more after close() would be left to the garbage collector, which complains.
+        self._let_go = weakref.finalize(self, _close_idle, self._pool)
+        self._let_go.atexit = False
 
     @contextmanager
     def _lent(self) -> Iterator[Any]:
+        pool = self._pool
         with unreachable(self._alias, self._where):
-            connection = self._pool.get_connection()
+            connection = pool.get_connection()
         try:
             yield connection
         except BaseException:
@@ -79,7 +90,10 @@ class PoolLink:
             connection.disconnect()
             raise
         finally:
-            self._pool.release(connection)
+            pool.release(connection)
+            if pool is not self._pool:
+                # It was in use when the link was closed.
+                _close_idle(pool)
 
     def _exchange(self, connection: Any, commands: Sequence[Command]) -> list[Any]:
         with unanswered(self._alias, self._where):
@@ -138,6 +152,11 @@ def _sync_pool(source: Source) -> Any:
     settings: Any = source.sentinel_settings
     sentinel: Any = Sentinel(source.sentinels, sentinel_kwargs=settings)  # type: ignore[no-untyped-call] # as above
     return SentinelConnectionPool(source.service, sentinel, **source.connection)  # type: ignore[no-untyped-call] # as above
+
+
+def _close_idle(pool: Any) -> None:
+    # Those to sentinels end with the pool.
+    pool.disconnect(inuse_connections=False)
 
 
 def _async_pool(source: Source) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,8 @@ class Node:
         self._pool = ConnectionPool(**source.connection)
         self._mutex = threading.Lock()
         self._idle: list[Line] = []
+        # What is given back after close() would be left to the garbage collector, which complains.
+        weakref.finalize(self, _close_all, self._idle).atexit = False
         self._connectors: ThreadPoolExecutor | None = None
 
     def take(self) -> Line | None:
@@ -141,10 +144,8 @@ class Node:
     def close(self) -> None:
         """Let idle connections and threads go."""
         with self._mutex:
-            idle, self._idle = self._idle, []
             connectors, self._connectors = self._connectors, None
-        for line in idle:
-            line.close()
+            _close_all(self._idle)
         if connectors is not None:
             connectors.shutdown(wait=False)
 
@@ -154,3 +155,8 @@ class Node:
                 name = f"distlock-connect-{self.source.where}"
                 self._connectors = ThreadPoolExecutor(CONNECTORS, thread_name_prefix=name)
             self._connectors.submit(job)
+
+
+def _close_all(idle: list[Line]) -> None:
+    while idle:
+        idle.pop().close()
