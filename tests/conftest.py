@@ -1,7 +1,9 @@
 """What every test has: plugins, an open database, and the marker `server` where it belongs."""
 
 import faulthandler
+import gc
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,6 +32,13 @@ SERVER_FIXTURES = {
     "zookeeper": "zookeeper",
     "own_ensemble": "zookeeper",
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """Have what nobody closed complain in the module that left it, and not in a test that comes later."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture
