@@ -60,6 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    # What all tests share stays to the end, and need not be looked at in every collection.
+    gc.collect()
+    gc.freeze()
+
+
 def _servers_of(item: pytest.Item) -> set[object]:
     """Return the fixtures and parameters of a test, the fixtures of a contract's profile among them."""
     named: set[object] = set(getattr(item, "fixturenames", ()))
