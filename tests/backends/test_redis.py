@@ -672,19 +672,16 @@ def test_closing_lets_connections_go_and_they_come_back(
 
 
 @pytest.fixture(params=["one", "sentinel", "cluster"])
-def servers(
-    request: pytest.FixtureRequest, settings: Settings, own: Redis
-) -> Iterator[Sequence[Redis]]:
+def servers(request: pytest.FixtureRequest, settings: Settings) -> Iterator[Sequence[Redis]]:
     """The servers that the alias "default" connects to: one, a master and its sentinel, or a cluster."""
-    alias = {"BACKEND": CACHE, "OPTIONS": {"cache": f"redis_{request.param}"}}
     if request.param == "one":
-        alias = {"BACKEND": BACKEND, "OPTIONS": {"location": f"redis://127.0.0.1:{own.port}"}}
-        found: Sequence[Redis] = [own]
+        found: Sequence[Redis] = request.getfixturevalue("redis_five")[:1]
     elif request.param == "sentinel":
         pair: Replicated = request.getfixturevalue("redis_sentinel")
         found = [*pair.servers, pair.sentinel]
     else:
         found = request.getfixturevalue("redis_cluster")
+    alias = {"BACKEND": CACHE, "OPTIONS": {"cache": f"redis_{request.param}"}}
     settings.DISTLOCK = {"default": alias}
     gc.collect()
     gc.disable()  # what nobody closes stays open

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import weakref
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
@@ -13,6 +12,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import ResponseError
 
 from .conversation import ask, atalk, talk
+from .opened import Opened
 from .wire import check_heard, listening, unanswered, unreachable
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ class ClusterLink:
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
         self._source = source
-        self._opened: Any = None
-        self._mutex = threading.Lock()
+        self._clients = Opened(partial(_connected, source), _close_idle)
 
     def converse(self, conversation: Conversation[_T]) -> _T:
         """See Link.converse(); one command after the other: each goes to the server of its keys."""
@@ -57,9 +56,7 @@ class ClusterLink:
 
     def close(self) -> None:
         """See Link.close()."""
-        client, self._opened = self._opened, None
-        if client is not None:
-            self._let_go()
+        self._clients.close()
 
     @contextmanager
     def _lent(self) -> Iterator[Any]:
@@ -67,21 +64,11 @@ class ClusterLink:
         try:
             yield client
         finally:
-            if client is not self._opened:
-                # It was in use when the link was closed.
-                _close_idle(client)
+            self._clients.give_back(client)
 
     def _client(self) -> Any:
-        with unreachable(self._alias, self._source.where), self._mutex:
-            # Asks a server for the others, at once.
-            if self._opened is None:
-                settings = self._source.cluster_settings
-                client = RedisCluster.from_url(self._source.url, **settings)
-                # See PoolLink._open().
-                self._let_go = weakref.finalize(self, _close_idle, client)
-                self._let_go.atexit = False
-                self._opened = client
-            return self._opened
+        with unreachable(self._alias, self._source.where):
+            return self._clients.take()
 
     def _exchange(self, client: Any, commands: Sequence[Command]) -> list[Any]:
         with unanswered(self._alias, self._source.where):
@@ -116,6 +103,11 @@ class AsyncClusterLink:
         with unanswered(self._alias, self._source.where):
             async with asyncio.timeout(self._source.io_timeout):
                 return [await _aexecute(self._client, command) for command in commands]
+
+
+def _connected(source: Source) -> Any:
+    # Asks a server for the others, at once.
+    return RedisCluster.from_url(source.url, **source.cluster_settings)
 
 
 def _close_idle(client: Any) -> None:

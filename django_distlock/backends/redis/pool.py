@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import weakref
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
@@ -16,6 +16,7 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 from django_distlock.exceptions import LockBackendError
 
 from .conversation import ask, atalk, talk
+from .opened import Opened
 from .wire import aread, check_heard, listening, patience, read, unanswered, unreachable
 
 if TYPE_CHECKING:
@@ -32,9 +33,9 @@ class PoolLink:
 
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
-        self._source = source
         self._where = source.where
-        self._open()
+        self._pools = Opened(partial(_sync_pool, source), _close_idle)
+        self._pools.take()  # which tells of wrong settings
 
     def converse(self, conversation: Conversation[_T]) -> _T:
         """See Link.converse()."""
@@ -68,19 +69,11 @@ class PoolLink:
 
     def close(self) -> None:
         """See Link.close()."""
-        let_go = self._let_go
-        self._open()
-        let_go()
-
-    def _open(self) -> None:
-        self._pool = _sync_pool(self._source)
-        # What is used once more after close() would be left to the garbage collector, which complains.
-        self._let_go = weakref.finalize(self, _close_idle, self._pool)
-        self._let_go.atexit = False
+        self._pools.close()
 
     @contextmanager
     def _lent(self) -> Iterator[Any]:
-        pool = self._pool
+        pool = self._pools.take()
         with unreachable(self._alias, self._where):
             connection = pool.get_connection()
         try:
@@ -91,9 +84,7 @@ class PoolLink:
             raise
         finally:
             pool.release(connection)
-            if pool is not self._pool:
-                # It was in use when the link was closed.
-                _close_idle(pool)
+            self._pools.give_back(pool)
 
     def _exchange(self, connection: Any, commands: Sequence[Command]) -> list[Any]:
         with unanswered(self._alias, self._where):

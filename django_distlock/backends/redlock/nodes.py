@@ -144,8 +144,10 @@ class Node:
     def close(self) -> None:
         """Let idle connections and threads go."""
         with self._mutex:
+            idle = self._idle[:]
+            self._idle.clear()
             connectors, self._connectors = self._connectors, None
-            _close_all(self._idle)
+        _close_all(idle)
         if connectors is not None:
             connectors.shutdown(wait=False)
 
@@ -157,6 +159,6 @@ class Node:
             self._connectors.submit(job)
 
 
-def _close_all(idle: list[Line]) -> None:
-    while idle:
-        idle.pop().close()
+def _close_all(lines: list[Line]) -> None:
+    for line in lines:
+        line.close()
