@@ -156,3 +156,14 @@ def test_a_dead_target_is_a_reset(proxy: Proxy) -> None:
     with Proxy(1) as hopeless, socket.create_connection((hopeless.host, hopeless.port)) as client:
         with pytest.raises(ConnectionResetError):
             client.recv(1000)
+
+
+def test_a_connection_that_arrives_when_it_closes_is_closed(echo_port: int) -> None:
+    for _ in range(30):
+        proxy = Proxy(echo_port)
+        proxy.start()
+        # Both are news to the loop in the same step, or nearly so.
+        with socket.create_connection((proxy.host, proxy.port), timeout=5) as client:
+            proxy.close()
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
