@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
+from django.db import connections
 
 from django_distlock import LockBackendError, NotSupported, lock, locks
 from django_distlock.backends.database.advisory_mysql import lock_name
@@ -133,6 +134,7 @@ def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
         eventually(lambda: waiters("mariadb") == 1)
         session = backend("site0")._sessions._by_owner[request.owner]
         ask("mariadb", "KILL QUERY %s", backend().server.session_number(session.connection))
+        connections["mariadb"].close()  # this thread's
 
     with lock(name, using="locks"), ThreadPoolExecutor() as threads:
         ended = threads.submit(end_the_wait)
