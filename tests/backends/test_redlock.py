@@ -127,9 +127,11 @@ def _all_voted(servers: list[Redis], name: str) -> None:
     )
 
 
-def _connecting() -> list[str]:
+def _connecting_to(proxies: list[Proxy]) -> list[str]:
+    """Return the names of the threads that connect to one of these."""
+    ends = tuple(f"at {proxy.host}:{proxy.port}" for proxy in proxies)
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("distlock-connect-")]
+    return [name for name in names if name.rpartition("_")[0].endswith(ends)]
 
 
 def _forget(servers: list[Redis]) -> None:
@@ -777,7 +779,7 @@ async def test_tls(
         backend.close()
         locks.close()
         # Those who are late still connect: ssl of Python 3.11 does not close what is reset in its first steps.
-        await aeventually(lambda: not _connecting())
+        await aeventually(lambda: not _connecting_to(proxies))
 
 
 def test_passwords_are_in_no_text(make: Make) -> None:
