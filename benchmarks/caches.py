@@ -4,85 +4,134 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import redis as redis_py
 from pymemcache.client.base import Client
 
-from benchmarks.contenders import Contender, ours
+from benchmarks.contenders import Contender, ours, peer, polled
 from tests.fixtures.memcached import Memcached
 from tests.fixtures.redis import Redis
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from benchmarks.contenders import Field
+
 
 @contextmanager
-def redis() -> Iterator[dict[str, list[Contender]]]:
+def redis() -> Iterator[None]:
     """Start one Redis."""
-    port = int(os.environ["DISTLOCK_REDIS_PORT"])
-    with Redis(port):
-        peers = [_by_redis_py(port), _by_django_redis()]
-        yield {"Redis": [_raw_redis([port]), *peers, ours("redis")]}
+    with Redis(_port()):
+        redis_py.Redis(port=_port()).rpush("raw-bell", "free")
+        yield
+
+
+@cache
+def redis_field() -> Field:
+    """Return who is measured there."""
+    import redis_lock
+    from django.core.cache import caches
+
+    client = redis_py.Redis(port=_port())
+    cache: Any = caches["django_redis"]
+    return {
+        "Redis": [
+            _raw_redis([_port()]),
+            peer("redis-py Lock", lambda: client.lock("redis-py", timeout=30)),
+            peer("django-redis cache.lock", lambda: cache.lock("django-redis", timeout=30)),
+            peer("python-redis-lock", lambda: redis_lock.Lock(client, "python", expire=30)),
+            ours("redis"),
+        ]
+    }
 
 
 @contextmanager
-def redlock() -> Iterator[dict[str, list[Contender]]]:
+def redlock() -> Iterator[None]:
     """Start five Redis servers."""
-    ports = [int(port) for port in os.environ["DISTLOCK_REDIS_FIVE_PORTS"].split(",")]
     with ExitStack() as stack:
-        for port in ports:
+        for port in _five_ports():
             stack.enter_context(Redis(port))
-        yield {"Redlock on five Redis": [_raw_redis(ports), ours("redlock")]}
+            redis_py.Redis(port=port).rpush("raw-bell", "free")
+        yield
+
+
+@cache
+def redlock_field() -> Field:
+    """Return who is measured there."""
+    from pottery import Redlock
+
+    masters = {redis_py.Redis(port=port) for port in _five_ports()}
+    pottery = peer("pottery", lambda: Redlock(key="pottery", masters=masters, auto_release_time=30))
+    return {"Redlock on five Redis": [_raw_redis(_five_ports()), pottery, ours("redlock")]}
 
 
 @contextmanager
-def memcached() -> Iterator[dict[str, list[Contender]]]:
+def memcached() -> Iterator[None]:
     """Start memcached."""
-    port = int(os.environ["DISTLOCK_MEMCACHED_PORT"])
-    with Memcached(port):
-        yield {"memcached": [_raw_memcached(port), ours("memcached")]}
+    with Memcached(_memcached_port()):
+        yield
+
+
+@cache
+def memcached_field() -> Field:
+    """Return who is measured there."""
+    from sherlock import MCLock
+
+    sherlock = Client(("127.0.0.1", _memcached_port()))
+    return {
+        "memcached": [
+            _raw_memcached(),
+            peer("sherlock", lambda: MCLock("sherlock", client=sherlock, expire=30)),
+            ours("memcached"),
+        ]
+    }
+
+
+def _port() -> int:
+    return int(os.environ["DISTLOCK_REDIS_PORT"])
+
+
+def _five_ports() -> list[int]:
+    return [int(port) for port in os.environ["DISTLOCK_REDIS_FIVE_PORTS"].split(",")]
+
+
+def _memcached_port() -> int:
+    return int(os.environ["DISTLOCK_MEMCACHED_PORT"])
 
 
 def _raw_redis(ports: list[int]) -> Contender:
     clients = [redis_py.Redis(port=port) for port in ports]
+    is_held_by_bell = False
 
-    def cycle() -> None:
+    def take() -> None:
         for client in clients:
             client.set("raw", "owner", nx=True, px=30_000)
+
+    def wait() -> None:
+        nonlocal is_held_by_bell
+        is_held_by_bell = True
         for client in clients:
-            client.delete("raw")
+            client.blpop(["raw-bell"])
 
-    return Contender("raw SET NX PX, DEL", cycle)
+    def free() -> None:
+        for client in clients:
+            if is_held_by_bell:
+                client.rpush("raw-bell", "free")
+            else:
+                client.delete("raw")
 
-
-def _by_redis_py(port: int) -> Contender:
-    client = redis_py.Redis(port=port)
-
-    def cycle() -> None:
-        with client.lock("redis-py", timeout=30):
-            pass
-
-    return Contender("redis-py Lock", cycle)
+    return Contender("raw SET NX PX, DEL", take, free, wait)
 
 
-def _by_django_redis() -> Contender:
-    from django.core.cache import caches
+def _raw_memcached() -> Contender:
+    client = Client(("127.0.0.1", _memcached_port()))
 
-    cache: Any = caches["django_redis"]
+    def take() -> bool:
+        return bool(client.add("raw", b"owner", expire=30, noreply=False))
 
-    def cycle() -> None:
-        with cache.lock("django-redis", timeout=30):
-            pass
-
-    return Contender("django-redis cache.lock", cycle)
-
-
-def _raw_memcached(port: int) -> Contender:
-    client = Client(("127.0.0.1", port))
-
-    def cycle() -> None:
-        client.add("raw", b"owner", expire=30, noreply=False)
+    def free() -> None:
         client.delete("raw", noreply=False)
 
-    return Contender("raw add, delete", cycle)
+    return Contender("raw add, delete", take, free, polled(take))

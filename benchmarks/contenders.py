@@ -2,33 +2,66 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-#: One acquire and release.
-Cycle = Callable[[], None]
+Act = Callable[[], object]
+#: By what is measured: contenders, the raw commands first.
+Field = dict[str, list["Contender"]]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to take and give back a lock; the first one on a server is what others are compared with.
+    """A way to take a lock and give it back.
 
-    *alias* is the backend whose hand-off to a waiter of another process is measured too.
+    *wait* takes it when somebody else may have it; None where that is not measured.
+    *alias* is the backend, where the way is ours.
     """
 
     name: str
-    cycle: Cycle
+    take: Act
+    free: Act
+    wait: Act | None = None
     alias: str = ""
 
 
 def ours(alias: str) -> Contender:
-    """Return one acquire and release through the whole public API."""
+    """Return the whole public API."""
     from django_distlock import lock
 
-    recipe = lock("benchmark", using=alias)
+    recipe = lock("benchmark", using=alias, timeout=60)
+    return Contender(
+        f"django_distlock {alias}", recipe.__enter__, _left(recipe), recipe.__enter__, alias
+    )
 
-    def cycle() -> None:
-        with recipe:
-            pass
 
-    return Contender(f"django_distlock {alias}", cycle, alias)
+def peer(
+    name: str, lock: Callable[[], AbstractContextManager[object]], *, waits: bool = True
+) -> Contender:
+    """Return what a user would pick instead: a new lock is made for each ``with``."""
+    held: list[AbstractContextManager[object]] = []
+
+    def take() -> None:
+        held.append(lock())
+        held[-1].__enter__()
+
+    def free() -> None:
+        held.pop().__exit__(None, None, None)
+
+    return Contender(name, take, free, take if waits else None)
+
+
+def polled(take: Callable[[], bool]) -> Act:
+    """Return how to wait where nothing wakes: a try each millisecond."""
+
+    def wait() -> None:
+        while not take():
+            time.sleep(0.001)
+
+    return wait
+
+
+def _left(recipe: AbstractContextManager[object]) -> Act:
+    return lambda: recipe.__exit__(None, None, None)

@@ -1,17 +1,20 @@
-"""Lease rows, held rows and advisory locks, on the databases."""
+"""Lease rows, held rows and advisory locks, on the databases; memory, and no lock at all."""
 
 from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.contenders import Contender, ours
+from benchmarks.contenders import Contender, ours, peer, polled
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from benchmarks.contenders import Act, Field
 
 ACQUIRE = """
 INSERT INTO raw_lease (name, owner, expires_at, token) VALUES ('x', 'o', {later}, 1)
@@ -28,87 +31,150 @@ CLOCKS = {
     "mysql": {"now": "SYSDATE(6)", "later": "SYSDATE(6) + INTERVAL 30 SECOND"},
     "sqlite": {"now": "datetime('now')", "later": "datetime('now', '+30 seconds')"},
 }
-HOLD = ("BEGIN", "SELECT token FROM raw_lease WHERE name = 'x' FOR UPDATE", "COMMIT")
+HOLD = ("BEGIN", "SELECT token FROM raw_lease WHERE name = 'x' FOR UPDATE")
 ADVISORY = {
-    "postgresql": ("SELECT pg_try_advisory_lock(1)", "SELECT pg_advisory_unlock(1)"),
-    "mysql": ("SELECT GET_LOCK('x', 0)", "SELECT RELEASE_LOCK('x')"),
+    "postgresql": (
+        "SELECT pg_try_advisory_lock(1)",
+        "SELECT pg_advisory_unlock(1)",
+        "SELECT pg_advisory_lock(1)",
+    ),
+    "mysql": ("SELECT GET_LOCK('x', 0)", "SELECT RELEASE_LOCK('x')", "SELECT GET_LOCK('x', 60)"),
 }
 
 
+#: Where there is no other process to wait for.
+ALONE = "no server"
+
+
 @contextmanager
-def sqlite() -> Iterator[dict[str, list[Contender]]]:
+def memory() -> Iterator[None]:
+    """Start nothing."""
+    yield
+
+
+@cache
+def memory_field() -> Field:
+    """Return the backends that ask nobody: what they cost is the way to any other."""
+    return {ALONE: [ours("dummy"), ours("locmem")]}
+
+
+@contextmanager
+def sqlite() -> Iterator[None]:
     """Measure on the file that every project begins with."""
-    _migrate("default")
-    yield {"SQLite, lease rows": [_raw_lease("default"), ours("default")]}
+    _prepare("sqlite")
+    yield
+
+
+@cache
+def sqlite_field() -> Field:
+    """Return who is measured there."""
+    return {"SQLite, lease rows": [_raw_lease("sqlite"), ours("sqlite")]}
 
 
 @contextmanager
-def postgres() -> Iterator[dict[str, list[Contender]]]:
+def postgres() -> Iterator[None]:
     """Start PostgreSQL."""
     with PostgreSQL(int(os.environ["DISTLOCK_POSTGRES_PORT"])):
-        _migrate("postgres")
-        found = _all_kinds("postgres")
-        found["postgres, advisory locks"].append(_by_pglock("postgres"))
-        yield found
+        _prepare("postgres")
+        _prepare("default")
+        yield
+
+
+@cache
+def postgres_field() -> Field:
+    """Return who is measured there."""
+    import pglock
+
+    found = _all_kinds("postgres")
+    found["postgres, lease rows"].insert(1, peer("django-db-mutex", _db_mutex, waits=False))
+    advisory = peer("django-pglock", lambda: pglock.advisory("benchmark", using="postgres"))
+    found["postgres, advisory locks"].insert(1, advisory)
+    return found
 
 
 @contextmanager
-def mariadb() -> Iterator[dict[str, list[Contender]]]:
+def mariadb() -> Iterator[None]:
     """Start MariaDB."""
     with MariaDB(int(os.environ["DISTLOCK_MARIADB_PORT"])):
-        _migrate("mariadb")
-        yield _all_kinds("mariadb")
+        _prepare("mariadb")
+        yield
 
 
-def _migrate(alias: str) -> None:
+@cache
+def mariadb_field() -> Field:
+    """Return who is measured there."""
+    return _all_kinds("mariadb")
+
+
+def _prepare(alias: str) -> None:
     from django.core.management import call_command
+    from django.db import connections
 
     call_command("migrate", database=alias, verbosity=0)
+    vendor = connections[alias].vendor
+    with connections[alias].cursor() as cursor:
+        kinds = "name varchar(50) PRIMARY KEY, owner varchar(50), token bigint"
+        moment = "timestamptz" if vendor == "postgresql" else "datetime(6)"
+        cursor.execute("DROP TABLE IF EXISTS raw_lease")
+        cursor.execute(f"CREATE TABLE raw_lease ({kinds}, expires_at {moment})")
+        cursor.execute("INSERT INTO raw_lease (name, token) VALUES ('x', 0)")
 
 
-def _all_kinds(alias: str) -> dict[str, list[Contender]]:
+def _all_kinds(alias: str) -> Field:
     from django.db import connections
 
     advisory = ADVISORY[connections[alias].vendor]
     return {
         f"{alias}, lease rows": [_raw_lease(alias), ours(alias)],
-        f"{alias}, held rows": [_raw(alias, "raw FOR UPDATE", HOLD), ours(f"{alias}-rowlock")],
-        f"{alias}, advisory locks": [_raw(alias, "raw", advisory), ours(f"{alias}-advisory")],
+        f"{alias}, held rows": [
+            _raw(alias, "raw FOR UPDATE", HOLD, "COMMIT"),
+            ours(f"{alias}-rowlock"),
+        ],
+        f"{alias}, advisory locks": [
+            _raw(alias, "raw", advisory[:1], advisory[1], wait=advisory[2]),
+            ours(f"{alias}-bare"),
+            ours(f"{alias}-advisory"),
+        ],
     }
 
 
+def _db_mutex() -> Any:
+    from db_mutex.db_mutex import db_mutex
+
+    return db_mutex("benchmark")
+
+
 def _raw_lease(alias: str) -> Contender:
+    cursor, vendor = _cursor(alias)
+    statement = (UPDATE if vendor == "mysql" else ACQUIRE).format(**CLOCKS[vendor])
+
+    def take() -> bool:
+        cursor.execute(statement)
+        return bool(cursor.rowcount if vendor == "mysql" else cursor.fetchall())
+
+    wait, free = polled(take), lambda: cursor.execute(FREE)
+    return Contender("raw upsert, update", take, free, wait)
+
+
+def _raw(
+    alias: str, name: str, take: tuple[str, ...], free: str, *, wait: str | None = None
+) -> Contender:
+    cursor, _ = _cursor(alias)
+
+    def executed(*statements: str) -> Act:
+        def execute() -> None:
+            for statement in statements:
+                cursor.execute(statement)
+
+        return execute
+
+    waiting = executed(*take) if wait is None else executed(wait)
+    return Contender(name, executed(*take), executed(free), waiting)
+
+
+def _cursor(alias: str) -> tuple[Any, str]:
+    """Return a cursor of the driver, and what kind of database it is."""
     from django.db import connections
 
-    connection = connections[alias]
-    clocks = CLOCKS[connection.vendor]
-    with connection.cursor() as cursor:
-        cursor.execute("DROP TABLE IF EXISTS raw_lease")
-        kinds = "name varchar(50) PRIMARY KEY, owner varchar(50), token bigint"
-        moment = "timestamptz" if connection.vendor == "postgresql" else "datetime(6)"
-        cursor.execute(f"CREATE TABLE raw_lease ({kinds}, expires_at {moment})")
-        cursor.execute("INSERT INTO raw_lease (name, token) VALUES ('x', 0)")
-    acquire = UPDATE if connection.vendor == "mysql" else ACQUIRE
-    return _raw(alias, "raw upsert, update", (acquire.format(**clocks), FREE))
-
-
-def _raw(alias: str, name: str, statements: tuple[str, ...]) -> Contender:
-    from django.db import connections
-
-    cursor: Any = connections[alias].connection.cursor()
-
-    def cycle() -> None:
-        for statement in statements:
-            cursor.execute(statement)
-
-    return Contender(name, cycle)
-
-
-def _by_pglock(alias: str) -> Contender:
-    import pglock
-
-    def cycle() -> None:
-        with pglock.advisory("benchmark", using=alias):
-            pass
-
-    return Contender("django-pglock", cycle)
+    connections[alias].ensure_connection()
+    return connections[alias].connection.cursor(), connections[alias].vendor

@@ -6,12 +6,16 @@ import os
 
 from testproject.redis_aliases import five_caches
 from testproject.settings import *  # noqa: F403 - settings are names of a module
-from testproject.settings import DISTLOCK
+from testproject.settings import DATABASES, DISTLOCK, INSTALLED_APPS
 from tests.fixtures.environment import zookeeper_hosts
 
 # With it on, Django keeps the text of every statement.
 DEBUG = False
 BACKENDS = "django_distlock.backends"
+# django-db-mutex keeps to the database "default".
+INSTALLED_APPS += ["db_mutex"]
+DATABASES |= {"sqlite": DATABASES["default"], "default": DATABASES["postgres"]}
+DISTLOCK["sqlite"] = {**DISTLOCK["default"], "OPTIONS": {"using": "sqlite"}}
 for vendor in ("postgres", "mariadb"):
     for kind, backend in {"rowlock": "RowLockBackend", "advisory": "AdvisoryBackend"}.items():
         DISTLOCK[f"{vendor}-{kind}"] = {
@@ -28,3 +32,10 @@ DISTLOCK["zookeeper"] = {
     "BACKEND": f"{BACKENDS}.zookeeper.ZooKeeperBackend",
     "OPTIONS": {"hosts": zookeeper_hosts()},
 }
+for vendor in ("postgres", "mariadb"):
+    DISTLOCK[f"{vendor}-bare"] = {
+        "BACKEND": f"{BACKENDS}.advisory.AdvisoryBackend",
+        "OPTIONS": {"using": vendor, "fencing": False},
+    }
+for name, backend in {"dummy": "DummyBackend", "locmem": "LocMemBackend"}.items():
+    DISTLOCK[name] = {"BACKEND": f"{BACKENDS}.{name}.{backend}"}
