@@ -77,9 +77,10 @@ def memcached() -> Iterator[None]:
 @cache
 def memcached_field() -> Field:
     """Return who is measured there."""
+    import pylibmc
     from sherlock import MCLock
 
-    sherlock = Client(("127.0.0.1", _memcached_port()))
+    sherlock = pylibmc.Client([f"127.0.0.1:{_memcached_port()}"], binary=True)
     return {
         "memcached": [
             _raw_memcached(),
