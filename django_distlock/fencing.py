@@ -4,6 +4,8 @@ Raising the fence before the first read is what makes this sound: with a fenced 
 a new holder can read, the old one write, and the new one overwrite it.
 """
 
+# ruff: noqa: SLF001 - Django documents _meta, _state and _base_manager
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,8 @@ from django.db import models, router, transaction
 from .exceptions import StaleFencingToken
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .lease import Lease
 
 _NEWER = "a later holder has claimed this data"
@@ -22,11 +26,15 @@ _UNCLAIMED = "this data is not claimed by this lease: call lease.claim() before 
 def claim(lease: Lease, target: models.Model | models.QuerySet[Any]) -> Any:
     """See Lease.claim()."""
     if isinstance(target, models.QuerySet):
-        return _claim_rows(lease, target)
-    manager, using = _manager(target)
-    mine = manager.using(using).filter(pk=target.pk)
-    with transaction.atomic(using=using):
-        _claim_rows(lease, mine)
+        rows = target.using(_database(target))
+        _pass_fences(lease, rows, _keys(rows), claims=True)
+        return rows.all()
+    model = type(target)
+    # The base manager: a custom one may hide the very row that is to be protected.
+    mine = model._base_manager.using(_database_of(target)).filter(pk=target.pk)
+    keys = [target.pk] if _owner(model) is model._meta.concrete_model else _keys(mine)
+    with transaction.atomic(using=mine.db):
+        _pass_fences(lease, mine, keys, claims=True)
         # FOR UPDATE reads past a snapshot that is older than the claim.
         return mine.select_for_update().get()
 
@@ -34,57 +42,97 @@ def claim(lease: Lease, target: models.Model | models.QuerySet[Any]) -> Any:
 def save(lease: Lease, instance: models.Model, **kwargs: Any) -> None:
     """See Lease.save()."""
     token = lease.checked_token()
-    manager, using = _manager(instance, kwargs.get("using"))
+    using = kwargs.get("using") or _database_of(instance)
+    rows: models.QuerySet[Any] = models.QuerySet(type(instance), using=using)
+    key = _written_key(instance)
     with transaction.atomic(using=using):
-        if not instance._state.adding:  # noqa: SLF001 - documented by Django for this question
-            rows = manager.using(using).filter(pk=instance.pk)
-            # This update locks the row: what save() writes below is inside the fence.
-            if not rows.filter(fence=token).update(fence=token):
-                _refuse(lease, rows)
+        # The row that has the fence is locked by this: what save() writes below is inside it.
+        if key is not None and not _pass_fences(lease, rows, [key]):
+            kwargs = _with_insert(instance, kwargs)
         instance.fence = token  # type: ignore[attr-defined]  # a FencedModel
         instance.save(**_with_fence(kwargs))
 
 
 def update(lease: Lease, queryset: models.QuerySet[Any], values: dict[str, Any]) -> int:
     """See Lease.update()."""
-    token = lease.checked_token()
-    with transaction.atomic(using=_database(queryset)):
-        queryset = queryset.using(_database(queryset))
-        fences = queryset.select_for_update().values_list("fence", flat=True)
-        if any(fence != token for fence in fences):
-            _refuse(lease, queryset)
-        return queryset.filter(fence=token).update(**values, fence=token)
-
-
-def _claim_rows(lease: Lease, rows: models.QuerySet[Any]) -> models.QuerySet[Any]:
-    token = lease.checked_token()
-    rows = rows.using(_database(rows))
+    if "fence" in values:
+        msg = "update() sets the fence itself, to the token of the lease: leave fence=... out."
+        raise ValueError(msg)
+    rows = queryset.using(_database(queryset))
     with transaction.atomic(using=rows.db):
-        wanted = rows.count()
-        if rows.filter(fence__lte=token).update(fence=token) != wanted or not wanted:
-            _refuse(lease, rows)
-    return rows.all()
+        keys = _keys(rows)
+        _pass_fences(lease, rows, keys)
+        # Once more by what the queryset asks for: only now can no other holder change it.
+        return rows.filter(**{f"{_owner(rows.model)._meta.pk.name}__in": keys}).update(**values)
 
 
-def _refuse(lease: Lease, rows: models.QuerySet[Any]) -> None:
+def _pass_fences(
+    lease: Lease, rows: models.QuerySet[Any], keys: Sequence[Any], *, claims: bool = False
+) -> int:
+    """Write our token into the fences with these keys, and return how many there are.
+
+    StaleFencingToken if one has another token, or, for a claim, a later one.
+
+    One statement compares and writes, on the table that has the fence. Django would update a
+    column of a parent by keys that it has read before, and compare nothing as it writes.
+    """
     token = lease.checked_token()
-    fence = rows.order_by().aggregate(highest=models.Max("fence"))["highest"]
-    if fence is None:
-        raise rows.model.DoesNotExist(f"No {rows.model.__name__} row to protect: it was deleted.")
-    raise StaleFencingToken(lease.name, token, _NEWER if fence > token else _UNCLAIMED, fence)
+    owned: models.QuerySet[Any] = models.QuerySet(_owner(rows.model), using=rows.db)
+    fences = owned.filter(pk__in=keys)
+    ours = fences.filter(fence__lte=token) if claims else fences.filter(fence=token)
+    passed = ours.update(fence=token)
+    if passed < len(keys):  # the others refuse, or were deleted
+        refusing = fences.exclude(fence=token).aggregate(highest=models.Max("fence"))
+        fence = refusing["highest"]
+        if fence is not None:
+            problem = _NEWER if fence > token else _UNCLAIMED
+            raise StaleFencingToken(lease.name, token, problem, fence)
+    return passed
 
 
-def _manager(instance: models.Model, using: str | None = None) -> tuple[models.Manager[Any], str]:
-    model = type(instance)
-    # The base manager: a custom one may hide the very row that is to be protected.
-    return model._base_manager, using or router.db_for_write(model, instance=instance)  # noqa: SLF001 - documented by Django
+def _owner(model: type[models.Model]) -> type[Any]:
+    """Return the model whose table has the fence: *model*, or one that it inherits from."""
+    owner: type[Any] = model._meta.get_field("fence").model
+    return owner
 
 
-def _database(queryset: models.QuerySet[Any]) -> str:
-    # A queryset without using() would be read from a replica.
-    return queryset._db or router.db_for_write(queryset.model)  # type: ignore[attr-defined]  # noqa: SLF001
+def _keys(rows: models.QuerySet[Any]) -> list[Any]:
+    """Return the keys of the rows that have the fences of *rows*, each once."""
+    keys = rows.values_list(_owner(rows.model)._meta.pk.name, flat=True)
+    keys.query.select_for_update = False  # outer joins cannot be locked
+    return list(dict.fromkeys(keys))
+
+
+def _written_key(instance: models.Model) -> Any:
+    """Return the key of the row that has the fence, by which save() writes it; None if there is none yet."""
+    owner = _owner(type(instance))
+    key = getattr(instance, owner._meta.pk.attname)
+    meta: Any = instance._meta
+    link = meta.concrete_model._meta.parents.get(owner)
+    return getattr(instance, link.attname) if key is None and link else key
+
+
+def _with_insert(instance: models.Model, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Have save() make a row, and not overwrite one that somebody else makes meanwhile."""
+    forced = kwargs.get("force_insert")
+    if not (forced or instance._state.adding):
+        model: Any = type(instance)
+        raise model.DoesNotExist(f"No {model.__name__} row to protect: it was deleted.")
+    if kwargs.get("force_update") or kwargs.get("update_fields") is not None:
+        return kwargs  # it inserts nothing
+    bases = forced if isinstance(forced, tuple) else ()
+    return {**kwargs, "force_insert": (*bases, _owner(type(instance)))}
 
 
 def _with_fence(kwargs: dict[str, Any]) -> dict[str, Any]:
     fields = kwargs.get("update_fields")
     return kwargs if fields is None else {**kwargs, "update_fields": {*fields, "fence"}}
+
+
+def _database_of(instance: models.Model) -> str:
+    return router.db_for_write(type(instance), instance=instance)
+
+
+def _database(queryset: models.QuerySet[Any]) -> str:
+    # A queryset without using() would be read from a replica.
+    return queryset._db or router.db_for_write(queryset.model)  # type: ignore[attr-defined]

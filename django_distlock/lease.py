@@ -156,13 +156,18 @@ class Lease(Holding):
         """Raise the fence of fenced rows (FencedModel) to our token, *then* read them fresh.
 
         Takes an instance or a queryset and gives the same kind of thing back.
-        StaleFencingToken if a later holder has claimed a row.
+        StaleFencingToken if a later holder has claimed a row; DoesNotExist of the model for an
+        instance that was deleted.
         """
         self.check()
         return fencing.claim(self, target)
 
     def save(self, instance: Model, **kwargs: Any) -> None:
-        """Save a claimed *instance*; StaleFencingToken once a later holder has claimed it."""
+        """Save an *instance* that is new or claimed, with the arguments of its own method.
+
+        StaleFencingToken once a later holder has claimed it, or if there is a row with its key that
+        is not claimed.
+        """
         self.check()
         fencing.save(self, instance, **kwargs)
 
