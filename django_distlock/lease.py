@@ -148,6 +148,7 @@ class Lease(Holding):
 
         Works where the locks live in that same database. From here to commit or rollback the
         fencing token cannot rise, even if the lease runs out. StaleFencingToken if it has.
+        Call it in the outermost block: on PostgreSQL it ends with a savepoint that is rolled back.
         """
         self.check()
         self._backend.guard(self.request, self.checked_token(), using)

@@ -12,6 +12,7 @@ from django.db import connections
 
 from django_distlock import locks
 from django_distlock.backends.database.backend import DatabaseBackend
+from django_distlock.backends.database.engine import COUNTER, LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -56,6 +57,40 @@ def another() -> Iterator[Callable[[str], BaseDatabaseWrapper]]:
     yield connect
     for connection in opened:
         connection.close()
+
+
+@pytest.fixture(params=SERVERS)
+def wanderer(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A database in whose "elsewhere" are the same tables, empty, and where this thread looks first."""
+    server = request.getfixturevalue(request.param)
+    if request.param == "postgres":
+        make, leave = (
+            "CREATE SCHEMA elsewhere AUTHORIZATION distlock",
+            "DROP SCHEMA elsewhere CASCADE",
+        )
+        look = "SET search_path = elsewhere, public"
+        copy = "CREATE TABLE elsewhere.{0} (LIKE public.{0} INCLUDING ALL)"
+        admin = server.admin("distlock")
+    else:
+        make, leave, look = "CREATE DATABASE elsewhere", "DROP DATABASE elsewhere", "USE elsewhere"
+        copy = "CREATE TABLE elsewhere.{0} LIKE distlock.{0}"
+        admin = server.admin()
+    run = admin.cursor().execute
+    run(make)
+    if request.param == "mariadb":
+        run("GRANT ALL ON elsewhere.* TO distlock@'127.0.0.1'")
+    for table in (COUNTER, LOCK):
+        run(copy.format(table))
+    if request.param == "postgres":
+        run("GRANT ALL ON ALL TABLES IN SCHEMA elsewhere TO distlock")
+    connection = connections[request.param]
+    connection.close()
+    with connection.cursor() as cursor:
+        cursor.execute(look)
+    yield request.param
+    connection.close()
+    run(leave)
+    admin.close()
 
 
 def backend(alias: str) -> DatabaseBackend:

@@ -9,6 +9,7 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import LockError, NotSupported, StaleFencingToken, lock, locks
+from django_distlock.backends.database.engine import COUNTER
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant
 from tests.backends.conftest import SERVERS, backend
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
     from django_distlock.protocol import Request
+    from tests.fixtures.mariadb import MariaDB
+    from tests.fixtures.postgres import PostgreSQL
 
 
 def rival(alias: str, name: str, ttl: float = 30) -> Request:
@@ -152,6 +155,143 @@ def test_guard_in_a_snapshot_begun_inside_the_lock_is_right(
         with connections[database].cursor() as cursor:
             begin_snapshot(cursor, database)
         lease.guard(using=database)
+
+
+# The caller may look for its tables elsewhere: another tenant's schema, with tables of the same names.
+
+
+@pytest.mark.parametrize("kind", ["database.DatabaseBackend", "rowlock.RowLockBackend"])
+def test_guard_finds_the_tables_of_the_locks_from_wherever_the_caller_looks(
+    wanderer: str, kind: str, name: str, settings: Settings
+) -> None:
+    settings.DISTLOCK = {
+        wanderer: {"BACKEND": f"django_distlock.backends.{kind}", "OPTIONS": {"using": wanderer}}
+    }
+    with lock(name, using=wanderer) as lease, transaction.atomic(using=wanderer):
+        lease.guard(using=wanderer)
+
+        assert is_guarded(wanderer, lease.request.key)
+    assert not is_guarded(wanderer, lease.request.key)
+
+
+def is_guarded(alias: str, key: str) -> bool:
+    """Return whether another thread, which looks where the locks are, cannot write the token."""
+    read: list[object] = []
+
+    def look() -> None:
+        with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+            cursor.execute(
+                f"SELECT value FROM {COUNTER} WHERE method_name = %s FOR UPDATE SKIP LOCKED", [key]
+            )
+            read.extend(cursor.fetchall())
+        connections[alias].close()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return not read
+
+
+def test_token_that_another_schema_knows_does_not_stand_for_that_of_the_lock(
+    wanderer: str, name: str
+) -> None:
+    later = rival(wanderer, name)
+    with lock(name, using=wanderer, ttl=0.2, renew=False) as lease:
+        token, request = lease.checked_token(), lease.request
+        with connections[wanderer].cursor() as cursor:
+            cursor.execute(
+                f"INSERT INTO {COUNTER} (method_name, value) VALUES (%s, %s)", [request.key, token]
+            )
+        eventually(lambda: isinstance(locks[wanderer].try_acquire(later, queued=False), Grant), 5)
+
+        with transaction.atomic(using=wanderer), pytest.raises(StaleFencingToken):
+            backend(wanderer).guard(request, token, wanderer)
+
+        with pytest.raises(LockError):
+            lease.release()
+    locks[wanderer].release(later)
+
+
+@pytest.mark.server
+def test_guard_by_a_role_that_may_not_use_the_tables_is_not_supported(
+    postgres: PostgreSQL, name: str
+) -> None:
+    with postgres.admin("distlock") as admin:
+        admin.execute("CREATE ROLE visitor")
+        admin.execute("GRANT visitor TO distlock")
+
+    with (
+        lock(name, using="postgres") as lease,
+        pytest.raises(NotSupported, match="permission denied"),
+        transaction.atomic(using="postgres"),
+    ):
+        with connections["postgres"].cursor() as cursor:
+            cursor.execute("SET LOCAL ROLE visitor")
+        lease.guard(using="postgres")
+
+    with postgres.admin("distlock") as admin:
+        admin.execute("DROP ROLE visitor")
+
+
+@pytest.mark.server
+def test_guard_by_a_user_that_may_not_use_the_tables_is_not_supported(
+    mariadb: MariaDB, name: str
+) -> None:
+    admin = mariadb.admin()
+    with admin.cursor() as cursor:
+        cursor.execute("CREATE USER visitor@'127.0.0.1' IDENTIFIED BY 'visitor'")
+        cursor.execute("GRANT SELECT ON distlock.django_content_type TO visitor@'127.0.0.1'")
+    connection = connections["mariadb"]
+    connection.close()
+    user = {"USER": "visitor", "PASSWORD": "visitor"}
+    before = {key: connection.settings_dict[key] for key in user}
+
+    with lock(name, using="mariadb") as lease:
+        connection.settings_dict.update(user)
+        try:
+            with (
+                transaction.atomic(using="mariadb"),
+                pytest.raises(NotSupported, match="command denied"),
+            ):
+                lease.guard(using="mariadb")
+        finally:
+            connection.settings_dict.update(before)
+            connection.close()
+
+    with admin.cursor() as cursor:
+        cursor.execute("DROP USER visitor@'127.0.0.1'")
+    admin.close()
+
+
+# A savepoint.
+
+
+@pytest.mark.parametrize("database", SERVERS)
+def test_guard_of_the_outer_block_outlives_a_savepoint_that_is_rolled_back(
+    request: pytest.FixtureRequest, database: str, name: str
+) -> None:
+    request.getfixturevalue(database)
+    with lock(name, using=database) as lease, transaction.atomic(using=database):
+        lease.guard(using=database)
+        with transaction.atomic(using=database):
+            lease.guard(using=database)
+            transaction.set_rollback(True, using=database)
+
+        assert is_guarded(database, lease.request.key)
+
+
+@pytest.mark.server
+def test_guard_goes_with_the_savepoint_it_was_made_in_and_can_be_made_again(
+    postgres: object, name: str
+) -> None:
+    with lock(name, using="postgres") as lease, transaction.atomic(using="postgres"):
+        with transaction.atomic(using="postgres"):
+            lease.guard(using="postgres")
+            transaction.set_rollback(True, using="postgres")
+        assert not is_guarded("postgres", lease.request.key)
+
+        lease.guard(using="postgres")
+        assert is_guarded("postgres", lease.request.key)
 
 
 def test_guard_of_a_lost_lease_asks_nobody(database: str, name: str) -> None:

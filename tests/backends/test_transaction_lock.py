@@ -50,6 +50,30 @@ def database(request: pytest.FixtureRequest) -> Iterator[str]:
         cursor.execute("DROP TABLE purse")
 
 
+@pytest.mark.timeout(30)
+def test_it_is_one_lock_for_callers_that_look_for_tables_in_different_schemas(
+    wanderer: str, name: str
+) -> None:
+    refused: list[LockNotAcquired] = []
+
+    def ask_from_home() -> None:
+        try:
+            with transaction.atomic(using=wanderer):
+                transaction_lock(name, using=wanderer, timeout=0)
+        except LockNotAcquired as error:
+            refused.append(error)
+        finally:
+            connections[wanderer].close()
+
+    with transaction.atomic(using=wanderer):
+        transaction_lock(name, using=wanderer, timeout=0)
+        thread = threading.Thread(target=ask_from_home)
+        thread.start()
+        thread.join()
+
+    assert len(refused) == 1
+
+
 @pytest.fixture
 def snapshots(database: str) -> Iterator[None]:
     """Have the application's connections read as of the begin of their transactions."""

@@ -377,7 +377,8 @@ def test_counter_that_guard_holds_is_left_and_not_waited_for(
     backend = database_backend()
 
     with transaction.atomic(using=server_database), connections[server_database].cursor() as cursor:
-        assert backend.engine.guard(cursor, row.method_name, row.fencing_token) == row.fencing_token
+        found = backend.engine.guard(cursor, "", row.method_name, row.fencing_token)
+        assert found == row.fencing_token
         began = time.monotonic()
         assert deleted(purge()) == 1
         assert time.monotonic() - began < 3.5  # it would wait for 4 s

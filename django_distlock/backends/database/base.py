@@ -19,7 +19,7 @@ from django_distlock.naming import server_key
 from django_distlock.waiting import Wait
 
 from .connections import Contended, OwnConnections
-from .engine import StaleSnapshot
+from .engine import OutOfReach, StaleSnapshot, schema_of_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,6 +43,7 @@ class BaseDatabaseBackend(BaseLockBackend):
         super().__init__(settings)
         self.engine = self.make_engine(connections[self.options.using].vendor)
         self._own = self.make_pool(self.engine, self.options.max_connections)
+        self._schema: str | None = None
 
     def make_engine(self, vendor: str) -> Engine:
         """Return what knows the SQL of this kind of server."""
@@ -67,9 +68,13 @@ class BaseDatabaseBackend(BaseLockBackend):
         if not connection.in_atomic_block:
             msg = f"guard() protects a transaction: call it inside atomic(using={using!r})."
             raise LockError(msg)
+        if self._schema is None:
+            self._schema = self._insist(schema_of_tables)
         try:
             with connection.cursor() as cursor:
-                found = self.engine.guard(cursor, request.key, token)
+                found = self.engine.guard(cursor, self._schema, request.key, token)
+        except OutOfReach as error:
+            raise NotSupported(self.alias, f"guard(using={using!r})", str(error)) from error
         except StaleSnapshot as error:
             msg = f"This transaction reads data from before lock {request.name!r} was taken: begin it inside the lock."
             raise LockError(msg) from error

@@ -31,6 +31,13 @@ WHERE method_name = %(key)s AND owner = %(former)s
 """
 
 
+_SCHEMA = {
+    "postgresql": f"""SELECT quote_ident(n.nspname) FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+        WHERE c.oid = to_regclass('{COUNTER}')""",
+    "mysql": "SELECT concat('`', replace(database(), '`', '``'), '`')",
+}
+
+
 class Engine(ABC):
     """The verbs in the SQL of one kind of server. A verb is given a cursor in autocommit."""
 
@@ -87,15 +94,30 @@ class Engine(ABC):
         cursor.execute(f"DELETE FROM {WAITER} WHERE owner = %(owner)s", {"owner": request.owner})
 
     @abstractmethod
-    def guard(self, cursor: CursorWrapper, key: str, token: int) -> int | None:
+    def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Lock the token of *key* until the caller's transaction ends; return it as it is now.
 
-        Raises StaleSnapshot if the transaction reads from before the lock was taken.
+        *schema* is what schema_of_tables() said of a connection of our own. Raises StaleSnapshot if
+        the transaction reads from before the lock was taken, OutOfReach if it may not use the tables.
         """
 
 
 class StaleSnapshot(Exception):
     """The caller's transaction reads data as it was before the lock was taken."""
+
+
+class OutOfReach(Exception):
+    """The caller's connection may not use the tables of the locks."""
+
+
+def schema_of_tables(cursor: CursorWrapper) -> str:
+    """Return the schema in which *cursor* finds our tables, with its dot; others may look elsewhere."""
+    ask = _SCHEMA.get(cursor.db.vendor)
+    if ask is None:
+        return ""
+    cursor.execute(ask)
+    row = cursor.fetchone()
+    return f"{row[0]}." if row else ""
 
 
 def parameters(request: Request, **more: Any) -> dict[str, Any]:

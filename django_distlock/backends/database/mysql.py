@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from django_distlock.exceptions import first_line
 from django_distlock.protocol import Busy, Grant, Release, Request
 
 from .engine import (
@@ -13,6 +14,7 @@ from .engine import (
     ROW_WAIT,
     WAITER,
     Engine,
+    OutOfReach,
     StaleSnapshot,
     busy,
     missed,
@@ -113,6 +115,8 @@ WHERE owner = %(owner)s AND expires_at < {_AFTER.format("%(patience)s / 2")}
 #: Lock wait timeout, deadlock, record changed since the snapshot, lock not available at once.
 _CONTENTION = {1205, 1213, 1020, 3572}
 _NO_SUCH_TABLE = 1146
+#: ER_DBACCESS_DENIED_ERROR, ER_TABLEACCESS_DENIED_ERROR
+_OUT_OF_REACH = {1044, 1142, _NO_SUCH_TABLE}
 
 
 class MySQL(Engine):
@@ -183,16 +187,18 @@ class MySQL(Engine):
         ticket: int = cursor.fetchone()[0]
         return ticket
 
-    def guard(self, cursor: CursorWrapper, key: str, token: int) -> int | None:
+    def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Lock in share mode: it reads the newest value, where a plain read gives the snapshot's."""
-        select = f"SELECT value FROM {COUNTER} WHERE method_name = %(key)s"
-        cursor.execute(select, {"key": key})
-        seen = cursor.fetchone()
+        select = f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %(key)s"
         try:
+            cursor.execute(select, {"key": key})
+            seen = cursor.fetchone()
             cursor.execute(f"{select} LOCK IN SHARE MODE", {"key": key})
         except Exception as error:
             if code(error) == 1020:
                 raise StaleSnapshot from error
+            if code(error) in _OUT_OF_REACH:
+                raise OutOfReach(first_line(error)) from error
             raise
         now = cursor.fetchone()
         if now is not None and now[0] == token and seen != now:

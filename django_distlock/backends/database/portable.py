@@ -151,9 +151,9 @@ class Portable(Engine):
         ticket: int = cursor.fetchone()[0]
         return ticket
 
-    def guard(self, cursor: CursorWrapper, key: str, token: int) -> int | None:
+    def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """FOR UPDATE on the counter, which an acquire of somebody else locks too."""
-        select = f"SELECT value FROM {COUNTER} WHERE method_name = %(key)s"
+        select = f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %(key)s"
         cursor.execute(select + " FOR UPDATE", {"key": key})
         row = cursor.fetchone()
         return None if row is None else row[0]

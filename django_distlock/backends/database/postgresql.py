@@ -9,6 +9,7 @@ try:
 except ImportError:
     _is_psycopg3 = False
 
+from django_distlock.exceptions import first_line
 from django_distlock.protocol import Busy, Grant, Release, Request
 
 from .engine import (
@@ -18,6 +19,7 @@ from .engine import (
     ROW_WAIT,
     WAITER,
     Engine,
+    OutOfReach,
     StaleSnapshot,
     busy,
     missed,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 #: Whether the driver is psycopg 3, and not psycopg2.
 HAS_PSYCOPG3: bool = _is_psycopg3
 MICROSECONDS = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+#: insufficient_privilege, undefined_table
+_OUT_OF_REACH = {"42501", "42P01"}
 _AFTER = "clock_timestamp() + make_interval(secs => {})"
 
 # Nobody alive stands before us in the queue.
@@ -230,16 +234,17 @@ class PostgreSQL(Engine):
         ticket: int = cursor.fetchone()[0]
         return ticket
 
-    def guard(self, cursor: CursorWrapper, key: str, token: int) -> int | None:
+    def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """FOR SHARE: renewals write another row, an acquire of somebody else skips a locked one."""
+        select = f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %(key)s FOR SHARE"
         try:
-            cursor.execute(
-                f"SELECT value FROM {COUNTER} WHERE method_name = %(key)s FOR SHARE", {"key": key}
-            )
+            cursor.execute(select, {"key": key})
         except Exception as error:
             # Under REPEATABLE READ: the row was written after the snapshot of this transaction.
             if sqlstate(error) == "40001":
                 raise StaleSnapshot from error
+            if sqlstate(error) in _OUT_OF_REACH:
+                raise OutOfReach(first_line(error)) from error
             raise
         row = cursor.fetchone()
         return None if row is None else row[0]

@@ -139,7 +139,7 @@ class SQLite(Engine):
         ticket: int = cursor.fetchone()[0]
         return ticket
 
-    def guard(self, cursor: CursorWrapper, key: str, token: int) -> int | None:
+    def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Write the token as it is: the caller is the file's one writer until its transaction ends."""
         try:
             cursor.execute(

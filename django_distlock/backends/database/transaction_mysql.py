@@ -10,7 +10,7 @@ from django.db.utils import OperationalError
 from .base import SHORT_PAUSE
 from .mysql import MySQL, code
 from .session_mysql import LONGEST, make_row
-from .transaction_taker import SELECT, SNAPSHOT, Found, Taker
+from .transaction_taker import SNAPSHOT, Found, Taker
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
@@ -63,7 +63,7 @@ class OnMySQL(Taker):
         self.connection.needs_rollback = True
 
     def _select(self, cursor: CursorWrapper, how: str) -> Found:
-        cursor.execute(SELECT.format(what="1", how=how), {"key": self.key})
+        cursor.execute(self.select("1", how), {"key": self.key})
         return Found.MISSING if cursor.fetchone() is None else Found.LOCKED
 
     def _wait(self, cursor: CursorWrapper, seconds: int) -> Found:

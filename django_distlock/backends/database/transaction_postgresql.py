@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .postgresql import PostgreSQL, sqlstate
 from .session_postgresql import make_row, milliseconds
-from .transaction_taker import SELECT, SNAPSHOT, Found, Taker
+from .transaction_taker import SNAPSHOT, Found, Taker
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
@@ -55,7 +55,7 @@ class OnPostgreSQL(Taker):
         cursor.execute(f"SET LOCAL lock_timeout = {milliseconds(self.wait.left)}")
         # The list is computed before the row is waited for: xmax is who locked it last, before us.
         what = "xmax::text::bigint, pg_current_xact_id()::text::bigint"
-        statement = SELECT.format(what=what, how="NOWAIT" if self.wait.is_over else "")
+        statement = self.select(what, "NOWAIT" if self.wait.is_over else "")
         cursor.execute(statement, {"key": self.key})
         row = cursor.fetchone()
         cursor.execute(f"SET LOCAL lock_timeout = '{before}'")

@@ -15,7 +15,7 @@ from django_distlock.exceptions import LockDeadlock, LockError, LockNotAcquired,
 from django_distlock.naming import server_key
 
 from .connections import Contended, OwnConnections
-from .engine import LOCK
+from .engine import LOCK, schema_of_tables
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -33,8 +33,6 @@ IO_TIMEOUT, AT_ONCE = 2.0, 2
 STAND_BACK = 0.1
 #: Isolation levels at which a transaction reads what was committed when it began.
 SNAPSHOT = {"repeatable read", "serializable", "REPEATABLE-READ", "SERIALIZABLE"}
-
-SELECT = f"SELECT {{what}} FROM {LOCK} WHERE method_name = %(key)s FOR UPDATE {{how}}"
 
 
 class Found(enum.Enum):
@@ -85,6 +83,11 @@ class Taker(ABC):
     @abstractmethod
     def is_deadlock(self, error: Exception) -> bool:
         """Return whether the server ended our wait for being one of a circle."""
+
+    def select(self, what: str, how: str) -> str:
+        """Return the statement that locks the row."""
+        table = f"{_schemas[self.connection.alias]}{LOCK}"
+        return f"SELECT {what} FROM {table} WHERE method_name = %(key)s FOR UPDATE {how}"
 
     def _attempt(self) -> Found:
         self.begin()
@@ -145,11 +148,16 @@ class Taker(ABC):
             self._ask_for_row()
 
     def _ask_for_row(self) -> None:
-        with suppress(Contended), _pool(self.connection.alias, self.engine).cursor() as cursor:
+        alias = self.connection.alias
+        with suppress(Contended), _pool(alias, self.engine).cursor() as cursor:
+            if alias not in _schemas:
+                _schemas[alias] = schema_of_tables(cursor)
             self.make_row(cursor)
 
 
 _pools: dict[str, OwnConnections] = {}
+#: Where the rows are: the caller's connection may look elsewhere.
+_schemas: dict[str, str] = {}
 
 
 def _pool(alias: str, engine: Engine) -> OwnConnections:
