@@ -49,7 +49,7 @@ class LockTerms(TypedDict, total=False):
     max_hold: end renewal so that the lease lives no longer than this.
     min_hold: refuse the name to others for so long after it was acquired, even if it is released.
     lock_delay: refuse it to others for so long after a lease ended by expiry, not by release.
-    release: "at_exit", or "on_commit": after the transaction that is open at the exit has ended.
+    release: "at_exit", or "on_commit": after the outermost transaction that is open at the exit has ended.
     purpose: what it is held for, shown to people.
     """
 

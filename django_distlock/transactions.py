@@ -8,7 +8,7 @@ import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections, transaction
+from django.db import connections
 
 from .exceptions import LockError, ReleasedBeforeCommit
 from .naming import printable
@@ -31,15 +31,15 @@ def open_blocks() -> dict[str, Any]:
 
 
 def release_at_end(lease: Lease) -> bool:
-    """Have *lease* released after the transaction of this thread has ended; False if there is none.
+    """Have *lease* released after the transactions of this thread have ended; False if there is none.
 
-    Django calls what is left with on_commit() after the commit, and drops it on rollback, on the
-    rollback of a savepoint, and when the connection is closed: then its finalizer releases.
+    Django calls what waits for the commit after it, and drops it on rollback and when the
+    connection is closed: then its finalizer releases.
     """
-    blocks = open_blocks()
-    if blocks:
-        _LastEnd(lease, len(blocks)).listen(blocks)
-    return bool(blocks)
+    open_ones = [c for c in connections.all(initialized_only=True) if _has_transaction(c)]
+    if open_ones:
+        _LastEnd(lease, len(open_ones)).listen(open_ones)
+    return bool(open_ones)
 
 
 def warn_if_before_commit(lease: Lease, began_in: dict[str, Any], *, strict: bool) -> None:
@@ -60,9 +60,17 @@ class _LastEnd:
         self._lease = lease
         self._open = open_ones
 
-    def listen(self, databases: Iterable[str]) -> None:
-        for alias in databases:
-            transaction.on_commit(_End(self), using=alias)
+    def listen(self, open_ones: Iterable[BaseDatabaseWrapper]) -> None:
+        for connection in open_ones:
+            waiting: list[Any] = connection.run_on_commit
+            if _is_manual(connection):
+                waiting.append((set(), _ManualEnd(self), False))
+                _tell_of_commits(connection)
+            else:
+                # As by on_commit() in the outermost block: what an inner one leaves goes with its savepoint.
+                outside = connection.atomic_blocks.index(_outermost(connection))
+                savepoints = set(connection.savepoint_ids[:outside])
+                waiting.append((savepoints, _End(self), False))
 
     def is_last(self) -> bool:
         self._open -= 1
@@ -95,6 +103,55 @@ class _End:
         self._dropped.detach()
         if self._last.is_last():
             self._last.release()
+
+
+class _ManualEnd(_End):
+    """The end of a transaction that the caller commits himself."""
+
+
+class _TellingCommit:
+    """commit() of a connection that tells the ends of manual transactions.
+
+    Django calls what waits for a commit only once autocommit is on again, maybe never.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+        self._commit = connection.commit
+
+    def __call__(self) -> None:
+        self._commit()
+        waiting: list[Any] = self._connection.run_on_commit
+        ended = [entry for entry in waiting if isinstance(entry[1], _ManualEnd)]
+        self._connection.run_on_commit = [entry for entry in waiting if entry not in ended]
+        for _, end, _ in ended:
+            end()
+
+
+def _tell_of_commits(connection: BaseDatabaseWrapper) -> None:
+    # MySQL and SQLite commit, too, when autocommit is turned on.
+    connection.run_commit_hooks_on_set_autocommit_on = True
+    if not isinstance(connection.commit, _TellingCommit):
+        connection.commit = _TellingCommit(connection)  # type: ignore[method-assign]  # on this one
+
+
+def _has_transaction(connection: BaseDatabaseWrapper) -> bool:
+    if connection.closed_in_transaction:
+        return False
+    if not _is_manual(connection):
+        return _outermost(connection) is not None
+    driver: Any = connection.connection
+    if connection.vendor == "postgresql":
+        return bool(driver.info.transaction_status)
+    # The drivers of MySQL do not tell whether a statement has begun it.
+    return connection.vendor != "sqlite" or bool(driver.in_transaction)
+
+
+def _is_manual(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the caller commits himself, around any atomic block: set_autocommit(False)."""
+    if connection.in_atomic_block:
+        return not connection.commit_on_exit
+    return connection.connection is not None and not connection.autocommit
 
 
 def _outermost(connection: BaseDatabaseWrapper) -> Any:

@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 import warnings
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -299,7 +300,92 @@ def roll_back_savepoint(alias: str, name: str) -> None:
         with pytest.raises(RolledBack), transaction.atomic(using=alias):
             take_until_commit(alias, name)
             raise RolledBack
+        still_held(alias, name)
+
+
+def roll_back_savepoint_of_the_release(alias: str, name: str) -> None:
+    with transaction.atomic(using=alias):
+        lease = lock(name, using=alias, release="on_commit").acquire()
+        assert lease
+        with pytest.raises(RolledBack), transaction.atomic(using=alias):
+            lease.release()
+            raise RolledBack
+        still_held(alias, name)
+
+
+def roll_back_outer(alias: str, name: str) -> None:
+    with pytest.raises(RolledBack):
+        with transaction.atomic(using=alias):
+            with transaction.atomic(using=alias):
+                take_until_commit(alias, name)
+            still_held(alias, name)
+            raise RolledBack
+
+
+@contextmanager
+def by_hand(alias: str) -> Iterator[None]:
+    """Manual transaction management."""
+    transaction.set_autocommit(False, using=alias)
+    try:
+        yield
+        transaction.set_autocommit(True, using=alias)
+    except BaseException:
+        connections[alias].close()
+        raise
+
+
+def commit_by_hand(alias: str, name: str) -> None:
+    with by_hand(alias):
+        take_until_commit(alias, name)
+        transaction.commit(using=alias)
+        assert not ask_elsewhere(alias, name)
+
+
+def commit_by_hand_again(alias: str, name: str) -> None:
+    with by_hand(alias):
+        Account.objects.using(alias).count()
+        transaction.commit(using=alias)
+        take_until_commit(alias, name)
+        transaction.commit(using=alias)
+        assert not ask_elsewhere(alias, name)
+
+
+def roll_back_by_hand(alias: str, name: str) -> None:
+    with by_hand(alias):
+        take_until_commit(alias, name)
+        transaction.rollback(using=alias)
         eventually(lambda: not ask_elsewhere(alias, name), 5)
+
+
+def roll_back_savepoint_by_hand(alias: str, name: str) -> None:
+    with by_hand(alias):
+        with pytest.raises(RolledBack), transaction.atomic(using=alias):
+            take_until_commit(alias, name)
+            raise RolledBack
+        still_held(alias, name)
+        transaction.commit(using=alias)
+        assert not ask_elsewhere(alias, name)
+
+
+def commit_inner_block_by_hand(alias: str, name: str) -> None:
+    with by_hand(alias):
+        with transaction.atomic(using=alias):
+            take_until_commit(alias, name)
+        still_held(alias, name)
+        transaction.commit(using=alias)
+        assert not ask_elsewhere(alias, name)
+
+
+def close_by_hand(alias: str, name: str) -> None:
+    transaction.set_autocommit(False, using=alias)
+    try:
+        take_until_commit(alias, name)
+    finally:
+        connections[alias].close()
+
+
+def still_held(alias: str, name: str) -> None:
+    never(lambda: not ask_elsewhere(alias, name), 0.2)
 
 
 def lose_connection(alias: str, name: str) -> None:
@@ -336,7 +422,15 @@ def kill_session(connection: BaseDatabaseWrapper) -> None:
     thread.join()
 
 
-@pytest.mark.parametrize("ending", [commit, roll_back, roll_back_savepoint, lose_connection])
+ENDINGS = [
+    *(commit, roll_back, roll_back_outer, lose_connection),
+    *(roll_back_savepoint, roll_back_savepoint_of_the_release),
+    *(commit_by_hand, commit_by_hand_again, roll_back_by_hand, close_by_hand),
+    *(roll_back_savepoint_by_hand, commit_inner_block_by_hand),
+]
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 def test_each_end_of_a_transaction_releases_exactly_once(
     monkeypatch: pytest.MonkeyPatch,
     ending: Callable[[str, str], None],
@@ -369,6 +463,88 @@ def test_on_commit_without_a_transaction_releases_at_the_exit(
         pass
 
     assert not is_held(database, name)
+
+
+@pytest.mark.parametrize("database", SERVERS)
+def test_on_commit_after_a_transaction_by_hand_has_ended_releases_at_the_exit_or_the_next_end(
+    request: pytest.FixtureRequest, database: str, name: str
+) -> None:
+    request.getfixturevalue(database)
+    with by_hand(database):
+        with lock(name, using=database, release="on_commit"):
+            Account.objects.using(database).count()
+            transaction.commit(using=database)
+
+        # MySQL's drivers do not tell whether another transaction has begun.
+        assert ask_elsewhere(database, name) is (database == "mariadb")
+        transaction.commit(using=database)
+        assert not ask_elsewhere(database, name)
+
+
+@pytest.mark.server
+def test_end_of_manual_transaction_management_that_commits_releases(
+    mariadb: object, name: str
+) -> None:
+    with by_hand("mariadb"):
+        take_until_commit("mariadb", name)
+
+    assert not ask_elsewhere("mariadb", name)
+
+
+def test_sqlite_transaction_by_hand_holds_the_lock_until_it_is_committed(name: str) -> None:
+    with by_hand("default"):
+        with lock(name, release="on_commit"):
+            Account.objects.create(name=name, balance=0, opening_balance=0)
+        assert ask_elsewhere("default", name)
+
+        transaction.commit()
+        assert not ask_elsewhere("default", name)
+    Account.objects.filter(name=name).delete()
+
+
+def test_functions_for_the_commit_are_called_before_the_lock_is_free(
+    server_database: str, name: str
+) -> None:
+    saw: list[bool] = []
+
+    def look() -> None:
+        saw.append(ask_elsewhere(server_database, name))
+
+    with transaction.atomic(using=server_database):
+        with lock(name, using=server_database, release="on_commit"):
+            transaction.on_commit(look, using=server_database)
+
+    assert saw == [True]
+    assert not ask_elsewhere(server_database, name)
+
+
+@pytest.mark.server
+def test_transactions_on_two_databases_both_end_before_the_lock_is_free(
+    postgres: object, mariadb: object, name: str
+) -> None:
+    with by_hand("mariadb"):
+        with transaction.atomic(using="postgres"):
+            with lock(name, using="postgres", release="on_commit"):
+                Account.objects.using("mariadb").count()
+        still_held("postgres", name)
+
+        transaction.commit(using="mariadb")
+
+    assert not ask_elsewhere("postgres", name)
+
+
+def test_block_in_a_test_case_is_the_transaction(server_database: str, name: str) -> None:
+    of_test_case = transaction.atomic(using=server_database)
+    of_test_case._from_testcase = True  # type: ignore[attr-defined]  # as Django's TestCase marks its own
+    with of_test_case:
+        with pytest.raises(RolledBack), transaction.atomic(using=server_database):
+            take_until_commit(server_database, name)
+            raise RolledBack
+
+        eventually(lambda: not ask_elsewhere(server_database, name), 5)
+        with lock(name, using=server_database, release="on_commit"):
+            pass
+        assert not ask_elsewhere(server_database, name)
 
 
 def test_wrong_release_is_refused(name: str) -> None:
