@@ -32,9 +32,10 @@ def claim(lease: Lease, target: models.Model | models.QuerySet[Any]) -> Any:
     model = type(target)
     # The base manager: a custom one may hide the very row that is to be protected.
     mine = model._base_manager.using(_database_of(target)).filter(pk=target.pk)
-    keys = [target.pk] if _owner(model) is model._meta.concrete_model else _keys(mine)
     with transaction.atomic(using=mine.db):
-        _pass_fences(lease, mine, keys, claims=True)
+        keys = [target.pk] if _shares_key(model) else _keys(mine)
+        if not _pass_fences(lease, mine, keys, claims=True):
+            raise _deleted(model)
         # FOR UPDATE reads past a snapshot that is older than the claim.
         return mine.select_for_update().get()
 
@@ -96,6 +97,12 @@ def _owner(model: type[models.Model]) -> type[Any]:
     return owner
 
 
+def _shares_key(model: type[models.Model]) -> bool:
+    """Return whether the row of *model* and the one that has the fence have the same key."""
+    path = model._meta.get_path_to_parent(_owner(model))
+    return all(step.join_field.primary_key for step in path)
+
+
 def _keys(rows: models.QuerySet[Any]) -> list[Any]:
     """Return the keys of the rows that have the fences of *rows*, each once."""
     keys = rows.values_list(_owner(rows.model)._meta.pk.name, flat=True)
@@ -116,12 +123,16 @@ def _with_insert(instance: models.Model, kwargs: dict[str, Any]) -> dict[str, An
     """Have save() make a row, and not overwrite one that somebody else makes meanwhile."""
     forced = kwargs.get("force_insert")
     if not (forced or instance._state.adding):
-        model: Any = type(instance)
-        raise model.DoesNotExist(f"No {model.__name__} row to protect: it was deleted.")
+        raise _deleted(type(instance))
     if kwargs.get("force_update") or kwargs.get("update_fields") is not None:
         return kwargs  # it inserts nothing
     bases = forced if isinstance(forced, tuple) else ()
     return {**kwargs, "force_insert": (*bases, _owner(type(instance)))}
+
+
+def _deleted(model: Any) -> Exception:
+    problem: Exception = model.DoesNotExist(f"No {model.__name__} row to protect: it was deleted.")
+    return problem
 
 
 def _with_fence(kwargs: dict[str, Any]) -> dict[str, Any]:
