@@ -174,14 +174,15 @@ def test_guard_finds_the_tables_of_the_locks_from_wherever_the_caller_looks(
     assert not is_guarded(wanderer, lease.request.key)
 
 
-def is_guarded(alias: str, key: str) -> bool:
+def is_guarded(alias: str, key: str, schema: str = "") -> bool:
     """Return whether another thread, which looks where the locks are, cannot write the token."""
     read: list[object] = []
 
     def look() -> None:
         with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
             cursor.execute(
-                f"SELECT value FROM {COUNTER} WHERE method_name = %s FOR UPDATE SKIP LOCKED", [key]
+                f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %s FOR UPDATE SKIP LOCKED",
+                [key],
             )
             read.extend(cursor.fetchall())
         connections[alias].close()
@@ -210,6 +211,24 @@ def test_token_that_another_schema_knows_does_not_stand_for_that_of_the_lock(
         with pytest.raises(LockError):
             lease.release()
     locks[wanderer].release(later)
+
+
+@pytest.mark.parametrize("wanderer", [SERVERS[0]], indirect=True)
+def test_guard_follows_an_alias_whose_own_settings_name_a_schema(
+    wanderer: str, name: str, settings: Settings
+) -> None:
+    options = connections[wanderer].settings_dict["OPTIONS"]
+    options["options"] = "-c search_path=elsewhere,public"
+    settings.DISTLOCK = {wanderer: {"OPTIONS": {"using": wanderer}}}
+    try:
+        with lock(name, using=wanderer) as lease, transaction.atomic(using=wanderer):
+            with connections[wanderer].cursor() as cursor:
+                cursor.execute("SET LOCAL search_path = public")
+            lease.guard(using=wanderer)
+
+            assert is_guarded(wanderer, lease.request.key, "elsewhere.")
+    finally:
+        del options["options"]
 
 
 @pytest.mark.server
