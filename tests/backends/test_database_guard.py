@@ -231,6 +231,26 @@ def test_guard_follows_an_alias_whose_own_settings_name_a_schema(
         del options["options"]
 
 
+@pytest.mark.parametrize("kind", ["database.DatabaseBackend", "rowlock.RowLockBackend"])
+def test_lock_is_listed_and_freed_from_wherever_the_caller_looks_for_its_tables(
+    wanderer: str, kind: str, name: str, settings: Settings
+) -> None:
+    settings.DISTLOCK = {
+        wanderer: {"BACKEND": f"django_distlock.backends.{kind}", "OPTIONS": {"using": wanderer}}
+    }
+    lease = lock(name, using=wanderer).acquire()
+    assert lease
+
+    [held] = [held for held in locks[wanderer].held() if held.name == name]
+    assert held.token == lease.fencing_token
+    assert locks[wanderer].force_release(held.key, held.owner_digest)
+
+    # A server may take a moment to end the session that holds a row.
+    eventually(lambda: name not in [held.name for held in locks[wanderer].held()], 5)
+    with pytest.raises(LockError):
+        lease.release()
+
+
 @pytest.mark.server
 def test_guard_by_a_role_that_may_not_use_the_tables_is_not_supported(
     postgres: PostgreSQL, name: str

@@ -108,11 +108,12 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def held(self) -> Iterable[Held]:
         """Tell the locks of this alias that have an owner, those that end first at the front."""
-        return records.held(self.options.using, self.keeps)
+        return self._insist(partial(records.held, is_mine=self.keeps))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding that *owner_digest* names, and raise the token past it."""
-        return records.force_release(self.options.using, key, owner_digest)
+        verb = partial(records.force_release, key=key, owner_digest=owner_digest)
+        return self._insist(verb)
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False

@@ -1,8 +1,8 @@
-"""Locks as operators see them: through the ORM and the application's own connection."""
+"""Locks as operators see them: queries of the ORM, on own connections or on the application's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections, transaction
 from django.db.models import (
@@ -18,15 +18,21 @@ from django.db.models import (
     When,
 )
 from django.db.models.functions import Coalesce, Now
+from django.db.models.sql import UpdateQuery
+from django.db.models.sql.constants import ROW_COUNT
 from django.utils.translation import gettext_lazy as _
 
 from django_distlock.holder import Holder
 from django_distlock.protocol import Held, digest
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from .portable import short_transaction
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django.db.backends.utils import CursorWrapper
     from django.db.models import QuerySet
+    from django.db.models.sql.compiler import SQLCompiler
 
     from django_distlock.models import LockWaiter, MethodLock
 
@@ -64,74 +70,114 @@ def described(using: str) -> QuerySet[MethodLock]:
     return rows(using).annotate(state=_state(), waiters=_waiters(using))
 
 
-def held(using: str, is_mine: Callable[[str], bool]) -> Iterator[Held]:
-    """Yield the locks that have an owner, those that end first at the front."""
-    for row in rows(using).filter(owner__isnull=False).order_by("expires_at").iterator():
-        if is_mine(row.method_name):
-            yield _as_held(row)
+def held(cursor: CursorWrapper, is_mine: Callable[[str], bool]) -> list[Held]:
+    """Return the locks that have an owner, those that end first at the front."""
+    owned = rows(cursor.db.alias).filter(owner__isnull=False).order_by("expires_at")
+    return [_as_held(row) for row in _read(cursor, owned) if is_mine(row.method_name)]
 
 
-def holder_of(row: MethodLock) -> Holder | None:
+def holder_of(row: MethodLock | _Row) -> Holder | None:
     """Return who holds the lock, for people; None where the row does not tell in words we know."""
     return Holder.from_json(row.holder)
 
 
-def is_holding(row: MethodLock, owner_digest: str) -> bool:
+def is_holding(row: MethodLock | _Row, owner_digest: str) -> bool:
     """Return whether *row* is the holding that *owner_digest* names."""
     return row.owner is not None and digest(row.owner) == owner_digest
 
 
-def force_release(using: str, key: str, owner_digest: str) -> bool:
+def force_release(cursor: CursorWrapper, key: str, owner_digest: str) -> bool:
     """Free the lock if it is still the holding that *owner_digest* names; tell whether it was."""
-    row = rows(using).filter(method_name=key).first()
-    return row is not None and is_holding(row, owner_digest) and free(using, row)
+    for row in _read(cursor, rows(cursor.db.alias).filter(method_name=key)):
+        if is_holding(row, owner_digest):
+            with short_transaction(cursor):
+                return _free(cursor, row)
+    return False
 
 
 def free(using: str, row: MethodLock) -> bool:
+    """Free *row*, in the caller's transaction if there is one, if it is still the holding that was read."""
+    with transaction.atomic(using=using), connections[using].cursor() as cursor:
+        return _free(cursor, row)
+
+
+def _free(cursor: CursorWrapper, row: MethodLock | _Row) -> bool:
     """Free *row* if it is still the holding that was read; tell whether it was.
 
     The token is raised: what the old holder guards or has claimed refuses it from here on.
     """
-    with transaction.atomic(using=using):
-        # A write comes first: a transaction of SQLite that has read may not be let write any more.
-        is_freed = _clear_owner(using, row)
-        if is_freed:
-            _raise_counter(using, row.method_name)
-            _ring_next(using, row.method_name)
+    # A write comes first: a transaction of SQLite that has read may not be let write any more.
+    is_freed = _clear_owner(cursor, row)
+    if is_freed:
+        _raise_counter(cursor, row.method_name)
+        _ring_next(cursor, row.method_name)
     return is_freed
 
 
-def _clear_owner(using: str, row: MethodLock) -> bool:
-    still = rows(using).filter(pk=row.pk, owner=row.owner, owner__isnull=False)
-    return bool(
-        still.update(
-            owner=None,
-            holder=None,
-            fencing_token=F("fencing_token") + 1,
-            available_at=ServerNow(),
-            updated_at=ServerNow(),
-        )
-    )
+def _clear_owner(cursor: CursorWrapper, row: MethodLock | _Row) -> bool:
+    from django_distlock.models import MethodLock
+
+    still = MethodLock.objects.filter(pk=row.pk, owner=row.owner, owner__isnull=False)
+    cleared = {
+        "owner": None,
+        "holder": None,
+        "fencing_token": F("fencing_token") + 1,
+        "available_at": ServerNow(),
+        "updated_at": ServerNow(),
+    }
+    return _write(cursor, still, cleared) > 0
 
 
-def _raise_counter(using: str, key: str) -> None:
+def _raise_counter(cursor: CursorWrapper, key: str) -> None:
     """Raise the token where guard() looks for it; if guard() holds it now, the next acquire will."""
     from django_distlock.models import FencingCounter
 
-    skips = connections[using].features.has_select_for_update_skip_locked
-    counters = FencingCounter.objects.using(using).filter(method_name=key)
-    for counter in counters.select_for_update(skip_locked=skips):
-        counters.filter(pk=counter.pk).update(value=F("value") + 1)
+    skips = cursor.db.features.has_select_for_update_skip_locked
+    counters = FencingCounter.objects.filter(method_name=key)
+    locked = counters.select_for_update(skip_locked=skips).values_list("pk")
+    for (pk,) in _compiled(cursor, locked).results_iter():
+        _write(cursor, counters.filter(pk=pk), {"value": F("value") + 1})
 
 
-def _ring_next(using: str, key: str) -> None:
+def _ring_next(cursor: CursorWrapper, key: str) -> None:
     """Wake the first waiter as a release does; those of other servers look again by themselves."""
-    if connections[using].vendor != "postgresql":
+    if cursor.db.vendor != "postgresql":
         return
-    line = _live_waiters(using).filter(method_name=key).exclude(channel="").order_by("ticket")
-    for waiter in line[:1]:
-        with connections[using].cursor() as cursor:
-            cursor.execute("SELECT pg_notify(%s, %s)", [waiter.channel, str(waiter.ticket)])
+    line = _live_waiters(cursor.db.alias).filter(method_name=key).exclude(channel="")
+    first = line.order_by("ticket").values_list("channel", "ticket")[:1]
+    for channel, ticket in list(_compiled(cursor, first).results_iter()):
+        cursor.execute("SELECT pg_notify(%s, %s)", [channel, str(ticket)])
+
+
+class _Row(NamedTuple):
+    """What is read of a lock row."""
+
+    pk: int
+    method_name: str
+    description: str
+    owner: str | None
+    holder: str | None
+    fencing_token: int
+    expires_at: Any
+    server_now: Any
+
+
+def _read(cursor: CursorWrapper, found: QuerySet[MethodLock]) -> list[_Row]:
+    compiled = _compiled(cursor, found.values_list(*_Row._fields))
+    return [_Row(*row) for row in compiled.results_iter()]
+
+
+def _write(cursor: CursorWrapper, found: QuerySet[Any], values: dict[str, Any]) -> int:
+    query: Any = found.query.chain(UpdateQuery)
+    query.add_update_values(values)
+    written: int = query.get_compiler(connection=cursor.db).execute_sql(ROW_COUNT)
+    return written
+
+
+def _compiled(cursor: CursorWrapper, found: QuerySet[Any, Any]) -> SQLCompiler:
+    # By its alias, Django would run it on the application's connection.
+    compiler: SQLCompiler = found.query.get_compiler(connection=cursor.db)
+    return compiler
 
 
 def _state() -> Case:
