@@ -99,11 +99,12 @@ if port := os.environ.get("DISTLOCK_PGBOUNCER_PORT"):
     }
 
 if port := os.environ.get("DISTLOCK_MARIADB_PORT"):
-    import pymysql
+    if os.environ.get("DISTLOCK_MYSQL_DRIVER") != "mysqlclient":
+        import pymysql
 
-    # Django asks for the version of mysqlclient, for which PyMySQL stands in.
-    pymysql.version_info = (2, 2, 7, "final", 0)
-    pymysql.install_as_MySQLdb()
+        # Django asks for the version of mysqlclient, for which PyMySQL stands in.
+        pymysql.version_info = (2, 2, 7, "final", 0)
+        pymysql.install_as_MySQLdb()
     DATABASES["mariadb"] = {
         "ENGINE": "django.db.backends.mysql",
         **LOCAL_SERVER,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any
 
 from django.conf import settings
+from django.db import connections, transaction
 
-from django_distlock import LockError, lock, locks
+from django_distlock import LockError, lock, locks, transaction_lock
 from tests.fixtures.child import hear_word, say
 
 
@@ -25,6 +27,32 @@ def wait(aliases: dict[str, Any], name: str, using: str) -> None:
     settings.DISTLOCK = aliases
     say("waits")
     lock(name, using=using, timeout=None).acquire()
+
+
+def hold_beside_a_waiter(
+    aliases: dict[str, Any], name: str, using: str, transaction_on: str = ""
+) -> dict[str, Any]:
+    """Hold a short lock while another thread waits in vain; tell what became of both."""
+    settings.DISTLOCK = aliases
+    refused = list[str]()
+
+    def wait() -> None:
+        try:
+            if transaction_on:
+                with transaction.atomic(using=transaction_on):
+                    transaction_lock(name, using=transaction_on, timeout=3)
+            else:
+                with lock(name, using=using, timeout=3):
+                    pass
+        except LockError as error:
+            refused.append(type(error).__name__)
+        connections.close_all()
+
+    with lock(f"{name}:beside", using=using, ttl=1.5) as lease:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        return {"refused": refused, "held": lease.held}
 
 
 def wake_up_late(aliases: dict[str, Any], name: str, **terms: Any) -> list[str]:

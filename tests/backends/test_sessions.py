@@ -334,6 +334,13 @@ def test_two_processes_in_opposite_order_one_is_told_of_the_deadlock(act: Start,
     assert said == ["LockDeadlock", "held"]
 
 
+def test_a_greenlet_that_waits_costs_no_other_its_lease(act: Start, name: str) -> None:
+    with lock(name, using="locks"):
+        beside = act("hold_beside_a_waiter", on_gevent=True, name=name, using="locks")
+
+        assert beside.result() == {"refused": ["LockNotAcquired"], "held": True}
+
+
 def test_more_locks_than_connections_is_an_error_that_names_the_option(
     kind: tuple[str, str], settings: Settings, name: str
 ) -> None:

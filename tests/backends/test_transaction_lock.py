@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +22,16 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.database import transaction_taker
+from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time, never
 
-from .session_tools import ask, end_session
+from .session_tools import aliases, ask, end_session
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
+
+    from tests.fixtures.processes import Spawn
 
 SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
 #: How a session tells its number.
@@ -278,6 +282,58 @@ def held_elsewhere(database: str, name: str) -> Iterator[None]:
     finally:
         over.set()
         thread.join(10)
+
+
+def test_a_greenlet_that_waits_for_it_costs_no_other_its_lease(
+    database: str, spawn: Spawn, name: str
+) -> None:
+    with held_elsewhere(database, name):
+        beside = spawn(
+            "tests.backends.session_acts:hold_beside_a_waiter",
+            on_gevent=True,
+            aliases=aliases(database, "rowlock"),
+            name=name,
+            using="locks",
+            transaction_on=database,
+        )
+
+        assert beside.result() == {"refused": ["LockNotAcquired"], "held": True}
+
+
+def test_ctrl_c_ends_the_wait_for_it_and_the_transaction(
+    database: str, another: Another, name: str
+) -> None:
+    observer, me = another(database), threading.get_ident()
+
+    def press() -> None:
+        eventually(lambda: waits_for_a_row(observer))
+        signal.pthread_kill(me, signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    began = time.monotonic()
+    try:
+        with held_elsewhere(database, name):
+            pressed = crew.start(press)
+            with pytest.raises(KeyboardInterrupt), transaction.atomic(using=database):
+                transaction_lock(name, using=database, timeout=20)
+            pressed.result(10)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    # Not when the server had answered.
+    assert time.monotonic() - began < 15
+    assert is_free(database, name)
+
+
+def waits_for_a_row(observer: BaseDatabaseWrapper) -> bool:
+    """Return whether the server makes anybody wait for a row."""
+    statement = {
+        "postgresql": "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'",
+        "mysql": "SELECT 1 FROM information_schema.processlist WHERE info LIKE '%% FOR UPDATE WAIT %%'",
+    }[observer.vendor]
+    with observer.cursor() as cursor:
+        cursor.execute(statement, [])
+        return cursor.fetchone() is not None
 
 
 def settings_of(database: str) -> list[tuple[Any, ...]]:

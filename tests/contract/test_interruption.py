@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -60,9 +61,12 @@ def test_ctrl_c_while_waiting_leaves_nothing(
         signal.pthread_kill(me, signal.SIGINT)
 
     pressed = start(press)
+    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         lock(name, using=using, timeout=20).acquire()
 
+    # Not when the server had answered.
+    assert time.monotonic() - began < 15
     pressed.result(10)
     holder.leaves()
     other.takes(within=SOON)

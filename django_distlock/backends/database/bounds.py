@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import selectors
 import socket
 import time
 from contextlib import contextmanager
@@ -29,8 +30,10 @@ def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> No
     raw = connection.connection
     if connection.vendor == "postgresql" and hasattr(raw, "wait"):
         _bound_psycopg(raw, seconds)
-    elif hasattr(raw, "_read_timeout"):  # PyMySQL; mysqlclient cannot change what it began with
+    elif hasattr(raw, "_read_timeout"):  # PyMySQL
         raw._read_timeout = seconds  # noqa: SLF001 - has no public name
+    elif hasattr(raw, "send_query"):
+        _bound_mysqlclient(connection, seconds)
 
 
 @contextmanager
@@ -46,9 +49,26 @@ def patient(
             bound_requests(connection, usually)
 
 
+@contextmanager
+def interruptible(connection: BaseDatabaseWrapper) -> Iterator[None]:
+    """Have signals, and other greenlets, come through while the caller's own connection waits."""
+    raw: Any = connection.connection
+    if not hasattr(raw, "send_query"):
+        yield
+        return
+    _bound_mysqlclient(connection, None)
+    try:
+        yield
+    finally:
+        for name in _BOUND:
+            del raw.__dict__[name]  # which has no delattr()
+
+
 def descriptor(connection: BaseDatabaseWrapper) -> int | None:
     """Return the socket of *connection*: psycopg and mysqlclient tell, PyMySQL keeps it. None if it is closed."""
     raw: Any = connection.connection
+    if hasattr(raw, "distlock_descriptor"):
+        return raw.distlock_descriptor if raw.open else None
     if not hasattr(raw, "fileno"):
         raw = getattr(raw, "_sock", None)
     # No more than that: a time limit that a signal raises here is not the driver's.
@@ -114,3 +134,43 @@ def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any,
             wanted = work.send(ready)
     except StopIteration as done:
         return done.value
+
+
+#: What a connection of mysqlclient does here and not in its C code, and the socket that it is on.
+_BOUND = ("query", "commit", "rollback", "autocommit", "distlock_descriptor")
+#: The numbers of errors that its C code finds itself: the connection is lost.
+_CLIENT_ERRORS = range(2000, 3000)
+
+
+def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
+    """Wait for replies in Python: no signal, greenlet or change of the limit gets through to its C code."""
+    raw: Any = connection.connection
+    if not hasattr(raw, "distlock_descriptor"):
+        raw.distlock_descriptor = raw.fileno()  # which it does not tell while it is busy
+
+    def query(statement: bytes | bytearray | str) -> None:
+        try:
+            raw.send_query(bytes(statement) if isinstance(statement, bytearray) else statement)
+            _wait_for_reply(raw.distlock_descriptor, seconds)
+            raw.read_query_result()
+        except raw.Error as error:
+            if error.args and error.args[0] in _CLIENT_ERRORS:
+                raw.distlock_descriptor = -1  # closed, and soon somebody else's
+            raise
+        except BaseException:
+            # The driver would say goodbye, which the server takes for a sign of life of who waits.
+            cut(connection)
+            raise
+
+    raw.query = query
+    raw.commit = lambda: query(b"COMMIT")
+    raw.rollback = lambda: query(b"ROLLBACK")
+    raw.autocommit = lambda on: query(b"SET autocommit = %d" % on)
+
+
+def _wait_for_reply(descriptor: int, seconds: float | None) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        if not selector.select(seconds):
+            msg = "no answer in time"
+            raise TimeoutError(msg)

@@ -81,9 +81,9 @@ class OwnConnections:
         connection.inc_thread_sharing()
         with self._explaining(), _closed_if_it_fails(connection):
             connection.ensure_connection()
-            self._engine.prepare(connection)
             if bounded:
                 bound_requests(connection, self._io_timeout)
+            self._engine.prepare(connection)
         return connection
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class OwnConnections:
         """Raise LockBackendError for what keeps a connection from being opened."""
         try:
             yield
-        except (DatabaseError, InterfaceError) as error:
+        except (DatabaseError, InterfaceError, TimeoutError) as error:
             problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
             raise LockBackendError(self._alias, problem) from error
         except Unusable as error:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from django_distlock.naming import printable
@@ -49,13 +48,6 @@ class MySQLSessions(SessionEngine, MySQL):
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
         self._limits: WeakKeyDictionary[BaseDatabaseWrapper, int] = WeakKeyDictionary()
-
-    def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
-        """See MySQL.connection_options(). Replies to a wait come late: mysqlclient cannot bound others alone."""
-        options = super().connection_options(settings, io_timeout)
-        if sys.modules["MySQLdb"].__name__ != "pymysql":
-            del options["read_timeout"]
-        return options
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Lift the limits that an operator may have set for everybody; find a dead server soon."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from django.db.utils import OperationalError
 
 from .base import SHORT_PAUSE
+from .bounds import interruptible
 from .mysql import MySQL, code
 from .session_mysql import LONGEST, make_row
 from .transaction_taker import SNAPSHOT, Found, Taker
@@ -42,7 +43,8 @@ class OnMySQL(Taker):
         whole = LONGEST if self.wait.left is None else int(self.wait.left)
         if whole:
             try:
-                return self._wait(cursor, whole)
+                with interruptible(self.connection):
+                    return self._wait(cursor, whole)
             except OperationalError as error:
                 if code(error) != _TIMEOUT or self.wait.left is None:
                     raise
