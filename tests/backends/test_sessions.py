@@ -26,6 +26,7 @@ from django_distlock.protocol import Busy, Grant, Release, Request
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.processes import Child
+from tests.fixtures.proxy import Proxy
 
 from .session_tools import BOTH, SITES, aliases, ask, backend, end_session, session_number, waiters
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tests.fixtures.processes import Spawn
 
 Start = Callable[..., Child]
+LEASES = "django_distlock.backends.database.DatabaseBackend"
 
 
 @pytest.fixture(params=BOTH)
@@ -247,6 +249,42 @@ def test_a_wait_on_a_server_that_hangs_is_an_error_in_time_and_a_lease_is_lost(
         lease.release()
     with lock(name, using="locks", timeout=10):
         pass
+
+
+@pytest.fixture
+def proxy(
+    request: pytest.FixtureRequest, kind: tuple[str, str], settings: Settings, name: str
+) -> Iterator[Proxy]:
+    """What stands before the server of "locks", and of the alias "leases" for locks as leases."""
+    database, of = kind
+    with Proxy(request.getfixturevalue(database).port) as found:
+        # A name that no thread has a connection by.
+        behind = f"{database}-{name}"
+        connections.settings[behind] = {**connections.settings[database], "PORT": str(found.port)}
+        leases = {"BACKEND": LEASES, "OPTIONS": {"using": behind}}
+        settings.DISTLOCK = {**aliases(behind, of), "leases": leases}
+        yield found
+        locks.close()
+        del connections[behind], connections.settings[behind]
+
+
+@pytest.mark.parametrize("using", ["locks", "leases"])
+@pytest.mark.parametrize("verb", ["acquire", "locked"])
+def test_a_server_that_is_cut_off_is_an_error_within_four_seconds(
+    proxy: Proxy, name: str, using: str, verb: str
+) -> None:
+    lately = lock(name, using=using, timeout=0)
+
+    def ask() -> None:
+        proxy.black_hole()
+        with pytest.raises(LockBackendError):
+            getattr(lately, verb)()
+        proxy.pass_through()
+
+    # The connections of this one have stood idle.
+    with lately:
+        pass
+    in_time(ask, 1.0, 4.0)
 
 
 def test_the_token_rises_over_holders_that_crash(act: Start, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import tomllib
 from dataclasses import fields
@@ -242,7 +243,7 @@ FACTS = [
     ("docs/explanation/guarantees.md", f"with `fair`, up to {engine.PATIENCE:g} seconds"),
     (
         "docs/explanation/guarantees.md",
-        f"an error within {2 * OPTIONS.io_timeout:g} seconds (twice `io_timeout`)",
+        f"an error within {math.ceil(OPTIONS.io_timeout + 2)} seconds (`io_timeout`, and 2 for a new connection)",
     ),
     ("docs/explanation/guarantees.md", "1 % of the ttl and 2 milliseconds are taken off"),
     ("docs/reference/settings.md", f"at least {conf.LEAST_TTL:g}."),
