@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ class MethodLockAdmin(ForcedRelease):
     @admin.display(description=gettext_lazy("name"))
     def full_name(self, lock: MethodLock) -> str:
         """Return the whole name."""
-        return _wrapped(lock.description)
+        return _wrapped(lock.name)
 
     @admin.display(description=gettext_lazy("key"))
     def key(self, lock: MethodLock) -> str:
@@ -161,6 +162,14 @@ class MethodLockAdmin(ForcedRelease):
         """The database that is shown."""
         first = next((backend.options.using for backend in _database_backends()), None)
         return self.using or first or router.db_for_write(MethodLock)
+
+    def get_search_results(
+        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
+    ) -> tuple[QuerySet[Any], bool]:
+        """Look for names as their column keeps them."""
+        if not search_term.isascii():
+            search_term = json.dumps(search_term)[1:-1]
+        return super().get_search_results(request, queryset, search_term)
 
     def backends_of(self, lock: MethodLock) -> Iterator[DatabaseBackend]:
         """See ForcedRelease.backends_of()."""

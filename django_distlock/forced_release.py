@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import django
 from django.contrib import admin, messages
+from django.contrib.admin.models import LogEntry
 from django.core.exceptions import PermissionDenied
-from django.db import connections, transaction
+from django.db import DatabaseError, connections, router, transaction
 from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
 from .backends.database import DatabaseBackend, records
+from .models import LONGEST_SHOWN, MethodLock
 from .naming import printable
 from .protocol import digest
 from .signals import announce, lock_forced
@@ -26,8 +29,6 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
-
-    from .models import MethodLock
 
 logger = logging.getLogger("django_distlock")
 #: Locks on one confirmation page: more than anybody reads is more than anybody means.
@@ -99,6 +100,18 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
             context["force_release_url"] = f"{self._url('force_release')}?lock={lock.pk}"
         return super().render_change_form(request, context, *args, **kwargs)
 
+    def log_change(self, request: HttpRequest, obj: MethodLock, message: Any) -> LogEntry:
+        """Write the name in ASCII where the table of log entries does not take it as it is."""
+        try:
+            with transaction.atomic(using=router.db_for_write(LogEntry)):
+                return super().log_change(request, obj, message)
+        except DatabaseError:
+            plain = copy(obj)
+            plain.description = obj.name.encode("ascii", "backslashreplace").decode()[
+                :LONGEST_SHOWN
+            ]
+            return super().log_change(request, plain, message)
+
     def _confirmation(
         self, request: HttpRequest, queryset: QuerySet[MethodLock]
     ) -> TemplateResponse | None:
@@ -158,11 +171,11 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
     def _tell(self, lock: MethodLock, username: str) -> None:
         holder, backend = records.holder_of(lock), next(self.backends_of(lock), None)
         text = "Lock %s, held by %s: its release was forced by %s"
-        logger.warning(text, printable(lock.description), holder, printable(username))
+        logger.warning(text, printable(lock.name), holder, printable(username))
         announce(
             lock_forced,
             DatabaseBackend if backend is None else type(backend),
-            name=lock.description,
+            name=lock.name,
             using="" if backend is None else backend.alias,
             holder=holder,
         )

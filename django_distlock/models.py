@@ -9,6 +9,8 @@ from django.utils import timezone
 from django.utils.text import Truncator
 from django.utils.translation import gettext_lazy as _
 
+from .naming import shown
+
 #: Characters of a name where there is little place; a name may have any number.
 LONGEST_SHOWN = 60
 
@@ -47,7 +49,12 @@ class MethodLock(models.Model):
         permissions: ClassVar = [("force_release_methodlock", "Can force the release of a lock")]
 
     def __str__(self) -> str:
-        return Truncator(self.description or self.method_name).chars(LONGEST_SHOWN)
+        return Truncator(self.name or self.method_name).chars(LONGEST_SHOWN)
+
+    @property
+    def name(self) -> str:
+        """The name of the lock, which the column keeps in ASCII."""
+        return shown(self.description)
 
 
 class FencingCounter(models.Model):

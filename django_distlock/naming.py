@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import string
 import unicodedata
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,10 +42,24 @@ def server_key(name: str, *, prefix: str = "", kind: str = "") -> str:
 
 
 def printable(name: str) -> str:
-    """Return *name* with all that is not printable escaped, for people, logs and text columns."""
+    """Return *name* with all that is not printable escaped, for people and logs."""
     if name.isprintable():
         return name
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
+
+def stored(name: str) -> str:
+    """Return *name* for a column of text: in ASCII, which any character set has; shown() gives it back."""
+    text = printable(name)
+    return text if text.isascii() and not text.startswith('"') else json.dumps(text)
+
+
+def shown(text: str) -> str:
+    """Return the name that *text* stands for in a column, for people."""
+    if text.startswith('"'):
+        with suppress(ValueError):
+            return str(json.loads(text))
+    return text
 
 
 def _plain(part: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from django_distlock.naming import stored
 from django_distlock.protocol import Busy, Grant
 from django_distlock.waiting import Wait
 
@@ -54,5 +55,5 @@ class AdvisoryBackend(SessionBackend):
 
     def _keep_name(self, session: Session) -> None:
         """Keep a name that is too long to stand beside the token, for people."""
-        if self.options.fencing and len(session.request.name) > LONGEST_NAME:
+        if self.options.fencing and len(stored(session.request.name)) > LONGEST_NAME:
             self.make_row(session.request)

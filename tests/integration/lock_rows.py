@@ -10,7 +10,7 @@ from django.utils import timezone
 from django_distlock.backends.database.records import State
 from django_distlock.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
-from django_distlock.naming import printable, server_key
+from django_distlock.naming import server_key, stored
 from django_distlock.protocol import new_owner
 
 HOLDER = Holder("web-1", 4711, "MainThread", purpose="GET /fees/")
@@ -24,7 +24,7 @@ def put(database: str, name: str, state: State = State.FREE, **columns: Any) -> 
     is_owned = state in {State.HELD, State.STALE}
     values: dict[str, Any] = {
         "method_name": server_key(name),
-        "description": printable(name),
+        "description": stored(name),
         "owner": new_owner() if is_owned else None,
         "last_owner": new_owner(),
         "holder": HOLDER.to_json() if is_owned else None,

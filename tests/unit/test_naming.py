@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from django_distlock.naming import NameTemplate, checked_name, printable, server_key
+from django_distlock.naming import NameTemplate, checked_name, printable, server_key, shown, stored
 
 #: Characters that keys treat in different ways, and that tools confuse.
 ALPHABET = "abAB01 \t\n._:@=/-|#%{}'\"\\\0\u00e9\u0301\u0130\u0131\u00df\u212a\ud800\U0001f512"
@@ -104,6 +104,20 @@ def test_an_empty_text_names_no_lock() -> None:
 def test_what_cannot_be_printed_is_escaped_for_people(name: str, shown: str) -> None:
     assert printable(name) == shown
     assert printable(name).encode()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["plain name", "M\u00fcller \U0001f512", 'q"', '"q"', '"', "a\\u0041", "\\", "42", "null"],
+)
+def test_what_a_column_keeps_is_ascii_and_stands_for_the_whole_name(name: str) -> None:
+    assert stored(name).isascii()
+    assert shown(stored(name)) == name
+
+
+@pytest.mark.parametrize("text", ["M\u00fcller", "a\\u0041", '"', '"a" and "b"', ""])
+def test_what_a_column_kept_before_is_shown_as_it_is(text: str) -> None:
+    assert shown(text) == text
 
 
 def _template(text: str, function: Callable[..., Any]) -> Callable[..., str]:

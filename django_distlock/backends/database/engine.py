@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django_distlock.holder import Holder
-from django_distlock.naming import printable
+from django_distlock.naming import stored
 from django_distlock.protocol import Busy, Grant, Release, Request
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def parameters(request: Request, **more: Any) -> dict[str, Any]:
     """Return what the statements name: texts and seconds."""
     return {
         "key": request.key,
-        "name": printable(request.name),
+        "name": stored(request.name),
         "owner": request.owner,
         "holder": request.holder.to_json(),
         "ttl": request.ttl,

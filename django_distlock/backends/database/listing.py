@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from django_distlock.naming import shown
+
 from .engine import COUNTER, LOCK
 from .occupants import Counted, Occupant
 
@@ -53,4 +55,5 @@ def end_holding(
 
 def _counted(key: str, token: int, holder: str | None, name: str | None) -> Counted:
     occupant = Occupant.from_json(holder)
-    return Counted(key, name or (occupant.name if occupant else key), token, occupant)
+    written = name or (occupant.name if occupant else key)
+    return Counted(key, shown(written), token, occupant)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django_distlock.holder import Holder
-from django_distlock.naming import printable
+from django_distlock.naming import stored
 from django_distlock.protocol import Held, digest
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Occupant:
     def of(cls, session: Session, number: int) -> Occupant:
         """Return what *session* is, which the server knows by *number*."""
         request = session.request
-        name = printable(request.name)[:LONGEST_NAME]
+        name = stored(request.name)[:LONGEST_NAME]
         known = digest(request.owner), session.caller, number
         return cls(name, request.holder, *known, request.shared)
 
@@ -48,8 +48,8 @@ class Occupant:
             return None
 
     def to_json(self) -> str:
-        """Return it as a short JSON object."""
-        return json.dumps(asdict(self), separators=(",", ":"), ensure_ascii=False)
+        """Return it as a short JSON object, in ASCII."""
+        return json.dumps(asdict(self), separators=(",", ":"))
 
 
 class Label(NamedTuple):

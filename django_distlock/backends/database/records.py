@@ -204,7 +204,7 @@ def _live_waiters(using: str) -> QuerySet[LockWaiter]:
 
 def _as_held(row: Any) -> Held:
     return Held(
-        name=row.description,
+        name=row.name,
         key=row.method_name,
         holder=holder_of(row),
         remaining=(row.expires_at - row.server_now).total_seconds(),

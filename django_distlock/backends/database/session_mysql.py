@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from django_distlock.naming import printable
+from django_distlock.naming import stored
 
 from .bounds import keep_alive
 from .engine import COUNTER, LOCK
@@ -136,7 +136,7 @@ def who_waits(session: Session) -> str:
 
 def make_row(cursor: CursorWrapper, key: str, name: str) -> bool:
     """See SessionEngine.make_row()."""
-    known = {"key": key, "name": printable(name)}
+    known = {"key": key, "name": stored(name)}
     cursor.execute(f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s", known)
     if cursor.fetchone() is not None:
         return False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError
 
-from django_distlock.naming import printable
+from django_distlock.naming import stored
 from django_distlock.protocol import digest
 
 from .connections import Unusable
@@ -153,7 +153,7 @@ def _neighbours(cursor: CursorWrapper) -> list[tuple[int, Label, list[int] | Non
 
 def make_row(cursor: CursorWrapper, key: str, name: str) -> bool:
     """See SessionEngine.make_row()."""
-    cursor.execute(_CREATE, {"key": key, "name": printable(name)})
+    cursor.execute(_CREATE, {"key": key, "name": stored(name)})
     return bool(cursor.rowcount)
 
 
