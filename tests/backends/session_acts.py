@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import threading
@@ -27,6 +28,19 @@ def wait(aliases: dict[str, Any], name: str, using: str) -> None:
     settings.DISTLOCK = aliases
     say("waits")
     lock(name, using=using, timeout=None).acquire()
+
+
+def cancel_and_end(aliases: dict[str, Any], name: str, using: str) -> None:
+    """Wait for the lock in a task, for ever; cancel it when told, and be done."""
+    settings.DISTLOCK = aliases
+
+    async def main() -> None:
+        waiting = asyncio.create_task(lock(name, using=using, timeout=None).aacquire())
+        await asyncio.to_thread(hear_word, "cancel")
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    asyncio.run(main())
 
 
 def hold_beside_a_waiter(

@@ -24,13 +24,17 @@ from django_distlock import (
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant, Release, Request
 from tests.contract import crew
+from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
+from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
 
 from .session_tools import BOTH, SITES, aliases, ask, backend, end_session, session_number, waiters
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pytest_django.fixtures import Settings
 
     from tests.fixtures.processes import Spawn
@@ -285,6 +289,51 @@ def test_a_server_that_is_cut_off_is_an_error_within_four_seconds(
     with lately:
         pass
     in_time(ask, 1.0, 4.0)
+
+
+@pytest.mark.parametrize("of", ["rowlock", "advisory"])
+def test_who_waits_over_tls_is_told_at_once(
+    mariadb: MariaDB, certificate: Path, settings: Settings, name: str, of: str
+) -> None:
+    keys = {"ssl-cert": str(certificate), "ssl-key": str(certificate)}
+    behind = f"tls-{name}"
+    with MariaDB(settings=keys) as server:
+        connections.settings[behind] = {
+            **connections.settings["mariadb"],
+            "PORT": str(server.port),
+            "OPTIONS": {"ssl": {"ca": str(certificate)}},
+        }
+        migrate(behind)
+        settings.DISTLOCK = aliases(behind, of)
+        assert ask(behind, "SHOW STATUS LIKE 'Ssl_cipher'")[0][1]
+
+        with lock(name, using="locks"):
+            waiting = crew.start(lambda: lock(name, using="site0", timeout=30).acquire())
+            eventually(lambda: waiters(behind) == 1)
+        lease = waiting.result(10)
+
+        assert lease
+        lease.release()
+        locks.close()
+        connections[behind].close()
+        del connections[behind], connections.settings[behind]
+
+
+def test_a_task_that_was_cancelled_while_it_waited_keeps_no_process(
+    act: Start, kind: tuple[str, str], name: str
+) -> None:
+    with lock(name, using="locks"):
+        child = act("cancel_and_end", name=name, using="locks")
+        eventually(lambda: waiters(kind[0]) == 1)
+
+        child.tell("cancel")
+
+        child.result(20)
+        # See above of InnoDB.
+        if kind != ("mariadb", "rowlock"):
+            eventually(lambda: waiters(kind[0]) == 0)
+    with lock(name, using="locks", timeout=5):
+        pass
 
 
 def test_the_token_rises_over_holders_that_crash(act: Start, name: str) -> None:
