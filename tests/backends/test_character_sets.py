@@ -11,12 +11,13 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.core.management import call_command
-from django.db import connections
+from django.db import connections, transaction
 from django.test import Client
 from django.urls import reverse
 
-from django_distlock import LockNotAcquired, lock, locks
+from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.admin import MethodLockAdmin
+from django_distlock.backends.database import transaction_taker
 from django_distlock.holder import acting_for
 from django_distlock.models import MethodLock
 from django_distlock.protocol import Held
@@ -128,6 +129,14 @@ def test_a_name_that_is_long_and_beyond_comes_back_whole(using: str, name: str) 
 
     with lock(named, using=using):
         assert [held.name for held in locks[using].held()] == [named]
+
+
+def test_a_lock_of_a_transaction_may_have_such_a_name(narrow: str, name: str) -> None:
+    with transaction.atomic(using=narrow):
+        transaction_lock(f"{name} {BEYOND}", using=narrow)
+    transaction_taker._pools.pop(narrow).close()
+
+    assert [row.name for row in MethodLock.objects.using(narrow)] == [f"{name} {BEYOND}"]
 
 
 def test_the_purge_deletes_rows_of_such_names(narrow: str, settings: Settings, name: str) -> None:
