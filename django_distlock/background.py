@@ -6,7 +6,6 @@ of the interpreter waits for none of them.
 
 from __future__ import annotations
 
-import atexit
 import heapq
 import itertools
 import logging
@@ -248,4 +247,3 @@ class Alarm:
 
 
 os.register_at_fork(after_in_child=background.reset)
-atexit.register(background.drain)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
+from . import clock
 from .backends.base import BaseLockBackend
+from .background import background
 from .conf import BackendSettings, read_settings
 from .exceptions import InvalidLockBackend
+from .registry import registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+#: Seconds that the exit of a process may spend on giving back what is still held.
+EXIT_BUDGET = 2.0
 
 
 class LockHandler:
@@ -53,6 +62,15 @@ class LockHandler:
         for backend in backends.values():
             backend.close()
 
+    def end_process(self) -> None:
+        """Give back what is held or waited for, and end the sessions: in two seconds at most."""
+        ends = clock.wait_time() + EXIT_BUDGET
+        registry.release_all(EXIT_BUDGET)
+        background.drain(ends - clock.wait_time())
+        for backend in list(self._backends.values()):
+            with contextlib.suppress(Exception):
+                backend.say_goodbye(max(0.0, ends - clock.wait_time()))
+
     def forget_parent(self) -> None:
         """Begin anew in a forked child: what the parent opened is the parent's."""
         backends = list(self._backends.values())
@@ -69,6 +87,8 @@ class LockHandler:
     def _make(self, alias: str) -> BaseLockBackend:
         with self._mutex:
             if alias not in self._backends:
+                if not self._backends:
+                    _watch_exit_of_child()
                 self._backends[alias] = make_backend(self._settings_of(alias))
             return self._backends[alias]
 
@@ -100,6 +120,16 @@ def make_backend(found: BackendSettings) -> BaseLockBackend:
 locks = LockHandler()
 
 
+def _watch_exit_of_child() -> None:
+    """Have the end of a child of multiprocessing noticed: one that was forked skips atexit."""
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None and process.parent_process() is not None:
+        from multiprocessing.util import Finalize
+
+        # Below 0: after what the child itself has asked for, and after its own children have ended.
+        Finalize(None, locks.end_process, exitpriority=-100)
+
+
 def _forget_old_settings(*, setting: str, **_: Any) -> None:
     if setting in {"DISTLOCK", "DATABASES", "CACHES"}:
         locks.reset()
@@ -107,3 +137,4 @@ def _forget_old_settings(*, setting: str, **_: Any) -> None:
 
 setting_changed.connect(_forget_old_settings, dispatch_uid="django_distlock.locks")
 os.register_at_fork(after_in_child=locks.forget_parent)
+atexit.register(locks.end_process)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 from typing import TYPE_CHECKING
@@ -13,9 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .holding import Holding
-
-#: Seconds that the exit of the interpreter may spend on giving back what is still held.
-EXIT_BUDGET = 2.0
 
 
 class Registry:
@@ -52,9 +48,9 @@ class Registry:
             lease.disown()
         self._leases = {}
 
-    def release_all(self) -> None:
-        """Give back all that is held or may be, one after the other, in two seconds at most."""
-        ends = clock.wait_time() + EXIT_BUDGET
+    def release_all(self, seconds: float = 2.0) -> None:
+        """Give back all that is held or may be, one after the other, in so many seconds at most."""
+        ends = clock.wait_time() + seconds
         for lease in self.leases():
             if clock.wait_time() < ends:
                 with contextlib.suppress(Exception):
@@ -63,4 +59,3 @@ class Registry:
 
 registry = Registry()
 os.register_at_fork(after_in_child=registry.disown)
-atexit.register(registry.release_all)

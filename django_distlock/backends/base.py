@@ -188,6 +188,9 @@ class BaseLockBackend(ABC):
         """Let connections and threads go; they come back when they are needed."""
         self._lanes.close()
 
+    def say_goodbye(self, seconds: float) -> None:
+        """Free at the exit of the process, in so many seconds at most, what a session alone keeps."""
+
     def abandon_after_fork(self) -> None:
         """Drop what belongs to the parent process, without a word to the server."""
 

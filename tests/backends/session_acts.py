@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django.conf import settings
@@ -14,6 +17,9 @@ from django.db import connections, transaction
 from django_distlock import LockError, lock, locks, transaction_lock
 from tests.fixtures.child import hear_word, say
 
+#: How many wait at once, where many do.
+WAITERS = 100
+
 
 def hold(aliases: dict[str, Any], name: str, **terms: Any) -> None:
     """Hold the lock until told to leave."""
@@ -21,6 +27,14 @@ def hold(aliases: dict[str, Any], name: str, **terms: Any) -> None:
     with lock(name, **terms) as lease:
         say("held", token=lease.fencing_token)
         hear_word("leave")
+
+
+def end_inside(aliases: dict[str, Any], name: str, **terms: Any) -> None:
+    """Hold the lock until told to leave, and end without releasing it."""
+    settings.DISTLOCK = aliases
+    assert lock(name, **terms).acquire()
+    say("held")
+    hear_word("leave")
 
 
 def wait(aliases: dict[str, Any], name: str, using: str) -> None:
@@ -39,6 +53,37 @@ def cancel_and_end(aliases: dict[str, Any], name: str, using: str) -> None:
         await asyncio.to_thread(hear_word, "cancel")
         waiting.cancel()
         await asyncio.wait([waiting])
+
+    asyncio.run(main())
+
+
+def cancel_waiters(aliases: dict[str, Any], name: str, using: str, way: str) -> None:
+    """Have readers wait for the lock, cancel them all, and end as a script, a server or a child ends."""
+    settings.DISTLOCK = aliases
+    hear = partial(hear_word, "cancel")
+    if way == "child of multiprocessing":
+        context = multiprocessing.get_context("fork")
+        told = context.Event()
+        child = context.Process(target=_cancel_waiters, args=(name, using, told.wait))
+        child.start()
+        hear()
+        told.set()
+        child.join()
+        return
+    _cancel_waiters(name, using, hear)
+    if way == "sys.exit":
+        sys.exit(0)
+
+
+def _cancel_waiters(name: str, using: str, hear: Callable[[], object]) -> None:
+    async def main() -> None:
+        reader = partial(lock, name, using=using, timeout=None, shared=True)
+        tasks = [asyncio.create_task(reader().aacquire()) for _ in range(WAITERS)]
+        say("waits")
+        await asyncio.to_thread(hear)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
     asyncio.run(main())
 

@@ -20,6 +20,7 @@ from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child, Spawn
 from tests.fixtures.proxy import Proxy
 
+from .session_acts import WAITERS
 from .zookeeper_tools import (
     BACKEND,
     aliases,
@@ -347,6 +348,40 @@ def test_a_holder_that_ends_well_is_followed_at_once(act: Start) -> None:
 
     assert time.monotonic() - told < SESSION
     assert holder.wait() == 0
+
+
+@pytest.mark.parametrize("way", ["end", "sys.exit", "child of multiprocessing"])
+def test_a_process_that_ends_well_leaves_no_waiters_behind(
+    act: Start, zookeeper: Ensemble, root: str, settings: Settings, way: str
+) -> None:
+    # Much longer than is looked for here: what is gone by then has not gone with a dead session.
+    settings.DISTLOCK = aliases(zookeeper, root, session_timeout=50.0)
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with operator(zookeeper) as client:
+        waiting = act("cancel_waiters", name="x", way=way)
+        waiting.expect("waits")
+        eventually(lambda: len(line(client, root, "x")) == 1 + WAITERS, 20)
+
+        waiting.tell("cancel")
+
+        assert waiting.wait() == 0
+        eventually(lambda: len(line(client, root, "x")) == 1, 10)
+    backend("elsewhere").release(holder)
+
+
+def test_a_process_whose_ensemble_hangs_ends_all_the_same(
+    proxy: Proxy, act: Start, settings: Settings
+) -> None:
+    _set_options(settings, session_timeout=50.0)
+    holder = act("end_inside", name="x", timeout=30)
+    holder.expect("held")
+    proxy.hold()
+
+    holder.tell("leave")
+
+    # Kazoo's own goodbye would wait for as long as the session.
+    assert holder.wait(20) == 0
 
 
 def test_a_frozen_holder_learns_first_thing_that_it_was_superseded(act: Start) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import sys
 import time
@@ -62,6 +63,16 @@ def leave_without_a_word(aliases: dict[str, Any], name: str, **terms: Any) -> in
     lease = lock(name, **terms).acquire()
     assert lease
     return lease.fencing_token
+
+
+def leave_as_a_child(aliases: dict[str, Any], name: str, **terms: Any) -> int | None:
+    """Have a child of multiprocessing, which skips atexit, end while it holds the lock."""
+    child = multiprocessing.get_context("fork").Process(
+        target=leave_without_a_word, args=(aliases, name), kwargs=terms
+    )
+    child.start()
+    child.join()
+    return child.exitcode
 
 
 def cancel_and_end(aliases: dict[str, Any], names: list[str], **terms: Any) -> None:

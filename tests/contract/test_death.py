@@ -120,6 +120,17 @@ def test_a_process_that_ends_gives_back_what_it_holds(
 
 
 @needs("cross_process")
+def test_a_child_of_multiprocessing_that_ends_gives_back_what_it_holds(
+    child: Children, using: str, name: str, rival: Rivals
+) -> None:
+    ended = child("leave_as_a_child", name=name, using=using, ttl=60)
+
+    assert ended.result() == 0
+
+    rival().takes(within=20)
+
+
+@needs("cross_process")
 def test_a_process_that_cancels_its_acquires_and_ends_leaves_nothing(
     child: Children, using: str, name: str, rival: Rivals
 ) -> None:

@@ -202,6 +202,10 @@ class ZooKeeperBackend(BaseLockBackend):
         self._session.close()
         self._leases.session_lost("its session was closed")
 
+    def say_goodbye(self, seconds: float) -> None:
+        """End the session: nodes that nobody had the time to delete would last as long as it."""
+        self._session.say_goodbye(seconds)
+
     def abandon_after_fork(self) -> None:
         """Leave the session to the parent."""
         self._session.abandon()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import AuthFailedError, ConnectionClosedError, KazooException
-from kazoo.protocol.serialization import Connect
+from kazoo.protocol.serialization import Close, Connect
 from kazoo.protocol.states import KazooState, KeeperState
 
 if TYPE_CHECKING:
@@ -95,6 +95,16 @@ class Session:
             ready.set_exception(ConnectionClosedError("closed"))
         if client is not None:
             _end(client, _GOODBYE)
+
+    def say_goodbye(self, seconds: float) -> None:
+        """End it at the exit of the process, if the ensemble answers within so many seconds."""
+        client, self._client = self.client, None
+        if client is not None:
+            # Kazoo's stop() waits for ten seconds or more; and there are no new threads now to wait in.
+            client._stopped.set()  # noqa: SLF001 - as stop() does
+            client._queue.append((Close(), None))  # noqa: SLF001 - as above
+            client._connection._write_sock.send(b"\0")  # noqa: SLF001 - as above
+            client._connection.connection_stopped.wait(seconds)  # noqa: SLF001 - as above
 
     def give_up(self) -> None:
         """Begin with a new client, if the one there is has ended by itself."""
