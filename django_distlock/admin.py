@@ -20,6 +20,7 @@ from .exceptions import InvalidLockBackend
 from .forced_release import ForcedRelease
 from .handler import locks
 from .models import MethodLock
+from .naming import LONGEST_LISTED, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,7 +135,7 @@ class MethodLockAdmin(ForcedRelease):
         """Return the aliases of DISTLOCK whose lock it is; of a stranger's, its kind and prefix."""
         aliases = [backend.alias for backend in self.backends_of(lock)]
         prefix = lock.method_name.rpartition("|")[0]
-        return ", ".join(aliases) or prefix or self.get_empty_value_display()
+        return ", ".join(aliases) or printable(prefix) or self.get_empty_value_display()
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Refuse: acquire makes the rows."""
@@ -206,5 +207,6 @@ def _span(span: timedelta) -> str:
 
 
 def _wrapped(text: str) -> str:
-    # A name may be one word of any length.
-    return format_html('<span style="overflow-wrap: anywhere">{}</span>', text)
+    # A name may be one long word.
+    shown = printable(text, LONGEST_LISTED)
+    return format_html('<span style="overflow-wrap: anywhere">{}</span>', shown)

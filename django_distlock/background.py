@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from . import clock
 from .bells import ThreadBell
+from .naming import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -95,7 +96,9 @@ class Background:
                 start_daemon(self._work, "distlock-io")
                 self._workers += 1
             except NoThreadError as error:
-                logger.warning("No thread for the work on locks, tried again soon: %s", error)
+                logger.warning(
+                    "No thread for the work on locks, tried again soon: %s", printable(error)
+                )
                 self.at(clock.lease_time() + SOON, self._find_worker_now)
 
     def _find_worker_now(self) -> None:
@@ -163,7 +166,9 @@ class _Clock:
                 self._bell.ring()
         except NoThreadError as error:
             self._is_running = False
-            logger.warning("No thread to extend leases, tried again with the next one: %s", error)
+            logger.warning(
+                "No thread to extend leases, tried again with the next one: %s", printable(error)
+            )
         except BaseException:
             # What comes from outside may have stopped the start: better a thread too many than none.
             self._is_running = False

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
 
+from .naming import printable
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -39,7 +41,7 @@ class LockNotAcquired(LockError, TimeoutError):
     def __str__(self) -> str:
         holder = f" by {self.holder}" if self.holder else ""
         left = "" if self.remaining is None else f"; its lease has {self.remaining:.3g} s left"
-        return f"Lock {self.name!r} is held{holder}: gave up after {self.waited:.3g} s{left}."
+        return f"Lock {printable(self.name)!r} is held{holder}: gave up after {self.waited:.3g} s{left}."
 
 
 class LockNotHeld(LockError, RuntimeError):
@@ -51,14 +53,14 @@ class LockNotHeld(LockError, RuntimeError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"Lock {self.name!r} is not held: {self.reason}."
+        return f"Lock {printable(self.name)!r} is not held: {printable(self.reason)}."
 
 
 class LockLost(LockNotHeld):
     """The lease is no longer surely ours: stop touching what the lock protects."""
 
     def __str__(self) -> str:
-        return f"Lock {self.name!r} was lost: {self.reason}."
+        return f"Lock {printable(self.name)!r} was lost: {printable(self.reason)}."
 
 
 class LockNotOwned(LockNotHeld):
@@ -75,10 +77,12 @@ class LockBackendError(LockError):
     """
 
     def __init__(self, alias: str, problem: str, causes: Mapping[str, str] | None = None) -> None:
-        super().__init__(alias, problem, causes)
+        # What servers and their drivers say may be anything.
+        said = {printable(server): printable(cause) for server, cause in (causes or {}).items()}
+        super().__init__(alias, printable(problem), said)
         self.alias = alias
-        self.problem = problem
-        self.causes = dict(causes or {})
+        self.problem = printable(problem)
+        self.causes = said
 
     def __str__(self) -> str:
         causes = "".join(f" {server}: {cause}." for server, cause in self.causes.items())
@@ -101,7 +105,9 @@ class LockDeadlock(LockError):
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"Waiting for lock {self.name!r} would never end: {self.reason}."
+        return (
+            f"Waiting for lock {printable(self.name)!r} would never end: {printable(self.reason)}."
+        )
 
 
 class StaleFencingToken(LockError):
@@ -116,7 +122,7 @@ class StaleFencingToken(LockError):
 
     def __str__(self) -> str:
         found = "" if self.fence is None else f" (its fence is {self.fence})"
-        return f"Lock {self.name!r}, fencing token {self.token}: {self.what}{found}."
+        return f"Lock {printable(self.name)!r}, fencing token {self.token}: {printable(self.what)}{found}."
 
 
 class NotSupported(LockError):
@@ -129,8 +135,8 @@ class NotSupported(LockError):
         self.instead = instead
 
     def __str__(self) -> str:
-        instead = f" {self.instead}" if self.instead else ""
-        return f"DISTLOCK[{self.alias!r}] does not support {self.what}.{instead}"
+        instead = f" {printable(self.instead)}" if self.instead else ""
+        return f"DISTLOCK[{self.alias!r}] does not support {printable(self.what)}.{instead}"
 
 
 class ReleasedBeforeCommit(LockError, RuntimeWarning):
@@ -146,7 +152,7 @@ class ReleasedBeforeCommit(LockError, RuntimeWarning):
 
     def __str__(self) -> str:
         return (
-            f"Lock {self.name!r} was released before the transaction on {self.database!r}, begun earlier, "
+            f"Lock {printable(self.name)!r} was released before the transaction on {self.database!r}, begun earlier, "
             "is committed: the next holder reads old data. Take the lock outside atomic(), or use "
             'release="on_commit", or transaction_lock().'
         )
@@ -159,4 +165,4 @@ class InvalidLockBackend(ImproperlyConfigured):
 def first_line(error: BaseException) -> str:
     """Return what *error* says, on one line: for the text of another."""
     text = str(error).strip()
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    return printable(text.splitlines()[0].rstrip(".")) if text else type(error).__name__

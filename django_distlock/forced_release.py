@@ -153,7 +153,7 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         if lock and records.is_holding(lock, owner_digest) and self._free(request, lock):
             return True
         refusal = _("“%s” was not released: who was shown to hold it does not hold it any more.")
-        self.message_user(request, refusal % (lock or key), messages.WARNING)
+        self.message_user(request, refusal % (lock or printable(key)), messages.WARNING)
         return False
 
     def _free(self, request: HttpRequest, lock: MethodLock) -> bool:
@@ -170,8 +170,12 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
 
     def _tell(self, lock: MethodLock, username: str) -> None:
         holder, backend = records.holder_of(lock), next(self.backends_of(lock), None)
-        text = "Lock %s, held by %s: its release was forced by %s"
-        logger.warning(text, printable(lock.name), holder, printable(username))
+        logger.warning(
+            "Lock %s, held by %s: its release was forced by %s",
+            printable(lock.name),
+            printable(holder),
+            printable(username),
+        )
         announce(
             lock_forced,
             DatabaseBackend if backend is None else type(backend),

@@ -13,6 +13,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .naming import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -32,15 +34,23 @@ class Holder:
     task: str = ""
     purpose: str = ""
 
+    def __post_init__(self) -> None:
+        """Make the texts harmless, wherever they come from; TypeError for what is no holder."""
+        for part in ("host", "thread", "task", "purpose"):
+            object.__setattr__(self, part, _short(getattr(self, part)))
+        if not isinstance(self.pid, int):
+            msg = f"A pid is a number, not {type(self.pid).__name__}."
+            raise TypeError(msg)
+
     @classmethod
     def current(cls, purpose: str = "") -> Holder:
         """Return the holder that the calling code would be."""
         return cls(
             host=_HOST,
             pid=os.getpid(),
-            thread=_short(threading.current_thread().name),
-            task=_short(_task_name()),
-            purpose=_short(purpose or _purpose.get()),
+            thread=threading.current_thread().name,
+            task=_task_name(),
+            purpose=purpose or _purpose.get(),
         )
 
     @classmethod
@@ -49,7 +59,7 @@ class Holder:
         try:
             known: dict[str, Any] = json.loads(text or "")
             return cls(**known)
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
 
     def to_json(self) -> str:
@@ -97,6 +107,8 @@ def _asyncio_task() -> str:
 
 
 def _short(text: str) -> str:
-    # NUL and lone surrogates are text that not every server takes.
-    safe = text.encode("ascii", "backslashreplace").decode().replace("\0", "\\x00")
-    return safe[:_LONGEST]
+    if not isinstance(text, str):
+        msg = f"What is told of a holder is text, not {type(text).__name__}."
+        raise TypeError(msg)
+    # What is not ASCII is text that not every server takes.
+    return printable(text[:_LONGEST].encode("ascii", "backslashreplace").decode(), _LONGEST)

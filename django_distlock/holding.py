@@ -251,7 +251,7 @@ class Holding:
     def lose(self, reason: str) -> None:
         """Become lost, unless it has ended already."""
         if self._end(State.LOST, reason):
-            logger.warning("Lock %s was lost: %s", printable(self.name), reason)
+            logger.warning("Lock %s was lost: %s", printable(self.name), printable(reason))
             for callback in self._on_lost:
                 _call(callback, reason)
             facts = {"name": self.name, "using": self.using, "lease": self, "reason": reason}

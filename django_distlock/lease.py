@@ -224,7 +224,7 @@ class Lease(Holding):
             if self.is_entered:
                 self.release_now()
         except LockError as problem:
-            logger.warning("Leaving lock %s: %s", printable(self.name), problem)
+            logger.warning("Leaving lock %s: %s", printable(self.name), printable(problem))
 
     def _leaves_reentry(self) -> bool:
         with self._mutex:
@@ -326,4 +326,4 @@ def unmasked(lease: Lease, error: BaseException | None) -> Iterator[None]:
         if error is None:
             raise
         error.add_note(f"django_distlock: {problem}")
-        logger.warning("Leaving lock %s: %s", printable(lease.name), problem)
+        logger.warning("Leaving lock %s: %s", printable(lease.name), printable(problem))

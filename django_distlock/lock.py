@@ -381,7 +381,8 @@ class _Handed:
         self.former = known.pop("owner")
         self._token = known.pop("token")
         renew, max_hold = known.pop("renew"), known.pop("max_hold")
-        request = self.backend.request(**known, holder=Holder.current())
+        name = checked_name(known.pop("name"))
+        request = self.backend.request(name, **known, holder=Holder.current())
         self.lease = Lease(self.backend, request, renew=renew, max_hold=max_hold)
         self._start = clock.lease_time()
 

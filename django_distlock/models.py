@@ -9,9 +9,9 @@ from django.utils import timezone
 from django.utils.text import Truncator
 from django.utils.translation import gettext_lazy as _
 
-from .naming import shown
+from .naming import printable, shown
 
-#: Characters of a name where there is little place; a name may have any number.
+#: Characters of a name where there is little place.
 LONGEST_SHOWN = 60
 
 
@@ -49,7 +49,7 @@ class MethodLock(models.Model):
         permissions: ClassVar = [("force_release_methodlock", "Can force the release of a lock")]
 
     def __str__(self) -> str:
-        return Truncator(self.name or self.method_name).chars(LONGEST_SHOWN)
+        return Truncator(printable(self.name or self.method_name)).chars(LONGEST_SHOWN)
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class FencingCounter(models.Model):
         default_permissions = ()
 
     def __str__(self) -> str:
-        return f"{self.method_name}: {self.value}"
+        return f"{printable(self.method_name)}: {self.value}"
 
 
 class LockWaiter(models.Model):
@@ -87,7 +87,7 @@ class LockWaiter(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.method_name}: {self.ticket}"
+        return f"{printable(self.method_name)}: {self.ticket}"
 
 
 class FencedModel(models.Model):

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 _PLAIN = re.compile(r"[a-z0-9._:@=/-]{1,100}", re.ASCII)
 _UNSAFE = re.compile(r"[^a-z0-9._:@=/-]+")
 _STUB = 40
+#: Characters of a name.
+LONGEST_NAME = 10_000
+#: Bytes of a text in a log or an error; and where a whole name is listed, all of it escaped.
+LONGEST_SHOWN, LONGEST_LISTED = 1_000, 100_000
 
 
 def checked_name(name: object) -> str:
@@ -27,7 +31,11 @@ def checked_name(name: object) -> str:
     if not name:
         msg = "A lock's name must not be empty."
         raise ValueError(msg)
-    return unicodedata.normalize("NFC", name)
+    name = unicodedata.normalize("NFC", name)
+    if len(name) > LONGEST_NAME:
+        msg = f"A lock's name must have {LONGEST_NAME:,} characters at most, not {len(name):,}."
+        raise ValueError(msg)
+    return name
 
 
 def server_key(name: str, *, prefix: str = "", kind: str = "") -> str:
@@ -41,16 +49,23 @@ def server_key(name: str, *, prefix: str = "", kind: str = "") -> str:
     return "|".join(map(_plain, parts))
 
 
-def printable(name: str) -> str:
-    """Return *name* with all that is not printable escaped, for people and logs."""
-    if name.isprintable():
-        return name
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+def printable(text: object, most: int = LONGEST_SHOWN) -> str:
+    """Return *text* for people, all that is not printable escaped, and cut to *most* bytes.
+
+    Every text from outside goes by this way into logs, errors and listings: names, purposes, what
+    servers say. A line break in one would forge a line of a log, a bidi mark turn the rest around.
+    """
+    shown = str(text)[: most + 1]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    if len(encoded := shown.encode()) > most:
+        return f"{encoded[: most - 3].decode(errors='ignore')}..."
+    return shown
 
 
 def stored(name: str) -> str:
     """Return *name* for a column of text: in ASCII, which any character set has; shown() gives it back."""
-    text = printable(name)
+    text = printable(name, LONGEST_LISTED)
     return text if text.isascii() and not text.startswith('"') else json.dumps(text)
 
 

@@ -8,6 +8,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .naming import LONGEST_LISTED, printable
+
 if TYPE_CHECKING:
     from .holder import Holder
 
@@ -82,6 +84,11 @@ class Held:
     owner_digest: str
     shared: bool = False
     waiters: int | None = None
+
+    def __post_init__(self) -> None:
+        # Whoever may write to the server may have written anything there.
+        object.__setattr__(self, "name", printable(self.name, LONGEST_LISTED))
+        object.__setattr__(self, "key", printable(self.key))
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,9 @@ class Renewal:
     def _endanger(self, asked: Asked, error: Exception) -> None:
         for lease, _ in asked:
             lease.endanger()
-            logger.warning("Lock %s could not be renewed yet: %s", printable(lease.name), error)
+            logger.warning(
+                "Lock %s could not be renewed yet: %s", printable(lease.name), printable(error)
+            )
 
     def _put_back(self, leases: list[Holding]) -> None:
         # Asked for without the mutex: a lease that finds itself lost has us forget it.

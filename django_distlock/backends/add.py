@@ -76,7 +76,7 @@ class _Found:
         try:
             owner, ends, holder = json.loads(text)  # type: ignore[arg-type]  # TypeError is caught
             return cls(owner, float(ends), Holder.from_json(holder))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             return cls("", 0.0, None)
 
 

@@ -13,7 +13,7 @@ from django_distlock.conf import NoOptions, checked_options
 from django_distlock.exceptions import LockBackendError, LockNotAcquired, NotSupported
 from django_distlock.lease import Lease
 from django_distlock.local_queue import LocalQueue
-from django_distlock.naming import printable, server_key
+from django_distlock.naming import LONGEST_SHOWN, printable, server_key
 from django_distlock.protocol import Busy, Grant, Held, Purged, Release, Request, digest
 from django_distlock.registry import registry
 from django_distlock.signals import announce, lock_acquired, lock_busy, lock_forced
@@ -212,7 +212,7 @@ class BaseLockBackend(ABC):
             announce(lock_busy, type(self), **self._note_busy(busy))
             raise
         except LockBackendError as error:
-            logger.error("Lock %s: %s", printable(lease.name), error)  # noqa: TRY400 - callers see the trace
+            logger.error("Lock %s: %s", printable(lease.name), printable(error))  # noqa: TRY400 - callers see the trace
             raise
         announce(lock_acquired, type(self), **self._note_acquired(lease))
         return lease
@@ -225,7 +225,7 @@ class BaseLockBackend(ABC):
             announce(lock_busy, type(self), **self._note_busy(busy))
             raise
         except LockBackendError as error:
-            logger.error("Lock %s: %s", printable(lease.name), error)  # noqa: TRY400 - as above
+            logger.error("Lock %s: %s", printable(lease.name), printable(error))  # noqa: TRY400 - as above
             raise
         announce(lock_acquired, type(self), **self._note_acquired(lease))
         return lease
@@ -250,7 +250,9 @@ class BaseLockBackend(ABC):
         for lease in registry.leases():
             if lease.backend is self and digest(lease.request.owner) == ended.owner_digest:
                 lease.lose("its release was forced by an operator")
-        logger.warning("Lock %s, held by %s, was forced free", printable(ended.name), ended.holder)
+        logger.warning(
+            "Lock %s, held by %s, was forced free", printable(ended.name), printable(ended.holder)
+        )
         facts = {"name": ended.name, "using": self.alias, "holder": ended.holder}
         announce(lock_forced, type(self), **facts)
 
@@ -311,7 +313,7 @@ class BaseLockBackend(ABC):
         await self._lanes.run_release(lambda: self.abandon(request))
 
     def _note_busy(self, busy: LockNotAcquired) -> dict[str, Any]:
-        logger.info("%s", busy)
+        logger.info("%s", printable(busy, 2 * LONGEST_SHOWN))
         facts = {"waited": busy.waited, "holder": busy.holder, "remaining": busy.remaining}
         return {"name": busy.name, "using": self.alias, **facts}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from django_distlock import clock
 from django_distlock.background import background
 from django_distlock.exceptions import LockBackendError
+from django_distlock.naming import printable
 from django_distlock.protocol import Release, Request
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ class Leftovers:
     def _try_again(self, failed: Sequence[tuple[_Leftover, Exception]], pause: float) -> None:
         # A second look is for what most likely is not there.
         level = logging.DEBUG if failed[0][0].is_second_look else logging.WARNING
-        logger.log(level, "Giving back %d lock(s) failed for now: %s", len(failed), failed[0][1])
+        logger.log(
+            level, "Giving back %d lock(s) failed for now: %s", len(failed), printable(failed[0][1])
+        )
         now = clock.lease_time()
         some = [each for each, _ in failed if now < each.ends]
         self._revoke_later(some, pause, min(pause * 2, LONGEST_RETRY))

@@ -10,7 +10,6 @@ from kazoo.security import CREATOR_ALL_ACL
 
 from django_distlock import InvalidLockBackend
 from django_distlock.backends.zookeeper.line import (
-    LONGEST_NAME,
     Label,
     Line,
     label,
@@ -22,7 +21,7 @@ from django_distlock.backends.zookeeper.request import ZooKeeperRequest
 from django_distlock.conf import BackendSettings
 from django_distlock.handler import make_backend
 from django_distlock.holder import Holder
-from django_distlock.naming import server_key
+from django_distlock.naming import LONGEST_LISTED, server_key
 
 BACKEND = "django_distlock.backends.zookeeper.ZooKeeperBackend"
 
@@ -111,7 +110,7 @@ def test_a_node_says_who_holds_what() -> None:
 
     assert Label.read(label(wanted)) == Label(wanted.name, wanted.holder)
     assert wanted.owner.encode() not in label(wanted)
-    assert len(Label.read(label(request(name="x" * 10**7))).name) == LONGEST_NAME
+    assert len(Label.read(label(request(name="x" * 10**7))).name) == LONGEST_LISTED
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b"[1]", b'{"name":1}', b"null"])

@@ -69,7 +69,7 @@ class DeadlockWatch:
         try:
             return is_victim(self._session.caller, self._waits())
         except (LockBackendError, Contended) as error:
-            logger.warning("Deadlocks cannot be looked for: %s", error)
+            logger.warning("Deadlocks cannot be looked for: %s", printable(error))
             return False
 
     def _end(self) -> None:

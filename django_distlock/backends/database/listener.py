@@ -13,6 +13,7 @@ from django.db import DatabaseError
 from django_distlock import clock
 from django_distlock.background import NoThreadError, start_daemon
 from django_distlock.exceptions import LockBackendError
+from django_distlock.naming import printable
 
 from .connections import OwnConnections, abandon
 
@@ -79,14 +80,18 @@ class Listener:
             start_daemon(self._run, "distlock-listen")
             self._is_running = True
         except NoThreadError as error:
-            logger.warning("Waiters poll, as no thread can listen to PostgreSQL: %s", error)
+            logger.warning(
+                "Waiters poll, as no thread can listen to PostgreSQL: %s", printable(error)
+            )
 
     def _run(self) -> None:
         while self._is_wanted():
             try:
                 self._listen()
             except (LockBackendError, DatabaseError, OSError) as error:
-                logger.warning("Waiters poll, as PostgreSQL cannot be listened to: %s", error)
+                logger.warning(
+                    "Waiters poll, as PostgreSQL cannot be listened to: %s", printable(error)
+                )
                 time.sleep(TICK)
 
     def _is_wanted(self) -> bool:

@@ -44,7 +44,7 @@ class Occupant:
         try:
             known: dict[str, Any] = json.loads(text or "")
             return cls(holder=Holder(**known.pop("holder")), **known)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
     def to_json(self) -> str:

@@ -31,7 +31,7 @@ def transaction_lock(
     It is the lock of a RowLockBackend on *using*. At REPEATABLE READ and above it must be the first
     statement of the outermost atomic block: LockError else.
     """
-    wait = Wait(optional_seconds(timeout, "timeout"))
+    name, wait = checked_name(name), Wait(optional_seconds(timeout, "timeout"))
     connection = connections[using]
     if not connection.in_atomic_block:
         msg = f"transaction_lock() needs a transaction: call it inside atomic(using={using!r})."
@@ -40,4 +40,4 @@ def transaction_lock(
     if taker is None:
         msg = f"transaction_lock() needs PostgreSQL, MariaDB or MySQL: {using!r} is {connection.vendor}."
         raise LockError(msg)
-    taker(connection, checked_name(name), wait).take()
+    taker(connection, name, wait).take()

@@ -25,7 +25,7 @@ class Record:
         """Return it as a value."""
         holder = self.holder.to_json() if self.holder else ""
         known = {"owner": self.owner, "ends": self.ends, "holder": holder}
-        return json.dumps({**known, "name": printable(self.name)[:LONGEST_NAME]}).encode()
+        return json.dumps({**known, "name": printable(self.name, LONGEST_NAME)}).encode()
 
     @classmethod
     def unpack(cls, value: bytes) -> Record:
@@ -34,5 +34,5 @@ class Record:
             known = json.loads(value)
             holder = Holder.from_json(known["holder"])
             return cls(str(known["owner"]), float(known["ends"]), str(known["name"]), holder)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return cls("", 0.0, "", None)

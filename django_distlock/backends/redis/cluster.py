@@ -46,7 +46,7 @@ class ClusterLink:
         """See Link.keys(); on every primary."""
         with self._lent() as client, unanswered(self._alias, self._source.where):
             for key in client.scan_iter(match=pattern, count=1000):
-                yield key.decode()
+                yield key.decode(errors="backslashreplace")
 
     def server_of(self, key: str) -> Hashable:
         """See Link.server_of(); by what the client knows of the cluster."""

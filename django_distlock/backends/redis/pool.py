@@ -59,7 +59,7 @@ class PoolLink:
             if isinstance(answer, ResponseError):
                 raise LockBackendError(self._alias, f"{self._where} refused SCAN: {answer}")
             cursor, found = answer
-            yield from (key.decode() for key in found)
+            yield from (key.decode(errors="backslashreplace") for key in found)
             if cursor == b"0":
                 return
 

@@ -44,7 +44,7 @@ def held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
     name, token, _, waiters, mode = answer[:5]
     for owner, left, holder in _holdings(answer):
         shown = Held(
-            name=name.decode(),
+            name=name.decode(errors="backslashreplace"),
             key=key,
             holder=holder,
             remaining=left,
@@ -59,7 +59,7 @@ def held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
 def _holdings(answer: list[Any]) -> Iterator[tuple[str, float, Holder | None]]:
     found = iter(answer[5:])
     for owner, left, holder in zip(found, found, found, strict=True):
-        yield owner.decode(), int(left) / 1e6, Holder.from_json(holder)
+        yield owner.decode(errors="backslashreplace"), int(left) / 1e6, Holder.from_json(holder)
 
 
 def _left(left: Any) -> float | None:

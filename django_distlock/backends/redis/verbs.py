@@ -15,7 +15,7 @@ from redis.exceptions import (
 )
 
 from django_distlock.exceptions import LockBackendError
-from django_distlock.naming import printable
+from django_distlock.naming import LONGEST_LISTED, printable
 
 from . import replies
 from .replies import microseconds
@@ -82,7 +82,7 @@ class Verbs:
             request,
             "s" if request.shared else "x",
             *map(microseconds, (request.ttl, request.min_hold, request.lock_delay)),
-            printable(request.name),
+            printable(request.name, LONGEST_LISTED),
             request.holder.to_json(),
             "1" if is_queued else "",
             self._is_fair,

@@ -46,10 +46,11 @@ def _is_held(answer: object) -> bool:
 
 
 def _seen(key: str, answer: list[bytes]) -> Seen:
-    owner, left, holder, name, token = answer
-    return Seen(
-        key, digest(owner.decode()), int(left) / 1e6, holder.decode(), name.decode(), int(token)
+    raw_owner, left, raw_holder, raw_name, token = answer
+    owner, holder, name = (
+        part.decode(errors="backslashreplace") for part in (raw_owner, raw_holder, raw_name)
     )
+    return Seen(key, digest(owner), int(left) / 1e6, holder, name, int(token))
 
 
 def _held(votes: list[Seen]) -> Held:

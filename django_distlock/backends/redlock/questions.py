@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from django_distlock.backends.redis.replies import microseconds
 from django_distlock.backends.redis.scripts import Call, Script
-from django_distlock.naming import printable
+from django_distlock.naming import LONGEST_LISTED, printable
 
 from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RAISE, RELEASE, TAKE_OVER
 from .validity import connect_timeout, server_timeout
@@ -50,7 +50,7 @@ class Questions:
             request.owner,
             _sent(),
             microseconds(request.ttl),
-            printable(request.name),
+            printable(request.name, LONGEST_LISTED),
             request.holder.to_json(),
             f"{self._guard:.3f}",
             "1" if self._options.durable else "",

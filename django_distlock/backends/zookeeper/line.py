@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from django_distlock.holder import Holder
+from django_distlock.naming import LONGEST_LISTED, printable
 from django_distlock.protocol import digest
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ _NODE = re.compile(r"([0-9a-f]{16})-[0-9a-f]{8}-([rw])-(-?\d{10})", re.ASCII)
 _SAFE = "._:@=|#-"
 #: Numbers are those of a counter of 32 bits, which begins anew below zero.
 _ROUND, _HALF = 2**32, 2**31
-#: Characters of a name that are kept for people: a node holds a megabyte at most.
-LONGEST_NAME = 100_000
 
 
 def quoted(key: str) -> str:
@@ -101,11 +100,11 @@ class Label:
         try:
             known = json.loads(data)
             return cls(str(known["name"]), Holder.from_json(json.dumps(known["holder"])))
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             return cls("", None)
 
 
 def label(request: Request) -> bytes:
     """Return what the node of *request* says."""
-    name = json.dumps(request.name[:LONGEST_NAME])
+    name = json.dumps(printable(request.name, LONGEST_LISTED))
     return f'{{"name":{name},"holder":{request.holder.to_json()}}}'.encode()
