@@ -536,8 +536,26 @@ def test_a_chroot_that_is_not_there_is_named(
 ) -> None:
     settings.DISTLOCK = aliases(zookeeper, root, hosts=f"{zookeeper.hosts}/no/such/chroot")
 
-    with pytest.raises(LockBackendError, match="chroot"):
+    with pytest.raises(LockBackendError, match="chroot '/no/such/chroot'"):
         lock("x", using="locks", timeout=0).acquire()
+    with pytest.raises(LockBackendError, match="chroot '/no/such/chroot'"):
+        lock("x", using="locks").locked()
+    with pytest.raises(LockBackendError, match="chroot '/no/such/chroot'"):
+        list(backend().held())
+    with pytest.raises(LockBackendError, match="chroot '/no/such/chroot'"):
+        list(backend().purge(0))
+    [error] = backend().check(["default"])
+    assert "chroot '/no/such/chroot'" in error.msg
+    assert error.id == "distlock.E040"
+
+
+async def test_a_task_is_told_of_a_chroot_that_is_not_there(
+    zookeeper: Ensemble, root: str, settings: Settings
+) -> None:
+    settings.DISTLOCK = aliases(zookeeper, root, hosts=f"{zookeeper.hosts}/no/such/chroot")
+
+    with pytest.raises(LockBackendError, match="chroot"):
+        await lock("x", using="locks").alocked()
 
 
 def test_locks_live_below_a_chroot(
@@ -546,6 +564,9 @@ def test_locks_live_below_a_chroot(
     client.ensure_path(f"{root}-chroot")
     settings.DISTLOCK = aliases(zookeeper, "/a/b", hosts=f"{zookeeper.hosts}{root}-chroot")
 
+    assert not lock("x", using="locks").locked()
+    assert not list(backend().held())
+    assert not backend().check(["default"])
     with lock("x", using="locks"):
         assert len(line(client, f"{root}-chroot/a/b", "x")) == 1
         assert not lock("x", using="elsewhere", timeout=0).acquire()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import threading
@@ -505,6 +506,55 @@ def test_without_a_quorum_leases_are_lost_and_with_one_locks_work_again(frail: E
         tokens.append(third.fencing_token or 0)
     assert backend() is known
     assert tokens == sorted(set(tokens))
+
+
+def test_waiters_go_on_waiting_without_a_quorum_and_are_served_once_there_is_one(
+    frail: Ensemble, settings: Settings
+) -> None:
+    _set_options(settings, session_timeout=2.0)
+    holders = [rival(name, "elsewhere") for name in ("thread", "task")]
+    assert all(stands(holder, "elsewhere") for holder in holders)
+
+    async def take_as_task() -> bool:
+        async with lock("task", using="locks", timeout=50) as lease:
+            return lease.held
+
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(_is_taken, "thread"), pool.submit(asyncio.run, take_as_task())]
+        eventually(lambda: len(backend()._places._watchers) == 2)
+        leader = frail.leader
+        for member in [leader, *(each for each in frail.members if each is not leader)][:2]:
+            member.kill()
+
+        # Several sessions long, and longer than a waiter goes without looking.
+        never(lambda: any(each.done() for each in waiting), 10)
+
+        frail.start()
+        for holder in holders:
+            backend("elsewhere").release(holder)
+        assert [each.result(30) for each in waiting] == [True, True]
+
+
+def _is_taken(name: str) -> bool:
+    with lock(name, using="locks", timeout=50) as lease:
+        return lease.held
+
+
+def test_a_waiter_whose_timeout_ends_without_a_quorum_is_told_of_that(
+    frail: Ensemble, settings: Settings
+) -> None:
+    _set_options(settings, session_timeout=2.0)
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take, timeout=9)
+        eventually(lambda: backend()._places._watchers)
+        for member in frail.members[:2]:
+            member.kill()
+
+        # Not that the lock is held: nobody can know that now.
+        with pytest.raises(LockBackendError, match="no server of"):
+            waiting.result(30)
 
 
 def test_tokens_rise_across_a_restart_of_all_servers(frail: Ensemble) -> None:

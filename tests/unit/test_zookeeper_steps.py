@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import _thread
+import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
+from kazoo.handlers.threading import SequentialThreadingHandler
 
 from django_distlock import clock
-from django_distlock.backends.zookeeper.steps import run
+from django_distlock.backends.zookeeper.steps import _Work, run
 
 
 def talk(asked: list[str]) -> Generator[list[Any], list[Any], str]:
@@ -39,3 +41,19 @@ def test_whoever_is_stopped_before_the_wait_leaves_no_request_under_way(
     works[0]()  # a thread that begins late
     assert asked == seen
     assert has_begun or not asked
+
+
+def test_whoever_is_stopped_waits_for_no_reply() -> None:
+    unanswered, asked = SequentialThreadingHandler().async_result(), threading.Event()
+
+    def ask() -> Generator[list[Any], list[Any], None]:
+        asked.set()
+        yield [unanswered]
+
+    work = _Work(ask(), clock.wait_time() + 1000)
+    threading.Thread(target=work.run, daemon=True).start()
+    assert asked.wait(10)
+
+    work.give_up()  # and returns
+
+    assert not unanswered.ready()

@@ -9,6 +9,7 @@ from django.core.checks import Error
 
 from django_distlock import clock
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.conf import LONGEST
 from django_distlock.exceptions import LockBackendError
 from django_distlock.naming import server_key
 from django_distlock.waiting import Wait
@@ -225,9 +226,12 @@ class ZooKeeperBackend(BaseLockBackend):
         wait = self._waits.get(request.owner)
         ends = self._talk.ends
         if queued and wait is not None:
-            # Another server may take the session on: who waits anyway can wait for that.
-            left = self.options.session_timeout if wait.left is None else wait.left
-            ends = max(ends, clock.wait_time() + min(left, self.options.session_timeout))
+            # Another server may take the session on: who waits anyway can wait for that. Who stands in
+            # line already has been answered before: the ensemble may be without a quorum for long.
+            place = self._places.get(request.owner)
+            patience = LONGEST if place and place.looked_at else self.options.session_timeout
+            left = patience if wait.left is None else min(wait.left, patience)
+            ends = max(ends, clock.wait_time() + left)
         return self._recipe.take(request, ends, keeps=queued), ends
 
     def _is_told(self, request: Request, bell: Bell) -> bool:

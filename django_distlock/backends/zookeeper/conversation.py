@@ -50,8 +50,7 @@ class Conversation:
         try:
             yield
         except Silence as error:
-            problem = f"no reply within {self._io_timeout:g} s"
-            raise unanswered(self._alias, problem) from error
+            raise unanswered(self._alias, "no reply in time") from error
         except BROKEN as error:
             problem = f"the connection broke: {type(error).__name__}"
             raise unanswered(self._alias, problem) from error

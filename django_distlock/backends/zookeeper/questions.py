@@ -54,7 +54,7 @@ class Questions:
     def _why(self, error: Exception) -> str:
         servers = self._options.servers
         if isinstance(error, Silence):
-            return f"no server of {servers} has answered within {self._options.io_timeout:g} s"
+            return f"no server of {servers} has answered in time"
         return f"there is no session with {servers}: {type(error).__name__}"
 
     def names(self, client: Any, folder: str, *, newest: bool = False) -> Steps[list[str]]:
@@ -62,7 +62,19 @@ class Questions:
         if newest:
             client.sync_async(folder)
         [outcome] = yield [client.get_children_async(folder)]
-        return [] if isinstance(outcome, NoNodeError) else value(outcome)
+        if not isinstance(outcome, NoNodeError):
+            names: list[str] = value(outcome)
+            return names
+        if client.chroot:
+            [chroot] = yield [client.exists_async("/")]
+            if value(chroot) is None:
+                raise self.no_chroot(client) from outcome
+        return []
+
+    def no_chroot(self, client: Any) -> LockBackendError:
+        """Return the error that says so."""
+        problem = f"the chroot {client.chroot!r} of OPTIONS 'hosts' does not exist: create it"
+        return LockBackendError(self._alias, problem)
 
 
 def busy(outcome: Any) -> Busy:

@@ -112,8 +112,7 @@ class Recipe(Questions):
         paths = ["/".join(parts[:length]) for length in range(2, len(parts) + 1)]
         for outcome in (yield [client.create_async(path) for path in paths]):
             if isinstance(outcome, NoNodeError):
-                problem = "the chroot in OPTIONS 'hosts' does not exist"
-                raise LockBackendError(self._alias, problem) from outcome
+                raise self.no_chroot(client) from outcome
             if not isinstance(outcome, NodeExistsError):
                 value(outcome)
 

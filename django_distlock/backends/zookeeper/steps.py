@@ -12,6 +12,8 @@ from django_distlock import clock
 
 _T = TypeVar("_T")
 
+#: Seconds after which who waits for a reply looks whether anybody wants it still.
+SLICE = 0.25
 #: Yields kazoo's results of requests that are sent; is sent what each came to, errors as they are.
 Steps: TypeAlias = Generator[Sequence[Any], list[Any], _T]
 
@@ -98,12 +100,20 @@ class _Work(Generic[_T]):
                 batch = next(self._steps)
                 while not self._is_given_up:
                     for result in batch:
-                        result.wait(max(0.0, self._ends - clock.wait_time()))
+                        self._wait_for(result)
                     batch = self._steps.send([_outcome(result) for result in batch])
             except StopIteration as end:
                 answer: _T = end.value
                 return answer
         return None
+
+    def _wait_for(self, result: Any) -> None:
+        """Wait for one reply: not beyond the end, and not for long once the steps are given up."""
+        while not (result.ready() or self._is_given_up):
+            left = self._ends - clock.wait_time()
+            if left <= 0:
+                return
+            result.wait(min(left, SLICE))
 
 
 async def arun(steps: Steps[_T], ends: float) -> _T:
