@@ -121,13 +121,22 @@ locks = LockHandler()
 
 
 def _watch_exit_of_child() -> None:
-    """Have the end of a child of multiprocessing noticed: one that was forked skips atexit."""
+    """Have the end of this process noticed if it is one that skips atexit.
+
+    That is a forked child of multiprocessing, and a prefork child of Celery, which skips even that.
+    """
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:
         from multiprocessing.util import Finalize
 
         # Below 0: after what the child itself has asked for, and after its own children have ended.
         Finalize(None, locks.end_process, exitpriority=-100)
+    if (celery := sys.modules.get("celery.signals")) is not None:
+        celery.worker_process_shutdown.connect(_end_child_of_celery)
+
+
+def _end_child_of_celery(**_: Any) -> None:
+    locks.end_process()
 
 
 def _forget_old_settings(*, setting: str, **_: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import redis
 from celery import shared_task
 
-from django_distlock import distributed_lock, retry, skip
+from django_distlock import Lease, distributed_lock, lock, retry, skip
 from testproject import celery  # noqa: F401 - it takes the tasks
 
 DB = 7
@@ -60,6 +60,9 @@ class Diary:
         return list(found)
 
 
+_kept: list[Lease | None] = []
+
+
 def body(page: str) -> str:
     diary = Diary(page)
     diary.write("began")
@@ -96,3 +99,9 @@ def skipping(page: str) -> str:
 )
 def giving_up(page: str) -> str:
     return body(page)
+
+
+@shared_task
+def keeping(page: str) -> bool:
+    _kept.append(lock(f"page:{page}", using="redis", ttl=LONGEST).acquire())
+    return _kept[-1] is not None

@@ -168,6 +168,19 @@ def test_task_of_a_killed_child_runs_again_once_its_lease_is_over(
     assert result.get(timeout=30) == "done"
 
 
+def test_worker_that_is_stopped_gives_back_what_its_processes_hold(
+    start_workers: StartWorkers, diary: Diary
+) -> None:
+    [worker] = start_workers(children=1, include=OWN_TASKS)
+    assert send_to(worker, "keeping", diary).get(timeout=30)
+
+    worker.stop()
+
+    # Long before its ttl.
+    with lock(f"page:{diary.page}", using="redis", timeout=20):
+        pass
+
+
 def test_task_of_a_killed_worker_runs_elsewhere_once_its_lease_is_over(
     start_workers: StartWorkers, diary: Diary
 ) -> None:
