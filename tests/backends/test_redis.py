@@ -330,6 +330,18 @@ def test_hostile_names_are_locks_like_others(
     assert len(listed) == 2
 
 
+def test_what_somebody_else_wrote_into_a_record_is_shown_harmlessly(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    hostile = b"\n\x1b[2J\xe2\x80\xae\xff"
+    with lock(name) as lease, redis.client(DATABASE) as client:
+        client.hset(f"distlock:{{{name}}}", "name", hostile)
+
+        [shown] = [each for each in backend.held() if each.key == lease.request.key]
+
+    assert shown.name == r"\n\x1b[2J\u202e\xff"
+
+
 def test_a_listing_ends_at_a_thousand(
     backend: RedisBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:

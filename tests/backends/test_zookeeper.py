@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -24,7 +25,9 @@ from django_distlock import (
     lock,
     locks,
 )
+from django_distlock.backends.zookeeper.line import quoted
 from django_distlock.backends.zookeeper.places import Place, Places, Watch
+from django_distlock.naming import LONGEST_LISTED
 from django_distlock.protocol import Busy, Release
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
@@ -421,6 +424,30 @@ def test_a_node_like_ours_that_another_session_made_is_not_ours(client: Any, roo
     client.delete(place.path)
     client.create(place.path, ephemeral=True)
     eventually(lambda: backend().extend([ours]) == [False])
+
+
+def test_what_somebody_else_wrote_into_a_node_is_shown_harmlessly(client: Any, root: str) -> None:
+    hostile = "\n\x1b[2J\u202e\u2066"
+    holder = dict.fromkeys(("host", "thread", "task", "purpose"), hostile) | {"pid": 1}
+    written = json.dumps({"name": hostile * 10_000, "holder": holder}).encode()
+    folder = f"{root}/{quoted(hostile)}"
+    client.ensure_path(f"{root}/x")
+    client.ensure_path(folder)
+    for lock_node in (f"{root}/x", folder):
+        node = f"{lock_node}/{'0' * 16}-{'0' * 8}-w-"
+        client.create(node, written, ephemeral=True, sequence=True)
+
+    with pytest.raises(LockNotAcquired) as busy:
+        lock("x", using="locks").enter(0)
+    eventually(lambda: len(list(backend().held())) == 2)
+    shown = list(backend().held())
+
+    assert str(busy.value).isprintable()
+    assert r"\n\x1b[2J" in str(busy.value)
+    for held in shown:
+        assert held.name.startswith(r"\n\x1b[2J\u202e\u2066")
+        assert f"{held.name}{held.key}{held.holder}".isprintable()
+        assert len(held.name) <= LONGEST_LISTED
 
 
 def _set_io_timeout(settings: Settings, seconds: float) -> None:
