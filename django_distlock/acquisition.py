@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from . import clock, waiting
@@ -193,7 +194,8 @@ class _Acquisition:
         self.backend.forget_bell(self.request)
         if self._is_in_line:
             self.backend.queue.hold(self.request.key, self.lease)
-            self.lease.at_end(lambda: self.backend.queue.leave(self.request.key, bell))
+            # Nothing here may refer to the lease: it would never be unreferenced.
+            self.lease.at_end(partial(self.backend.queue.leave, self.request.key, bell))
         return self.lease
 
     def _abandon(self, bell: AnyBell) -> None:

@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import weakref
 from typing import Any
+
+_Dummy = threading._DummyThread  # noqa: SLF001 - there is no other sign of one
+_numbers = itertools.count(1)
+
+
+class _Mark:
+    """Stands for one thread and is gone with it: a later thread may have the same ident."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+
+
+class _Here(threading.local):
+    """What is known of the running thread, whoever started it.
+
+    threading.current_thread() would invent a thread where it knows none, and take a new one for an
+    old one that had its ident.
+    """
+
+    def __init__(self) -> None:
+        self.mark = _Mark()
+        ident = threading.get_ident()
+        known = [thread for thread in threading.enumerate() if thread.ident == ident]
+        #: None if ``threading`` has not started it; the dummy it may have may be an earlier one's.
+        self.thread = next((each for each in known if not isinstance(each, _Dummy)), None)
+
+
+_here = _Here()
 
 
 class Caller:
     """The thread, and the asyncio task in it if there is one, that this was made in."""
 
-    __slots__ = ("_task", "_thread")
+    __slots__ = ("_mark", "_task")
 
     def __init__(self) -> None:
-        self._thread = weakref.ref(threading.current_thread())
+        self._mark = weakref.ref(_here.mark)
         task = current_task()
         self._task = None if task is None else weakref.ref(task)
 
@@ -24,7 +55,7 @@ class Caller:
         if self._task is not None:
             task = self._task()
             return task is not None and task is current_task()
-        return self._thread() is threading.current_thread() and current_task() is None
+        return self._mark() is _here.mark and current_task() is None
 
     @property
     def is_gone(self) -> bool:
@@ -32,8 +63,7 @@ class Caller:
         if self._task is not None:
             task = self._task()
             return task is None or task.done() or task.get_loop().is_closed()
-        thread = self._thread()
-        return thread is None or not thread.is_alive()
+        return self._mark() is None
 
 
 def current_task() -> asyncio.Task[Any] | None:
@@ -42,3 +72,14 @@ def current_task() -> asyncio.Task[Any] | None:
         return asyncio.current_task()
     except RuntimeError:
         return None
+
+
+def thread_number() -> int:
+    """Return a number for the running thread that no other thread of this process ever has."""
+    return _here.mark.number
+
+
+def thread_name() -> str:
+    """Return the name of the running thread; one that ``threading`` has not started has its number only."""
+    thread = _here.thread
+    return f"thread {threading.get_native_id()}" if thread is None else thread.name

@@ -7,12 +7,12 @@ import json
 import os
 import socket
 import sys
-import threading
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .caller import thread_name
 from .naming import printable
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Holder:
         return cls(
             host=_HOST,
             pid=os.getpid(),
-            thread=threading.current_thread().name,
+            thread=thread_name(),
             task=_task_name(),
             purpose=purpose or _purpose.get(),
         )

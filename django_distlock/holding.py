@@ -89,6 +89,8 @@ def drift(ttl: float) -> float:
 class Holding:
     """What a lease knows of itself: pending, held, then lost or released; no I/O."""
 
+    _state = State.PENDING
+
     def __init__(
         self,
         backend: LeaseBackend,
@@ -102,11 +104,12 @@ class Holding:
         self.fencing_token: int | None = None
         self.renews = renew
         self.caller: Caller | None = Caller()
+        #: When it is renewed next: seconds on ``clock.lease_time()``.
+        self.due = 0.0
         self._backend = backend
         self._max_hold = max_hold
         self._holds_until: float | None = None
         self._deadline = 0.0
-        self._state = State.PENDING
         self._reason = ""
         self._entries = 0
         self._is_in_jeopardy = False
@@ -282,6 +285,11 @@ class Holding:
         if self._end(State.RELEASED):
             self._backend.abandon(self.request)
 
+    def end_unowned(self) -> None:
+        """Be lost and given back: nobody can release it any more."""
+        self.lose("the thread or task that held it ended without releasing it")
+        self._backend.abandon_later(self.request)
+
     def at_end(self, callback: Callable[[], object]) -> None:
         """Call *callback* once the lease has ended, however it did; at once if it has."""
         with self._mutex:
@@ -293,6 +301,11 @@ class Holding:
     def give_up(self) -> None:
         """Be a pending lease that will never be granted."""
         self._end(State.RELEASED)
+
+    def __del__(self) -> None:
+        """Nobody has it any more, and who took it has ended: only now it is given back."""
+        if self._state is State.HELD:
+            background.at(clock.lease_time(), self.end_unowned)
 
     def _lose_if_over(self) -> None:
         if self._state is State.HELD and clock.lease_time() >= self._deadline:

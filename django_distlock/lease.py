@@ -89,7 +89,10 @@ class Lease(Holding):
 
     async def arelease(self) -> None:
         """See release(). A cancelled call is completed in the background."""
-        await finished(self._arelease())
+        if _is_in_loop():
+            await finished(self._arelease())
+        else:
+            self.release_later()  # its task was destroyed: there is nothing to wait in
 
     def extend(self, ttl: float | timedelta | None = None) -> None:
         """Let it live for at least *ttl* seconds from now (by default its own ttl).
@@ -307,6 +310,14 @@ class Lease(Holding):
             "lock_delay": request.lock_delay,
             "token": self.fencing_token,
         }
+
+
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def finished(work: Coroutine[Any, Any, _T]) -> _T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -24,7 +25,8 @@ class _Line:
         self.places: deque[Bell] = deque()
         #: Who was told that it is their turn.
         self.turn: Bell | None = None
-        self.holding: Lease | None = None
+        #: Who holds it, not to be kept alive by this line.
+        self.holding: weakref.ref[Lease] | None = None
         self.in_a_row = 0
         self.is_contested = False
 
@@ -77,13 +79,13 @@ class LocalQueue:
     def hold(self, key: str, lease: Lease) -> None:
         """Note that whose turn it is holds the lock."""
         with self._mutex:
-            self._lines[key].holding = lease
+            self._lines[key].holding = weakref.ref(lease)
 
     def held_by(self, key: str) -> Lease | None:
         """Return the lease that this process holds the lock by, if its line knows one."""
         with self._mutex:
             line = self._lines.get(key)
-            return line.holding if line else None
+            return line.holding() if line and line.holding else None
 
     def contest(self, key: str) -> None:
         """Note that other processes want the lock."""

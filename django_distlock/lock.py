@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from .registry import registry
 from .renewal import renewal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from datetime import timedelta
     from types import TracebackType
 
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
 
     Seconds = float | timedelta
     Note = Callable[[Lease], object]
+    _Known = Callable[[], Lease | None]
 
 registry.watch(renewal.watch)
-#: The leases held in this chain of contexts: what re-entry looks at.
-_holdings: ContextVar[tuple[Lease, ...]] = ContextVar("distlock_holdings", default=())
+#: The leases held in this chain of contexts: what re-entry looks at. They are not kept alive by it:
+#: copies of a context outlive the task in callbacks and in tasks that were begun by it.
+_holdings: ContextVar[tuple[weakref.ref[Lease], ...]] = ContextVar("distlock_holdings", default=())
 
 
 class LockTerms(TypedDict, total=False):
@@ -136,8 +139,9 @@ class Lock:
         self.name = checked_name(name)
         self.terms = terms
         self._mutex = threading.Lock()
-        self._acquired: list[Lease] = []
-        self._entered: list[Lease] = []
+        # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
+        self._acquired: list[_Known] = []
+        self._entered: list[_Known] = []
 
     # The protocol of threading.Lock.
 
@@ -207,13 +211,13 @@ class Lock:
 
     # What the decorator and lock_all() build on.
 
-    def enter(self, timeout: float | None) -> Lease:
-        """Do what ``with`` does at its begin, within *timeout* seconds."""
-        return self.take(timeout, self._note_entry)
+    def enter(self, timeout: float | None, *, kept: bool = True) -> Lease:
+        """Do what ``with`` does at its begin, within *timeout* seconds; *kept*: keep the lease alive."""
+        return self.take(timeout, self._note_entry if kept else self._note_loosely)
 
-    async def aenter(self, timeout: float | None) -> Lease:
+    async def aenter(self, timeout: float | None, *, kept: bool = True) -> Lease:
         """See enter()."""
-        return await self.atake(timeout, self._note_entry)
+        return await self.atake(timeout, self._note_entry if kept else self._note_loosely)
 
     def take(self, timeout: float | None, note: Note = id) -> Lease:
         """Return a lease within *timeout* seconds, once *note* has it; LockNotAcquired if somebody else has."""
@@ -288,7 +292,7 @@ class Lock:
         """Return the lease that this context holds already, entered once more."""
         if not self.terms.reentrant:
             return None
-        for lease in _holdings.get():
+        for lease in _known_here():
             if lease.name == self.name and lease.using == self.terms.using and lease.is_mine():
                 if lease.shared and not self.terms.shared:
                     raise LockDeadlock(
@@ -300,17 +304,23 @@ class Lock:
 
     def _remember(self, lease: Lease) -> None:
         with self._mutex:
-            self._acquired = [old for old in self._acquired if old.is_entered]
-            self._acquired.append(lease)
+            self._acquired = [
+                known for known in self._acquired if (old := known()) and old.is_entered
+            ]
+            self._acquired.append(weakref.ref(lease))
 
     def _note_entry(self, lease: Lease) -> None:
         with self._mutex:
-            self._entered.append(lease)
+            self._entered.append(lambda: lease)
+
+    def _note_loosely(self, lease: Lease) -> None:
+        with self._mutex:
+            self._entered.append(weakref.ref(lease))
 
     def _recall(self) -> Lease:
         """Return the last lease of this caller; others release theirs."""
         with self._mutex:
-            mine = [lease for lease in self._acquired if lease.is_of_caller()]
+            mine = [lease for lease in _alive(self._acquired) if lease.is_of_caller()]
             if not mine:
                 raise LockNotHeld(self.name)
             _remove_last(self._acquired, mine[-1])
@@ -319,10 +329,11 @@ class Lock:
     def _leave(self) -> Lease:
         """Return what this caller entered last; a generator may be closed by another thread than its own."""
         with self._mutex:
-            if not self._entered:
+            entered = _alive(self._entered)
+            if not entered:
                 raise LockNotHeld(self.name)
-            mine = [lease for lease in self._entered if lease.is_of_caller()]
-            lease = (mine or self._entered)[-1]
+            mine = [lease for lease in entered if lease.is_of_caller()]
+            lease = (mine or entered)[-1]
             _remove_last(self._entered, lease)
             return lease
 
@@ -341,19 +352,32 @@ def current_lease(name: str | None = None) -> Lease | None:
     It is what a decorated function has its lease by: ``current_lease().claim(account)``.
     """
     wanted = None if name is None else checked_name(name)
-    for lease in reversed(_holdings.get()):
+    for lease in reversed(_known_here()):
         if lease.is_mine() and wanted in (None, lease.name):
             return lease
     return None
 
 
 def _hold(lease: Lease) -> Lease:
-    _holdings.set((*(held for held in _holdings.get() if held.held), lease))
+    held = [weakref.ref(each) for each in _known_here() if each.held]
+    _holdings.set((*held, weakref.ref(lease)))
     return lease
 
 
-def _remove_last(leases: list[Lease], lease: Lease) -> None:
-    del leases[len(leases) - 1 - leases[::-1].index(lease)]
+def _known_here() -> list[Lease]:
+    return _alive(_holdings.get())
+
+
+def _alive(leases: Iterable[_Known]) -> list[Lease]:
+    return [lease for known in leases if (lease := known()) is not None]
+
+
+def _remove_last(leases: list[_Known], lease: Lease) -> None:
+    """Remove the last entry for *lease*, and those whose lease nobody has any more."""
+    last = max(number for number, known in enumerate(leases) if known() is lease)
+    leases[:] = [
+        known for number, known in enumerate(leases) if number != last and known() is not None
+    ]
 
 
 def _attach(text: str) -> Lease:

@@ -33,14 +33,14 @@ class LockSet:
         Give them back by release().
         """
         try:
-            return self.__enter__()
+            return self._enter(kept=False)
         except LockNotAcquired:
             return None
 
     async def aacquire(self) -> tuple[Lease, ...] | None:
         """See acquire()."""
         try:
-            return await self.__aenter__()
+            return await self._aenter(kept=False)
         except LockNotAcquired:
             return None
 
@@ -53,11 +53,14 @@ class LockSet:
         await self.__aexit__(None, None, None)
 
     def __enter__(self) -> tuple[Lease, ...]:
+        return self._enter(kept=True)
+
+    def _enter(self, *, kept: bool) -> tuple[Lease, ...]:
         wait = self._wait()
         with ExitStack() as stack:
             leases = {}
             for name, lock in self._locks.items():
-                leases[name] = lock.enter(wait.left)
+                leases[name] = lock.enter(wait.left, kept=kept)
                 stack.push(lock)
             stack.pop_all()
         return tuple(leases[name] for name in self.names)
@@ -74,11 +77,14 @@ class LockSet:
         stack.__exit__(kind, error, trace)
 
     async def __aenter__(self) -> tuple[Lease, ...]:
+        return await self._aenter(kept=True)
+
+    async def _aenter(self, *, kept: bool) -> tuple[Lease, ...]:
         wait = self._wait()
         async with AsyncExitStack() as stack:
             leases = {}
             for name, lock in self._locks.items():
-                leases[name] = await lock.aenter(wait.left)
+                leases[name] = await lock.aenter(wait.left, kept=kept)
                 stack.push_async_exit(lock)
             stack.pop_all()
         return tuple(leases[name] for name in self.names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from typing import TYPE_CHECKING
 
 from . import clock
@@ -18,20 +19,29 @@ class Registry:
     """The leases of this process that have not ended; who watches is told of each grant."""
 
     def __init__(self) -> None:
-        self._leases: dict[int, Holding] = {}
+        self._leases: dict[int, weakref.ref[Holding]] = {}
+        #: Those whose thread or task may yet release them, though nobody has a reference.
+        self._kept: dict[int, Holding] = {}
         self._watchers: list[Callable[[Holding], None]] = []
 
     def add(self, lease: Holding) -> None:
         """Remember *lease*, pending or held."""
-        self._leases[id(lease)] = lease
+        self._kept[id(lease)] = lease
+        self._leases[id(lease)] = weakref.ref(lease)
+
+    def let_go(self, lease: Holding) -> None:
+        """Keep *lease* no longer than others do: its thread or task has ended."""
+        self._kept.pop(id(lease), None)
 
     def discard(self, lease: Holding) -> None:
         """Forget *lease*, which has ended."""
         self._leases.pop(id(lease), None)
+        self._kept.pop(id(lease), None)
 
     def leases(self) -> list[Holding]:
         """Return the leases of now."""
-        return list(self._leases.values())
+        known = [lease() for lease in list(self._leases.values())]
+        return [lease for lease in known if lease is not None]
 
     def watch(self, watcher: Callable[[Holding], None]) -> None:
         """Have *watcher* called with each lease as it is granted."""
@@ -46,7 +56,7 @@ class Registry:
         """Make every lease inert: a forked child holds nothing of its parent's."""
         for lease in self.leases():
             lease.disown()
-        self._leases = {}
+        self._leases, self._kept = {}, {}
 
     def release_all(self, seconds: float = 2.0) -> None:
         """Give back all that is held or may be, one after the other, in so many seconds at most."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from . import clock
 from .background import Alarm, background
-from .holding import State
 from .naming import printable
+from .registry import registry
 from .signals import announce, lock_extended
 
 if TYPE_CHECKING:
@@ -39,55 +39,42 @@ class Renewal:
     def reset(self) -> None:
         """Forget everything: in a forked child no lease is ours."""
         self._mutex = threading.Lock()
-        self._due: dict[Holding, float] = {}
         self._in_flight: set[Holding] = set()
         self._alarm = Alarm(self._look)
 
     def watch(self, lease: Holding) -> None:
         """Look after *lease* until it ends."""
-        with self._mutex:
-            self._due[lease] = clock.lease_time() + lease.ttl / 3
-        lease.at_end(lambda: self._forget(lease))
+        lease.due = clock.lease_time() + lease.ttl / 3
         self._alarm.at(clock.lease_time() + min(lease.ttl / 3, SWEEP))
-
-    def _forget(self, lease: Holding) -> None:
-        with self._mutex:
-            self._due.pop(lease, None)
 
     def _look(self) -> None:
         """Do what is due, and come back when the next thing is."""
-        with self._mutex:
-            leases = list(self._due)
+        leases = _held()
         try:
             self._end_what_is_over(leases)
             self._renew(self._take_due())
         finally:
-            self._forget_ended(leases)
             if leases:
                 self._alarm.at(self._next_due())
 
-    def _forget_ended(self, leases: Iterable[Holding]) -> None:
-        """Forget those that should have told: an exception from outside may have kept them from it."""
-        ended = [lease for lease in leases if not lease.held]
-        with self._mutex:
-            for lease in ended:
-                self._due.pop(lease, None)
-
     def _end_what_is_over(self, leases: Iterable[Holding]) -> None:
         for lease in leases:
-            # Asking for the state makes a lease whose deadline has passed tell that it is lost.
-            if lease.state is State.HELD and lease.backend.is_session_over(lease.request):
+            if lease.held and lease.backend.is_session_over(lease.request):
                 lease.lose("the session that held it has ended")
-            if lease.state is State.HELD and lease.caller is not None and lease.caller.is_gone:
-                lease.lose("the thread or task that held it ended without releasing it")
-                lease.backend.abandon_later(lease.request)
+            caller = lease.caller
+            if caller is None or caller.is_gone:
+                # It may be in somebody's hands; if it is not, its finalizer gives it back.
+                registry.let_go(lease)
+                if lease.held and not lease.is_entered:
+                    lease.end_unowned()  # whoever was giving it back has ended meanwhile
 
     def _take_due(self) -> dict[LeaseBackend, list[Holding]]:
         now = clock.lease_time()
         batches: dict[LeaseBackend, list[Holding]] = {}
+        leases = _held()
         with self._mutex:
-            for lease, due in self._due.items():
-                is_due = due <= now + lease.ttl * EARLY
+            for lease in leases:
+                is_due = lease.due <= now + lease.ttl * EARLY
                 if is_due and lease.renews and lease not in self._in_flight:
                     self._in_flight.add(lease)
                     batches.setdefault(lease.backend, []).append(lease)
@@ -132,7 +119,7 @@ class Renewal:
         )
 
     def _warn_if_late(self, lease: Holding, start: float) -> None:
-        late = start - self._due.get(lease, start)
+        late = start - lease.due
         if late > lease.ttl / 4:
             logger.warning(
                 "Lock %s was renewed %.3g s late: is this process busy?",
@@ -148,27 +135,26 @@ class Renewal:
             )
 
     def _put_back(self, leases: list[Holding]) -> None:
-        # Asked for without the mutex: a lease that finds itself lost has us forget it.
-        parts = {lease: 9 if lease.in_jeopardy else 3 for lease in leases}
         now = clock.lease_time()
+        for lease in leases:
+            # One that is in jeopardy is tried again soon: nine times in a ttl.
+            lease.due = now + lease.ttl / (9 if lease.in_jeopardy else 3)
         with self._mutex:
             self._in_flight.difference_update(leases)
-            for lease in leases:
-                if lease in self._due:
-                    # One that is in jeopardy is tried again soon: nine times in a ttl.
-                    self._due[lease] = now + lease.ttl / parts[lease]
         self._alarm.at(self._next_due())
 
     def _next_due(self) -> float:
-        now = clock.lease_time()
+        now, leases = clock.lease_time(), _held()
         with self._mutex:
-            dues = [
-                due
-                for lease, due in self._due.items()
-                if lease.renews and lease not in self._in_flight
-            ]
-            ends = [lease.deadline for lease in self._due]
+            waiting = [each for each in leases if each.renews and each not in self._in_flight]
+        dues = [lease.due for lease in waiting]
+        ends = [lease.deadline for lease in leases]
         return max(now, min([now + SWEEP, *dues, *ends]))
+
+
+def _held() -> list[Holding]:
+    """Return the leases that are held: asking makes one whose deadline has passed tell that it is lost."""
+    return [lease for lease in registry.leases() if lease.held]
 
 
 def _by_server(backend: LeaseBackend, asked: Asked) -> Iterable[Asked]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
+import contextvars
 import os
+import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
-from django_distlock import Lease, lock
+import pytest
+from asgiref.sync import async_to_sync
+
+from django_distlock import Lease, LockNotHeld, lock, lock_all
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
@@ -183,17 +190,193 @@ def test_the_lock_of_a_dead_thread_comes_free_soon(using: str, name: str, rival:
     assert "ended without releasing" in reason
 
 
+def test_the_lock_of_a_dead_thread_comes_free_though_its_recipe_is_kept(
+    using: str, name: str, rival: Rivals
+) -> None:
+    other, kept = rival(), lock(name, using=using, ttl=30)
+    both = lock_all(name, f"{name}:2", using=using, ttl=30)
+
+    elsewhere(lambda: kept.acquire() is not None and both.acquire() is not None)
+
+    other.takes(within=15)
+
+
 def test_the_lock_of_a_finished_task_comes_free_soon(using: str, name: str, rival: Rivals) -> None:
-    kept: list[Lease | None] = []
+    told: list[str] = []
 
     async def take_and_end() -> None:
-        kept.append(await lock(name, using=using, ttl=30).aacquire())
+        lease = await lock(name, using=using, ttl=30).aacquire()
+        assert lease
+        lease.on_lost(told.append)
 
     asyncio.run(take_and_end())
 
-    assert kept[0]
     rival().takes(within=15)
-    assert kept[0].lost
+    [reason] = eventually(lambda: told)
+    assert "ended without releasing" in reason
+
+
+def test_the_lock_of_a_task_that_was_destroyed_in_its_block_comes_free(
+    using: str, name: str, rival: Rivals
+) -> None:
+    loop = asyncio.new_event_loop()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def stay() -> None:
+        async with lock(name, using=using, ttl=30):
+            loop.stop()
+            await asyncio.Event().wait()
+
+    tasks.append(loop.create_task(stay()))
+    loop.run_forever()
+    loop.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tasks[0].get_coro().close()  # as the collector does
+        tasks.clear()
+    rival().takes(within=15)
+
+
+def test_a_context_that_outlives_the_task_keeps_no_lock(
+    using: str, name: str, rival: Rivals
+) -> None:
+    kept: list[contextvars.Context] = []
+
+    async def take_and_end() -> None:
+        assert await lock(name, using=using, ttl=30).aacquire()
+        kept.append(contextvars.copy_context())
+
+    asyncio.run(take_and_end())
+
+    rival().takes(within=15)
+    assert kept
+
+
+class TestALeaseInSomebodysHands:
+    """Its thread or task has ended, and it lives on: who has it uses, extends and releases it."""
+
+    @pytest.fixture(autouse=True)
+    def _dead_owners_are_looked_for_often(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("django_distlock.renewal.SWEEP", 0.05)
+
+    def _lives_on(self, lease: Lease | None, other: Rival) -> None:
+        assert lease
+        never(lambda: lease.lost, 0.5)
+        lease.check()
+        assert not other.tries()
+
+    @pytest.mark.parametrize("way", ["thread", "run", "async_to_sync"])
+    def test_of_a_caller(self, using: str, name: str, rival: Rivals, way: str) -> None:
+        recipe = lock(name, using=using, ttl=30)
+        ways: dict[str, Callable[[], Lease | None]] = {
+            "thread": lambda: elsewhere(recipe.acquire),
+            "run": lambda: asyncio.run(recipe.aacquire()),
+            "async_to_sync": async_to_sync(recipe.aacquire),
+        }
+
+        lease = ways[way]()
+
+        self._lives_on(lease, other := rival())
+
+        assert lease
+        if lease.backend.supports_extend:
+            lease.extend()
+        lease.release()
+        assert other.tries()
+
+    async def test_of_an_inner_task(self, using: str, name: str, rival: Rivals) -> None:
+        first = await asyncio.wait_for(lock(name, using=using, ttl=30).aacquire(), 20)
+        second, third = await asyncio.gather(
+            *(lock(f"{name}:{number}", using=using, ttl=30).aacquire() for number in (2, 3))
+        )
+
+        other = rival()
+        await asyncio.to_thread(self._lives_on, first, other)
+
+        for lease in (first, second, third):
+            assert lease
+            await lease.arelease()
+        assert await asyncio.to_thread(other.tries)
+
+    def test_is_given_back_when_nobody_has_it_any_more(
+        self, using: str, name: str, rival: Rivals
+    ) -> None:
+        kept = [elsewhere(lock(name, using=using, ttl=30).acquire)]
+        self._lives_on(kept[0], other := rival())
+
+        kept.clear()
+
+        other.takes(within=15)
+
+    def test_a_suspended_block_has_it(self, using: str, name: str, rival: Rivals) -> None:
+        def hold() -> Generator[None, None, None]:
+            with lock(name, using=using, ttl=30):
+                yield
+
+        block = hold()
+        elsewhere(lambda: next(block))
+
+        other = rival()
+        never(other.tries, 0.5)
+        block.close()
+        assert other.tries()
+
+
+class TestThreadsThatThreadingDidNotStart:
+    def _run(self, act: Callable[[], object]) -> int:
+        """Run *act* in such a thread; return the ident it had."""
+        idents: list[int] = []
+        over = _thread.allocate_lock()
+        over.acquire()
+
+        def run() -> None:
+            try:
+                act()
+            finally:
+                idents.append(_thread.get_ident())
+                over.release()
+
+        _thread.start_new_thread(run, ())
+        assert over.acquire(timeout=40)
+        eventually(lambda: idents[0] not in sys._current_frames())
+        return idents[0]
+
+    def test_the_lock_of_one_that_has_ended_comes_free(
+        self, using: str, name: str, rival: Rivals
+    ) -> None:
+        self._run(lock(name, using=using, ttl=30).acquire)
+
+        rival().takes(within=15)
+
+    @pytest.mark.usefixtures("using")
+    def test_one_with_the_ident_of_a_dead_one_is_another(self, using: str, name: str) -> None:
+        recipe, leases = lock(name, using=using, ttl=30), list[Lease]()
+        released: list[int] = []
+        ident = self._run(lambda: leases.extend(filter(None, [recipe.acquire()])))
+
+        def release() -> None:
+            if _thread.get_ident() == ident:
+                with pytest.raises(LockNotHeld):
+                    recipe.release()
+                released.append(ident)
+
+        while not released:
+            self._run(release)
+
+        leases[0].release()
+
+    def test_none_is_invented(self, using: str, name: str) -> None:
+        before = set(threading.enumerate())
+
+        def use() -> None:
+            with lock(name, using=using):
+                pass
+
+        self._run(use)
+
+        invented = [each.name for each in set(threading.enumerate()) - before]
+        assert not [each for each in invented if each.startswith("Dummy")]
 
 
 @lacks("cross_process")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -76,11 +77,11 @@ def test_they_share_one_timeout(
     last.takes()
     enter, spent, given = Lock.enter, [0.0], list[float]()
 
-    def noting(self: Lock, timeout: float | None) -> Lease:
+    def noting(self: Lock, timeout: float | None, **more: Any) -> Lease:
         given.append(timeout or 0.0)
         began = time.monotonic()
         try:
-            return enter(self, timeout)
+            return enter(self, timeout, **more)
         finally:
             spent.append(spent[-1] + time.monotonic() - began)
 

@@ -67,6 +67,7 @@ MACHINERY = {
     "begin",
     "confirm",
     "disown",
+    "end_unowned",
     "endanger",
     "enter",
     "give_up",

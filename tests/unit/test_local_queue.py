@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import cast
 
 import pytest
 
+from django_distlock import Lease
 from django_distlock.local_queue import IN_A_ROW, LocalQueue
 from tests.fixtures.eventually import eventually
 
@@ -128,7 +129,7 @@ def test_a_line_of_deaf_ones_is_no_line(queue: LocalQueue) -> None:
 
 def test_it_knows_who_holds_until_the_turn_passes_on(queue: LocalQueue) -> None:
     first, _ = _line(queue, 2)
-    lease: Any = object()
+    lease = cast("Lease", Bell())  # anything that can be referred to weakly
     assert queue.held_by("a") is None
 
     queue.hold("a", lease)

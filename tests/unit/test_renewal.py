@@ -42,7 +42,7 @@ def test_a_lease_is_renewed_at_a_third_of_its_ttl(watched: Watched) -> None:
     began = clock.lease_time()
 
     with lock("a", ttl=4.5) as lease:
-        assert renewal._due[lease] <= clock.lease_time() + 1.5
+        assert lease.due <= clock.lease_time() + 1.5
         eventually(lambda: len(watched.batches) >= 2)
 
     for number, (when, names) in enumerate(watched.batches[:2], 1):
@@ -140,15 +140,6 @@ def _looks() -> list[object]:
     """Return the looks of the renewal that are to come."""
     jobs = [job for _, _, job in background._clock._jobs]
     return [job for job in jobs if getattr(job, "func", None) == renewal._alarm._ring]
-
-
-def test_a_lease_that_could_not_tell_of_its_end_is_forgotten(watched: Watched) -> None:
-    with lock("a", ttl=30) as lease:
-        lease._at_end.clear()  # as an exception from outside would leave it
-
-    eventually(lambda: lease not in renewal._due)
-    memory_line = watched.queue._lines.pop("a", None)
-    assert memory_line is not None
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
-from django_distlock.caller import current_task
+from django_distlock.caller import current_task, thread_number
 from django_distlock.exceptions import LockBackendError
 from django_distlock.protocol import Request, digest
 
@@ -49,7 +49,7 @@ os.register_at_fork(after_in_child=_process.renew)
 def this_caller() -> str:
     """Return a short text for the running thread or task, different from all others anywhere."""
     task = current_task()
-    return digest(f"{_process.secret}:{threading.get_ident()}:{0 if task is None else id(task)}")
+    return digest(f"{_process.secret}:{thread_number()}:{0 if task is None else id(task)}")
 
 
 @dataclass(frozen=True, slots=True)
