@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
+import sys
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from asgiref.sync import AsyncToSync, SyncToAsync
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+#: Frames of a task that awaits a thread, and of that thread: both have the ``task_context`` of the call.
+_AWAITS_THREAD = SyncToAsync.__call__.__code__
+_RUNS_IN_THREAD = SyncToAsync.thread_handler.__code__
+#: Frames of a thread that waits for a task, and which of their variables is what the task runs.
+_AWAITS_TASK = {
+    AsyncToSync.__call__.__code__: "awaitable",
+    asyncio.Runner.run.__code__: "coro",
+}
+_COROUTINE = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_GENERATOR
 _Dummy = threading._DummyThread  # noqa: SLF001 - there is no other sign of one
 _numbers = itertools.count(1)
 
@@ -42,10 +58,11 @@ _here = _Here()
 class Caller:
     """The thread, and the asyncio task in it if there is one, that this was made in."""
 
-    __slots__ = ("_mark", "_task")
+    __slots__ = ("_ident", "_mark", "_task")
 
     def __init__(self) -> None:
         self._mark = weakref.ref(_here.mark)
+        self._ident = threading.get_ident()
         task = current_task()
         self._task = None if task is None else weakref.ref(task)
 
@@ -64,6 +81,92 @@ class Caller:
             task = self._task()
             return task is None or task.done() or task.get_loop().is_closed()
         return self._mark() is None
+
+    @property
+    def waits_for_us(self) -> bool:
+        """Whether this caller stands still until the running code is done.
+
+        Known where asgiref, or asyncio.run(), has brought us from a task to a thread or back: it
+        stands in one frame on each side meanwhile, with an object of this very call among its variables.
+        """
+        if self.is_gone:
+            return False
+        # Those of this thread from our caller on: a function that had its own would be a circle.
+        stacks = {**sys._current_frames(), threading.get_ident(): sys._getframe(1)}  # noqa: SLF001
+        task = self._task and self._task()
+        work = task.get_coro() if task else _awaited_by_thread(stacks.get(self._ident))
+        while work is not None and not _is_run_by_us(work):
+            if (call := _awaited_by(work)) is None:
+                return False
+            where = ((ident, _standing_in(top, call)) for ident, top in stacks.items())
+            ident, frame = next((found for found in where if found[1]), (0, None))
+            if frame is None or frame.f_code is _RUNS_IN_THREAD:
+                # The call itself runs, or no thread has begun it: here it runs, if there is no task in between.
+                is_here = frame is not None and ident == threading.get_ident()
+                return is_here and current_task() is None
+            work = frame.f_locals.get(_AWAITS_TASK[frame.f_code])
+        return work is not None
+
+
+def _awaited_by_thread(frame: FrameType | None) -> Any:
+    """Return what a thread waits for in that innermost *frame* or around it; None if it runs itself."""
+    while frame is not None and frame.f_code is not _RUNS_IN_THREAD:
+        if frame.f_code in _AWAITS_TASK:
+            return frame.f_locals.get(_AWAITS_TASK[frame.f_code])
+        frame = frame.f_back
+    return None
+
+
+def _awaited_by(work: Any) -> Any:
+    """Return what tells the call of a thread that the coroutine *work* awaits from all others, or None."""
+    # The thread may have begun before the task has come to wait for it; then it does so meanwhile.
+    frame = _suspended_in(work) or _running_in(work) or _suspended_in(work)
+    return None if frame is None else frame.f_locals.get("task_context")
+
+
+def _suspended_in(work: Any) -> FrameType | None:
+    """Return the frame in which *work* awaits a thread."""
+    while work is not None:
+        if getattr(work, "cr_code", None) is _AWAITS_THREAD:
+            return work.cr_frame  # type: ignore[no-any-return]
+        work = getattr(work, "cr_await", None) or getattr(work, "gi_yieldfrom", None)
+    return None
+
+
+def _running_in(work: Any) -> FrameType | None:
+    """Return the frame in which *work* is about to await a thread: only coroutines are between the two."""
+    for ident, top in sys._current_frames().items():  # noqa: SLF001
+        frame = None if ident == threading.get_ident() else top
+        while frame is not None and frame.f_code is not _AWAITS_THREAD:
+            frame = frame.f_back
+        outer = frame
+        while outer is not None and outer.f_code.co_flags & _COROUTINE:
+            if outer is work.cr_frame:
+                return frame
+            outer = outer.f_back
+    return None
+
+
+def _standing_in(frame: FrameType | None, call: Any) -> FrameType | None:
+    """Return where the thread stands that runs *call*: in what it awaits itself, else in the call."""
+    standing = None
+    while frame is not None:
+        if frame.f_code in _AWAITS_TASK:
+            standing = frame
+        elif frame.f_code is _RUNS_IN_THREAD and frame.f_locals.get("task_context") is call:
+            return standing or frame
+        frame = frame.f_back
+    return None
+
+
+def _is_run_by_us(work: Any) -> bool:
+    """Return whether the running task runs the coroutine *work*; asgiref may have wrapped it once."""
+    task = current_task()
+    root: Any = task and task.get_coro()
+    is_wrapper = getattr(root, "cr_code", None) in AsyncToSync.__call__.__code__.co_consts
+    return root is not None and (
+        root is work or (is_wrapper and root.cr_frame.f_locals.get("awaitable") is work)
+    )
 
 
 def current_task() -> asyncio.Task[Any] | None:

@@ -111,7 +111,8 @@ class Holding:
         self._holds_until: float | None = None
         self._deadline = 0.0
         self._reason = ""
-        self._entries = 0
+        #: Who has entered and not left yet, the innermost last: each was let in by the one before.
+        self._entries: list[Caller] = []
         self._is_in_jeopardy = False
         self._mutex = threading.Lock()
         self._on_lost: list[Callable[[str], object]] = []
@@ -222,7 +223,7 @@ class Holding:
         if clock.lease_time() >= ends:
             return False
         with self._mutex:
-            self._state, self._entries = State.HELD, 1
+            self._state, self._entries = State.HELD, [self.caller or Caller()]
             self.fencing_token, self._deadline = token, ends
             self._holds_until = None if self._max_hold is None else start + self._max_hold
         registry.granted(self)
@@ -231,7 +232,7 @@ class Holding:
     def enter(self) -> Self:
         """Count one more entry of the same holder."""
         with self._mutex:
-            self._entries += 1
+            self._entries.append(Caller())
         return self
 
     def renewal(self) -> Request | None:
@@ -266,22 +267,24 @@ class Holding:
         self._state = State.INHERITED
 
     def is_of_caller(self) -> bool:
-        """Return whether the running thread or task took it."""
-        return self.caller is not None and self.caller.is_current
+        """Return whether the running thread or task has entered it."""
+        return self.caller is not None and any(each.is_current for each in self._entries)
 
     @property
     def is_entered(self) -> bool:
         """Whether there is still something to release: also after it was lost."""
-        return self.state in (State.HELD, State.LOST) and self._entries > 0
+        return self.state in (State.HELD, State.LOST) and bool(self._entries)
 
     def is_mine(self) -> bool:
-        """Return whether the running thread or task holds it now, so that it may enter again."""
-        # What is being given back may be free already.
-        return self.is_of_caller() and self.held and self._entries > 0
+        """Return whether the running code holds it now, or who waits for it, so that it may enter again."""
+        last = self._entries[-1:]  # none: what is being given back may be free already
+        if self.caller is None or not last or not self.held:
+            return False
+        return last[0].is_current or last[0].waits_for_us
 
     def abandon(self) -> None:
         """Give back whatever the server has of it, with no word to anyone; used where all ends."""
-        self._entries = 0
+        self._entries = []
         if self._end(State.RELEASED):
             self._backend.abandon(self.request)
 

@@ -216,8 +216,8 @@ class Lease(Holding):
 
     def release_later(self) -> None:
         """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
-        if self._entries > 0:  # all else might take a lock that the finalizer's thread has
-            if self._entries == 1:
+        if self._entries:  # all else might take a lock that the finalizer's thread has
+            if len(self._entries) == 1:
                 self.caller = None  # it may end before
             submit = partial(background.submit, self.using, self._release_quietly)
             background.at(clock.lease_time(), submit)
@@ -231,10 +231,11 @@ class Lease(Holding):
 
     def _leaves_reentry(self) -> bool:
         with self._mutex:
-            if self._entries < 1 or self._state not in (State.HELD, State.LOST):
+            if not self._entries or self._state not in (State.HELD, State.LOST):
                 raise self._not_held()
-            self._entries -= 1
-            if self._entries > 0:
+            mine = [each for each in self._entries if each.is_current]
+            self._entries.remove((mine or self._entries)[-1])
+            if self._entries:
                 return True
             # Whoever gives it back answers for it: a task that is cancelled meanwhile ends before.
             self.caller = Caller()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
+import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 
-from django_distlock import Lease, LockLost, LockNotAcquired, lock
+from django_distlock import Lease, LockLost, LockNotAcquired, current_lease, lock
 from tests.fixtures.eventually import aeventually
 
 from .crew import elsewhere
@@ -123,15 +127,181 @@ async def test_siblings_under_gather_exclude_each_other(using: str, name: str) -
     assert await asyncio.gather(*(work() for _ in range(10))) == [1] * 10
 
 
-async def test_the_threads_of_sync_to_async_are_excluded(using: str, name: str) -> None:
-    async with lock(name, using=using):
-        assert not await sync_to_async(_try)(using, name)
-        assert not await asyncio.to_thread(_try, using, name)
+class TestOverTheBridgesOfAsgiref:
+    """Who holds the lock and waits for the code on the other side lets it in; nobody else does."""
 
+    @pytest.mark.parametrize("thread_sensitive", [True, False])
+    async def test_a_task_lets_the_thread_in_that_it_awaits(
+        self, using: str, name: str, thread_sensitive: bool
+    ) -> None:
+        across = sync_to_async(_try, thread_sensitive=thread_sensitive)
 
-def test_the_task_of_async_to_sync_is_excluded(using: str, name: str) -> None:
-    with lock(name, using=using):
-        assert not async_to_sync(_atry)(using, name)
+        async with lock(name, using=using) as lease:
+            assert await across(using, name)
+            lease.check()
+
+        assert not await lock(name, using=using).alocked()
+
+    def test_a_thread_lets_the_task_in_that_it_waits_for(self, using: str, name: str) -> None:
+        with lock(name, using=using) as lease:
+            assert async_to_sync(_atry)(using, name)
+            assert asyncio.run(_atry(using, name))
+            lease.check()
+
+        assert not lock(name, using=using).locked()
+
+    async def test_both_bridges_may_be_crossed_many_times(
+        self, faulty: Faulty, using: str, name: str
+    ) -> None:
+        depth = 0
+
+        async def in_a_task() -> int:
+            async with lock(name, using=using, timeout=0):
+                return await sync_to_async(in_a_thread)() if depth < 6 else depth
+
+        def in_a_thread() -> int:
+            nonlocal depth
+            depth += 1
+            with lock(name, using=using, timeout=0):
+                return async_to_sync(in_a_task)()
+
+        async with lock(name, using=using, renew=False):
+            before = total(faulty.calls)
+            assert await in_a_task() == 6
+            assert total(faulty.calls) == before
+
+    async def test_the_holder_may_stand_in_between(self, using: str, name: str) -> None:
+        def hold() -> bool:
+            with lock(name, using=using):
+                return async_to_sync(sync_to_async(_try))(using, name)
+
+        assert await sync_to_async(hold)()
+        assert await sync_to_async(async_to_sync(sync_to_async(hold)))()
+
+    async def test_whoever_crossed_has_the_lease_at_hand(self, using: str, name: str) -> None:
+        async with lock(name, using=using) as lease:
+            assert await sync_to_async(current_lease)() is lease
+
+    async def test_a_task_beside_the_one_that_waits_is_excluded(
+        self, using: str, name: str
+    ) -> None:
+        async def beside() -> list[bool]:
+            across = sync_to_async(_try, thread_sensitive=False)
+            direct, over = asyncio.create_task(_atry(using, name)), across(using, name)
+            return [await direct, *await asyncio.gather(over, _atry(using, name))]
+
+        async with lock(name, using=using):
+            assert await beside() == [False, False, False]
+            assert await sync_to_async(async_to_sync(beside))() == [False, False, False]
+            assert not await asyncio.to_thread(_try, using, name)
+
+    def test_a_task_beside_the_one_that_a_thread_waits_for_is_excluded(
+        self, using: str, name: str
+    ) -> None:
+        async def beside() -> bool:
+            return await asyncio.create_task(_atry(using, name))
+
+        with lock(name, using=using):
+            assert not async_to_sync(beside)()
+            assert not asyncio.run(beside())
+
+    def test_another_thread_that_crosses_with_our_context_is_excluded(
+        self, using: str, name: str
+    ) -> None:
+        with lock(name, using=using):
+            context = contextvars.copy_context()
+
+            assert not elsewhere(lambda: context.run(async_to_sync(_atry), using, name))
+
+    def test_of_those_that_the_holder_waits_for_one_is_let_in_at_a_time(
+        self, using: str, name: str
+    ) -> None:
+        inside, may_leave = asyncio.Event(), asyncio.Event()
+
+        async def main() -> tuple[bool, bool]:
+            async def beside() -> bool:
+                await inside.wait()
+                # In the thread that holds the lock, which runs it while it waits.
+                entered = await sync_to_async(_try)(using, name)
+                may_leave.set()
+                return entered
+
+            other = asyncio.create_task(beside())
+            async with lock(name, using=using) as lease:
+                inside.set()
+                await may_leave.wait()
+                lease.check()
+            return await other, await sync_to_async(_try)(using, name)
+
+        with lock(name, using=using):
+            assert async_to_sync(main)() == (False, True)
+
+    async def test_those_who_cross_exclude_each_other(self, using: str, name: str) -> None:
+        inside: list[int] = []
+
+        async def deepest(number: int) -> set[int]:
+            async with lock(name, using=using, timeout=0):
+                inside.append(number)
+                await asyncio.sleep(0.001)
+                return set(inside)
+
+        def in_a_thread(number: int) -> set[int]:
+            with lock(name, using=using, timeout=0):
+                return async_to_sync(deepest)(number)
+
+        async def work(number: int) -> set[int]:
+            async with lock(name, using=using, timeout=60):
+                seen = await sync_to_async(in_a_thread, thread_sensitive=number % 2 == 0)(number)
+                inside.clear()
+                return seen
+
+        async def crowd(numbers: range) -> list[set[int]]:
+            return await asyncio.gather(*map(work, numbers))
+
+        seen = await asyncio.gather(
+            crowd(range(5)), asyncio.to_thread(async_to_sync(crowd), range(5, 10))
+        )
+
+        assert [*seen[0], *seen[1]] == [{number} for number in range(10)]
+
+    async def test_it_is_held_until_the_last_has_left(
+        self, using: str, name: str, rival: Callable[..., Rival]
+    ) -> None:
+        other, entered, may_leave = rival(), threading.Event(), threading.Event()
+        left: Future[bool] = Future()
+
+        def stay() -> None:
+            with lock(name, using=using) as lease:
+                entered.set()
+                may_leave.wait(20)
+                left.set_result(lease.held)
+
+        async def cross() -> None:
+            async with lock(name, using=using):
+                await sync_to_async(stay, thread_sensitive=False)()
+
+        task = asyncio.create_task(cross())
+        await asyncio.to_thread(entered.wait, 20)
+
+        task.cancel()
+        await asyncio.wait([task], timeout=20)
+
+        assert not await asyncio.to_thread(other.tries)
+        may_leave.set()
+        assert await asyncio.wrap_future(left)
+        await asyncio.to_thread(other.takes, 20)
+
+    def test_nothing_is_left_of_the_look(self, using: str, name: str) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            with lock(name, using=using) as lease:
+                assert async_to_sync(_atry)(using, name)
+            seen = weakref.ref(lease)
+            del lease
+            assert seen() is None
+        finally:
+            gc.enable()
 
 
 async def test_a_thread_that_outlives_the_task_it_was_started_by_is_excluded(

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 import pytest
 from django.http import HttpRequest, HttpResponse
-from django.test import AsyncRequestFactory, RequestFactory
-from django.utils.decorators import method_decorator
+from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
+from django.urls import path
+from django.utils.decorators import (
+    async_only_middleware,
+    method_decorator,
+    sync_only_middleware,
+)
 from django.views import View
+from pytest_django.fixtures import Settings
 
 from django_distlock import current_lease, distributed_lock, lock
 from django_distlock.backends.locmem import LocMemBackend
@@ -70,3 +80,71 @@ def test_the_holder_says_which_request_it_serves(memory: LocMemBackend) -> None:
 
     assert view(RequestFactory().post("/fees/7/?secret=1")) == "POST /fees/7/"
     assert work().endswith("work")
+
+
+# Django crosses from threads to tasks and back where middleware and views are not of one kind.
+
+HERE = "tests.unit.test_decorated_views"
+
+
+@sync_only_middleware
+def in_a_lock(get_response: Callable[[HttpRequest], HttpResponse]) -> Any:
+    def middleware(request: HttpRequest) -> HttpResponse:
+        with lock("request"):
+            return get_response(request)
+
+    return middleware
+
+
+@async_only_middleware
+def in_an_async_lock(get_response: Callable[[HttpRequest], Awaitable[HttpResponse]]) -> Any:
+    async def middleware(request: HttpRequest) -> HttpResponse:
+        async with lock("request"):
+            return await get_response(request)
+
+    return middleware
+
+
+def sync_view(request: HttpRequest) -> HttpResponse:
+    with lock("request", timeout=0) as lease:
+        return HttpResponse(lease.name)
+
+
+async def async_view(request: HttpRequest) -> HttpResponse:
+    async with lock("request", timeout=0) as lease:
+        return HttpResponse(lease.name)
+
+
+async def view_that_spawns(request: HttpRequest) -> HttpResponse:
+    refused = await asyncio.create_task(lock("request").aacquire(timeout=0)) is None
+    return HttpResponse(f"refused: {refused}")
+
+
+urlpatterns = [
+    path("sync/", sync_view),
+    path("async/", async_view),
+    path("spawning/", view_that_spawns),
+]
+
+
+@pytest.fixture(params=["in_a_lock", "in_an_async_lock"])
+def _request_in_a_lock(request: pytest.FixtureRequest, settings: Settings) -> None:
+    settings.ROOT_URLCONF = HERE
+    settings.MIDDLEWARE = [f"{HERE}.{request.param}"]
+
+
+@pytest.mark.usefixtures("_request_in_a_lock")
+class TestMiddlewareThatHoldsALock:
+    @pytest.mark.parametrize(
+        ("url", "said"),
+        [("/sync/", b"request"), ("/async/", b"request"), ("/spawning/", b"refused: True")],
+    )
+    def test_a_view_enters_it_again_under_wsgi(self, url: str, said: bytes) -> None:
+        assert Client().get(url).content == said
+
+    @pytest.mark.parametrize(
+        ("url", "said"),
+        [("/sync/", b"request"), ("/async/", b"request"), ("/spawning/", b"refused: True")],
+    )
+    async def test_a_view_enters_it_again_under_asgi(self, url: str, said: bytes) -> None:
+        assert (await AsyncClient().get(url)).content == said
