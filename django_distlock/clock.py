@@ -1,17 +1,43 @@
-"""The two clocks of this process: one for leases, one for waiting. They are never compared."""
+"""The clocks of this process: one for leases, one for waiting, never compared; and how long a text travelled.
+
+All are read by clock_gettime(), which freezegun and time-machine leave alone but for the wall clock:
+a test that freezes the time does not freeze its locks.
+"""
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+from pathlib import Path
 
 _BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_gettime = time.clock_gettime
+_BOOT = ""
+with suppress(OSError):
+    # Tells this run of this machine from all others: they have another CLOCK_BOOTTIME.
+    _BOOT = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def lease_time() -> float:
     """Return seconds on the clock leases are counted by; it goes on while the machine sleeps."""
-    return time.clock_gettime(_BOOTTIME)
+    return _gettime(_BOOTTIME)
 
 
 def wait_time() -> float:
     """Return seconds on the clock waits are counted by."""
-    return time.monotonic()
+    return _gettime(time.CLOCK_MONOTONIC)
+
+
+def postmark() -> tuple[float, str, float]:
+    """Return when and where this is: for travelled(), maybe of another machine."""
+    return _gettime(time.CLOCK_REALTIME), _BOOT, lease_time()
+
+
+def travelled(wall: float, boot: str, lease: float) -> float:
+    """Return for how many seconds something with that postmark was on its way, rather more than less.
+
+    On one machine its lease clock tells, which nobody sets; of another one the wall clocks are
+    compared, and what they differ by is an error.
+    """
+    by_wall = _gettime(time.CLOCK_REALTIME) - wall
+    return max(0.0, by_wall, lease_time() - lease if boot and boot == _BOOT else 0.0)

@@ -302,6 +302,7 @@ class Lease(Holding):
         return {
             "renew": self.renews,
             "max_hold": None if ends is None else max(0.0, ends - clock.lease_time()),
+            "postmark": clock.postmark(),
             "using": self.using,
             "name": request.name,
             "owner": request.owner,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from django.core import signing
 
 from . import clock
-from .conf import DEFAULT_ALIAS, checked_ttl, optional_seconds, seconds
+from .conf import DEFAULT_ALIAS, LEAST_TTL, checked_ttl, optional_seconds, seconds
 from .exceptions import LockDeadlock, LockLost, LockNotAcquired, LockNotHeld, NotSupported
 from .handler import locks
 from .holder import Holder
@@ -406,9 +406,14 @@ class _Handed:
         self._token = known.pop("token")
         renew, max_hold = known.pop("renew"), known.pop("max_hold")
         name = checked_name(known.pop("name"))
+        self._start, on_its_way = clock.lease_time(), clock.travelled(*known.pop("postmark"))
+        if max_hold is not None:
+            max_hold -= on_its_way
+            known["ttl"] = min(known["ttl"], max_hold)
+            if max_hold < LEAST_TTL:
+                raise LockLost(name, "its max_hold is over")
         request = self.backend.request(name, **known, holder=Holder.current())
         self.lease = Lease(self.backend, request, renew=renew, max_hold=max_hold)
-        self._start = clock.lease_time()
 
     @contextmanager
     def given_up_on_error(self) -> Iterator[None]:

@@ -130,6 +130,48 @@ def test_an_attached_lease_keeps_the_terms(using: str, name: str, tick: float) -
         assert lease.remaining <= 300 * tick
 
 
+def test_max_hold_is_counted_from_the_acquire(
+    using: str, name: str, rival: Rivals, tick: float
+) -> None:
+    taken = lock(name, using=using, ttl=20 * tick, max_hold=20 * tick).acquire()
+    assert taken
+
+    lease = Lease.attach(taken.detach(ttl=120 * tick))
+
+    assert lease.remaining <= 20 * tick
+    rival().takes(within=10)
+    assert lease.lost
+
+
+def test_max_hold_goes_on_while_the_text_travels(
+    using: str, name: str, put_forward: Callable[[float], None]
+) -> None:
+    taken = lock(name, using=using, ttl=100, max_hold=50).acquire()
+    assert taken
+    text = taken.detach(ttl=200)
+
+    put_forward(30)
+
+    with Lease.attach(text) as lease:
+        assert lease.remaining <= 20
+        lease.extend(100)
+        assert lease.remaining <= 20
+
+
+def test_a_text_whose_max_hold_is_over_is_a_loss(
+    using: str, name: str, put_forward: Callable[[float], None], rival: Rivals, tick: float
+) -> None:
+    taken = lock(name, using=using, ttl=10 * tick, max_hold=10 * tick).acquire()
+    assert taken
+    text = taken.detach()
+
+    put_forward(11 * tick)
+
+    with pytest.raises(LockLost, match="max_hold"):
+        Lease.attach(text)
+    rival().takes(within=10)
+
+
 def test_the_last_extension_gives_the_text_time_to_travel(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:
