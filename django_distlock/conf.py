@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -47,10 +48,10 @@ def read_settings() -> dict[str, BackendSettings]:
     return {alias: _read_alias(alias, values) for alias, values in written.items()}
 
 
-def seconds(value: object, what: str, *, zero: bool = False) -> float:
+def seconds(value: object, what: str, *, zero: bool = False, longest: float = LONGEST) -> float:
     """Return a time given as a number of seconds or a timedelta; TypeError or ValueError if it is none.
 
-    It must be finite and above 0, or not below 0 with *zero*.
+    It must be above 0, or not below 0 with *zero*, and not above *longest*.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
@@ -58,9 +59,9 @@ def seconds(value: object, what: str, *, zero: bool = False) -> float:
         msg = f"{what} must be a number of seconds or a timedelta, not {value!r}."
         raise TypeError(msg)
     # Not a number compares as neither.
-    if not 0 <= value <= LONGEST or (value == 0 and not zero):
+    if not 0 <= value <= longest or (value == 0 and not zero):
         least = "0 or more" if zero else "more than 0"
-        msg = f"{what} must be {least} seconds, and no more than {LONGEST:.0f}, not {value!r}."
+        msg = f"{what} must be {least} seconds, and no more than {longest:.0f}, not {value!r}."
         raise ValueError(msg)
     return float(value)
 
@@ -75,8 +76,17 @@ def checked_ttl(value: object, what: str = "ttl") -> float:
 
 
 def optional_seconds(value: object, what: str) -> float | None:
-    """See seconds(); 0 is allowed, and None stands for no limit."""
-    return None if value is None else seconds(value, what, zero=True)
+    """See seconds(); 0 is allowed, and None stands for no limit.
+
+    As long as a lock of ``threading`` can be waited for; OverflowError, as there, for more.
+    """
+    if value is None:
+        return None
+    wanted = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(wanted, (int, float)) and wanted > threading.TIMEOUT_MAX:
+        msg = f"{what} must be no more than {threading.TIMEOUT_MAX:.0f} seconds, not {value!r}."
+        raise OverflowError(msg)
+    return seconds(value, what, zero=True, longest=threading.TIMEOUT_MAX)
 
 
 def checked_options(backend: type[Any], found: BackendSettings) -> BackendSettings:
@@ -102,7 +112,7 @@ def _read_alias(alias: object, values: object) -> BackendSettings:
             raise InvalidLockBackend(f"{where}: unknown key {key!r}. It takes {', '.join(KEYS)}.")
     try:
         return BackendSettings(alias=alias, **_checked(where, values))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidLockBackend(str(error)) from error
 
 

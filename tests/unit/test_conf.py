@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from decimal import Decimal
@@ -228,6 +229,16 @@ def test_zero_and_none_are_timeouts_but_no_ttls() -> None:
     for wrong in (-1, math.nan):
         with pytest.raises(ValueError, match="timeout must be 0 or more"):
             optional_seconds(wrong, "timeout")
+
+
+@pytest.mark.parametrize(
+    "value", [threading.TIMEOUT_MAX * 1.01, math.inf, 10**400, timedelta.max], ids=repr
+)
+def test_a_timeout_is_as_long_as_one_of_threading_and_no_longer(value: object) -> None:
+    assert optional_seconds(threading.TIMEOUT_MAX, "timeout") == threading.TIMEOUT_MAX
+
+    with pytest.raises(OverflowError, match="timeout must be no more than"):
+        optional_seconds(value, "timeout")
 
 
 def test_a_ttl_that_is_all_drift_is_refused() -> None:

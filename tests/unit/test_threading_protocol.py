@@ -34,6 +34,15 @@ def test_acquire_takes_its_arguments_by_place_and_by_name(each: Any) -> None:
     each.release()
 
 
+def test_the_longest_timeout_is_that_of_threading(each: Any) -> None:
+    assert each.acquire(timeout=threading.TIMEOUT_MAX)
+    each.release()
+
+    for longer in (threading.TIMEOUT_MAX * 1.01, float("inf")):
+        with pytest.raises(OverflowError):
+            each.acquire(timeout=longer)
+
+
 def test_a_failed_acquire_is_false(each: Any) -> None:
     with each:
         assert not elsewhere(lambda: each.acquire(False))

@@ -45,7 +45,7 @@ class MySQLAdvisory(AdvisoryServer, MySQLSessions):
     ) -> Grant | Busy:
         """MariaDB knows fractions of seconds; with MySQL what is left of them is waited by looking again."""
         self.limit(cursor, session.request.ttl)
-        left = LONGEST if wait.left is None else wait.left
+        left = LONGEST if wait.left is None else min(LONGEST, wait.left)
         is_taken = self._get(cursor, session, left if cursor.db.mysql_is_mariadb else int(left))
         while not is_taken and not wait.is_over:
             if session.interrupted.wait(wait.next_pause(longest=SHORT_PAUSE)):

@@ -134,7 +134,7 @@ class MySQLRows(RowServer, MySQLSessions):
     def wait(self, cursor: CursorWrapper, session: Session, wait: Wait) -> bool:
         """The server counts whole seconds; what is left of them is waited by looking again."""
         self.limit(cursor, session.request.ttl)
-        whole = LONGEST if wait.left is None else int(wait.left)
+        whole = LONGEST if wait.left is None else min(LONGEST, int(wait.left))
         if whole and (self._wait_whole(cursor, session, whole) or wait.left is None):
             return True
         while not self._lock(cursor, session, "NOWAIT"):

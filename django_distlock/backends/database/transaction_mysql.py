@@ -40,7 +40,7 @@ class OnMySQL(Taker):
 
     def lock(self, cursor: CursorWrapper) -> Found:
         """Whole seconds are waited for on the server, the rest by looking again."""
-        whole = LONGEST if self.wait.left is None else int(self.wait.left)
+        whole = LONGEST if self.wait.left is None else min(LONGEST, int(self.wait.left))
         if whole:
             try:
                 with interruptible(self.connection):
