@@ -5,7 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from . import clock
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
+
+#: Seconds by which the clock of an event loop may differ from ours.
+SAME = 1.0
 
 
 class Bell(Protocol):
@@ -57,10 +66,40 @@ class TaskBell:
     async def wait(self, seconds: float | None) -> bool:
         """Sleep until rung or *seconds* are over; return whether it was rung, and be silent again."""
         try:
-            async with asyncio.timeout(seconds):
+            async with timeout(seconds):
                 await self._event.wait()
         except TimeoutError:
             return False
         finally:
             self._event.clear()
         return True
+
+
+def timeout(seconds: float | None) -> AbstractAsyncContextManager[object]:
+    """See asyncio.timeout(); it goes by our clock, also where somebody has stopped that of the event loop."""
+    if seconds is None or abs(asyncio.get_running_loop().time() - clock.wait_time()) < SAME:
+        return asyncio.timeout(seconds)
+    return _timeout_by_thread(seconds)
+
+
+@contextlib.asynccontextmanager
+async def _timeout_by_thread(seconds: float) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as scope:
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), _ring_in, [loop, scope])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+def _ring_in(loop: asyncio.AbstractEventLoop, scope: asyncio.Timeout) -> None:
+    with contextlib.suppress(RuntimeError):  # it is closed
+        loop.call_soon_threadsafe(_end, scope)
+
+
+def _end(scope: asyncio.Timeout) -> None:
+    with contextlib.suppress(RuntimeError):  # it is over already
+        scope.reschedule(-1.0)

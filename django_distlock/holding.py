@@ -290,8 +290,9 @@ class Holding:
 
     def end_unowned(self) -> None:
         """Be lost and given back: nobody can release it any more."""
-        self.lose("the thread or task that held it ended without releasing it")
-        self._backend.abandon_later(self.request)
+        if self.held:
+            self.lose("the thread or task that held it ended without releasing it")
+            self._backend.abandon_later(self.request)
 
     def at_end(self, callback: Callable[[], object]) -> None:
         """Call *callback* once the lease has ended, however it did; at once if it has."""

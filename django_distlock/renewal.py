@@ -65,7 +65,7 @@ class Renewal:
             if caller is None or caller.is_gone:
                 # It may be in somebody's hands; if it is not, its finalizer gives it back.
                 registry.let_go(lease)
-                if lease.held and not lease.is_entered:
+                if not lease.is_entered:
                     lease.end_unowned()  # whoever was giving it back has ended meanwhile
 
     def _take_due(self) -> dict[LeaseBackend, list[Holding]]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
+import freezegun
 import pytest
+import time_machine
 
 from django_distlock import LockNotAcquired, lock
-from tests.fixtures.eventually import never
+from tests.fixtures.eventually import eventually, never
 
 from .crew import held_in_thread, start
 from .faults import Faulty, total
-from .profiles import Profile, needs
+from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
 #: Seconds that a timeout may be late on a machine that is busy with other things.
@@ -88,6 +93,63 @@ class TestWhileSomebodyElseHoldsIt:
         assert tick <= time.monotonic() - began < tick + LATE
 
 
+def _stopped(how: str) -> AbstractContextManager[object]:
+    """Stop the clock by one of the libraries that tests do it with."""
+    if how == "freezegun":
+        return freezegun.freeze_time("2030-01-01")
+    return time_machine.travel("2030-01-01", tick=False)
+
+
+class TestWhileTheTestsStopTheClock:
+    """What waits goes on by clocks that freezegun and time-machine do not replace."""
+
+    @pytest.fixture(autouse=True, params=["freezegun", "time-machine"])
+    def holder(
+        self, request: pytest.FixtureRequest, using: str, rival: Callable[..., Rival]
+    ) -> Iterator[Rival]:
+        holder = rival(ttl=60)
+        holder.takes()
+        with _stopped(request.param):
+            stopped = time.time()
+            yield holder
+            assert time.time() == stopped
+
+    def test_a_timeout_is_kept(self, using: str, name: str, tick: float) -> None:
+        waiting = start(lambda: lock(name, using=using).acquire(timeout=4 * tick))
+
+        assert waiting.result(4 * tick + 15) is None
+
+    def test_a_timeout_of_a_task_is_kept(self, using: str, name: str, tick: float) -> None:
+        waiting = start(lambda: asyncio.run(lock(name, using=using).aacquire(timeout=4 * tick)))
+
+        assert waiting.result(4 * tick + 15) is None
+
+    def test_a_lock_is_handed_on_when_it_comes_free(
+        self, using: str, name: str, tick: float, holder: Rival
+    ) -> None:
+        waiting = start(lambda: _take_and_release(using, name))
+
+        never(waiting.done, 2 * tick)
+        holder.leaves()
+
+        assert waiting.result(20)
+
+    @needs("leased")
+    @lacks("whole_seconds")
+    def test_a_lease_is_renewed_and_ends_in_its_time(
+        self, using: str, name: str, tick: float
+    ) -> None:
+        lasting = lock(f"{name}:2", using=using, ttl=6 * tick).acquire()
+        ending = lock(f"{name}:3", using=using, ttl=6 * tick, renew=False).acquire()
+        assert lasting
+        assert ending
+
+        eventually(lambda: ending.lost)
+
+        lasting.check()
+        lasting.release()
+
+
 @needs("cross_process")
 def test_without_a_timeout_the_setting_of_the_alias_holds(
     name: str, tick: float, rival: Callable[..., Rival]
@@ -112,8 +174,29 @@ def test_a_timeout_of_none_waits_until_it_is_free(
     assert waiting.result(10)
 
 
-def _take_and_release(using: str, name: str) -> bool:
-    with lock(name, using=using, timeout=None) as lease:
+def test_the_longest_timeout_waits_until_it_is_free_too(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    holder, longest = rival(), threading.TIMEOUT_MAX
+    holder.takes()
+    waiting = [
+        start(lambda: _take_and_release(using, name, longest)),
+        start(lambda: asyncio.run(_atake_and_release(using, name, longest))),
+    ]
+
+    never(lambda: any(each.done() for each in waiting), 5 * tick)
+    holder.leaves()
+
+    assert [each.result(20) for each in waiting] == [True, True]
+
+
+def _take_and_release(using: str, name: str, timeout: float | None = None) -> bool:
+    with lock(name, using=using, timeout=timeout) as lease:
+        return lease.held
+
+
+async def _atake_and_release(using: str, name: str, timeout: float) -> bool:
+    async with lock(name, using=using, timeout=timeout) as lease:
         return lease.held
 
 

@@ -7,11 +7,12 @@ import os
 import select
 import selectors
 import socket
-import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from django.db import Error
+
+from django_distlock import clock
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -118,7 +119,7 @@ def _bound_psycopg(raw: Any, seconds: float | None) -> None:
     wait = raw.wait
 
     def bounded_wait(work: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
-        return wait(_bounded(work, time.monotonic() + seconds), *args, **kwargs)
+        return wait(_bounded(work, clock.wait_time() + seconds), *args, **kwargs)
 
     raw.wait = bounded_wait
 
@@ -128,7 +129,7 @@ def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any,
         wanted = next(work)
         while True:
             ready = yield wanted
-            if not ready and time.monotonic() >= ends:
+            if not ready and clock.wait_time() >= ends:
                 msg = "no answer in time"
                 raise TimeoutError(msg)
             wanted = work.send(ready)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import os
 import threading
-import time
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, Error, connections
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
+from django_distlock import clock
 from django_distlock.background import background
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 
@@ -117,7 +117,7 @@ class OwnConnections:
         self._places.release()
         if is_sound:
             with self._mutex:
-                self._idle.append((time.monotonic(), connection))
+                self._idle.append((clock.wait_time(), connection))
             self._close_idle_later()
         else:
             # What broke one connection has broken the idle ones too, mostly: a restarted server.
@@ -130,7 +130,7 @@ class OwnConnections:
             background.submit(self._alias, self._close_idle, IDLE)
 
     def _close_idle(self) -> None:
-        oldest = time.monotonic() - IDLE
+        oldest = clock.wait_time() - IDLE
         with self._mutex:
             old = [connection for since, connection in self._idle if since <= oldest]
             self._idle = [entry for entry in self._idle if entry[0] > oldest]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
 from redis.cluster import RedisCluster
 from redis.exceptions import ResponseError
+
+from django_distlock.bells import timeout
 
 from .conversation import ask, atalk, talk
 from .opened import Opened
@@ -86,7 +87,7 @@ class AsyncClusterLink:
     async def converse(self, conversation: Conversation[_T]) -> _T:
         """See Link.converse()."""
         with unreachable(self._alias, self._source.where):
-            async with asyncio.timeout(self._source.connect_timeout + self._source.io_timeout):
+            async with timeout(self._source.connect_timeout + self._source.io_timeout):
                 await self._client.initialize()
         return await atalk(conversation, self._exchange)
 
@@ -101,7 +102,7 @@ class AsyncClusterLink:
 
     async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
         with unanswered(self._alias, self._source.where):
-            async with asyncio.timeout(self._source.io_timeout):
+            async with timeout(self._source.io_timeout):
                 return [await _aexecute(self._client, command) for command in commands]
 
 

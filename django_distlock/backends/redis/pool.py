@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +12,7 @@ from redis.connection import ConnectionPool
 from redis.exceptions import ResponseError
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
+from django_distlock.bells import timeout
 from django_distlock.exceptions import LockBackendError
 
 from .conversation import ask, atalk, talk
@@ -103,7 +103,7 @@ class AsyncPoolLink:
     async def converse(self, conversation: Conversation[_T]) -> _T:
         """See Link.converse()."""
         with unreachable(self._alias, self._source.where):
-            async with asyncio.timeout(self._source.connect_timeout + self._source.io_timeout):
+            async with timeout(self._source.connect_timeout + self._source.io_timeout):
                 connection = await self._pool.get_connection()
         try:
             return await atalk(conversation, lambda commands: self._exchange(connection, commands))
@@ -116,7 +116,7 @@ class AsyncPoolLink:
     async def hear(self, bell: str, seconds: float) -> None:
         """See Link.hear()."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(patience(seconds)):
+            async with timeout(patience(seconds)):
                 answer = await self.converse(ask(listening(bell, seconds)))
                 check_heard(self._alias, self._source.where, answer)
 
@@ -129,7 +129,7 @@ class AsyncPoolLink:
 
     async def _exchange(self, connection: Any, commands: Sequence[Command]) -> list[Any]:
         with unanswered(self._alias, self._source.where):
-            async with asyncio.timeout(self._source.io_timeout):
+            async with timeout(self._source.io_timeout):
                 await connection.send_packed_command(connection.pack_commands(commands))
                 return [await aread(connection) for _ in commands]
 

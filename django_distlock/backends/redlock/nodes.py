@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
+from django_distlock import clock
 from django_distlock.backends.redis.wire import read
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Line:
     def forgo(self) -> None:
         """Wait no longer for the answer to the last question."""
         if not self._owed:
-            self._since = time.monotonic()
+            self._since = clock.wait_time()
         self._owed += 1
 
     @property
@@ -77,7 +77,7 @@ class Line:
                 self._owed -= 1
         except BROKEN:
             return False
-        is_patient = self._owed < DEBT and time.monotonic() - self._since < DEBT_SECONDS
+        is_patient = self._owed < DEBT and clock.wait_time() - self._since < DEBT_SECONDS
         return not self._owed or is_patient
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class Node:
         """In a thread, unless it is later than *until*: have *take* take a connection, or why there is none."""
 
         def job() -> None:
-            if time.monotonic() > until:
+            if clock.wait_time() > until:
                 return
             try:
                 arrival: Line | Exception = self.connect()

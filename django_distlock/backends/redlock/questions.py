@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
+from django_distlock import clock
 from django_distlock.backends.redis.replies import microseconds
 from django_distlock.backends.redis.scripts import Call, Script
 from django_distlock.naming import LONGEST_LISTED, printable
@@ -145,7 +145,7 @@ class Questions:
 
 def _sent() -> int:
     """Return what tells later questions of one owner from earlier ones: all are asked by one machine."""
-    return time.monotonic_ns() // 1000
+    return int(clock.wait_time() * 1_000_000)
 
 
 def _never(_: Count) -> bool:

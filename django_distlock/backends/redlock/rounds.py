@@ -6,11 +6,11 @@ import math
 import select
 import socket
 import threading
-import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
+from django_distlock import clock
 from django_distlock.exceptions import first_line
 
 from .nodes import BROKEN, NOTHING, Line
@@ -86,7 +86,7 @@ class _Round:
         if line is not None:
             self._ask(server, line)
             return
-        until = time.monotonic() + self._question.connecting
+        until = clock.wait_time() + self._question.connecting
         self._deadlines[server] = until
         self._arrivals.open(self._poll)
         node.connect_later(partial(self._arrive, server, until), until)
@@ -98,7 +98,7 @@ class _Round:
 
     def _ask_in_passing(self, server: int, line: Line, until: float) -> None:
         try:
-            if time.monotonic() <= until:
+            if clock.wait_time() <= until:
                 line.ask(self._question.calls[server])
                 line.forgo()
         except BROKEN:
@@ -115,11 +115,11 @@ class _Round:
             return
         number = line.fileno()
         self._lines[number] = server, line
-        self._deadlines[server] = time.monotonic() + self._question.within
+        self._deadlines[server] = clock.wait_time() + self._question.within
         self._poll.register(number, select.POLLIN)
 
     def _wait(self) -> None:
-        left = min(self._deadlines.values()) - time.monotonic()
+        left = min(self._deadlines.values()) - clock.wait_time()
         for number, _ in self._poll.poll(max(0, math.ceil(left * 1000))):
             if number in self._lines:
                 self._hear(number)
@@ -151,7 +151,7 @@ class _Round:
                 self._miss(server, "it cannot be reached", arrival, was_asked=False)
 
     def _give_up_late_ones(self) -> None:
-        now = time.monotonic()
+        now = clock.wait_time()
         for server in [each for each, deadline in self._deadlines.items() if deadline <= now]:
             number = next((n for n, (each, _) in self._lines.items() if each == server), None)
             if number is None:

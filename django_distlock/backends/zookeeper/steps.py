@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from django_distlock import clock
+from django_distlock.bells import timeout
 
 _T = TypeVar("_T")
 
@@ -137,7 +138,7 @@ def _outcome(result: Any) -> Any:
 
 async def _all_ready(batch: Sequence[Any], ends: float) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(max(0.0, ends - clock.wait_time())):
+        async with timeout(max(0.0, ends - clock.wait_time())):
             for result in batch:
                 if not result.ready():
                     await _ready(result)

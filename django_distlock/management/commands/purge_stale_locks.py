@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from django_distlock import locks
+from django_distlock import clock, locks
 from django_distlock.exceptions import InvalidLockBackend, LockError
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ class Command(BaseCommand):
     def _purge(self, alias: str, options: dict[str, Any]) -> None:
         size, dry_run = options["batch_size"], options["dry_run"]
         looked_at = deleted = 0
-        began = time.monotonic()
+        began = clock.wait_time()
         batches = locks[alias].purge(options["older_than"], batch_size=size, dry_run=dry_run)
         for batch in _giving_way(batches):
             looked_at, deleted = looked_at + batch.looked_at, deleted + batch.deleted
             self._show_progress(alias, batch)
         done = "would be deleted" if dry_run else "deleted"
-        spent = time.monotonic() - began
+        spent = clock.wait_time() - began
         self._clear_progress()
         self.stdout.write(f"{alias}: {deleted:,} of {looked_at:,} records {done} in {spent:.1f} s")
 
@@ -115,13 +115,13 @@ def _known(aliases: list[str] | None) -> list[str]:
 def _giving_way(batches: Iterator[Purged]) -> Iterator[Purged]:
     """Leave half of the time to others: SQLite lets whoever asks next write, not who waits longest."""
     while True:
-        began = time.monotonic()
+        began = clock.wait_time()
         batch = next(batches, None)
         if batch is None:
             return
         yield batch
         if batch.deleted:
-            time.sleep(time.monotonic() - began)
+            time.sleep(clock.wait_time() - began)
 
 
 def _seconds(text: str) -> float:
