@@ -235,6 +235,12 @@ class Holding:
             self._entries.append(Caller())
         return self
 
+    def give_to(self, caller: Caller) -> None:
+        """Have the last entry be that of *caller*, for whom another task has made it."""
+        with self._mutex:
+            self._entries[-1] = caller
+            self.caller = self._entries[0]
+
     def renewal(self) -> Request | None:
         """Return the request that renews it now; None when it may not live longer (max_hold)."""
         left = self._holding_left()

@@ -89,10 +89,10 @@ class Lease(Holding):
 
     async def arelease(self) -> None:
         """See release(). A cancelled call is completed in the background."""
-        if _is_in_loop():
-            await finished(self._arelease())
-        else:
+        if not _is_in_loop():
             self.release_later()  # its task was destroyed: there is nothing to wait in
+        elif not self._leaves_reentry():
+            await finished(self._arelease())
 
     def extend(self, ttl: float | timedelta | None = None) -> None:
         """Let it live for at least *ttl* seconds from now (by default its own ttl).
@@ -262,8 +262,7 @@ class Lease(Holding):
         raise LockLost(self.name, self._reason)
 
     async def _arelease(self) -> None:
-        if self._leaves_reentry():
-            return
+        self.caller = Caller()  # as above
         with self._ending():
             outcome = await self._backend.arelease(self.request)
         self._conclude(outcome)

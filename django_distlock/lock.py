@@ -7,11 +7,14 @@ import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+from asgiref.sync import markcoroutinefunction
 from django.core import signing
 
 from . import clock
+from .caller import Caller
 from .conf import DEFAULT_ALIAS, LEAST_TTL, checked_ttl, optional_seconds, seconds
 from .exceptions import LockDeadlock, LockLost, LockNotAcquired, LockNotHeld, NotSupported
 from .handler import locks
@@ -23,7 +26,7 @@ from .registry import registry
 from .renewal import renewal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
     from datetime import timedelta
     from types import TracebackType
 
@@ -155,10 +158,19 @@ class Lock:
         except LockNotAcquired:
             return None
 
-    async def aacquire(self, blocking: bool = True, timeout: Seconds | None = -1) -> Lease | None:
-        """See acquire()."""
+    @markcoroutinefunction
+    def aacquire(
+        self, blocking: bool = True, timeout: Seconds | None = -1
+    ) -> Coroutine[Any, Any, Lease | None]:
+        """See acquire(). The lock is the caller's, also if it has another task await this."""
+        return self._aacquire(blocking, timeout, Caller())
+
+    async def _aacquire(
+        self, blocking: bool, timeout: Seconds | None, caller: Caller
+    ) -> Lease | None:
+        patience = self._patience(timeout, blocking=blocking)
         try:
-            return await self.atake(self._patience(timeout, blocking=blocking), self._remember)
+            return await self.atake(patience, partial(self._remember, caller=caller))
         except LockNotAcquired:
             return None
 
@@ -166,9 +178,10 @@ class Lock:
         """Release the lease that this thread or task acquired last; LockNotHeld if there is none."""
         self._recall().release()
 
-    async def arelease(self) -> None:
-        """See release()."""
-        await self._recall().arelease()
+    @markcoroutinefunction
+    def arelease(self) -> Coroutine[Any, Any, None]:
+        """See release(), and aacquire()."""
+        return self._recall().arelease()
 
     def locked(self) -> bool:
         """Return whether anybody holds the lock now. It may be another answer a moment later."""
@@ -215,9 +228,12 @@ class Lock:
         """Do what ``with`` does at its begin, within *timeout* seconds; *kept*: keep the lease alive."""
         return self.take(timeout, self._note_entry if kept else self._note_loosely)
 
-    async def aenter(self, timeout: float | None, *, kept: bool = True) -> Lease:
+    async def aenter(
+        self, timeout: float | None, *, kept: bool = True, caller: Caller | None = None
+    ) -> Lease:
         """See enter()."""
-        return await self.atake(timeout, self._note_entry if kept else self._note_loosely)
+        note = self._note_entry if kept else partial(self._note_loosely, caller=caller)
+        return await self.atake(timeout, note)
 
     def take(self, timeout: float | None, note: Note = id) -> Lease:
         """Return a lease within *timeout* seconds, once *note* has it; LockNotAcquired if somebody else has."""
@@ -302,7 +318,9 @@ class Lock:
                 return lease.enter()
         return None
 
-    def _remember(self, lease: Lease) -> None:
+    def _remember(self, lease: Lease, caller: Caller | None = None) -> None:
+        if caller is not None:
+            lease.give_to(caller)
         with self._mutex:
             self._acquired = [
                 known for known in self._acquired if (old := known()) and old.is_entered
@@ -313,7 +331,9 @@ class Lock:
         with self._mutex:
             self._entered.append(lambda: lease)
 
-    def _note_loosely(self, lease: Lease) -> None:
+    def _note_loosely(self, lease: Lease, caller: Caller | None = None) -> None:
+        if caller is not None:
+            lease.give_to(caller)
         with self._mutex:
             self._entered.append(weakref.ref(lease))
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, ExitStack
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
+from asgiref.sync import markcoroutinefunction
+
+from .caller import Caller
 from .exceptions import LockNotAcquired
 from .lock import Lock, LockTerms, Terms
 from .waiting import Wait
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
     from types import TracebackType
 
     from .lease import Lease
@@ -37,10 +41,14 @@ class LockSet:
         except LockNotAcquired:
             return None
 
-    async def aacquire(self) -> tuple[Lease, ...] | None:
-        """See acquire()."""
+    @markcoroutinefunction
+    def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
+        """See acquire(). The locks are the caller's, also if it has another task await this."""
+        return self._aacquire(Caller())
+
+    async def _aacquire(self, caller: Caller) -> tuple[Lease, ...] | None:
         try:
-            return await self._aenter(kept=False)
+            return await self._aenter(kept=False, caller=caller)
         except LockNotAcquired:
             return None
 
@@ -79,12 +87,12 @@ class LockSet:
     async def __aenter__(self) -> tuple[Lease, ...]:
         return await self._aenter(kept=True)
 
-    async def _aenter(self, *, kept: bool) -> tuple[Lease, ...]:
+    async def _aenter(self, *, kept: bool, caller: Caller | None = None) -> tuple[Lease, ...]:
         wait = self._wait()
         async with AsyncExitStack() as stack:
             leases = {}
             for name, lock in self._locks.items():
-                leases[name] = await lock.aenter(wait.left, kept=kept)
+                leases[name] = await lock.aenter(wait.left, kept=kept, caller=caller)
                 stack.push_async_exit(lock)
             stack.pop_all()
         return tuple(leases[name] for name in self.names)

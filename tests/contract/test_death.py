@@ -300,6 +300,21 @@ class TestALeaseInSomebodysHands:
             await lease.arelease()
         assert await asyncio.to_thread(other.tries)
 
+    async def test_of_an_inner_task_is_released_by_its_recipe_too(
+        self, using: str, name: str, rival: Rivals
+    ) -> None:
+        recipe = lock(name, using=using, ttl=30)
+        both = lock_all(f"{name}:2", f"{name}:3", using=using, ttl=30)
+
+        for each in (recipe, both):
+            assert await asyncio.create_task(each.aacquire())
+
+        other = rival()
+        await asyncio.to_thread(never, other.tries, 0.5)
+        for each in (recipe, both):
+            await asyncio.create_task(each.arelease())
+        assert await asyncio.to_thread(other.tries)
+
     def test_is_given_back_when_nobody_has_it_any_more(
         self, using: str, name: str, rival: Rivals
     ) -> None:

@@ -15,7 +15,7 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 
 from django_distlock import Lease, LockLost, LockNotAcquired, current_lease, lock
-from tests.fixtures.eventually import aeventually
+from tests.fixtures.eventually import aeventually, never
 
 from .crew import elsewhere
 from .faults import Faulty, total
@@ -177,6 +177,21 @@ class TestOverTheBridgesOfAsgiref:
 
         assert await sync_to_async(hold)()
         assert await sync_to_async(async_to_sync(sync_to_async(hold)))()
+
+    async def test_a_task_that_was_let_in_and_has_ended_leaves_the_lock_to_the_holder(
+        self, using: str, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("django_distlock.renewal.SWEEP", 0.05)
+        recipe = lock(name, using=using)
+
+        assert await recipe.aacquire()
+        assert await sync_to_async(async_to_sync(recipe.aacquire))()
+
+        await asyncio.to_thread(never, lambda: not recipe.locked(), 0.5)
+        await recipe.arelease()
+        assert await recipe.alocked()
+        await sync_to_async(async_to_sync(recipe.arelease))()
+        assert not await recipe.alocked()
 
     async def test_whoever_crossed_has_the_lease_at_hand(self, using: str, name: str) -> None:
         async with lock(name, using=using) as lease:

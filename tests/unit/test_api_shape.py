@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
+from asgiref.sync import iscoroutinefunction
 
 import django_distlock
 from django_distlock import (
@@ -67,8 +68,8 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
 def test_every_verb_has_an_async_twin_of_the_same_signature(kind: type, verbs: list[str]) -> None:
     for verb in verbs:
         sync, twin = getattr(kind, verb), getattr(kind, f"a{verb}")
-        assert inspect.iscoroutinefunction(twin), verb
-        assert not inspect.iscoroutinefunction(sync), verb
+        assert iscoroutinefunction(twin), verb
+        assert not iscoroutinefunction(sync), verb
         assert _parameters(sync) == _parameters(twin), verb
 
 

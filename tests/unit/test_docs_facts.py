@@ -70,6 +70,7 @@ MACHINERY = {
     "end_unowned",
     "endanger",
     "enter",
+    "give_to",
     "give_up",
     "grant",
     "is_entered",
