@@ -11,6 +11,7 @@ from .bells import TaskBell, ThreadBell
 from .exceptions import LockBackendError, LockNotAcquired, LockOutcomeUnknown
 from .holding import LeaseBackend
 from .protocol import Busy, Grant, new_owner
+from .waits import Lock, Waiter, waits
 
 if TYPE_CHECKING:
     from .lease import Lease
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Seconds to stand back for other processes, after many hand-offs inside this one.
 GIVE_WAY = 0.1
+#: Seconds between two looks, in the line of this process, whether to wait on the server after all.
+IN_LINE = 1.0
 #: Seconds within which a reply must have been lost for the question to be asked again at once.
 SETTLE = 0.5
 
@@ -31,6 +34,7 @@ class WaitableBackend(LeaseBackend, Protocol):
     queue: LocalQueue
     queues_locally: bool
     queues_waiters: bool
+    readers_stand_behind: bool
     wakes_waiters: bool
     looks_before_retry: bool
     queues_by_trying: bool
@@ -48,6 +52,9 @@ class WaitableBackend(LeaseBackend, Protocol):
 
     async def await_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
         """See wait_acquire()."""
+
+    def leaves_line(self, request: Request) -> bool:
+        """Tell whether other processes must see that the caller waits."""
 
     def interrupt(self, request: Request) -> None:
         """End a wait_acquire() that another thread is in."""
@@ -89,6 +96,8 @@ class _Acquisition:
         self.request = lease.request
         self.wait = waiting.Wait(timeout)
         self.busy = Busy()
+        self._came = waits.arrive() if self.request.shared else 0
+        self._waiter: Waiter | None = None
         self._tries = 0
         self._asked_at = 0.0
         self._is_in_line = False
@@ -112,7 +121,25 @@ class _Acquisition:
             return True
         if self.wait.is_over:
             self._refuse_for_local_holder()
+        elif self.wait.waited >= IN_LINE and self.backend.leaves_line(self.request):
+            self.backend.queue.leave(self.request.key, bell)
+            self._is_in_line = False
+            return True
         return self.wait.is_over
+
+    def _patience_in_line(self) -> float | None:
+        return self.wait.bounded(IN_LINE) if self.backend.waits_on_server else self.wait.left
+
+    def _begin_to_wait(self, *, has_place: bool) -> None:
+        """Be known to wait, with a place on the server or without; LockDeadlock if it would be for ourselves."""
+        if self._waiter is None and (caller := self.lease.caller) is not None:
+            lock = Lock(self.backend.place, self.request.key)
+            self._waiter = Waiter(
+                self.lease.name, lock, caller, self.request.shared, self.wait, self._came
+            )
+            waits.begin(self._waiter)
+        if has_place and self._waiter is not None and self.backend.readers_stand_behind:
+            self._waiter.stand_before_readers()
 
     def _refuse_for_local_holder(self) -> None:
         lease = self.backend.queue.held_by(self.request.key)
@@ -191,6 +218,7 @@ class _Acquisition:
 
     def _settle(self, bell: AnyBell) -> Lease:
         """Be done: whose turn is next is told when the lease ends."""
+        self._wait_no_more()
         self.backend.forget_bell(self.request)
         if self._is_in_line:
             self.backend.queue.hold(self.request.key, self.lease)
@@ -201,6 +229,7 @@ class _Acquisition:
     def _abandon(self, bell: AnyBell) -> None:
         """Leave nothing: what the server has, or may have, is given back in the background."""
         try:
+            self._wait_no_more()
             self.lease.give_up()
             self.backend.interrupt(self.request)
             self.backend.forget_bell(self.request)
@@ -208,6 +237,10 @@ class _Acquisition:
         finally:
             if self._is_in_line:
                 self.backend.queue.leave(self.request.key, bell)
+
+    def _wait_no_more(self) -> None:
+        if self._waiter is not None:
+            waits.end(self._waiter)
 
     def _leave_server(self) -> None:
         if self._is_unsure:
@@ -235,7 +268,8 @@ class Acquisition(_Acquisition):
     def _take_turn(self, bell: ThreadBell) -> None:
         if self._must_wait_in_line(bell):
             while not self._may_ask(bell):
-                bell.wait(self.wait.left)
+                self._begin_to_wait(has_place=False)
+                bell.wait(self._patience_in_line())
         if self._gives_way():
             bell.wait(self.wait.bounded(GIVE_WAY))
 
@@ -271,6 +305,7 @@ class Acquisition(_Acquisition):
         if self._joins_server_queue():
             self.backend.enqueue(self.request, bell)
         else:
+            self._begin_to_wait(has_place=True)
             self.backend.sleep(self.request, bell, self._pause())
 
 
@@ -293,7 +328,8 @@ class AsyncAcquisition(_Acquisition):
     async def _take_turn(self, bell: TaskBell) -> None:
         if self._must_wait_in_line(bell):
             while not self._may_ask(bell):
-                await bell.wait(self.wait.left)
+                self._begin_to_wait(has_place=False)
+                await bell.wait(self._patience_in_line())
         if self._gives_way():
             await bell.wait(self.wait.bounded(GIVE_WAY))
 
@@ -329,4 +365,5 @@ class AsyncAcquisition(_Acquisition):
         if self._joins_server_queue():
             await self.backend.aenqueue(self.request, bell)
         else:
+            self._begin_to_wait(has_place=True)
             await self.backend.asleep(self.request, bell, self._pause())

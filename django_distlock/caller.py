@@ -58,13 +58,23 @@ _here = _Here()
 class Caller:
     """The thread, and the asyncio task in it if there is one, that this was made in."""
 
-    __slots__ = ("_ident", "_mark", "_task")
+    __slots__ = ("_hash", "_ident", "_mark", "_task")
 
     def __init__(self) -> None:
         self._mark = weakref.ref(_here.mark)
         self._ident = threading.get_ident()
         task = current_task()
         self._task = None if task is None else weakref.ref(task)
+        self._hash = hash((self._mark, self._task))
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether it is the same thread or task; a dead one is never a later one."""
+        if not isinstance(other, Caller):
+            return NotImplemented
+        return self._task == other._task and self._mark == other._mark
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def is_current(self) -> bool:

@@ -42,6 +42,7 @@ class LeaseBackend(Protocol):
     """What a lease asks of its backend."""
 
     alias: str
+    place: Hashable
     strict: bool
     supports_detach: ClassVar[bool]
     supports_extend: ClassVar[bool]
@@ -165,6 +166,12 @@ class Holding:
     def lost(self) -> bool:
         """Whether it was lost: no I/O, our clock is compared with the deadline."""
         return self.state is State.LOST
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is held and not being given back. Unlike *held*, it tells nobody of its end."""
+        is_held = self._state is State.HELD and self._entries > 0
+        return is_held and clock.lease_time() < self._deadline
 
     @property
     def in_jeopardy(self) -> bool:

@@ -91,6 +91,7 @@ class AddBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
+        self.place = "cache", self.options.cache
         check_ttl_setting(settings)
         _check_trust(self.options)
         self._keys = own_instance(self.options.cache)

@@ -63,6 +63,8 @@ class BaseLockBackend(ABC):
 
     #: Whether those of one process stand in a line of their own first.
     queues_locally: bool = True
+    #: Whether a reader that comes while a writer has a place on the server is served after it.
+    readers_stand_behind: bool = False
     #: Whether a waiter has a place on the server, and whether it is woken there.
     queues_waiters: bool = False
     wakes_waiters: bool = False
@@ -83,6 +85,8 @@ class BaseLockBackend(ABC):
         self.key_prefix = settings.key_prefix
         self.strict = settings.strict
         self.options: Any = self.options_class(**settings.options)
+        #: Where its locks are: aliases of one place meet the same locks by the same keys.
+        self.place: Hashable = (type(self), settings.alias)
         self.queue = LocalQueue()
         self._lanes = Lanes(settings.alias)
         self._leftovers = Leftovers(settings.alias, self.revoke_all)
@@ -121,6 +125,10 @@ class BaseLockBackend(ABC):
     def wait_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
         """Ask, and have the server make us wait for up to *seconds* (None: as long as it takes)."""
         raise NotImplementedError
+
+    def leaves_line(self, request: Request) -> bool:
+        """Return whether to wait on the server, not in the line of this process: other processes see it there."""
+        return False
 
     def interrupt(self, request: Request) -> None:
         """End a wait_acquire() of this request that another thread is in. No I/O that blocks."""

@@ -83,6 +83,7 @@ class LocMemBackend(BaseLockBackend):
     supports_detach = True
     supports_delays = True
     clock = "client"
+    readers_stand_behind = True
     queues_waiters = True
     wakes_waiters = True
 

@@ -426,6 +426,38 @@ def test_a_greenlet_that_waits_costs_no_other_its_lease(act: Start, name: str) -
         beside = act("hold_beside_a_waiter", on_gevent=True, name=name, using="locks")
 
         assert beside.result() == {"refused": ["LockNotAcquired"], "held": True}
+@pytest.mark.parametrize(
+    "orders",
+    [
+        pytest.param([["ab", "ca"], ["bc"]], id="one waits in the line of its process"),
+        pytest.param([["ab", "da"], ["bc", "cd"]], id="one of each process does"),
+    ],
+)
+def test_a_circle_over_processes_and_their_own_lines_ends(
+    act: Start, name: str, orders: list[list[str]]
+) -> None:
+    named = [[[f"{name}:{letter}" for letter in pair] for pair in pairs] for pairs in orders]
+    crossing = [act("cross_in_threads", orders=pairs, using="locks") for pairs in named]
+    for each in crossing:
+        each.expect("held")
+
+    for each in crossing:
+        each.tell("go on")
+
+    outcomes = [outcome for each in crossing for outcome in each.result(28)]
+    assert sorted(outcomes) == ["LockDeadlock"] + ["held"] * (len(outcomes) - 1)
+
+
+def test_who_holds_nothing_stands_in_the_line_of_its_process_and_takes_no_connection(
+    database: str, name: str
+) -> None:
+    with lock(name, using="locks"):
+        waiting = crew.start(lambda: lock(name, using="locks", timeout=20).acquire())
+
+        never(lambda: waiters(database), 1.5)
+
+    lease = waiting.result(20)
+    assert lease
 
 
 def test_more_locks_than_connections_is_an_error_that_names_the_option(

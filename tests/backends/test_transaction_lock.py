@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from django_distlock import (
     LockNotAcquired,
     ReleasedBeforeCommit,
     lock,
+    locks,
     transaction_lock,
 )
 from django_distlock.backends.database import transaction_taker
@@ -415,6 +417,83 @@ def test_two_transactions_in_opposite_order_one_is_told_of_the_deadlock(
         thread.join(30)
 
     assert sorted(outcomes) == ["committed", "deadlock"]
+
+
+def test_a_transaction_and_the_holder_of_a_row_lock_in_opposite_order(
+    database: str, name: str, settings: Settings
+) -> None:
+    settings.DISTLOCK = aliases(database, "rowlock")
+    ready = threading.Barrier(2)
+
+    def hold_first() -> str:
+        with lock(f"{name}:a", using="locks"), transaction.atomic(using=database):
+            ready.wait(10)
+            return told(lambda: transaction_lock(f"{name}:b", using=database, timeout=20))
+
+    def lock_first() -> str:
+        with transaction.atomic(using=database):
+            transaction_lock(f"{name}:b", using=database)
+            ready.wait(10)
+            return told(lambda: lock(f"{name}:a", using="locks", timeout=20).acquire())
+
+    def told(take: Callable[[], object]) -> str:
+        try:
+            take()
+        except LockDeadlock:
+            return "deadlock"
+        return "held"
+
+    assert sorted(apart(database, hold_first, lock_first)) == ["deadlock", "held"]
+
+
+def test_what_a_transaction_had_before_its_end_is_in_nobody_s_way(
+    database: str, name: str, settings: Settings
+) -> None:
+    settings.DISTLOCK = aliases(database, "rowlock")
+    a, b = f"{name}:a", f"{name}:b"
+    gave_back, has_a = threading.Event(), threading.Event()
+
+    @transaction.atomic(using=database)
+    def in_one_block_of_code(wanted: str) -> str:
+        transaction_lock(wanted, using=database, timeout=20)
+        return "held"
+
+    def have_b_and_then_a() -> str:
+        in_one_block_of_code(b)
+        gave_back.set()
+        assert has_a.wait(10)
+        return in_one_block_of_code(a)
+
+    def have_a_and_then_b() -> str:
+        with lock(a, using="locks"):
+            has_a.set()
+            eventually(lambda: crew.waiting_for(locks["locks"], a))
+            with lock(b, using="locks", timeout=20):
+                return "held"
+
+    def have_b_meanwhile() -> str:
+        assert gave_back.wait(10)
+        with lock(b, using="locks"):
+            eventually(lambda: crew.waiting_for(locks["locks"], b))
+            return "held"
+
+    calls = have_b_and_then_a, have_b_meanwhile, have_a_and_then_b
+    assert apart(database, *calls) == ["held"] * 3
+
+
+def apart(database: str, *calls: Callable[[], str]) -> list[str]:
+    """Return what each of *calls* returns in a thread of its own, whose connection is closed at the end."""
+
+    def run(call: Callable[[], str]) -> str:
+        try:
+            return call()
+        finally:
+            connections[database].close()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        outcomes = [each.result(40) for each in [pool.submit(run, call) for call in calls]]
+    locks.close()
+    return outcomes
 
 
 # Snapshots.

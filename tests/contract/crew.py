@@ -8,6 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from django_distlock import waits as waiting
+from django_distlock.waits import waits
+
 if TYPE_CHECKING:
     from django_distlock import Lease, Lock
     from django_distlock.backends.base import BaseLockBackend
@@ -74,6 +77,11 @@ def length_of_line(backend: BaseLockBackend, name: str) -> int:
     """Return how many of this process hold the lock or stand in line for it."""
     line = _line(backend, name)
     return len(line.places) if line else 0
+
+
+def waiting_for(backend: BaseLockBackend, name: str) -> int:
+    """Return how many of this process wait for the lock."""
+    return waits.count(waiting.Lock(backend.place, backend.request(name, ttl=1, holder=None).key))
 
 
 def is_contested(backend: BaseLockBackend, name: str) -> bool:

@@ -74,6 +74,7 @@ MACHINERY = {
     "give_up",
     "grant",
     "is_entered",
+    "is_kept",
     "is_mine",
     "is_of_caller",
     "lose",

@@ -41,6 +41,7 @@ class BaseDatabaseBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
+        self.place = place_of(connections[self.options.using].settings_dict)
         self.engine = self.make_engine(connections[self.options.using].vendor)
         self._own = self.make_pool(self.engine, self.options.max_connections)
         self._schema: str | None = None
@@ -59,7 +60,7 @@ class BaseDatabaseBackend(BaseLockBackend):
     def guard(self, request: Request, token: int, using: str) -> None:
         """Lock the fencing token in the caller's transaction."""
         connection = connections[using]
-        if _place(connections[self.options.using].settings_dict) != _place(
+        if place_of(connections[self.options.using].settings_dict) != place_of(
             connection.settings_dict
         ):
             raise NotSupported(
@@ -140,6 +141,6 @@ class BaseDatabaseBackend(BaseLockBackend):
             raise LockBackendError(self.alias, problem) from error
 
 
-def _place(settings: dict[str, Any]) -> tuple[str, ...]:
+def place_of(settings: dict[str, Any]) -> tuple[str, ...]:
     """Return what tells two databases apart."""
     return tuple(str(settings[key]) for key in ("ENGINE", "HOST", "PORT", "NAME"))

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: How many connections serve the statements beside the sessions.
 BESIDE = 4
+#: The part of its connections up to which those who could wait in the line of this process use them.
+ROOM = 0.75
 _PLAIN: dict[str, type[Engine]] = {"postgresql": PostgreSQL, "mysql": MySQL}
 
 
@@ -91,6 +93,12 @@ class SessionBackend(BaseDatabaseBackend):
         """Wait in the server's queue."""
         wait = partial(self._wait_watched, seconds=seconds)
         return self._verbs.ask(self._sessions.open(request), wait)
+
+    def leaves_line(self, request: Request) -> bool:
+        """Have it seen by the deadlock watches of other processes, if it may be one of a circle."""
+        caller = request.caller if isinstance(request, SessionRequest) else ""
+        most = self.options.max_connections * ROOM
+        return self._sessions.in_use < most and Sessions.holds_any(caller)
 
     def interrupt(self, request: Request) -> None:
         """Cut the line under the thread that waits."""

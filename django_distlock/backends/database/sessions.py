@@ -140,6 +140,11 @@ class Sessions:
         self._ended: OrderedDict[str, bool] = OrderedDict()
         self._seen: WeakSet[BaseDatabaseWrapper] = WeakSet()
 
+    @property
+    def in_use(self) -> int:
+        """How many locks are held and waited for."""
+        return len(self._by_owner)
+
     def open(self, request: Request) -> Session:
         """Return a session for *request*; LockBackendError if there is no connection for it."""
         connection = self._borrow()

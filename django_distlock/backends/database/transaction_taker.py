@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import enum
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from weakref import WeakKeyDictionary
 
 from django.db.utils import OperationalError
 
+from django_distlock.caller import Caller
 from django_distlock.exceptions import LockDeadlock, LockError, LockNotAcquired, LockOutcomeUnknown
 from django_distlock.naming import server_key
+from django_distlock.waits import Holder, Lock, Waiter, waits
 
+from .base import place_of
 from .connections import Contended, OwnConnections
 from .engine import LOCK, schema_of_tables
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
@@ -54,9 +61,22 @@ class Taker(ABC):
         self.name = name
         self.key = server_key(name, kind=KIND)
         self.wait = wait
+        self._lock = Lock(place_of(connection.settings_dict), self.key)
 
     def take(self) -> None:
         """Take the lock, or raise why not."""
+        waiter = Waiter(
+            name=self.name, lock=self._lock, caller=Caller(), shared=False, wait=self.wait
+        )
+        try:
+            if not self.wait.is_over:
+                waits.begin(waiter)
+            self._take()
+        finally:
+            waits.end(waiter)
+        _taken.note(self.connection, self._lock, waiter.caller)
+
+    def _take(self) -> None:
         self.look_before()
         self._make_row()
         attempts = 0
@@ -155,6 +175,38 @@ class Taker(ABC):
             self.make_row(cursor)
 
 
+class _Taken:
+    """The locks that the transactions of this process have taken, as long as they surely have them."""
+
+    def __init__(self) -> None:
+        self.forget()
+        waits.other_holders.append(self.holders)
+
+    def forget(self) -> None:
+        """Begin anew in a forked child: its parent's transactions are its parent's."""
+        self._mutex = threading.Lock()
+        self._known: WeakKeyDictionary[BaseDatabaseWrapper, tuple[list[Any], Caller, set[Lock]]]
+        self._known = WeakKeyDictionary()
+
+    def note(self, connection: BaseDatabaseWrapper, lock: Lock, caller: Caller) -> None:
+        """Note that the transaction of *connection* has *lock*."""
+        # Django makes a new list at each commit, rollback, and rollback to a savepoint: what is free then is not told.
+        began = connection.run_on_commit
+        with self._mutex:
+            known = self._known.get(connection)
+            locks = known[2] if known is not None and known[0] is began else set()
+            self._known[connection] = began, caller, locks | {lock}
+
+    def holders(self) -> Iterator[tuple[Lock, Holder]]:
+        """Tell who has which lock."""
+        with self._mutex:
+            known = list(self._known.items())
+        for connection, (began, caller, locks) in known:
+            if connection.in_atomic_block and connection.run_on_commit is began:
+                yield from ((lock, Holder(caller, shared=False)) for lock in locks)
+
+
+_taken = _Taken()
 _pools: dict[str, OwnConnections] = {}
 #: Where the rows are: the caller's connection may look elsewhere.
 _schemas: dict[str, str] = {}
@@ -172,3 +224,4 @@ def _abandon_pools() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_pools)
+os.register_at_fork(after_in_child=_taken.forget)

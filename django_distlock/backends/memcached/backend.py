@@ -54,6 +54,7 @@ class CacheMemcachedBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
+        self.place = "cache", self.options.cache
         check_ttl_setting(settings)
         self._cache = _memcached(self.options.cache)
         #: Its OPTIONS, as they are given to the driver.

@@ -46,6 +46,7 @@ class RedisBackend(BaseLockBackend):
     supports_listing = True
     supports_detach = True
     supports_delays = True
+    readers_stand_behind = True
     queues_waiters = True
     wakes_waiters = True
     queues_by_trying = True
@@ -55,6 +56,7 @@ class RedisBackend(BaseLockBackend):
         super().__init__(settings)
         self.source = self.make_source()
         self._space = KeySpace(self.make_key())
+        self.place = self.source.url, self._space.pattern
         # The locks of one script must be on one server.
         batch = 1 if self.source.is_cluster else BATCH
         self._verbs = Verbs(self.alias, self._space, self.options, transact, batch=batch)

@@ -55,6 +55,7 @@ class RedlockBackend(BaseLockBackend):
         self.sources = [self._source(server) for server in self.options.servers]
         _refuse_duplicates(self.sources)
         self._spaces = [KeySpace(_make_key(server)) for server in self.options.servers]
+        self.place = tuple(source.url for source in self.sources), self._spaces[0].pattern
         self._places = [source.where for source in self.sources]
         self._verbs = Verbs(
             self.alias, self._places, self._spaces, self.options, self._guarded_seconds

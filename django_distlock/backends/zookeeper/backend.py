@@ -49,6 +49,7 @@ class ZooKeeperBackend(BaseLockBackend):
     supports_purge = True
     session_bound = True
     clock = "session"
+    readers_stand_behind = True
     queues_waiters = True
     queues_by_trying = True
     wakes_waiters = True
@@ -56,6 +57,7 @@ class ZooKeeperBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
+        self.place = str(self.options.hosts), self.options.root
         self._begin()
 
     def _begin(self) -> None:
