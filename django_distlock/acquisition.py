@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Seconds to stand back for other processes, after many hand-offs inside this one.
 GIVE_WAY = 0.1
+#: Seconds between two looks of a waiter that another one of this process looks for.
+BEHIND = 5.0
 #: Seconds between two looks, in the line of this process, whether to wait on the server after all.
 IN_LINE = 1.0
 #: Seconds within which a reply must have been lost for the question to be asked again at once.
@@ -73,6 +75,9 @@ class WaitableBackend(LeaseBackend, Protocol):
 
     def forget_bell(self, request: Request) -> None:
         """Ring no more; no I/O."""
+
+    def is_behind(self, request: Request) -> bool:
+        """Tell whether another waiter of this process looks for it."""
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         """Wait until woken."""
@@ -200,6 +205,8 @@ class _Acquisition:
     def _pause(self) -> float:
         if self.backend.waits_on_server:
             return 0.0
+        if self.backend.is_behind(self.request):
+            return self.wait.bounded(BEHIND)
         if (seconds := self.backend.listening_time) is not None:
             left = self.busy.remaining
             return self.wait.bounded(seconds if left is None else min(seconds, left))

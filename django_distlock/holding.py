@@ -170,7 +170,7 @@ class Holding:
     @property
     def is_kept(self) -> bool:
         """Whether it is held and not being given back. Unlike *held*, it tells nobody of its end."""
-        is_held = self._state is State.HELD and self._entries > 0
+        is_held = self._state is State.HELD and bool(self._entries)
         return is_held and clock.lease_time() < self._deadline
 
     @property

@@ -143,6 +143,10 @@ class BaseLockBackend(ABC):
     def dequeue(self, request: Request) -> None:
         """Give the place up."""
 
+    def is_behind(self, request: Request) -> bool:
+        """Return whether another waiter of this process is before it, looks for both, and rings when it leaves."""
+        return False
+
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         """Wait until woken, for up to *seconds*: on *bell*, or on what the server has for this waiter."""
         bell.wait(seconds)

@@ -56,12 +56,19 @@ class _Record:
         return Busy(last.request.holder if last else None, ends - now if ends > now else None)
 
     def wake(self) -> None:
-        """Ring the first waiter; with a reader, all the readers before the first writer."""
-        for is_first, (request, bell) in enumerate(self.waiters.values()):
-            if is_first and not request.shared:
+        """Ring the first waiter; with a reader, all the readers before the first writer.
+
+        One whose event loop is gone loses its place.
+        """
+        has_readers = False
+        for owner, (request, bell) in list(self.waiters.items()):
+            if has_readers and not request.shared:
                 return
-            bell.ring()
-            if not request.shared:
+            if not bell.ring():
+                del self.waiters[owner]
+            elif request.shared:
+                has_readers = True
+            else:
                 return
 
     def _is_behind(self, request: Request) -> bool:
@@ -83,9 +90,11 @@ class LocMemBackend(BaseLockBackend):
     supports_detach = True
     supports_delays = True
     clock = "client"
+    queues_locally = False
     readers_stand_behind = True
     queues_waiters = True
     wakes_waiters = True
+    listening_time = 1.0
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -100,6 +109,8 @@ class LocMemBackend(BaseLockBackend):
             now, record = clock.lease_time(), self._records.setdefault(request.key, _Record())
             record.expire(now)
             if request.owner not in record.holdings:
+                if not (record.holdings or record.admits(request, now)):
+                    record.wake()  # those who stand before it may be gone
                 if not record.admits(request, now):
                     return record.busy(now)
                 self._take(record, request, now)

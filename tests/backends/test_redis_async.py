@@ -331,6 +331,32 @@ async def test_two_hundred_waiters_for_one_fair_lock_do_not_melt_the_server(
     assert sorted(served) == sorted(sites)
 
 
+async def test_those_of_one_process_that_wait_for_one_fair_lock_share_one_connection(
+    server: Redis, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = {"direct": alias(server.port), "fair": alias(server.port, fair=True)}
+    holder = rival(name, ttl=LONG)
+    await asyncio.to_thread(holder.takes)
+
+    async def queue() -> None:
+        async with lock(name, using="fair", timeout=60):
+            pass
+
+    tasks = [asyncio.create_task(queue()) for _ in range(CROWD)]
+    await aeventually(lambda: waiters(server, name) == CROWD, 20, "all stand in line")
+    before, began = server.calls(), time.monotonic()
+    await asyncio.sleep(1)
+    calls, elapsed = server.calls(), time.monotonic() - began
+
+    asked = sum(calls[verb] - before[verb] for verb in ("evalsha", "blpop"))
+    assert server.info("clients")["blocked_clients"] <= 1
+    # Who listens asks 15 times a second, and each of the others every five seconds.
+    assert asked < (20 + CROWD / 4) * elapsed
+    await asyncio.to_thread(holder.leaves)
+    async with asyncio.timeout(30):
+        await asyncio.gather(*tasks)
+
+
 def queues(server: Redis) -> int:
     """Return at how many locks somebody stands in line."""
     return sum(key.endswith(":q") for key in left_behind(server))

@@ -426,6 +426,8 @@ def test_a_greenlet_that_waits_costs_no_other_its_lease(act: Start, name: str) -
         beside = act("hold_beside_a_waiter", on_gevent=True, name=name, using="locks")
 
         assert beside.result() == {"refused": ["LockNotAcquired"], "held": True}
+
+
 @pytest.mark.parametrize(
     "orders",
     [

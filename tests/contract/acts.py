@@ -17,7 +17,7 @@ from django_distlock import Lease, LockError, lock, lock_all, locks
 from django_distlock.conf import read_settings
 from tests.fixtures.child import hear_word, say
 
-from .faults import faulty_version_of
+from .faults import faulty_version_of, once
 
 #: Seconds between reading a balance and writing it: the work that a lock is held for.
 WORK = 0.001
@@ -45,6 +45,18 @@ def stand_in_line(aliases: dict[str, Any], name: str, using: str) -> None:
     watched.notice("enqueue", partial(say, "queued"))
     locks.replace(using, watched)
     lock(name, using=using, timeout=None).acquire()
+
+
+def stand_in_lines(aliases: dict[str, Any], names: list[str], using: str, **terms: Any) -> None:
+    """Wait for one lock after the other; tell when the server knows of it, and when it is held."""
+    _use(aliases)
+    watched = faulty_version_of(locks[using], read_settings()[using])
+    locks.replace(using, watched)
+    for name in names:
+        hear_word("go")
+        watched.notice("enqueue", once(partial(say, "queued")))
+        with lock(name, using=using, timeout=30, **terms):
+            say("held", at=time.monotonic())
 
 
 def wake_up_late(aliases: dict[str, Any], name: str, **terms: Any) -> dict[str, str]:

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from django_distlock import waits as waiting
+from django_distlock.registry import registry
 from django_distlock.waits import waits
 
 if TYPE_CHECKING:
     from django_distlock import Lease, Lock
     from django_distlock.backends.base import BaseLockBackend
-    from django_distlock.local_queue import _Line
 
 _T = TypeVar("_T")
 
@@ -74,21 +74,23 @@ def held_in_thread(lock: Lock) -> Iterator[Lease]:
 
 
 def length_of_line(backend: BaseLockBackend, name: str) -> int:
-    """Return how many of this process hold the lock or stand in line for it."""
-    line = _line(backend, name)
-    return len(line.places) if line else 0
+    """Return how many of this process hold the lock or wait for it."""
+    lock = _lock(backend, name)
+    leases = [lease for lease in registry.leases() if lease.is_kept]
+    held = sum((lease.backend.place, lease.request.key) == lock for lease in leases)
+    return held + waits.count(lock)
 
 
 def waiting_for(backend: BaseLockBackend, name: str) -> int:
     """Return how many of this process wait for the lock."""
-    return waits.count(waiting.Lock(backend.place, backend.request(name, ttl=1, holder=None).key))
+    return waits.count(_lock(backend, name))
 
 
 def is_contested(backend: BaseLockBackend, name: str) -> bool:
     """Return whether the line of this process knows that others want the lock."""
-    line = _line(backend, name)
+    line = backend.queue._lines.get(_lock(backend, name).key)
     return line is not None and line.is_contested
 
 
-def _line(backend: BaseLockBackend, name: str) -> _Line | None:
-    return backend.queue._lines.get(backend.request(name, ttl=1, holder=None).key)
+def _lock(backend: BaseLockBackend, name: str) -> waiting.Lock:
+    return waiting.Lock(backend.place, backend.request(name, ttl=1, holder=None).key)

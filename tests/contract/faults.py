@@ -227,6 +227,11 @@ def _a_few_times(times: float, fault: Callable[[], None]) -> Callable[[], None]:
     return limited
 
 
+def once(callback: Callable[[], None]) -> Callable[[], None]:
+    """Return what calls *callback* when it is called first."""
+    return _a_few_times(1, callback)
+
+
 def faulty_version_of(backend: BaseLockBackend, settings: BackendSettings) -> Faulty:
     """Return another backend of the same class and settings, with Faulty around its verbs."""
     kind: type[Faulty] = type("Faulty", (Faulty, type(backend)), {})

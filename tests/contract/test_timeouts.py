@@ -221,6 +221,7 @@ def test_a_single_try_is_one_request(
     assert faulty.calls["try_acquire"] - before == 1
 
 
+@lacks("fair")  # there each asks the server
 def test_a_lock_that_this_process_holds_is_refused_without_a_request(
     faulty: Faulty, using: str, name: str
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from django_distlock.exceptions import LockBackendError
 from django_distlock.protocol import Busy, Grant, Release
 
 from . import checks, purge, records
@@ -13,6 +15,7 @@ from .connections import Contended
 from .listener import Listener
 from .mysql import MySQL
 from .options import DatabaseOptions
+from .places import Places
 from .portable import Portable
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
     from django.core.checks import CheckMessage
 
-    from django_distlock.bells import Bell
+    from django_distlock.bells import Bell, TaskBell, ThreadBell
     from django_distlock.conf import BackendSettings
     from django_distlock.protocol import Held, Purged, Request
 
@@ -48,6 +51,9 @@ class DatabaseBackend(BaseDatabaseBackend):
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         self._listener = Listener(self._own)
+        self._places = Places()
+        # Who claims an order gives each waiter a place of its own on the server, from when it came.
+        self.queues_locally = not self.options.fair
         self.wakes_waiters = isinstance(self.engine, PostgreSQL) and self.options.listen
         self.queues_waiters = self.wakes_waiters or self.options.fair
         self.looks_before_retry = self.engine.looks_before_retry and not self.options.fair
@@ -70,7 +76,9 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def release(self, request: Request) -> Release:
         """Give it back, and wake who is next."""
-        return self._insist(lambda cursor: self.engine.release(cursor, request))
+        released = self._insist(lambda cursor: self.engine.release(cursor, request))
+        self._places.ring_first(request.key)
+        return released
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend all, in as few statements as the server lets us."""
@@ -96,6 +104,23 @@ class DatabaseBackend(BaseDatabaseBackend):
             channel = self._listener.channel
         ticket = self._insist(lambda cursor: self.engine.enqueue(cursor, request, channel))
         self._listener.ring_for(request.owner, ticket)
+        if self.options.fair:
+            self._places.add(request, ticket, bell)
+
+    def is_behind(self, request: Request) -> bool:
+        """Look at the tickets of this process."""
+        return self._places.is_behind(request)
+
+    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
+        """Keep the places of those who do not look, and wait."""
+        self._keep_places(self._places.to_keep(request))
+        super().sleep(request, bell, seconds)
+
+    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
+        """See sleep()."""
+        if owners := self._places.to_keep(request):
+            await self._lanes.run_release(partial(self._keep_places, owners))
+        await super().asleep(request, bell, seconds)
 
     def dequeue(self, request: Request) -> None:
         """Give the place up."""
@@ -105,6 +130,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def forget_bell(self, request: Request) -> None:
         """Ring no more."""
         self._listener.forget_bell(request.owner)
+        self._places.drop(request)
 
     def held(self) -> Iterable[Held]:
         """Tell the locks of this alias that have an owner, those that end first at the front."""
@@ -135,3 +161,11 @@ class DatabaseBackend(BaseDatabaseBackend):
         """Leave the connections to the parent."""
         super().abandon_after_fork()
         self._listener.abandon()
+        self._places.forget()
+
+    def _keep_places(self, owners: Sequence[str]) -> None:
+        # A server that fails is told of by the next look.
+        with suppress(Contended, LockBackendError):
+            for begin in range(0, len(owners), BATCH):
+                batch = owners[begin : begin + BATCH]
+                self._ask(partial(self.engine.keep_places, owners=batch))

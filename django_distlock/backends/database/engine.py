@@ -89,6 +89,10 @@ class Engine(ABC):
     def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
         """Take a place in the queue and return the ticket; *channel* is where to be woken."""
 
+    @abstractmethod
+    def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
+        """Have the places of *owners* count for PATIENCE from now."""
+
     def dequeue(self, cursor: CursorWrapper, request: Request) -> None:
         """Give the place up."""
         cursor.execute(f"DELETE FROM {WAITER} WHERE owner = %(owner)s", {"owner": request.owner})
@@ -100,6 +104,14 @@ class Engine(ABC):
         *schema* is what schema_of_tables() said of a connection of our own. Raises StaleSnapshot if
         the transaction reads from before the lock was taken, OutOfReach if it may not use the tables.
         """
+
+
+def keep_places(cursor: CursorWrapper, owners: Sequence[str], until: str, value: Any) -> None:
+    """See Engine.keep_places(): *until* is the instant as SQL, with one parameter that is *value*."""
+    marks = ", ".join(["%s"] * len(owners))
+    cursor.execute(
+        f"UPDATE {WAITER} SET expires_at = {until} WHERE owner IN ({marks})", [value, *owners]
+    )
 
 
 class StaleSnapshot(Exception):

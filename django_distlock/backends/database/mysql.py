@@ -17,6 +17,7 @@ from .engine import (
     OutOfReach,
     StaleSnapshot,
     busy,
+    keep_places,
     missed,
     parameters,
 )
@@ -186,6 +187,10 @@ class MySQL(Engine):
         cursor.execute(_TICKET, known)
         ticket: int = cursor.fetchone()[0]
         return ticket
+
+    def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
+        """One statement."""
+        keep_places(cursor, owners, _AFTER.format("%s"), PATIENCE)
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Lock in share mode: it reads the newest value, where a plain read gives the snapshot's."""

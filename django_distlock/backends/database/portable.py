@@ -11,7 +11,7 @@ from django.db.utils import Error, IntegrityError
 
 from django_distlock.protocol import Busy, Grant, Release, Request
 
-from .engine import COUNTER, LOCK, PATIENCE, WAITER, Engine, busy, missed, parameters
+from .engine import COUNTER, LOCK, PATIENCE, WAITER, Engine, busy, keep_places, missed, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -150,6 +150,10 @@ class Portable(Engine):
         cursor.execute(_TICKET, known)
         ticket: int = cursor.fetchone()[0]
         return ticket
+
+    def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
+        """One statement, and one for the time."""
+        keep_places(cursor, owners, "%s", self._now(cursor) + timedelta(seconds=PATIENCE))
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """FOR UPDATE on the counter, which an acquire of somebody else locks too."""

@@ -22,6 +22,7 @@ from .engine import (
     OutOfReach,
     StaleSnapshot,
     busy,
+    keep_places,
     missed,
     parameters,
 )
@@ -233,6 +234,10 @@ class PostgreSQL(Engine):
         cursor.execute(_ENQUEUE, parameters(request, channel=channel, patience=PATIENCE))
         ticket: int = cursor.fetchone()[0]
         return ticket
+
+    def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
+        """One statement."""
+        keep_places(cursor, owners, _AFTER.format("%s"), PATIENCE)
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """FOR SHARE: renewals write another row, an acquire of somebody else skips a locked one."""

@@ -6,7 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 from django_distlock.protocol import Busy, Grant, Release, Request
 
-from .engine import LOCK, PATIENCE, WAITER, Engine, StaleSnapshot, busy, missed, parameters
+from .engine import (
+    LOCK,
+    PATIENCE,
+    WAITER,
+    Engine,
+    StaleSnapshot,
+    busy,
+    keep_places,
+    missed,
+    parameters,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,6 +148,10 @@ class SQLite(Engine):
         cursor.execute(_ENQUEUE, parameters(request, channel=channel, patience=PATIENCE))
         ticket: int = cursor.fetchone()[0]
         return ticket
+
+    def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
+        """One statement."""
+        keep_places(cursor, owners, _AFTER.format("%s"), PATIENCE)
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Write the token as it is: the caller is the file's one writer until its transaction ends."""

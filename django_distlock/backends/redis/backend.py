@@ -10,10 +10,12 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
 from django_distlock.bells import TaskBell, ThreadBell
 from django_distlock.exceptions import LockOutcomeUnknown
+from django_distlock.waiting import Wait
 
 from .checks import check_redis
 from .keys import KeySpace
 from .links import LoopLinks, open_link
+from .listeners import STALE, Listeners
 from .listing import listed
 from .options import RedisCacheOptions, RedisOptions, RedisSettings
 from .scripts import RETENTION
@@ -54,6 +56,8 @@ class RedisBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
+        # Who claims an order gives each waiter a place of its own on the server, from when it came.
+        self.queues_locally = not self.options.fair
         self.source = self.make_source()
         self._space = KeySpace(self.make_key())
         self.place = self.source.url, self._space.pattern
@@ -125,12 +129,25 @@ class RedisBackend(BaseLockBackend):
         self._link.converse(self._verbs.leave(request))
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        """Block on the doorbell that this waiter has on the server."""
+        """Block on the doorbells that this waiter, and others of this process, have on the server."""
+        if not self._listeners.listens(request, bell):
+            self._wait_behind(request, bell, seconds)
+            return
         try:
-            self._link.hear(self._bell(request), seconds)
+            self._ring(request, self._link.hear(self._bells(request), min(seconds, LISTEN)))
+            if others := self._listeners.to_keep(request):
+                self._link.converse(self._verbs.keep(others))
         except LockOutcomeUnknown:
             # Only listening was broken off: the next try tells how the server is.
             bell.wait(min(seconds, CUT_OFF))
+
+    def is_behind(self, request: Request) -> bool:
+        """Look who listens."""
+        return self._listeners.is_behind(request)
+
+    def forget_bell(self, request: Request) -> None:
+        """Let somebody else listen."""
+        self._listeners.leave(request)
 
     def held(self) -> Iterable[Held]:
         """Tell the locks that are held, the first thousand that are found."""
@@ -185,17 +202,43 @@ class RedisBackend(BaseLockBackend):
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         """See sleep()."""
+        if not self._listeners.listens(request, bell):
+            await self._await_behind(request, bell, seconds)
+            return
         try:
-            await self._loops.hear(self._bell(request), seconds)
+            self._ring(request, await self._loops.hear(self._bells(request), min(seconds, LISTEN)))
+            if others := self._listeners.to_keep(request):
+                await self._loops.converse(self._verbs.keep(others))
         except LockOutcomeUnknown:
             await bell.wait(min(seconds, CUT_OFF))
 
+    def _wait_behind(self, request: Request, bell: ThreadBell, seconds: float) -> None:
+        """Wait while another one listens."""
+        wait = Wait(seconds)
+        while self._listeners.is_behind(request) and not wait.is_over:
+            if bell.wait(wait.bounded(STALE)):
+                return
+
+    async def _await_behind(self, request: Request, bell: TaskBell, seconds: float) -> None:
+        """See _wait_behind()."""
+        wait = Wait(seconds)
+        while self._listeners.is_behind(request) and not wait.is_over:
+            if await bell.wait(wait.bounded(STALE)):
+                return
+
     def _open(self) -> None:
+        self._listeners = Listeners()
         self._link = open_link(self.alias, self.source)
         self._loops = LoopLinks(self.alias, self.source)
 
-    def _bell(self, request: Request) -> str:
-        return self._space.of(request.key).bell(request.owner)
+    def _bells(self, request: Request) -> list[str]:
+        keys = self._space.of(request.key)
+        return [keys.bell(owner) for owner in self._listeners.owners(request)]
+
+    def _ring(self, request: Request, heard: str | None) -> None:
+        """Pass on to whom it was meant for what was *heard*."""
+        if heard is not None:
+            self._listeners.ring(request, heard.removeprefix(self._space.of(request.key).bells))
 
     def _keys(self) -> Iterator[str]:
         found = (self._space.key_of(record) for record in self._link.keys(self._space.pattern))

@@ -14,7 +14,7 @@ from django_distlock.bells import timeout
 
 from .conversation import ask, atalk, talk
 from .opened import Opened
-from .wire import check_heard, listening, unanswered, unreachable
+from .wire import heard, listening, unanswered, unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -38,10 +38,10 @@ class ClusterLink:
         with self._lent() as client:
             return talk(conversation, lambda commands: self._exchange(client, commands))
 
-    def hear(self, bell: str, seconds: float) -> None:
+    def hear(self, bells: Sequence[str], seconds: float) -> str | None:
         """See Link.hear(); it may take a little longer."""
-        answer = self.converse(ask(listening(bell, seconds)))
-        check_heard(self._alias, self._source.where, answer)
+        answer = self.converse(ask(listening(bells, seconds)))
+        return heard(self._alias, self._source.where, answer)
 
     def keys(self, pattern: str) -> Iterator[str]:
         """See Link.keys(); on every primary."""
@@ -91,10 +91,10 @@ class AsyncClusterLink:
                 await self._client.initialize()
         return await atalk(conversation, self._exchange)
 
-    async def hear(self, bell: str, seconds: float) -> None:
+    async def hear(self, bells: Sequence[str], seconds: float) -> str | None:
         """See ClusterLink.hear()."""
-        answer = await self.converse(ask(listening(bell, seconds)))
-        check_heard(self._alias, self._source.where, answer)
+        answer = await self.converse(ask(listening(bells, seconds)))
+        return heard(self._alias, self._source.where, answer)
 
     async def aclose(self) -> None:
         """See Link.close()."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .record import Holding, Record, instant, keeping
-from .scripts import ACQUIRE, EXTEND, FORCE, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
+from .scripts import ACQUIRE, EXTEND, FORCE, KEEP, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -186,6 +186,18 @@ def _leave(record: Record, owner: bytes) -> int:
     return left
 
 
+def _keep(record: Record, *waiters: bytes) -> int:
+    for waiter in waiters:
+        if waiter in record.queue:
+            record.stay(waiter)
+        else:
+            record.ring(waiter[1:])
+    record.expire()
+    if record.number(b"available") <= record.now:
+        record.wake()
+    return 1
+
+
 def _extend(call: Call, found: Sequence[Any]) -> tuple[list[int], list[Command]]:
     now, leases = instant(found[0]), _leases(call)
     told = list(zip(leases, found[1::3], found[2::3], found[3::3], strict=True))
@@ -224,4 +236,5 @@ _DECISIONS: dict[str, Callable[..., Any]] = {
     LOOK.name: _look,
     FORCE.name: _force,
     LEAVE.name: _leave,
+    KEEP.name: _keep,
 }

@@ -10,7 +10,7 @@ from .loops import PerLoop
 from .pool import AsyncPoolLink, PoolLink
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterator, Sequence
 
     from .conversation import Conversation
     from .sources import Source
@@ -24,8 +24,8 @@ class Link(Protocol):
     def converse(self, conversation: Conversation[_T]) -> _T:
         """Send what it yields, each in one go and once, and return its result; an error answered is an answer."""
 
-    def hear(self, bell: str, seconds: float) -> None:
-        """Wait for up to *seconds* until something is pushed to the list *bell*.
+    def hear(self, bells: Sequence[str], seconds: float) -> str | None:
+        """Wait for up to *seconds* until something is pushed to one of the lists *bells*, and return which.
 
         LockOutcomeUnknown if the connection breaks.
         """
@@ -46,7 +46,7 @@ class AsyncLink(Protocol):
     async def converse(self, conversation: Conversation[_T]) -> _T:
         """See Link.converse()."""
 
-    async def hear(self, bell: str, seconds: float) -> None:
+    async def hear(self, bells: Sequence[str], seconds: float) -> str | None:
         """See Link.hear()."""
 
     async def aclose(self) -> None:
@@ -73,6 +73,6 @@ class LoopLinks:
         """See Link.converse()."""
         return await (await self._links.get()).converse(conversation)
 
-    async def hear(self, bell: str, seconds: float) -> None:
+    async def hear(self, bells: Sequence[str], seconds: float) -> str | None:
         """See Link.hear()."""
-        await (await self._links.get()).hear(bell, seconds)
+        return await (await self._links.get()).hear(bells, seconds)

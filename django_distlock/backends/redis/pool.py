@@ -17,7 +17,7 @@ from django_distlock.exceptions import LockBackendError
 
 from .conversation import ask, atalk, talk
 from .opened import Opened
-from .wire import aread, check_heard, listening, patience, read, unanswered, unreachable
+from .wire import aread, heard, listening, patience, read, unanswered, unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -42,14 +42,14 @@ class PoolLink:
         with self._lent() as connection:
             return talk(conversation, lambda commands: self._exchange(connection, commands))
 
-    def hear(self, bell: str, seconds: float) -> None:
+    def hear(self, bells: Sequence[str], seconds: float) -> str | None:
         """See Link.hear()."""
         with self._lent() as connection, unanswered(self._alias, self._where):
-            connection.send_command(*listening(bell, seconds))
+            connection.send_command(*listening(bells, seconds))
             if connection.can_read(timeout=patience(seconds)):
-                check_heard(self._alias, self._where, read(connection))
-            else:
-                connection.disconnect()
+                return heard(self._alias, self._where, read(connection))
+            connection.disconnect()
+            return None
 
     def keys(self, pattern: str) -> Iterator[str]:
         """See Link.keys()."""
@@ -108,17 +108,19 @@ class AsyncPoolLink:
         try:
             return await atalk(conversation, lambda commands: self._exchange(connection, commands))
         except BaseException:
-            await connection.disconnect(nowait=True)
+            with suppress(RuntimeError):  # its event loop may be gone
+                await connection.disconnect(nowait=True)
             raise
         finally:
             await self._pool.release(connection)
 
-    async def hear(self, bell: str, seconds: float) -> None:
+    async def hear(self, bells: Sequence[str], seconds: float) -> str | None:
         """See Link.hear()."""
         with suppress(TimeoutError):
             async with timeout(patience(seconds)):
-                answer = await self.converse(ask(listening(bell, seconds)))
-                check_heard(self._alias, self._source.where, answer)
+                answer = await self.converse(ask(listening(bells, seconds)))
+                return heard(self._alias, self._source.where, answer)
+        return None
 
     async def aclose(self) -> None:
         """See Link.close()."""

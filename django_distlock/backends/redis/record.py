@@ -158,11 +158,17 @@ class Record:
         _, _, queue, alive = self.keys
         ticket = max(max(self.queue.values(), default=0) + 1, self.now)
         self._write("ZADD", queue, "NX", ticket, waiter)
-        self._write("ZADD", alive, self.now + _microseconds(PATIENCE), waiter)
+        self.stay(waiter)
         for other, patience in self.alive.items():
             if other != waiter and patience <= self.now - _microseconds(FORGOTTEN):
                 self._write("ZREM", queue, other)
                 self._write("ZREM", alive, other)
+
+    def stay(self, waiter: bytes) -> None:
+        """Have a waiter be alive for its patience from now."""
+        _, _, queue, alive = self.keys
+        self.alive[waiter] = self.now + _microseconds(PATIENCE)
+        self._write("ZADD", alive, self.alive[waiter], waiter)
         self._write("PEXPIRE", queue, 60_000)
         self._write("PEXPIRE", alive, 60_000)
 

@@ -298,6 +298,24 @@ wake()
 return left
 """
 
+# Keeps the places of waiters who are known to be alive. Rings those who have none any more, and, if
+# the lock is free, who is next: a ring may have been lost, or the holder's lease may have ended.
+# ARGV: bells, and mode and owner of each, as one word.
+_KEEP = f"""
+for i = 2, #ARGV do
+  if redis.call('ZSCORE', queue, ARGV[i]) then
+    redis.call('ZADD', alive, text(now + {PATIENCE * 1e6:.0f}), ARGV[i])
+  else
+    ring(string.sub(ARGV[i], 2))
+  end
+end
+redis.call('PEXPIRE', queue, 60000)
+redis.call('PEXPIRE', alive, 60000)
+expire()
+if number(redis.call('HGET', record, 'available')) <= now then wake() end
+return 1
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Script:
@@ -320,7 +338,8 @@ TAKE_OVER = Script("take_over", _COMMON + _TAKE_OVER)
 LOOK = Script("look", _COMMON + _LOOK)
 FORCE = Script("force", _COMMON + _FORCE)
 LEAVE = Script("leave", _COMMON + _LEAVE)
-SCRIPTS = (ACQUIRE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE)
+KEEP = Script("keep", _COMMON + _KEEP)
+SCRIPTS = (ACQUIRE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE, KEEP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from django_distlock.naming import LONGEST_LISTED, printable
 
 from . import replies
 from .replies import microseconds
-from .scripts import ACQUIRE, EXTEND, FORCE, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
+from .scripts import ACQUIRE, EXTEND, FORCE, KEEP, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -159,6 +159,13 @@ class Verbs:
         keys = self._space.of(key)
         (answer,) = yield from self._carry_out(Call(FORCE, keys.all, (keys.bells, owner)))
         return bool(self._checked(answer) == 1)
+
+    def keep(self, waiters: Sequence[Request]) -> Conversation[None]:
+        """Have *waiters* for one lock be alive, and whoever could have it rung."""
+        keys = self._space.of(waiters[0].key)
+        places = [f"{'s' if waiter.shared else 'x'}{waiter.owner}" for waiter in waiters]
+        (answer,) = yield from self._carry_out(Call(KEEP, keys.all, (keys.bells, *places)))
+        self._checked(answer)
 
     def leave(self, request: Request) -> Conversation[None]:
         """See BaseLockBackend.dequeue()."""

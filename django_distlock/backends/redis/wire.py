@@ -18,7 +18,7 @@ from redis.exceptions import (
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from .conversation import Command
 
@@ -69,9 +69,9 @@ def unanswered(alias: str, where: str) -> Iterator[None]:
         raise LockBackendError(alias, f"{where} refused: {first_line(error)}") from error
 
 
-def listening(bell: str, seconds: float) -> Command:
-    """Return the command that waits on the server for up to *seconds* until the list *bell* has something."""
-    return ("BLPOP", bell, f"{max(seconds, 0.001):.3f}")
+def listening(bells: Sequence[str], seconds: float) -> Command:
+    """Return the command that waits on the server for up to *seconds* until one of the lists *bells* has something."""
+    return ("BLPOP", *bells, f"{max(seconds, 0.001):.3f}")
 
 
 def patience(seconds: float) -> float:
@@ -82,7 +82,11 @@ def patience(seconds: float) -> float:
     return seconds + 0.3 if seconds >= LISTEN else seconds
 
 
-def check_heard(alias: str, where: str, answer: Any) -> None:
-    """LockBackendError if it may not be listened to; not if the server has just become a replica."""
+def heard(alias: str, where: str, answer: Any) -> str | None:
+    """Return which list had something, or None.
+
+    LockBackendError if it may not be listened to; not if the server has just become a replica.
+    """
     if isinstance(answer, ResponseError) and not str(answer).startswith("UNBLOCKED"):
         raise LockBackendError(alias, f"{where} refused BLPOP: {answer}") from answer
+    return answer[0].decode() if isinstance(answer, (list, tuple)) else None

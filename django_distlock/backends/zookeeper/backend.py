@@ -49,6 +49,7 @@ class ZooKeeperBackend(BaseLockBackend):
     supports_purge = True
     session_bound = True
     clock = "session"
+    queues_locally = False
     readers_stand_behind = True
     queues_waiters = True
     queues_by_trying = True
