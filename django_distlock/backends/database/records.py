@@ -23,6 +23,7 @@ from django.db.models.sql.constants import ROW_COUNT
 from django.utils.translation import gettext_lazy as _
 
 from django_distlock.holder import Holder
+from django_distlock.naming import shown
 from django_distlock.protocol import Held, digest
 
 from .portable import short_transaction
@@ -204,7 +205,7 @@ def _live_waiters(using: str) -> QuerySet[LockWaiter]:
 
 def _as_held(row: Any) -> Held:
     return Held(
-        name=row.name,
+        name=shown(row.description),
         key=row.method_name,
         holder=holder_of(row),
         remaining=(row.expires_at - row.server_now).total_seconds(),
