@@ -27,7 +27,7 @@ from django_distlock import (
 )
 from django_distlock.backends.redis.scripts import Call, Script
 from django_distlock.backends.redlock import RedlockBackend, scripts
-from django_distlock.backends.redlock.nodes import NOTHING, Line, Node
+from django_distlock.backends.redlock.nodes import DEBT, NOTHING, Line, Node
 from django_distlock.backends.redlock.task_lines import TaskLine
 from django_distlock.backends.redlock.validity import validity
 from django_distlock.bells import ThreadBell
@@ -434,7 +434,7 @@ def test_a_connection_that_is_given_back_after_the_close_is_closed_with_its_node
 
 async def test_nor_is_it_for_a_task(servers: list[Redis], make: Make) -> None:
     line = TaskLine(make().sources[0])
-    await line.open()
+    await line.open(5)
     try:
         servers[0].pause()
         with pytest.raises(TimeoutError):
@@ -443,6 +443,47 @@ async def test_nor_is_it_for_a_task(servers: list[Redis], make: Make) -> None:
 
         assert await line.ask(_saying("second"), 5) == b"second"
     finally:
+        await line.aclose()
+
+
+async def test_a_task_cuts_no_connection_under_questions_that_others_wait_for(
+    servers: list[Redis], make: Make
+) -> None:
+    line, words = TaskLine(make().sources[0]), [str(number) for number in range(2 * DEBT)]
+    await line.open(5)
+    try:
+        servers[0].pause()
+        asked = [asyncio.create_task(line.ask(_saying(word), 5)) for word in words]
+        await aeventually(lambda: len(line._waiting) == len(words))
+
+        await line.open(5)
+
+        servers[0].resume()
+        assert await asyncio.gather(*asked) == [word.encode() for word in words]
+    finally:
+        servers[0].resume()
+        await line.aclose()
+
+
+async def test_a_task_asks_a_silent_server_by_a_new_connection(
+    servers: list[Redis], make: Make
+) -> None:
+    line = TaskLine(make().sources[0])
+    await line.open(5)
+    try:
+        servers[0].pause()
+        questions = [line.ask(_saying("hello"), 0.05) for _ in range(DEBT + 1)]
+        lost = await asyncio.gather(*questions, return_exceptions=True)
+        assert all(isinstance(each, TimeoutError) for each in lost)
+
+        with pytest.raises(TimeoutError):
+            await line.open(0.05)
+
+        servers[0].resume()
+        await line.open(5)
+        assert await line.ask(_saying("again"), 5) == b"again"
+    finally:
+        servers[0].resume()
         await line.aclose()
 
 

@@ -119,13 +119,15 @@ class _Round:
         self._poll.register(number, select.POLLIN)
 
     def _wait(self) -> None:
-        left = min(self._deadlines.values()) - clock.wait_time()
+        now = clock.wait_time()
+        left = min(self._deadlines.values()) - now
         for number, _ in self._poll.poll(max(0, math.ceil(left * 1000))):
             if number in self._lines:
                 self._hear(number)
             else:
                 self._let_in()
-        self._give_up_late_ones()
+        # Late by then: what has arrived since was heard, however long this thread was held up.
+        self._give_up_late_ones(now)
 
     def _hear(self, number: int) -> None:
         server, line = self._lines[number]
@@ -150,8 +152,7 @@ class _Round:
             else:
                 self._miss(server, "it cannot be reached", arrival, was_asked=False)
 
-    def _give_up_late_ones(self) -> None:
-        now = clock.wait_time()
+    def _give_up_late_ones(self, now: float) -> None:
         for server in [each for each, deadline in self._deadlines.items() if deadline <= now]:
             number = next((n for n, (each, _) in self._lines.items() if each == server), None)
             if number is None:

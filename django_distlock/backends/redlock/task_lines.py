@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from django_distlock import clock
 from django_distlock.backends.redis.wire import aread
+from django_distlock.bells import timeout
 
 from .nodes import DEBT, DEBT_SECONDS
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from django_distlock.backends.redis.sources import Source
 
 LOST = "the connection was lost"
-#: Rounds of the event loop from the arrival of an answer to its reader, and some more.
-STEPS = 5
+#: Parts in which a time limit is waited for: an event loop that was held up reads what has arrived between them.
+PARTS = 5
 
 
 class TaskLine:
@@ -37,42 +38,51 @@ class TaskLine:
         self._limit = source.connect_timeout + source.io_timeout
         self._opening: asyncio.Task[None] | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._waiting: deque[tuple[float, asyncio.Future[Any]]] = deque()
+        self._waiting: deque[asyncio.Future[Any]] = deque()
+        self._heard = 0
+        # Answers that nobody waits for any more; whether, and since when, none has come for them.
+        self._owed = 0
+        self._is_silent = False
+        self._since = 0.0
 
-    async def open(self) -> None:
-        """Connect if need be; whoever comes meanwhile waits for the same."""
+    async def open(self, within: float) -> None:
+        """Connect if need be; whoever comes meanwhile waits for the same. TimeoutError after *within* seconds."""
         if self._opening is None and not await self._is_fit():
             self._opening = asyncio.create_task(self._connect())
             self._opening.add_done_callback(self._opened)
-        if self._opening is not None:
+        if (opening := self._opening) is not None:
             # One that gives up must not end it for the others.
-            await asyncio.shield(self._opening)
+            if not await _is_done(opening, within):
+                raise TimeoutError
+            opening.result()
 
     async def ask(self, call: Call, within: float) -> Any:
-        """Send a script, and return the answer; TimeoutError if there is none after *within* seconds."""
-        async with asyncio.timeout(within):
-            future = await self._send(call)
-        await asyncio.wait({future}, timeout=within)
-        # An event loop that was held up sees that time is over before it has read what has arrived.
-        for _ in range(STEPS):
-            if future.done():
-                return future.result()
-            await asyncio.sleep(0)
-        raise TimeoutError
+        """Send a script, and return the answer; TimeoutError if there is none after *within* seconds.
 
-    async def _send(self, call: Call) -> asyncio.Future[Any]:
+        A server that answers others meanwhile is at work: it has a second then.
+        """
+        future = self._send(call)
+        try:
+            for _ in range(max(1, round(DEBT_SECONDS / within))):
+                heard = self._heard
+                if await _is_done(future, within):
+                    return future.result()
+                if self._heard == heard:
+                    break
+            raise TimeoutError
+        finally:
+            if future.cancel():
+                self._owe()
+
+    def _send(self, call: Call) -> asyncio.Future[Any]:
         if not self._connection.is_connected:
             raise RedisConnectionError(LOST)
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
-        self._waiting.append((loop.time(), future))
-        try:
-            packed = self._connection.pack_command(*call.by_text)
-            await self._connection.send_packed_command(packed, check_health=False)
-        except BaseException as error:
-            # Which answer belongs to which question is not known any more.
-            await self._break(error)
-            raise
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        # Not the connection's own way to send: it waits while others are sending, and whoever gives up
+        # meanwhile is not to leave half a question.
+        packed = self._connection.pack_command(*call.by_text)
+        self._connection._writer.writelines(packed)  # noqa: SLF001 - as above
         if self._reading is None:
             self._reading = asyncio.create_task(self._read())
         return future
@@ -88,11 +98,10 @@ class TaskLine:
     async def _is_fit(self) -> bool:
         if not self._connection.is_connected:
             return False
-        # An idle connection that the other end has closed, or one that is silent for too long.
+        # An idle connection that the other end has closed, or a server that says nothing any more.
         is_closed = self._connection._reader.at_eof()  # noqa: SLF001 - redis-py's own names for it change
-        oldest = self._waiting[0][0] if self._waiting else math.inf
-        is_late = asyncio.get_running_loop().time() - oldest > DEBT_SECONDS
-        if not (is_closed or is_late or len(self._waiting) > DEBT):
+        is_late = clock.wait_time() - self._since > DEBT_SECONDS
+        if not (is_closed or (self._is_silent and (is_late or self._owed > DEBT))):
             return True
         if self._reading is not None:
             self._reading.cancel()
@@ -101,7 +110,7 @@ class TaskLine:
         return False
 
     async def _connect(self) -> None:
-        async with asyncio.timeout(self._limit):
+        async with timeout(self._limit):
             await self._connection.connect()
 
     def _opened(self, task: asyncio.Task[None]) -> None:
@@ -113,8 +122,12 @@ class TaskLine:
         try:
             while self._waiting:
                 answer = await aread(self._connection)
-                _, future = self._waiting.popleft()
-                if not future.done():
+                future = self._waiting.popleft()
+                self._heard += 1
+                self._is_silent = False
+                if future.done():
+                    self._owed -= 1
+                else:
                     future.set_result(answer)
         except Exception as error:  # noqa: BLE001 - who asked is told
             await self._break(error)
@@ -122,9 +135,15 @@ class TaskLine:
             if self._reading is asyncio.current_task():
                 self._reading = None
 
+    def _owe(self) -> None:
+        if not self._is_silent:
+            self._is_silent, self._since = True, clock.wait_time()
+        self._owed += 1
+
     async def _break(self, error: BaseException | None) -> None:
         waiting, self._waiting = self._waiting, deque()
-        for _, future in waiting:
+        self._owed, self._is_silent = 0, False
+        for future in waiting:
             if not future.done():
                 lost = RedisConnectionError(LOST)
                 lost.__cause__ = error
@@ -132,3 +151,12 @@ class TaskLine:
                 future.exception()
         with suppress(Exception):
             await self._connection.disconnect(nowait=True)
+
+
+async def _is_done(future: asyncio.Future[Any], seconds: float) -> bool:
+    """Wait for *future* for so long; without cancelling it, and longer if the event loop is held up."""
+    for _ in range(PARTS):
+        if future.done():
+            break
+        await asyncio.wait({future}, timeout=seconds / PARTS)
+    return future.done()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
-from django_distlock.bells import timeout
 from django_distlock.exceptions import first_line
 
 from .nodes import BROKEN
@@ -64,8 +63,7 @@ class TaskNodes:
     async def _ask_one(self, server: int, question: Question, count: Count) -> None:
         line = self._lines[server]
         try:
-            async with timeout(question.connecting):
-                await line.open()
+            await line.open(question.connecting)
         except BROKEN as error:
             cause = _cause(error, "no connection to it", question.connecting)
             count.miss(server, cause, error, was_asked=False)
