@@ -11,6 +11,7 @@ from .bells import TaskBell, ThreadBell
 from .exceptions import LockBackendError, LockNotAcquired, LockOutcomeUnknown
 from .holding import LeaseBackend
 from .protocol import Busy, Grant, new_owner
+from .settling import asettled, settled
 from .waits import Lock, Waiter, waits
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ GIVE_WAY = 0.1
 BEHIND = 5.0
 #: Seconds between two looks, in the line of this process, whether to wait on the server after all.
 IN_LINE = 1.0
-#: Seconds within which a reply must have been lost for the question to be asked again at once.
-SETTLE = 0.5
 
 
 class WaitableBackend(LeaseBackend, Protocol):
@@ -104,7 +103,6 @@ class _Acquisition:
         self._came = waits.arrive() if self.request.shared else 0
         self._waiter: Waiter | None = None
         self._tries = 0
-        self._asked_at = 0.0
         self._is_in_line = False
         self._is_queued = False
         self._is_unsure = False
@@ -160,8 +158,7 @@ class _Acquisition:
         self._is_last_try = self.wait.is_over
         if self.backend.queues_by_trying and not self._is_last_try:
             self._is_queued = True
-        self._asked_at = clock.lease_time()
-        return self._asked_at
+        return clock.lease_time()
 
     def _is_granted(self, start: float, answer: Grant | Busy) -> bool:
         """Take the answer in. A grant that came after its own deadline is none."""
@@ -183,10 +180,6 @@ class _Acquisition:
         """Ask as another owner after a grant that came too late: the server may know that this one gave it back."""
         self.request = self.lease.request = replace(self.request, owner=new_owner())
         self._is_queued = False
-
-    def _is_hung(self) -> bool:
-        """Return whether the reply was waited for in vain: to ask again would take as long once more."""
-        return clock.lease_time() - self._asked_at > SETTLE
 
     def _waits_on_server(self) -> bool:
         """Return whether to ask by waiting: after a first try, and with time left."""
@@ -285,7 +278,7 @@ class Acquisition(_Acquisition):
         answer = self._ask()
         granted = self._is_granted(start, answer)
         if self._is_unsure and not granted:
-            self.backend.abandon(self.request)
+            settled(partial(self.backend.abandon, self.request))
             self._begin_anew()
         return granted
 
@@ -293,17 +286,13 @@ class Acquisition(_Acquisition):
         """Ask; if the reply is lost, ask again: the same owner gets the same grant."""
         if self._waits_on_server():
             return self.backend.wait_acquire(self.request, self.wait.left)
-        if self._looks_first() and (busy := self.backend.probe(self.request)):
+        if self._looks_first() and (busy := settled(partial(self.backend.probe, self.request))):
             return busy
+        ask = partial(self.backend.try_acquire, self.request, queued=self._is_queued)
         try:
-            return self.backend.try_acquire(self.request, queued=self._is_queued)
-        except LockOutcomeUnknown as lost:
-            if self._is_hung():
-                raise
-            try:
-                return self.backend.try_acquire(self.request, queued=self._is_queued)
-            except LockBackendError as error:
-                raise LockOutcomeUnknown(*error.args) from lost
+            return settled(ask)
+        except LockOutcomeUnknown:
+            raise
         except LockBackendError:
             self._was_not_asked()
             raise
@@ -345,7 +334,7 @@ class AsyncAcquisition(_Acquisition):
         answer = await self._ask()
         granted = self._is_granted(start, answer)
         if self._is_unsure and not granted:
-            await self.backend.aabandon(self.request)
+            await asettled(partial(self.backend.aabandon, self.request))
             self._begin_anew()
         return granted
 
@@ -353,17 +342,14 @@ class AsyncAcquisition(_Acquisition):
         """See Acquisition._ask()."""
         if self._waits_on_server():
             return await self.backend.await_acquire(self.request, self.wait.left)
-        if self._looks_first() and (busy := await self.backend.aprobe(self.request)):
+        look = partial(self.backend.aprobe, self.request)
+        if self._looks_first() and (busy := await asettled(look)):
             return busy
+        ask = partial(self.backend.atry_acquire, self.request, queued=self._is_queued)
         try:
-            return await self.backend.atry_acquire(self.request, queued=self._is_queued)
-        except LockOutcomeUnknown as lost:
-            if self._is_hung():
-                raise
-            try:
-                return await self.backend.atry_acquire(self.request, queued=self._is_queued)
-            except LockBackendError as error:
-                raise LockOutcomeUnknown(*error.args) from lost
+            return await asettled(ask)
+        except LockOutcomeUnknown:
+            raise
         except LockBackendError:
             self._was_not_asked()
             raise

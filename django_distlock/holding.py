@@ -6,6 +6,7 @@ import enum
 import logging
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from . import clock
@@ -15,6 +16,7 @@ from .exceptions import LockLost, LockNotHeld
 from .naming import printable
 from .protocol import Release, Request
 from .registry import registry
+from .settling import settled
 from .signals import announce, lock_lost
 
 if TYPE_CHECKING:
@@ -299,7 +301,7 @@ class Holding:
         """Give back whatever the server has of it, with no word to anyone; used where all ends."""
         self._entries = []
         if self._end(State.RELEASED):
-            self._backend.abandon(self.request)
+            settled(partial(self._backend.abandon, self.request))
 
     def end_unowned(self) -> None:
         """Be lost and given back: nobody can release it any more."""

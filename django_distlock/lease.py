@@ -19,6 +19,7 @@ from .exceptions import LockError, LockLost, LockNotOwned, NotSupported
 from .holding import Holding, State
 from .naming import printable
 from .protocol import Release
+from .settling import asettled, settled
 from .signals import announce, lock_extended, lock_released
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Lease(Holding):
         if self._leaves_reentry():
             return False
         with self._ending():
-            outcome = self._backend.release(self.request)
+            outcome = settled(partial(self._backend.release, self.request))
         self._conclude(outcome)
         announce(lock_released, type(self._backend), name=self.name, using=self.using, lease=self)
         return True
@@ -101,14 +102,14 @@ class Lease(Holding):
         more: it is never taken anew.
         """
         start, request = self._before_extend(ttl)
-        kept = self._backend.extend([request])[0]
+        kept = settled(partial(self._backend.extend, [request]))[0]
         self._after_extend(start, request, kept=kept)
         announce(lock_extended, type(self._backend), name=self.name, using=self.using, lease=self)
 
     async def aextend(self, ttl: float | timedelta | None = None) -> None:
         """See extend()."""
         start, request = self._before_extend(ttl)
-        kept = (await self._backend.aextend([request]))[0]
+        kept = (await asettled(partial(self._backend.aextend, [request])))[0]
         self._after_extend(start, request, kept=kept)
         announce(lock_extended, type(self._backend), name=self.name, using=self.using, lease=self)
 
@@ -264,7 +265,7 @@ class Lease(Holding):
     async def _arelease(self) -> None:
         self.caller = Caller()  # as above
         with self._ending():
-            outcome = await self._backend.arelease(self.request)
+            outcome = await asettled(partial(self._backend.arelease, self.request))
         self._conclude(outcome)
         announce(lock_released, type(self._backend), name=self.name, using=self.using, lease=self)
 

@@ -24,6 +24,7 @@ from .lease import HANDOVER, Lease, unmasked
 from .naming import checked_name, printable
 from .registry import registry
 from .renewal import renewal
+from .settling import asettled, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -185,11 +186,13 @@ class Lock:
 
     def locked(self) -> bool:
         """Return whether anybody holds the lock now. It may be another answer a moment later."""
-        return self._backend().probe(self._request(self._backend())) is not None
+        backend = self._backend()
+        return settled(partial(backend.probe, self._request(backend))) is not None
 
     async def alocked(self) -> bool:
         """See locked()."""
-        return await self._backend().aprobe(self._request(self._backend())) is not None
+        backend = self._backend()
+        return await asettled(partial(backend.aprobe, self._request(backend))) is not None
 
     def __enter__(self) -> Lease:
         return self.enter(self.default_timeout())
@@ -404,7 +407,8 @@ def _attach(text: str) -> Lease:
     """See Lease.attach()."""
     handed = _Handed(text)
     with handed.given_up_on_error():
-        is_ours = handed.backend.take_over(handed.lease.request, handed.former)
+        take_over = partial(handed.backend.take_over, handed.lease.request, handed.former)
+        is_ours = settled(take_over)
     return handed.attached(is_ours=is_ours)
 
 
@@ -412,7 +416,8 @@ async def _aattach(text: str) -> Lease:
     """See Lease.aattach()."""
     handed = _Handed(text)
     with handed.given_up_on_error():
-        is_ours = await handed.backend.atake_over(handed.lease.request, handed.former)
+        take_over = partial(handed.backend.atake_over, handed.lease.request, handed.former)
+        is_ours = await asettled(take_over)
     return handed.attached(is_ours=is_ours)
 
 

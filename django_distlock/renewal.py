@@ -12,6 +12,7 @@ from . import clock
 from .background import Alarm, background
 from .naming import printable
 from .registry import registry
+from .settling import settled
 from .signals import announce, lock_extended
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class Renewal:
     def _extend_together(self, backend: LeaseBackend, asked: Asked) -> None:
         start = clock.lease_time()
         try:
-            kept = backend.extend([request for _, request in asked])
+            kept = settled(partial(backend.extend, [request for _, request in asked]))
         except Exception as error:  # noqa: BLE001 - whatever it is, the deadline decides
             self._endanger(asked, error)
         else:

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from django_distlock import clock
 from django_distlock.acquisition import Acquisition, AsyncAcquisition
 from django_distlock.conf import NoOptions, checked_options
-from django_distlock.exceptions import LockBackendError, LockNotAcquired, NotSupported
+from django_distlock.exceptions import (
+    LockBackendError,
+    LockNotAcquired,
+    LockOutcomeUnknown,
+    NotSupported,
+)
 from django_distlock.lease import Lease
 from django_distlock.local_queue import LocalQueue
 from django_distlock.naming import LONGEST_SHOWN, printable, server_key
@@ -252,10 +257,18 @@ class BaseLockBackend(ABC):
         # To its end: a query that is left open stands in the way of writers.
         shown = {(held.key, held.owner_digest): held for held in self.held()}
         ended = shown.get((key, owner_digest))
-        if ended is None or not self.end_holding(key, owner_digest):
+        if ended is None or not self._end_shown(key, owner_digest):
             return False
         self.tell_forced(ended)
         return True
+
+    def _end_shown(self, key: str, owner_digest: str) -> bool:
+        try:
+            return self.end_holding(key, owner_digest)
+        except LockOutcomeUnknown:
+            # It was held a moment ago: if it is not any more, the request whose reply was lost has ended it.
+            self.end_holding(key, owner_digest)
+            return True
 
     def tell_forced(self, ended: Held) -> None:
         """Tell everybody, first a holder in this very process, that *ended* was freed by an operator."""

@@ -59,6 +59,23 @@ def database(kind: tuple[str, str]) -> str:
 
 
 @pytest.fixture
+def proxy(
+    request: pytest.FixtureRequest, kind: tuple[str, str], settings: Settings, name: str
+) -> Iterator[Proxy]:
+    """What stands before the server of "locks", and of the alias "leases" for locks as leases."""
+    database, of = kind
+    with Proxy(request.getfixturevalue(database).port) as found:
+        # A name that no thread has a connection by.
+        behind = f"{database}-{name}"
+        connections.settings[behind] = {**connections.settings[database], "PORT": str(found.port)}
+        leases = {"BACKEND": LEASES, "OPTIONS": {"using": behind}}
+        settings.DISTLOCK = {**aliases(behind, of), "leases": leases}
+        yield found
+        locks.close()
+        del connections[behind], connections.settings[behind]
+
+
+@pytest.fixture
 def act(kind: tuple[str, str], spawn: Spawn) -> Start:
     """Start another process that runs one of session_acts.py."""
 
@@ -97,6 +114,22 @@ def test_the_next_holder_has_it_within_100_ms_of_the_death_of_the_one_before(
 def _take(name: str, granted: list[float], using: str = "locks") -> None:
     with lock(name, using=using, timeout=60):
         granted.append(time.monotonic())
+
+
+def test_a_release_whose_reply_is_lost_is_a_release(
+    proxy: Proxy, database: str, name: str, settings: Settings
+) -> None:
+    lease = lock(name, using="locks").acquire()
+    assert lease
+    proxy.drop_reply()
+
+    lease.release()
+
+    assert proxy.replies_to_drop == 0
+    assert not lease.lost
+    proxy.pass_through()
+    with lock(name, using="locks", timeout=10):
+        pass
 
 
 def test_a_frozen_holder_is_superseded_by_the_server_and_learns_it_first_thing(
@@ -253,23 +286,6 @@ def test_a_wait_on_a_server_that_hangs_is_an_error_in_time_and_a_lease_is_lost(
         lease.release()
     with lock(name, using="locks", timeout=10):
         pass
-
-
-@pytest.fixture
-def proxy(
-    request: pytest.FixtureRequest, kind: tuple[str, str], settings: Settings, name: str
-) -> Iterator[Proxy]:
-    """What stands before the server of "locks", and of the alias "leases" for locks as leases."""
-    database, of = kind
-    with Proxy(request.getfixturevalue(database).port) as found:
-        # A name that no thread has a connection by.
-        behind = f"{database}-{name}"
-        connections.settings[behind] = {**connections.settings[database], "PORT": str(found.port)}
-        leases = {"BACKEND": LEASES, "OPTIONS": {"using": behind}}
-        settings.DISTLOCK = {**aliases(behind, of), "leases": leases}
-        yield found
-        locks.close()
-        del connections[behind], connections.settings[behind]
 
 
 @pytest.mark.parametrize("using", ["locks", "leases"])

@@ -102,6 +102,14 @@ class Faulty(_Base):
         with self._around("extend"):
             return super().extend(requests)
 
+    def take_over(self, request: Request, former: str) -> bool:
+        with self._around("take_over"):
+            return super().take_over(request, former)
+
+    def end_holding(self, key: str, owner_digest: str) -> bool:
+        with self._around("end_holding"):
+            return super().end_holding(key, owner_digest)
+
     def probe(self, request: Request) -> Busy | None:
         with self._around("probe"):
             return super().probe(request)
@@ -136,6 +144,10 @@ class Faulty(_Base):
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
         async with self._around_twin("extend"):
             return await super().aextend(requests)
+
+    async def atake_over(self, request: Request, former: str) -> bool:
+        async with self._around_twin("take_over"):
+            return await super().atake_over(request, former)
 
     async def aprobe(self, request: Request) -> Busy | None:
         async with self._around_twin("probe"):

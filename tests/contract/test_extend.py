@@ -11,6 +11,7 @@ import pytest
 from django_distlock import LockLost, LockNotAcquired, LockNotHeld, lock
 from tests.fixtures.eventually import eventually, never
 
+from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
 
@@ -89,6 +90,28 @@ def test_extend_takes_nothing_back_that_is_lost(
 
     assert lease.lost
     rival().takes()
+
+
+@pytest.mark.usefixtures("is_never_hung")
+def test_nobody_is_told_of_the_lost_reply_of_an_extension(
+    faulty: Faulty, using: str, name: str
+) -> None:
+    with lock(name, using=using, ttl=30) as lease:
+        faulty.lose_replies("extend")
+
+        lease.extend()
+
+        lease.check()
+
+
+@pytest.mark.usefixtures("is_never_hung")
+async def test_nor_is_a_task(faulty: Faulty, using: str, name: str) -> None:
+    async with lock(name, using=using, ttl=30) as lease:
+        faulty.lose_replies("extend")
+
+        await lease.aextend()
+
+        lease.check()
 
 
 def test_extend_after_the_release_is_an_error(using: str, name: str) -> None:

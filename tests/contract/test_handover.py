@@ -14,6 +14,7 @@ from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
 from .crew import elsewhere
+from .faults import Faulty
 from .profiles import needs
 from .rivals import Rival
 
@@ -223,6 +224,31 @@ async def test_a_detached_lease_makes_way_in_the_line_of_its_process(using: str,
 
 
 @needs("detach")
+@pytest.mark.usefixtures("is_never_hung")
+def test_nobody_is_told_of_lost_replies_on_the_way(faulty: Faulty, using: str, name: str) -> None:
+    faulty.lose_replies("extend")
+    faulty.lose_replies("take_over")
+
+    lease, text = _detached(using, name)
+    attached = Lease.attach(text)
+
+    assert attached.fencing_token == lease.fencing_token
+    attached.release()
+
+
+@pytest.mark.usefixtures("is_never_hung")
+async def test_nor_is_a_task(faulty: Faulty, using: str, name: str) -> None:
+    faulty.lose_replies("extend")
+    faulty.lose_replies("take_over")
+    lease = await lock(name, using=using, ttl=30).aacquire()
+    assert lease
+
+    attached = await Lease.aattach(await lease.adetach())
+
+    assert attached.fencing_token == lease.fencing_token
+    await attached.arelease()
+
+
 def test_a_text_serves_once(using: str, name: str) -> None:
     taken = lock(name, using=using).acquire()
     assert taken

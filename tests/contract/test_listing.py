@@ -91,6 +91,20 @@ def test_force_of_what_is_not_there_does_nothing(backend: BaseLockBackend, name:
     assert backend.force_release(name, "no digest") is False
 
 
+@pytest.mark.usefixtures("is_never_hung")
+def test_the_lost_reply_of_a_force_is_settled(
+    faulty: Faulty, backend: BaseLockBackend, rival: Rivals
+) -> None:
+    stuck, other = rival(), rival()
+    stuck.takes()
+    [record] = _records(backend, stuck)
+    faulty.lose_replies("end_holding")
+
+    assert backend.force_release(record.key, record.owner_digest) is True
+
+    assert other.tries()
+
+
 @pytest.mark.slow
 @needs("leased")
 def test_the_holder_is_told_at_its_next_renewal(

@@ -233,6 +233,46 @@ class TestWhenTheReplyIsLost:
 
         rival().takes(within=15)
 
+    @pytest.mark.usefixtures("is_never_hung")
+    def test_nobody_is_told_of_the_lost_reply_of_a_release(
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    ) -> None:
+        with lock(name, using=using) as lease:
+            faulty.lose_replies("release")
+
+        assert lease.state is State.RELEASED
+        assert rival().tries()
+
+    @pytest.mark.usefixtures("is_never_hung")
+    async def test_nor_is_a_task(
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    ) -> None:
+        async with lock(name, using=using) as lease:
+            faulty.lose_replies("release")
+
+        assert lease.state is State.RELEASED
+        assert await asyncio.to_thread(rival().tries)
+
+    @pytest.mark.usefixtures("is_never_hung")
+    def test_nor_of_a_look(self, faulty: Faulty, using: str, name: str) -> None:
+        faulty.lose_replies("probe")
+
+        assert not lock(name, using=using).locked()
+
+    @pytest.mark.usefixtures("is_never_hung")
+    async def test_nor_is_a_task_that_looks(self, faulty: Faulty, using: str, name: str) -> None:
+        faulty.lose_replies("probe")
+
+        assert not await lock(name, using=using).alocked()
+
+    def test_a_release_whose_replies_are_all_lost_is_an_error_and_finished_in_the_background(
+        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
+    ) -> None:
+        with pytest.raises(LockOutcomeUnknown), lock(name, using=using):
+            faulty.lose_replies("release", times=2)
+
+        rival().takes(within=15)
+
     def test_a_release_is_finished_in_the_background(
         self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
     ) -> None:

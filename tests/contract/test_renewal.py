@@ -80,6 +80,21 @@ def test_renewals_of_many_leases_go_together(
         assert faulty.calls["extend"] - before < len(leases)
 
 
+@pytest.mark.usefixtures("is_never_hung")
+@lacks("whole_seconds")
+def test_the_lost_reply_of_a_renewal_is_asked_for_again_at_once(
+    faulty: Faulty, using: str, name: str, put_forward: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lock(name, using=using, ttl=100) as lease:
+        before = lease.deadline
+        faulty.lose_replies("extend")
+
+        put_forward(40)
+        eventually(lambda: lease.deadline > before)
+
+        assert "could not be renewed yet" not in caplog.text
+
+
 @lacks("whole_seconds")
 def test_renewal_stops_at_the_release(
     faulty: Faulty, using: str, name: str, tick: float, put_forward: Clock

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import connections
@@ -11,11 +13,11 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.exceptions import (
     LockBackendError,
     LockError,
-    LockOutcomeUnknown,
     NotSupported,
     StaleFencingToken,
 )
 from django_distlock.naming import server_key
+from django_distlock.settling import settled
 from django_distlock.waiting import Wait
 
 from .connections import Contended, OwnConnections
@@ -104,10 +106,8 @@ class BaseDatabaseBackend(BaseLockBackend):
 
     def _insist(self, verb: Callable[[CursorWrapper], _T]) -> _T:
         """Ask until there is an answer, for a verb that may be carried out twice."""
-        try:
-            return self._press(verb)
-        except LockOutcomeUnknown:
-            return self._press(verb)
+        # However late: an idle connection may have died unseen, with nobody there to say so.
+        return settled(partial(self._press, verb), within=math.inf)
 
     def _press(self, verb: Callable[[CursorWrapper], _T]) -> _T:
         """Ask again, for a while, as long as only others at work on the same rows are in the way."""

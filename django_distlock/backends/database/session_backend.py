@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 from django.core.checks import Error
 
 from django_distlock import clock
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
+from django_distlock.exceptions import LockBackendError, NotSupported
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant, Release
+from django_distlock.settling import settled
 from django_distlock.waiting import Wait
 
 from . import listing
@@ -222,10 +224,7 @@ class SessionBackend(BaseDatabaseBackend):
 
     def _ask_again(self, verb: Callable[[CursorWrapper], int]) -> int:
         """Ask, once more if an idle connection had died unseen: a token may well be raised twice."""
-        try:
-            return self._ask(verb)
-        except LockOutcomeUnknown:
-            return self._ask(verb)
+        return settled(partial(self._ask, verb), within=math.inf)
 
     def _waits(self, cursor: CursorWrapper) -> list[Edge]:
         return list(self.server.waits(cursor))

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from .session_engine import SessionEngine
     from .sessions import Session, Sessions
 
+#: Where the numbers begin of errors that drivers for MariaDB and MySQL find out by themselves.
+_OF_DRIVERS = 2000
+
 
 class SessionVerbs:
     """Asks for a lock, keeps it, and gives it back, on the sessions of one backend."""
@@ -71,16 +74,19 @@ class SessionVerbs:
         with session.mutex:
             if not self._is_known(session):
                 return False
-            is_freed = False
+            is_freed = is_answer_lost = False
+            was_cut = is_cut(session.connection)
             try:
                 with self._translated(session):
                     is_freed = self._server.free(session)
-            except LockBackendError:
+            except LockBackendError as error:
                 if not is_cut(session.connection):
                     raise
+                # It was there until it was given back, as far as anybody can know, and is free by now.
+                is_answer_lost = not was_cut and not _is_word_of_server(error)
             finally:
                 self._sessions.close(session, is_sound=is_freed)
-        return is_freed
+        return is_freed or is_answer_lost
 
     def _say(self, session: Session, ttl: float) -> None:
         start = clock.lease_time()
@@ -109,3 +115,15 @@ class SessionVerbs:
             if session.deadlock:
                 raise LockDeadlock(session.request.name, session.deadlock) from error
             raise LockBackendError(self._alias, getattr(error, "problem", str(error))) from error
+
+
+def _is_word_of_server(error: BaseException | None) -> bool:
+    """Return whether the server said that it ends the session: else the line broke, and nobody knows why."""
+    while error is not None:
+        if getattr(error, "sqlstate", None) or getattr(error, "pgcode", None):
+            return True
+        number = error.args[0] if error.args else None
+        if isinstance(number, int) and not _OF_DRIVERS <= number < _OF_DRIVERS + 1000:
+            return True
+        error = error.__cause__
+    return False

@@ -1,0 +1,47 @@
+"""A reply that was lost: the same is asked once more at once, and the second answer counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from . import clock
+from .exceptions import LockBackendError, LockOutcomeUnknown
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+_T = TypeVar("_T")
+
+#: Seconds within which a reply must have been lost: to ask a server that hangs again would take as long once more.
+SETTLE = 0.5
+
+
+def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
+    """Return the answer of a verb that may be carried out twice; LockOutcomeUnknown if both are lost.
+
+    *within*: seconds that the first one may have taken; SETTLE by default.
+    """
+    began = clock.lease_time()
+    try:
+        return ask()
+    except LockOutcomeUnknown as lost:
+        if clock.lease_time() - began > (SETTLE if within is None else within):
+            raise
+        try:
+            return ask()
+        except LockBackendError as error:
+            raise LockOutcomeUnknown(*error.args) from lost
+
+
+async def asettled(ask: Callable[[], Awaitable[_T]]) -> _T:
+    """See settled()."""
+    began = clock.lease_time()
+    try:
+        return await ask()
+    except LockOutcomeUnknown as lost:
+        if clock.lease_time() - began > SETTLE:
+            raise
+        try:
+            return await ask()
+        except LockBackendError as error:
+            raise LockOutcomeUnknown(*error.args) from lost
