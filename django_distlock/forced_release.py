@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,11 @@ from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
+from .backends.base import tell_forced
 from .backends.database import DatabaseBackend, records
 from .models import LONGEST_SHOWN, MethodLock
 from .naming import printable
 from .protocol import digest
-from .signals import announce, lock_forced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
 
-logger = logging.getLogger("django_distlock")
+    from .protocol import Held
+
 #: Locks on one confirmation page: more than anybody reads is more than anybody means.
 MOST_AT_ONCE = 100
 #: Digits that are sure to fit into 64 bits.
@@ -164,25 +164,14 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
                 return False
             text = _("Forced the release: held by %(holder)s, fencing token %(token)d.")
             self.log_change(request, lock, text % facts)
-            tell = partial(self._tell, lock, request.user.get_username())
+            tell = partial(self._tell, lock, records.as_held(lock), request.user.get_username())
             transaction.on_commit(tell, using=self.database)
         return True
 
-    def _tell(self, lock: MethodLock, username: str) -> None:
-        holder, backend = records.holder_of(lock), next(self.backends_of(lock), None)
-        logger.warning(
-            "Lock %s, held by %s: its release was forced by %s",
-            printable(lock.name),
-            printable(holder),
-            printable(username),
-        )
-        announce(
-            lock_forced,
-            DatabaseBackend if backend is None else type(backend),
-            name=lock.name,
-            using="" if backend is None else backend.alias,
-            holder=holder,
-        )
+    def _tell(self, lock: MethodLock, ended: Held, username: str) -> None:
+        backends = list(self.backends_of(lock))
+        kind = type(backends[0]) if backends else DatabaseBackend
+        tell_forced(ended, kind, [backend.alias for backend in backends], by=username)
 
     def _url(self, name: str) -> str:
         return reverse(f"admin:{self._url_name(name)}", current_app=self.admin_site.name)

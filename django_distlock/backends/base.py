@@ -21,6 +21,7 @@ from django_distlock.local_queue import LocalQueue
 from django_distlock.naming import LONGEST_SHOWN, printable, server_key
 from django_distlock.protocol import Busy, Grant, Held, Purged, Release, Request, digest
 from django_distlock.registry import registry
+from django_distlock.settling import settled
 from django_distlock.signals import announce, lock_acquired, lock_busy, lock_forced
 
 from .lanes import Lanes
@@ -180,8 +181,8 @@ class BaseLockBackend(ABC):
             self.alias, "guard()", "Locks must live in the database that they protect."
         )
 
-    def held(self) -> Iterable[Held]:
-        """Tell the locks that are held, for operators."""
+    def held(self, key: str | None = None) -> Iterable[Held]:
+        """Tell the locks of this alias that are held, for operators: all, or the one with this *key*."""
         raise NotSupported(self.alias, "listing")
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -254,13 +255,20 @@ class BaseLockBackend(ABC):
         """
         if not self.supports_listing:
             raise NotSupported(self.alias, "force_release()")
+        if not self.keeps(key):
+            return False
         # To its end: a query that is left open stands in the way of writers.
-        shown = {(held.key, held.owner_digest): held for held in self.held()}
-        ended = shown.get((key, owner_digest))
+        shown = {held.owner_digest: held for held in settled(lambda: [*self.held(key)])}
+        ended = shown.get(owner_digest)
         if ended is None or not self._end_shown(key, owner_digest):
             return False
-        self.tell_forced(ended)
+        tell_forced(ended, type(self), [self.alias])
         return True
+
+    def keeps(self, key: str) -> bool:
+        """Return whether *key* has the kind and the prefix of this alias."""
+        own = server_key("x", prefix=self.key_prefix, kind=self.kind)
+        return key.rpartition("|")[0] == own.rpartition("|")[0]
 
     def _end_shown(self, key: str, owner_digest: str) -> bool:
         try:
@@ -269,17 +277,6 @@ class BaseLockBackend(ABC):
             # It was held a moment ago: if it is not any more, the request whose reply was lost has ended it.
             self.end_holding(key, owner_digest)
             return True
-
-    def tell_forced(self, ended: Held) -> None:
-        """Tell everybody, first a holder in this very process, that *ended* was freed by an operator."""
-        for lease in registry.leases():
-            if lease.backend is self and digest(lease.request.owner) == ended.owner_digest:
-                lease.lose("its release was forced by an operator")
-        logger.warning(
-            "Lock %s, held by %s, was forced free", printable(ended.name), printable(ended.holder)
-        )
-        facts = {"name": ended.name, "using": self.alias, "holder": ended.holder}
-        announce(lock_forced, type(self), **facts)
 
     def abandon(self, request: Request) -> Release:
         """Give back whatever the server has for this owner, granted or waiting."""
@@ -345,3 +342,16 @@ class BaseLockBackend(ABC):
     def _note_acquired(self, lease: Lease) -> dict[str, Any]:
         logger.debug("Lock %s acquired, token %s", printable(lease.name), lease.fencing_token)
         return {"name": lease.name, "using": self.alias, "lease": lease}
+
+
+def tell_forced(
+    ended: Held, kind: type[BaseLockBackend], aliases: Sequence[str], by: str = "an operator"
+) -> None:
+    """Tell everybody, first a holder in this very process, that *ended* was freed; *aliases* have it."""
+    for lease in registry.leases():
+        if lease.using in aliases and digest(lease.request.owner) == ended.owner_digest:
+            lease.lose("its release was forced by an operator")
+    text = "Lock %s, held by %s: its release was forced by %s"
+    logger.warning(text, printable(ended.name), printable(ended.holder), printable(by))
+    using = next(iter(aliases), "")
+    announce(lock_forced, kind, name=ended.name, using=using, holder=ended.holder)

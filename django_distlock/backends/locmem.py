@@ -169,13 +169,14 @@ class LocMemBackend(BaseLockBackend):
             if record and record.waiters.pop(request.owner, None):
                 record.wake()
 
-    def held(self) -> Iterable[Held]:
+    def held(self, key: str | None = None) -> Iterable[Held]:
         """Tell the locks that are held."""
         with self._mutex:
             now = clock.lease_time()
             return [
-                _as_held(key, record, holding, now)
-                for key, record in self._records.items()
+                _as_held(each, record, holding, now)
+                for each, record in self._records.items()
+                if key in {None, each}
                 for holding in record.holdings.values()
             ]
 
@@ -186,6 +187,8 @@ class LocMemBackend(BaseLockBackend):
             owners = [owner for owner in record.holdings if digest(owner) == owner_digest]
             for owner in owners:
                 del record.holdings[owner]
+            if owners and not record.holdings:
+                record.available = 0.0  # it is free now, whatever min_hold it had
             record.wake()
             return bool(owners)
 

@@ -342,21 +342,32 @@ def test_what_somebody_else_wrote_into_a_record_is_shown_harmlessly(
     assert shown.name == r"\n\x1b[2J\u202e\xff"
 
 
-def test_a_listing_ends_at_a_thousand(
-    backend: RedisBackend, monkeypatch: pytest.MonkeyPatch
+def test_a_listing_goes_to_the_end(backend: RedisBackend, name: str) -> None:
+    names = [f"{name}:{number:04}" for number in range(1500)]
+    holder = Holder.current()
+    for each in names:
+        backend.try_acquire(backend.request(each, ttl=60, holder=holder), queued=False)
+
+    assert [each.name for each in backend.held() if each.name.startswith(name)] == names
+
+
+def test_a_forced_release_asks_for_its_lock_alone(
+    backend: RedisBackend, redis: Redis, name: str
 ) -> None:
-    monkeypatch.setattr("django_distlock.backends.redis.listing.MOST_LISTED", 3)
-    with ExitStack() as stack:
-        for number in range(5):
-            stack.enter_context(lock(f"listed:{number}"))
-        assert len(list(backend.held())) == 3
+    lease = lock(name).acquire()
+    assert lease
+    [shown] = [each for each in backend.held() if each.name == name]
+
+    with redis.monitor() as monitor:
+        assert backend.force_release(shown.key, shown.owner_digest)
+
+    assert "SCAN" not in monitor.names
 
 
 def test_free_locks_hide_none_that_are_held(
     backend: RedisBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("django_distlock.backends.redis.listing.BATCH", 5)
-    monkeypatch.setattr("django_distlock.backends.redis.listing.MOST_LISTED", 3)
     for number in range(50):
         with lock(f"{name}:free:{number}"):
             pass

@@ -74,6 +74,7 @@ def using(profile: Profile, request: pytest.FixtureRequest, settings: Settings) 
         ALIAS: profile.settings,
         "brief": {**profile.settings, **brief},
         "prefixed": {**profile.settings, "KEY_PREFIX": "other"},
+        "alike": {**profile.settings, "KEY_PREFIX": "other2"},
         **{f"site{number}": profile.settings for number in range(SITES)},
     }
     _forget_leases()  # of tests that failed elsewhere

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
-from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock, waiting
+from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock, locks, waiting
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.protocol import Held
+from django_distlock.protocol import Held, Release
 from tests.fixtures.eventually import eventually
 
 from .crew import start
@@ -85,6 +86,46 @@ def test_force_never_frees_the_next_holder(backend: BaseLockBackend, rival: Riva
     assert backend.force_release(record.key, record.owner_digest) is False
 
     assert after.holds
+
+
+@needs("cross_process")
+def test_an_alias_shows_and_frees_no_locks_of_other_prefixes(using: str, name: str) -> None:
+    aliases = [using, "prefixed", "alike"]
+    with ExitStack() as stack:
+        for alias in aliases:
+            stack.enter_context(lock(name, using=alias))
+
+        shown = [[each for each in locks[alias].held() if each.name == name] for alias in aliases]
+
+        assert [len(records) for records in shown] == [1, 1, 1]
+        for alias, [record] in zip(aliases, shown, strict=True):
+            for other in set(aliases) - {alias}:
+                assert locks[other].force_release(record.key, record.owner_digest) is False
+
+
+def test_one_lock_can_be_asked_for(backend: BaseLockBackend, name: str, rival: Rivals) -> None:
+    wanted, other = rival(), rival(of=f"{name}:another")
+    wanted.takes()
+    other.takes()
+
+    assert [record.name for record in backend.held(wanted.request.key)] == [name]
+
+
+@needs("delays")
+def test_force_frees_the_lock_for_others_though_it_has_a_min_hold(
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals
+) -> None:
+    lease, other = lock(name, using=using, ttl=60, min_hold=600).acquire(), rival()
+    assert lease
+    [record] = _records(backend, other)
+
+    assert backend.force_release(record.key, record.owner_digest)
+
+    assert other.tries()
+    with pytest.raises(LockNotHeld):
+        lease.release()
+    assert other.leaves() is Release.RELEASED
+    assert rival().tries()
 
 
 def test_force_of_what_is_not_there_does_nothing(backend: BaseLockBackend, name: str) -> None:

@@ -132,9 +132,9 @@ class DatabaseBackend(BaseDatabaseBackend):
         self._listener.forget_bell(request.owner)
         self._places.drop(request)
 
-    def held(self) -> Iterable[Held]:
+    def held(self, key: str | None = None) -> Iterable[Held]:
         """Tell the locks of this alias that have an owner, those that end first at the front."""
-        return self._insist(partial(records.held, is_mine=self.keeps))
+        return self._insist(partial(records.held, is_mine=self.keeps, key=key))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding that *owner_digest* names, and raise the token past it."""

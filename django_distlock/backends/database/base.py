@@ -16,7 +16,6 @@ from django_distlock.exceptions import (
     NotSupported,
     StaleFencingToken,
 )
-from django_distlock.naming import server_key
 from django_distlock.settling import settled
 from django_distlock.waiting import Wait
 
@@ -92,13 +91,6 @@ class BaseDatabaseBackend(BaseLockBackend):
     def abandon_after_fork(self) -> None:
         """Leave the connections to the parent."""
         self._own.abandon()
-
-    def keeps(self, key: str) -> bool:
-        """Return whether *key* has the kind and the prefix of this alias."""
-        return (
-            key.rpartition("|")[0]
-            == server_key("x", prefix=self.key_prefix, kind=self.kind).rpartition("|")[0]
-        )
 
     def _ask(self, verb: Callable[[CursorWrapper], _T]) -> _T:
         with self._own.cursor() as cursor:

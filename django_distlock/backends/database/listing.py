@@ -31,10 +31,11 @@ def occupant(cursor: CursorWrapper, key: str) -> Occupant | None:
 
 
 def held(
-    cursor: CursorWrapper, *, server: SessionEngine, keeps: Callable[[str], bool]
+    cursor: CursorWrapper, *, server: SessionEngine, keeps: Callable[[str], bool], key: str | None
 ) -> list[Held]:
-    """Return the locks that are held, of those whose key one *keeps*."""
-    cursor.execute(_COUNTERS)
+    """Return the locks that are held, of those whose key one *keeps*, or this one."""
+    one = "" if key is None else " WHERE c.method_name = %(key)s"
+    cursor.execute(_COUNTERS + one, {"key": key})
     counted = (_counted(*row) for row in cursor.fetchall())
     return list(server.held(cursor, {lock.key: lock for lock in counted if keeps(lock.key)}))
 

@@ -71,10 +71,13 @@ def described(using: str) -> QuerySet[MethodLock]:
     return rows(using).annotate(state=_state(), waiters=_waiters(using))
 
 
-def held(cursor: CursorWrapper, is_mine: Callable[[str], bool]) -> list[Held]:
-    """Return the locks that have an owner, those that end first at the front."""
-    owned = rows(cursor.db.alias).filter(owner__isnull=False).order_by("expires_at")
-    return [_as_held(row) for row in _read(cursor, owned) if is_mine(row.method_name)]
+def held(
+    cursor: CursorWrapper, is_mine: Callable[[str], bool], key: str | None = None
+) -> list[Held]:
+    """Return the locks that have an owner, those that end first at the front; with *key*, that one."""
+    one = {} if key is None else {"method_name": key}
+    owned = rows(cursor.db.alias).filter(owner__isnull=False, **one).order_by("expires_at")
+    return [as_held(row) for row in _read(cursor, owned) if is_mine(row.method_name)]
 
 
 def holder_of(row: MethodLock | _Row) -> Holder | None:
@@ -203,7 +206,8 @@ def _live_waiters(using: str) -> QuerySet[LockWaiter]:
     return LockWaiter.objects.using(using).filter(expires_at__gt=ServerNow())
 
 
-def _as_held(row: Any) -> Held:
+def as_held(row: Any) -> Held:
+    """Return a row of rows() that has an owner, for people."""
     return Held(
         name=shown(row.description),
         key=row.method_name,

@@ -133,13 +133,13 @@ class SessionBackend(BaseDatabaseBackend):
         """Look."""
         return self._insist(partial(self._look, request=request))
 
-    def held(self) -> Iterable[Held]:
+    def held(self, key: str | None = None) -> Iterable[Held]:
         """Tell the locks of this alias that are held."""
         if not self.supports_listing:
             raise NotSupported(
                 self.alias, "listing", "Without fencing nothing stands beside its locks."
             )
-        return self._insist(partial(listing.held, server=self.server, keeps=self.keeps))
+        return self._insist(partial(listing.held, server=self.server, keeps=self.keeps, key=key))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the session that *owner_digest* names, and raise the token past it."""

@@ -149,9 +149,10 @@ class RedisBackend(BaseLockBackend):
         """Let somebody else listen."""
         self._listeners.leave(request)
 
-    def held(self) -> Iterable[Held]:
-        """Tell the locks that are held, the first thousand that are found."""
-        found = listed(self._keys(), lambda keys: self._link.converse(self._verbs.held(keys)))
+    def held(self, key: str | None = None) -> Iterable[Held]:
+        """Tell the locks of this alias that are held."""
+        keys = self._keys() if key is None else [key]
+        found = listed(keys, lambda some: self._link.converse(self._verbs.held(some)))
         return sorted((shown for shown, _ in found), key=lambda shown: shown.key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -241,8 +242,8 @@ class RedisBackend(BaseLockBackend):
             self._listeners.ring(request, heard.removeprefix(self._space.of(request.key).bells))
 
     def _keys(self) -> Iterator[str]:
-        found = (self._space.key_of(record) for record in self._link.keys(self._space.pattern))
-        return (key for key in found if key)
+        found = map(self._space.key_of_holders, self._link.keys(self._space.holders_pattern))
+        return (key for key in found if key and self.keeps(key))
 
 
 class CacheRedisBackend(RedisBackend):

@@ -174,6 +174,8 @@ def _force(record: Record, owner: bytes) -> int:
         return 0
     record.forget(owner)
     record.put((b"token", _next_token(record)))
+    if not record.holders:
+        record.put((b"available", 0))
     record.keep(record.now)
     record.wake()
     return 1

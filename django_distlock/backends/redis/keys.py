@@ -9,6 +9,8 @@ from dataclasses import dataclass
 #: Makes a key of the cache, with its prefix and version.
 MakeKey = Callable[[str], str]
 _PLACE = "distlock-place"
+#: What the key of the holders ends with.
+_HOLDERS = ":h"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Keys:
     @property
     def holders(self) -> str:
         """Who holds it."""
-        return f"{self.record}:h"
+        return f"{self.record}{_HOLDERS}"
 
     @property
     def bells(self) -> str:
@@ -57,6 +59,15 @@ class KeySpace:
         """What SCAN finds all records by, and other keys of locks."""
         before, after = (re.sub(r"([*?\[\]\\])", r"\\\1", part) for part in self._ends)
         return f"{before}*{after}"
+
+    @property
+    def holders_pattern(self) -> str:
+        """What SCAN finds the holders of all locks by: a lock that is free has none."""
+        return self.pattern + _HOLDERS
+
+    def key_of_holders(self, holders: str) -> str | None:
+        """Return what servers know a lock by. See key_of()."""
+        return self.key_of(holders.removesuffix(_HOLDERS))
 
     def key_of(self, record: str) -> str | None:
         """Return what servers know a lock by; None if *record* is no record of this alias."""

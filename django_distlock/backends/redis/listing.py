@@ -1,4 +1,4 @@
-"""Going over the records of locks for those that are held: a free lock leaves its record for a while."""
+"""Going over the locks that a server has, some at a time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Holdings that a listing shows at most, and records that it looks at for them.
-MOST_LISTED, MOST_LOOKED_AT = 1000, 100_000
-#: Records that are looked at in one go.
+#: Locks that are looked at in one go.
 BATCH = 250
 
 
 def listed(keys: Iterable[str], look: Callable[[list[str]], list[_T]]) -> list[_T]:
-    """Return what *look* finds among *keys*, some at a time, until it is enough."""
+    """Return all that *look* finds among *keys*, some at a time."""
     found: list[_T] = []
-    rest = islice(_each_once(keys), MOST_LOOKED_AT)
-    while len(found) < MOST_LISTED and (some := list(islice(rest, BATCH))):
+    rest = _each_once(keys)
+    while some := list(islice(rest, BATCH)):
         found += look(some)
-    return found[:MOST_LISTED]
+    return found
 
 
 def _each_once(keys: Iterable[str]) -> Iterator[str]:

@@ -278,12 +278,13 @@ end
 return answer
 """
 
-# Ends a holding for its operator: as if it had expired, and with a higher token.
+# Ends a holding for its operator: with a higher token, and free for others now, whatever min_hold it had.
 # ARGV: bells, owner. Returns 1 if it was there, or 0.
 _FORCE = """
 if not redis.call('ZSCORE', holders, ARGV[2]) then return 0 end
 forget(ARGV[2])
 redis.call('HSET', record, 'token', text(math.max(number(redis.call('HGET', record, 'token')) + 1, now)))
+if redis.call('ZCARD', holders) == 0 then redis.call('HSET', record, 'available', '0') end
 keep(now)
 wake()
 return 1

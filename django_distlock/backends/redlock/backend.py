@@ -27,7 +27,7 @@ from .validity import LONGEST, LONGEST_CONNECTING, majority
 from .verbs import Verbs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
 
@@ -97,13 +97,13 @@ class RedlockBackend(BaseLockBackend):
         """Look."""
         return self._nodes.hold(self._verbs.probe(request))
 
-    def held(self) -> Iterable[Held]:
-        """Tell the locks that a majority has, the first thousand that are found on each."""
+    def held(self, key: str | None = None) -> Iterable[Held]:
+        """Tell the locks of this alias that a majority has."""
         found: dict[int, list[Seen]] = {}
         failures: dict[int, str] = {}
         servers = range(len(self.sources))
         with ThreadPoolExecutor(len(servers)) as threads:
-            futures = [threads.submit(partial(self._seen_by, server)) for server in servers]
+            futures = [threads.submit(partial(self._seen_by, server, key)) for server in servers]
         for server, future in enumerate(futures):
             try:
                 found[server] = future.result()
@@ -200,15 +200,17 @@ class RedlockBackend(BaseLockBackend):
             )
             raise ValueError(msg)
 
-    def _seen_by(self, server: int) -> list[Seen]:
+    def _seen_by(self, server: int, key: str | None) -> list[Seen]:
         link, space = self._links[server], self._spaces[server]
-        found = (space.key_of(record) for record in link.keys(space.pattern))
-        keys = (key for key in found if key and key.startswith(f"{self.kind}|"))
+
+        def keys() -> Iterator[str]:
+            found = map(space.key_of, link.keys(space.pattern))
+            return (each for each in found if each and self.keeps(each))
 
         def look(some: list[str]) -> list[Seen]:
-            return link.converse(looks({key: self._verbs.look(key, server) for key in some}))
+            return link.converse(looks({each: self._verbs.look(each, server) for each in some}))
 
-        return listed(keys, look)
+        return listed(keys() if key is None else [key], look)
 
 
 def _make_key(server: str) -> Any:

@@ -11,7 +11,6 @@ from django_distlock import clock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.conf import LONGEST
 from django_distlock.exceptions import LockBackendError
-from django_distlock.naming import server_key
 from django_distlock.waiting import Wait
 
 from .conversation import Conversation
@@ -67,7 +66,7 @@ class ZooKeeperBackend(BaseLockBackend):
         self._places = self._leases.places = Places(self._session)
         self._recipe = Recipe(self.alias, self.options, self._session, self._places)
         self._talk = Conversation(self.alias, self.options.io_timeout)
-        self._upkeep = Upkeep(self._recipe, self._talk, self.options.root, self._is_mine)
+        self._upkeep = Upkeep(self._recipe, self._talk, self.options.root, self.keeps)
         self._waits: dict[str, Wait] = {}
 
     # The verbs.
@@ -175,9 +174,9 @@ class ZooKeeperBackend(BaseLockBackend):
 
     # For operators.
 
-    def held(self) -> Iterable[Held]:
+    def held(self, key: str | None = None) -> Iterable[Held]:
         """Tell the locks of this alias that are held."""
-        return self._upkeep.held()
+        return self._upkeep.held(key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """Delete the node of the holder: the next token is higher by itself."""
@@ -260,7 +259,3 @@ class ZooKeeperBackend(BaseLockBackend):
 
     def _give_back(self, request: Request) -> Steps[Release]:
         return self._recipe.give_back(request, self._talk.ends)
-
-    def _is_mine(self, key: str) -> bool:
-        own = server_key("x", prefix=self.key_prefix).rpartition("|")[0]
-        return key.rpartition("|")[0] == own

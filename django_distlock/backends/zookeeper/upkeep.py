@@ -67,9 +67,9 @@ class Upkeep:
         names = self._ask(self._names())
         return sorted(key for key in map(unquoted, names) if key is not None and self._is_mine(key))
 
-    def held(self) -> list[Held]:
-        """Tell all who hold a lock."""
-        batches = _batches(self.keys(), BATCH)
+    def held(self, key: str | None = None) -> list[Held]:
+        """Tell all who hold a lock, or this one."""
+        batches = _batches(self.keys() if key is None else [key], BATCH)
         return [held for batch in batches for held in self._ask(self._holders(batch))]
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
