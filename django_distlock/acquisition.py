@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from . import clock, waiting
 from .bells import TaskBell, ThreadBell
-from .exceptions import LockBackendError, LockNotAcquired, LockOutcomeUnknown
+from .exceptions import Contended, LockBackendError, LockNotAcquired, LockOutcomeUnknown
 from .holding import LeaseBackend
 from .protocol import Busy, Grant, new_owner
 from .settling import asettled, settled
@@ -170,6 +170,12 @@ class _Acquisition:
             self._refuse()
         return granted
 
+    def _give_others_time(self, error: Contended) -> float:
+        """Return how long to let others at work go on; raise *error*, which says so, once no time is left."""
+        if self._is_last_try:
+            raise error
+        return self.wait.next_pause()
+
     def _was_not_asked(self) -> None:
         """Take note of a try that did not reach the server: nothing is there, unless by an earlier one."""
         self._is_unsure = False
@@ -258,8 +264,8 @@ class Acquisition(_Acquisition):
         try:
             self.lease.begin()
             self._take_turn(bell)
-            while not self._try():
-                self._wait(bell)
+            while not self._step(bell):
+                pass
             return self._settle(bell)
         except BaseException:
             self._abandon(bell)
@@ -272,6 +278,16 @@ class Acquisition(_Acquisition):
                 bell.wait(self._patience_in_line())
         if self._gives_way():
             bell.wait(self.wait.bounded(GIVE_WAY))
+
+    def _step(self, bell: ThreadBell) -> bool:
+        """Ask, and wait if it is refused. Others at work on the same rows do not have the lock: ask again."""
+        try:
+            if self._try():
+                return True
+            self._wait(bell)
+        except Contended as error:
+            bell.wait(self._give_others_time(error))
+        return False
 
     def _try(self) -> bool:
         start = self._before_try()
@@ -299,7 +315,11 @@ class Acquisition(_Acquisition):
 
     def _wait(self, bell: ThreadBell) -> None:
         if self._joins_server_queue():
-            self.backend.enqueue(self.request, bell)
+            try:
+                self.backend.enqueue(self.request, bell)
+            except Contended:
+                self._is_queued = False
+                raise
         else:
             self._begin_to_wait(has_place=True)
             self.backend.sleep(self.request, bell, self._pause())
@@ -314,8 +334,8 @@ class AsyncAcquisition(_Acquisition):
         try:
             self.lease.begin()
             await self._take_turn(bell)
-            while not await self._try():
-                await self._wait(bell)
+            while not await self._step(bell):
+                pass
             return self._settle(bell)
         except BaseException:
             self._abandon(bell)
@@ -328,6 +348,16 @@ class AsyncAcquisition(_Acquisition):
                 await bell.wait(self._patience_in_line())
         if self._gives_way():
             await bell.wait(self.wait.bounded(GIVE_WAY))
+
+    async def _step(self, bell: TaskBell) -> bool:
+        """See Acquisition._step()."""
+        try:
+            if await self._try():
+                return True
+            await self._wait(bell)
+        except Contended as error:
+            await bell.wait(self._give_others_time(error))
+        return False
 
     async def _try(self) -> bool:
         start = self._before_try()
@@ -356,7 +386,11 @@ class AsyncAcquisition(_Acquisition):
 
     async def _wait(self, bell: TaskBell) -> None:
         if self._joins_server_queue():
-            await self.backend.aenqueue(self.request, bell)
+            try:
+                await self.backend.aenqueue(self.request, bell)
+            except Contended:
+                self._is_queued = False
+                raise
         else:
             self._begin_to_wait(has_place=True)
             await self.backend.asleep(self.request, bell, self._pause())

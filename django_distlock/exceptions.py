@@ -96,6 +96,10 @@ class LockOutcomeUnknown(LockBackendError):
     """
 
 
+class Contended(LockBackendError):
+    """The server gave a request up because of others at work on the same rows: asked again, it may answer."""
+
+
 class LockDeadlock(LockError):
     """Waiting for this lock would never end: somebody waits for one that we hold, or we do."""
 

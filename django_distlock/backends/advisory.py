@@ -14,7 +14,7 @@ from .database.advisory_server import AdvisoryServer
 from .database.occupants import LONGEST_NAME
 from .database.options import AdvisoryOptions
 from .database.session_backend import SessionBackend
-from .database.session_engine import LOOK
+from .database.session_engine import look
 
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
@@ -42,7 +42,7 @@ class AdvisoryBackend(SessionBackend):
         """Ask once."""
         self._keep_name(session)
         with session.connection.cursor() as cursor:
-            return self.server.take(self, cursor, session, LOOK)
+            return self.server.take(self, cursor, session, look(session.request))
 
     def wait(self, session: Session, seconds: float | None) -> Grant | Busy:
         """Stand in the server's queue."""

@@ -10,7 +10,7 @@ from django_distlock.waiting import Wait
 from .database.options import SessionOptions
 from .database.row_servers import MySQLRows, PostgreSQLRows, RowServer
 from .database.session_backend import SessionBackend
-from .database.session_engine import LOOK, STAY
+from .database.session_engine import STAY, look
 from .database.transaction_lock import transaction_lock
 
 if TYPE_CHECKING:
@@ -37,9 +37,15 @@ class RowLockBackend(SessionBackend):
         """Lock the row if it is free, then commit a token beside it."""
         with session.connection.cursor() as cursor:
             is_taken = self.server.take(cursor, session)
-            if not is_taken and self.make_row(session.request):
+            if not is_taken:
+                # Whoever made it: what was not there, or only looked at, may be free.
+                self.make_row(session.request)
                 is_taken = self.server.take(cursor, session)
-        return self._counted(session, LOOK) if is_taken else self._refused(session.request)
+        return (
+            self._counted(session, look(session.request))
+            if is_taken
+            else self._refused(session.request)
+        )
 
     def wait(self, session: Session, seconds: float | None) -> Grant | Busy:
         """Stand in the queue for the row."""

@@ -80,7 +80,7 @@ class PostgreSQLAdvisory(AdvisoryServer, PostgreSQLSessions):
         try:
             cursor.execute(statement.format(shared=_shared(session)), known)
         except OperationalError as error:
-            if not self.is_contention(error):
+            if not self.is_wait_over(error):
                 raise
             return self._let_go(cursor, session)
         is_taken, token, holder = cursor.fetchone()
@@ -100,7 +100,7 @@ class PostgreSQLAdvisory(AdvisoryServer, PostgreSQLSessions):
         try:
             cursor.execute(f"SELECT pg_advisory_xact_lock{_shared(session)}(%(number)s)", known)
         except OperationalError as error:
-            if not self.is_contention(error):
+            if not self.is_wait_over(error):
                 raise
             cursor.execute("ROLLBACK")
             return backend.refused(cursor, session.request.key)

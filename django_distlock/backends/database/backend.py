@@ -6,17 +6,18 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from django_distlock.exceptions import LockBackendError
+from django.db import DatabaseError
+
+from django_distlock.exceptions import Contended, LockBackendError
 from django_distlock.protocol import Busy, Grant, Release
 
 from . import checks, purge, records
 from .base import BaseDatabaseBackend
-from .connections import Contended
 from .listener import Listener
 from .mysql import MySQL
 from .options import DatabaseOptions
 from .places import Places
-from .portable import Portable
+from .portable import Portable, is_guarded
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
+    from django.db.backends.utils import CursorWrapper
 
     from django_distlock.bells import Bell, TaskBell, ThreadBell
     from django_distlock.conf import BackendSettings
@@ -65,18 +67,12 @@ class DatabaseBackend(BaseDatabaseBackend):
         return chosen(fair=options.fair)
 
     def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
-        """Ask once. Rows that others are at work on just now are theirs: busy."""
-        ask = partial(self.engine.try_acquire, request=request, queued=queued)
-        if self.engine.has_one_writer:
-            return self._press(ask)
-        try:
-            return self._ask(ask)
-        except Contended:
-            return Busy()
+        """Ask once."""
+        return self._press(partial(self._try, request=request, queued=queued))
 
     def release(self, request: Request) -> Release:
         """Give it back, and wake who is next."""
-        released = self._insist(lambda cursor: self.engine.release(cursor, request))
+        released = self._insist(lambda cursor: self.engine.release(cursor, request), request.ttl)
         self._places.ring_first(request.key)
         return released
 
@@ -85,12 +81,16 @@ class DatabaseBackend(BaseDatabaseBackend):
         kept: list[bool] = []
         for begin in range(0, len(requests), BATCH):
             batch = requests[begin : begin + BATCH]
-            kept += self._insist(partial(self.engine.extend, requests=batch))
+            kept += self._insist(
+                partial(self.engine.extend, requests=batch),
+                min(request.ttl for request in batch),
+            )
         return kept
 
     def take_over(self, request: Request, former: str) -> bool:
         """Change the owner."""
-        return self._insist(partial(self.engine.take_over, request=request, former=former))
+        verb = partial(self.engine.take_over, request=request, former=former)
+        return self._insist(verb, request.ttl)
 
     def probe(self, request: Request) -> Busy | None:
         """Look."""
@@ -165,7 +165,23 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def _keep_places(self, owners: Sequence[str]) -> None:
         # A server that fails is told of by the next look.
-        with suppress(Contended, LockBackendError):
+        with suppress(LockBackendError):
             for begin in range(0, len(owners), BATCH):
                 batch = owners[begin : begin + BATCH]
                 self._ask(partial(self.engine.keep_places, owners=batch))
+
+    def _try(self, cursor: CursorWrapper, *, request: Request, queued: bool) -> Grant | Busy:
+        """Ask; Contended if nobody has it and others are at work on its rows. A guard() has it."""
+        try:
+            answer = self.engine.try_acquire(cursor, request, queued=queued)
+            error = None
+        except DatabaseError as found:
+            if not self.engine.is_contention(found):
+                raise
+            answer, error = None, found
+        if answer is None and is_guarded(self.engine, cursor, request.key):
+            return Busy()
+        if answer is None:
+            problem = f"the database {self.options.using!r} is busy with other writers"
+            raise Contended(self.alias, problem) from error
+        return answer

@@ -11,6 +11,7 @@ from django.db import connections
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.exceptions import (
+    Contended,
     LockBackendError,
     LockError,
     NotSupported,
@@ -19,7 +20,7 @@ from django_distlock.exceptions import (
 from django_distlock.settling import settled
 from django_distlock.waiting import Wait
 
-from .connections import Contended, OwnConnections
+from .connections import OwnConnections
 from .engine import OutOfReach, StaleSnapshot, schema_of_tables
 
 if TYPE_CHECKING:
@@ -96,36 +97,32 @@ class BaseDatabaseBackend(BaseLockBackend):
         with self._own.cursor() as cursor:
             return verb(cursor)
 
-    def _insist(self, verb: Callable[[CursorWrapper], _T]) -> _T:
-        """Ask until there is an answer, for a verb that may be carried out twice."""
+    def _insist(self, verb: Callable[[CursorWrapper], _T], patience: float = 0.0) -> _T:
+        """Ask until there is an answer, for a verb that may be carried out twice. See _press()."""
         # However late: an idle connection may have died unseen, with nobody there to say so.
-        return settled(partial(self._press, verb), within=math.inf)
+        return settled(partial(self._press, verb, patience), within=math.inf)
 
-    def _press(self, verb: Callable[[CursorWrapper], _T]) -> _T:
-        """Ask again, for a while, as long as only others at work on the same rows are in the way."""
-        wait = Wait(self.options.io_timeout)
+    def _press(self, verb: Callable[[CursorWrapper], _T], patience: float = 0.0) -> _T:
+        """Ask again, as long as only others at work on the same rows are in the way.
+
+        For *patience* seconds, or as long as for an answer, if that is more.
+        """
+        wait = Wait(max(patience, self.options.io_timeout))
         while True:
             try:
                 return self._ask(verb)
             except Contended as error:
                 self._own_transaction_must_not_block(error)
                 if wait.is_over:
-                    problem = (
-                        f"the database {self.options.using!r} is busy with other writers: {error}"
-                    )
-                    raise LockBackendError(self.alias, problem) from error
+                    raise
                 time.sleep(wait.next_pause(longest=SHORT_PAUSE))
 
     def _own_transaction_must_not_block(self, error: Contended) -> None:
         """Tell a caller whose own transaction is the other writer: it would wait for itself."""
-        if not self.engine.has_one_writer or self.options.using not in connections.settings:
+        if self.options.using not in connections.settings:
             return
         connection = connections[self.options.using]
-        if (
-            connection.in_atomic_block
-            and connection.connection is not None
-            and connection.connection.in_transaction
-        ):
+        if connection.in_atomic_block and self.engine.stands_in_the_way(connection):
             problem = (
                 f"the caller's own transaction on {self.options.using!r} has locked the whole file: take and "
                 "release locks outside atomic(), or keep them in a database file of their own (OPTIONS 'using')"

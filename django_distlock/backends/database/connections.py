@@ -13,7 +13,12 @@ from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
 from django_distlock import clock
 from django_distlock.background import background
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
+from django_distlock.exceptions import (
+    Contended,
+    LockBackendError,
+    LockOutcomeUnknown,
+    first_line,
+)
 
 from .bounds import bound_requests, descriptor
 
@@ -29,10 +34,6 @@ if TYPE_CHECKING:
 IDLE = 30.0
 #: Connections of a parent process: kept, as closing them would say goodbye in the parent's name.
 _OF_PARENTS: list[BaseDatabaseWrapper] = []
-
-
-class Contended(Exception):
-    """The server gave up on our statement because of others at work on the same rows."""
 
 
 class Unusable(Exception):
@@ -154,6 +155,8 @@ class OwnConnections:
         try:
             yield
         except (DatabaseError, InterfaceError, TimeoutError) as error:
+            if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
+                raise self._contended(error) from error
             problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
             raise LockBackendError(self._alias, problem) from error
         except Unusable as error:
@@ -166,14 +169,18 @@ class OwnConnections:
             yield
         except (OperationalError, InterfaceError, TimeoutError) as error:
             if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
-                raise Contended(first_line(error)) from error
+                raise self._contended(error) from error
             raise self._lost(error) from error
         except DatabaseError as error:
             if self._engine.is_contention(error):
-                raise Contended(first_line(error)) from error
+                raise self._contended(error) from error
             raise LockBackendError(self._alias, _explained(error, self._database)) from error
         except Unusable as error:
             raise LockBackendError(self._alias, str(error)) from error
+
+    def _contended(self, error: Exception) -> Contended:
+        problem = f"the database {self._database!r} is busy with other writers: {first_line(error)}"
+        return Contended(self._alias, problem)
 
     def _lost(self, error: Exception) -> LockBackendError:
         if self._engine.is_missing_table(error):

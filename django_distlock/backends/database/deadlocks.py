@@ -9,8 +9,6 @@ from django_distlock.background import background
 from django_distlock.exceptions import LockBackendError
 from django_distlock.naming import printable
 
-from .connections import Contended
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -68,7 +66,7 @@ class DeadlockWatch:
     def _stands_in_circle(self) -> bool:
         try:
             return is_victim(self._session.caller, self._waits())
-        except (LockBackendError, Contended) as error:
+        except LockBackendError as error:
             logger.warning("Deadlocks cannot be looked for: %s", printable(error))
             return False
 

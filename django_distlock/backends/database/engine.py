@@ -43,8 +43,6 @@ class Engine(ABC):
 
     #: Whether a retry should look, read-only, before it writes.
     looks_before_retry: ClassVar[bool] = True
-    #: Whether the server has one writer at a time, so that any other transaction may be in the way.
-    has_one_writer: ClassVar[bool] = False
 
     def __init__(self, *, fair: bool) -> None:
         self.fair = fair
@@ -60,13 +58,23 @@ class Engine(ABC):
     def is_contention(self, error: Exception) -> bool:
         """Return whether others at work on the same rows are all that is wrong."""
 
+    def is_wait_over(self, error: Exception) -> bool:
+        """Return whether others have the row still, after as long a wait as was allowed."""
+        return self.is_contention(error)
+
+    def stands_in_the_way(self, connection: BaseDatabaseWrapper) -> bool:
+        """Return whether the transaction of *connection*, the caller's, keeps all others from writing."""
+        return False
+
     def is_missing_table(self, error: Exception) -> bool:
         """Return whether the app is not migrated."""
         return False
 
     @abstractmethod
-    def try_acquire(self, cursor: CursorWrapper, request: Request, *, queued: bool) -> Grant | Busy:
-        """See BaseLockBackend.try_acquire()."""
+    def try_acquire(
+        self, cursor: CursorWrapper, request: Request, *, queued: bool
+    ) -> Grant | Busy | None:
+        """See BaseLockBackend.try_acquire(). None: nobody has it, but others are at work on its rows."""
 
     @abstractmethod
     def release(self, cursor: CursorWrapper, request: Request) -> Release:

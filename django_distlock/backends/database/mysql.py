@@ -113,8 +113,12 @@ UPDATE {WAITER} SET expires_at = {_AFTER.format("%(patience)s")}
 WHERE owner = %(owner)s AND expires_at < {_AFTER.format("%(patience)s / 2")}
 """
 
-#: Lock wait timeout, deadlock, record changed since the snapshot, lock not available at once.
-_CONTENTION = {1205, 1213, 1020, 3572}
+#: Lock wait timeout, lock not available at once.
+_LOCK_NOT_AVAILABLE = {1205, 3572}
+#: Those, deadlock, record changed since the snapshot.
+_CONTENTION = {*_LOCK_NOT_AVAILABLE, 1213, 1020}
+#: Nothing is cut in silence, no quote or empty text means something else.
+_SQL_MODE = "STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION"
 _NO_SUCH_TABLE = 1146
 #: ER_DBACCESS_DENIED_ERROR, ER_TABLEACCESS_DENIED_ERROR
 _OUT_OF_REACH = {1044, 1142, _NO_SUCH_TABLE}
@@ -135,28 +139,32 @@ class MySQL(Engine):
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Have one clock whatever the machine's zone; wait for a row no longer than a moment."""
+        settle(connection)
         with connection.cursor() as cursor:
-            cursor.execute(
-                "SET SESSION time_zone = '+00:00', innodb_lock_wait_timeout = %s",
-                [max(1, round(ROW_WAIT))],
-            )
+            cursor.execute("SET SESSION innodb_lock_wait_timeout = %s", [max(1, round(ROW_WAIT))])
 
     def is_contention(self, error: Exception) -> bool:
         """Return whether it is a wait for a row that took too long, or a deadlock."""
         return code(error) in _CONTENTION
 
+    def is_wait_over(self, error: Exception) -> bool:
+        """Return whether it is a wait for a row that took too long."""
+        return code(error) in _LOCK_NOT_AVAILABLE
+
     def is_missing_table(self, error: Exception) -> bool:
         """Return whether the server says that there is no such table."""
         return code(error) == _NO_SUCH_TABLE
 
-    def try_acquire(self, cursor: CursorWrapper, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, cursor: CursorWrapper, request: Request, *, queued: bool
+    ) -> Grant | Busy | None:
         """Ask once; the row is made at the first use of a name."""
         known = parameters(request)
         answer = self._take(cursor, known)
         if answer is None:
             for statement in CREATE:
                 cursor.execute(statement, known)
-            answer = self._take(cursor, known) or Busy()
+            answer = self._take(cursor, known)
         if queued:
             self._mind_place(cursor, known, is_granted=isinstance(answer, Grant))
         return answer
@@ -228,6 +236,13 @@ class MySQL(Engine):
         cursor.execute(
             f"DELETE FROM {WAITER} WHERE owner = %(owner)s" if is_granted else _KEEP_PLACE, known
         )
+
+
+def settle(connection: BaseDatabaseWrapper) -> None:
+    """Have one clock, one isolation and one reading of SQL, whatever the machine or the project prefers."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"SET SESSION time_zone = '+00:00', sql_mode = '{_SQL_MODE}'")
+        cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
 
 def code(error: Exception) -> int | None:

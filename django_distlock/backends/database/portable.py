@@ -7,10 +7,11 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db.models.functions import Now
-from django.db.utils import Error, IntegrityError
+from django.db.utils import DatabaseError, Error, IntegrityError
 
 from django_distlock.protocol import Busy, Grant, Release, Request
 
+from . import mysql, postgresql
 from .engine import COUNTER, LOCK, PATIENCE, WAITER, Engine, busy, keep_places, missed, parameters
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class Portable(Engine):
         self._for_update = ""
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
-        """Leave the options as they are: what this server's driver takes is not known here."""
+        """Leave the options as they are, but for the isolation: what else a driver takes is not known here."""
+        settings["OPTIONS"].pop("isolation_level", None)
         return {}
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
@@ -86,8 +88,9 @@ class Portable(Engine):
         nowait = connection.features.has_select_for_update_nowait
         self._for_update = " " + connection.ops.for_update_sql(nowait=nowait)
         if connection.vendor == "mysql":
-            with connection.cursor() as cursor:
-                cursor.execute("SET SESSION time_zone = '+00:00'")
+            mysql.settle(connection)
+        elif connection.vendor == "postgresql":
+            postgresql.settle(connection)
 
     def is_contention(self, error: Exception) -> bool:
         """Return whether a row is locked, by the codes of the servers this is tried on."""
@@ -98,7 +101,9 @@ class Portable(Engine):
             "40P01",
         } or code in {1205, 1213, 1020}
 
-    def try_acquire(self, cursor: CursorWrapper, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, cursor: CursorWrapper, request: Request, *, queued: bool
+    ) -> Grant | Busy | None:
         """Ask once; the rows are made at the first use of a name, in transactions of their own."""
         known = parameters(request)
         with short_transaction(cursor):
@@ -106,7 +111,7 @@ class Portable(Engine):
         if answer is None:
             self._create(cursor, known)
             with short_transaction(cursor):
-                answer = self._take(cursor, request, known) or Busy()
+                answer = self._take(cursor, request, known)
         if queued:
             self._mind_place(cursor, known, is_granted=isinstance(answer, Grant))
         return answer
@@ -240,6 +245,26 @@ class Portable(Engine):
             cursor.execute(
                 _KEEP_PLACE, {**known, "until": self._now(cursor) + timedelta(seconds=PATIENCE)}
             )
+
+
+def is_guarded(engine: Engine, cursor: CursorWrapper, key: str) -> bool:
+    """Return whether a guard() is what is in the way of an acquire: all others lock the lock's own row too."""
+    if not cursor.db.features.has_select_for_update_nowait:
+        return False
+    now = cursor.db.ops.for_update_sql(nowait=True)
+    has_row = False
+    try:
+        with short_transaction(cursor):
+            cursor.execute(f"SELECT id FROM {LOCK} WHERE method_name = %(key)s {now}", {"key": key})
+            has_row = True
+            cursor.execute(
+                f"SELECT id FROM {COUNTER} WHERE method_name = %(key)s {now}", {"key": key}
+            )
+    except DatabaseError as error:
+        if not engine.is_contention(error):
+            raise
+        return has_row
+    return False
 
 
 @contextmanager

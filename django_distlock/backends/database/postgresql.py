@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 try:
-    from django.db.backends.postgresql.psycopg_any import is_psycopg3 as _is_psycopg3
+    from django.db.backends.postgresql.psycopg_any import (
+        IsolationLevel,
+        is_psycopg3 as _is_psycopg3,
+    )
 except ImportError:
     _is_psycopg3 = False
 
@@ -53,7 +56,8 @@ _TURN = f"""NOT EXISTS (
 # settled   makes this one transaction durable and impatient, whatever the session is set to.
 # granted   decides, on the newest version of the row and by a clock read after any wait for it.
 # counted   has the token where guard() looks for it.
-# One row: token (null: refused), whether the row is ours, holder, seconds until others may have it.
+# One row: token (null: refused), holder, seconds until others may have it, whether the row says that
+# it is free: one that is and is refused has its counter locked.
 _ACQUIRE = f"""
 WITH seen AS (
     SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, holder,
@@ -97,7 +101,8 @@ WITH seen AS (
     ON CONFLICT (method_name) DO UPDATE SET value = excluded.value, holder = excluded.holder
     WHERE c.value < excluded.value
 ){{queue}}
-SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT remaining FROM seen)
+SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT remaining FROM seen),
+       (SELECT free FROM allowed)
 """
 
 # A waiter that is granted leaves the queue; one that is not keeps its place for some more time.
@@ -156,6 +161,7 @@ ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING tic
 
 #: lock_not_available, serialization_failure, deadlock_detected.
 _CONTENTION = {"55P03", "40001", "40P01"}
+_LOCK_NOT_AVAILABLE = "55P03"
 _UNDEFINED_TABLE = "42P01"
 
 
@@ -185,7 +191,7 @@ class PostgreSQL(Engine):
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Have statements parsed and planned once, where the connection is the server's own."""
-        if HAS_PSYCOPG3 and is_direct(connection):
+        if settle(connection) and HAS_PSYCOPG3:
             with connection.cursor() as cursor:
                 cursor.execute("SET plan_cache_mode = force_generic_plan")
             connection.connection.prepare_threshold = 0
@@ -194,12 +200,20 @@ class PostgreSQL(Engine):
         """Return whether it is a lock timeout, a deadlock or a serialization failure."""
         return sqlstate(error) in _CONTENTION
 
-    def try_acquire(self, cursor: CursorWrapper, request: Request, *, queued: bool) -> Grant | Busy:
+    def is_wait_over(self, error: Exception) -> bool:
+        """Return whether it is a lock timeout."""
+        return sqlstate(error) == _LOCK_NOT_AVAILABLE
+
+    def try_acquire(
+        self, cursor: CursorWrapper, request: Request, *, queued: bool
+    ) -> Grant | Busy | None:
         """Ask once."""
         statement = self._acquire_queued if queued else self._acquire
         cursor.execute(statement, parameters(request, row_wait=f"{round(ROW_WAIT * 1000)}ms"))
-        token, holder, remaining = cursor.fetchone()
-        return busy(holder, remaining) if token is None else Grant(token)
+        token, holder, remaining, is_free = cursor.fetchone()
+        if token is not None:
+            return Grant(token)
+        return None if is_free else busy(holder, remaining)
 
     def release(self, cursor: CursorWrapper, request: Request) -> Release:
         """Give it back."""
@@ -253,6 +267,21 @@ class PostgreSQL(Engine):
             raise
         row = cursor.fetchone()
         return None if row is None else row[0]
+
+
+def settle(connection: BaseDatabaseWrapper) -> bool:
+    """Read what is committed, whatever the role prefers; tell whether the session is ours alone.
+
+    One of a pooler is left as it is: there, statements that the isolation ends are asked again.
+    """
+    if HAS_PSYCOPG3:
+        # Said by each BEGIN; psycopg2 would set the session instead.
+        connection.connection.isolation_level = IsolationLevel.READ_COMMITTED
+    if not is_direct(connection):
+        return False
+    with connection.cursor() as cursor:
+        cursor.execute("SET default_transaction_isolation = 'read committed'")
+    return True
 
 
 def is_direct(connection: BaseDatabaseWrapper) -> bool:

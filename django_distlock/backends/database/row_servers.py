@@ -73,7 +73,7 @@ class PostgreSQLRows(RowServer, PostgreSQLSessions):
                 cursor, session, "SHARE" if session.request.shared else "UPDATE", wait.left
             )
         except OperationalError as error:
-            if not self.is_contention(error):
+            if not self.is_wait_over(error):
                 raise
             cursor.execute("ROLLBACK")
             return False
@@ -153,7 +153,7 @@ class MySQLRows(RowServer, MySQLSessions):
         try:
             cursor.execute(_SELECT.format(mode="FOR UPDATE NOWAIT"), {"key": key})
         except OperationalError as error:
-            if not self.is_contention(error):
+            if not self.is_wait_over(error):
                 raise
             return True
         return False
@@ -179,7 +179,7 @@ class MySQLRows(RowServer, MySQLSessions):
             if cursor.fetchone() is not None:
                 return True
         except OperationalError as error:
-            if not self.is_contention(error):
+            if not self.is_wait_over(error):
                 raise
         cursor.execute("ROLLBACK")
         return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from django.core.checks import Error
 
 from django_distlock import clock
-from django_distlock.exceptions import LockBackendError, NotSupported
+from django_distlock.exceptions import Contended, LockBackendError, NotSupported
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant, Release
 from django_distlock.settling import settled
@@ -18,7 +18,6 @@ from django_distlock.waiting import Wait
 
 from . import listing
 from .base import SHORT_PAUSE, BaseDatabaseBackend
-from .connections import Contended
 from .deadlocks import DeadlockWatch
 from .mysql import MySQL
 from .occupants import Occupant

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 LOOK, STAY = 0.05, 1.0
 
 
+def look(request: Request) -> float:
+    """Return how long a mere look may take: of several readers each waits for the others' tokens."""
+    return STAY if request.shared else LOOK
+
+
 class SessionEngine(Engine, ABC):
     """Verbs are given a session, or a cursor on another connection, in autocommit."""
 

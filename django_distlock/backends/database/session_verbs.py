@@ -6,11 +6,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from django_distlock import clock
-from django_distlock.exceptions import LockBackendError, LockDeadlock, LockOutcomeUnknown
+from django_distlock.exceptions import (
+    Contended,
+    LockBackendError,
+    LockDeadlock,
+    LockOutcomeUnknown,
+)
 from django_distlock.protocol import Grant
 
 from .bounds import is_cut, patient
-from .connections import Contended
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -114,7 +118,9 @@ class SessionVerbs:
         except (LockOutcomeUnknown, Contended) as error:
             if session.deadlock:
                 raise LockDeadlock(session.request.name, session.deadlock) from error
-            raise LockBackendError(self._alias, getattr(error, "problem", str(error))) from error
+            if isinstance(error, Contended):
+                raise
+            raise LockBackendError(self._alias, error.problem) from error
 
 
 def _is_word_of_server(error: BaseException | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from django_distlock.protocol import Busy, Grant, Release, Request
@@ -21,6 +23,7 @@ from .engine import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
 #: Seconds that SQLite itself waits for the file; the backend asks again until its own limit.
@@ -92,8 +95,6 @@ WHERE owner = %(owner)s AND expires_at < {_AFTER.format("%(patience)s / 2")}
 class SQLite(Engine):
     """One statement a verb; the file has one writer at a time, so there is nothing else to lock."""
 
-    has_one_writer = True
-
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
         self._acquire = _ACQUIRE.format(turn=_TURN if fair else "true")
@@ -105,6 +106,20 @@ class SQLite(Engine):
     def is_contention(self, error: Exception) -> bool:
         """Return whether somebody else writes the file just now."""
         return "locked" in str(error)
+
+    def stands_in_the_way(self, connection: BaseDatabaseWrapper) -> bool:
+        """Return whether it has written, or has read and keeps no write-ahead log; no waiting.
+
+        A checkpoint is refused within a transaction that has read or written.
+        """
+        with connection.wrap_database_errors:
+            raw = connection.connection
+            try:
+                raw.execute("PRAGMA wal_checkpoint")
+            except sqlite3.OperationalError:
+                (mode,) = raw.execute("PRAGMA journal_mode").fetchone()
+                return mode != "wal" or _has_written(raw)
+        return False
 
     def is_missing_table(self, error: Exception) -> bool:
         """Return whether there is no such table."""
@@ -175,3 +190,20 @@ class SQLite(Engine):
         cursor.execute(_LOOK, known)
         row = cursor.fetchone()
         return Busy() if row is None else busy(*row)
+
+
+def _has_written(raw: sqlite3.Connection) -> bool:
+    """Return whether the open transaction of *raw* has written: then it cannot be copied from."""
+    outcomes: list[int] = []
+
+    def stop(status: int, remaining: int, total: int) -> None:
+        outcomes.append(status)
+        raise _Stop
+
+    with closing(sqlite3.connect(":memory:")) as nowhere, suppress(_Stop):
+        raw.backup(nowhere, pages=1, progress=stop)
+    return outcomes == [sqlite3.SQLITE_BUSY]
+
+
+class _Stop(Exception):
+    """One page is enough."""

@@ -67,6 +67,13 @@ class OnPostgreSQL(Taker):
             self.refuse_old_snapshot()
         return Found.MISSING if row is None else self._compared(*row)
 
+    def after_conflict(self) -> Found:
+        """See Taker.after_conflict(). What was read before stands in the way of a new snapshot."""
+        if not self._is_first:
+            self.undo()
+            self.refuse_old_snapshot()
+        return Found.STALE
+
     def _compared(self, last: int, ours: int) -> Found:
         if last == self._our_first:
             return Found.LOCKED

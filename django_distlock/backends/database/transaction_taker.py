@@ -14,12 +14,18 @@ from weakref import WeakKeyDictionary
 from django.db.utils import OperationalError
 
 from django_distlock.caller import Caller
-from django_distlock.exceptions import LockDeadlock, LockError, LockNotAcquired, LockOutcomeUnknown
+from django_distlock.exceptions import (
+    Contended,
+    LockDeadlock,
+    LockError,
+    LockNotAcquired,
+    LockOutcomeUnknown,
+)
 from django_distlock.naming import server_key
 from django_distlock.waits import Holder, Lock, Waiter, waits
 
 from .base import place_of
-from .connections import Contended, OwnConnections
+from .connections import OwnConnections
 from .engine import LOCK, schema_of_tables
 
 if TYPE_CHECKING:
@@ -120,7 +126,7 @@ class Taker(ABC):
         except OperationalError as error:
             if not self.engine.is_contention(error):
                 raise
-            self._give_up(error)
+            found = self._give_up(error)
         if found is Found.LOCKED:
             self.keep()
         else:
@@ -144,13 +150,19 @@ class Taker(ABC):
         """Have the transaction as the server left it."""
         self.undo()
 
-    def _give_up(self, error: Exception) -> NoReturn:
+    def _give_up(self, error: Exception) -> Found:
         if self.is_deadlock(error):
             self.after_deadlock()
             reason = "the server found a circle of transactions that wait for each other"
             raise LockDeadlock(self.name, reason) from error
-        self.undo()
-        raise LockNotAcquired(self.name, self.wait.waited) from error
+        if self.engine.is_wait_over(error):
+            self.undo()
+            raise LockNotAcquired(self.name, self.wait.waited) from error
+        return self.after_conflict()
+
+    def after_conflict(self) -> Found:
+        """Begin anew after the row was changed since the snapshot: nobody need hold the lock."""
+        return Found.STALE
 
     def refuse_old_snapshot(self) -> NoReturn:
         """Raise LockError."""

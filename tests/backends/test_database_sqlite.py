@@ -1,0 +1,165 @@
+"""SQLite, whose file has one writer at a time: that of others is waited for, our caller's own is told."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from django.db import connections, transaction
+
+from django_distlock import LockBackendError, lock, locks
+from django_distlock.holder import Holder
+from django_distlock.models import LockWaiter
+from tests.contract.crew import start
+from tests.fixtures.databases import migrate
+from tests.fixtures.eventually import eventually, in_time, never
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_django.fixtures import Settings
+
+#: Longer than a request is usually waited for.
+LONG = 2.5
+
+
+@pytest.fixture(params=["delete", "wal"])
+def journal(request: pytest.FixtureRequest) -> str:
+    """Each journal mode."""
+    return str(request.param)
+
+
+@pytest.fixture
+def file(journal: str, tmp_path: Path, settings: Settings) -> Iterator[str]:
+    """A database file of our own behind the alias "busy"; its path."""
+    path = str(tmp_path / "db.sqlite3")
+    begin = f"PRAGMA journal_mode = {journal}"
+    connections.settings["busy"] = {
+        **connections["default"].settings_dict,
+        "NAME": path,
+        "OPTIONS": {"timeout": 20, "init_command": begin},
+    }
+    migrate("busy")
+    settings.DISTLOCK = {"busy": {"OPTIONS": {"using": "busy", "io_timeout": 0.5}}}
+    yield path
+    locks.close()
+    connections["busy"].close()
+    del connections["busy"], connections.settings["busy"]
+
+
+@contextmanager
+def written_by_another(file: str, seconds: float) -> Iterator[threading.Event]:
+    """Have somebody else, as another process would, write the file for so long, or until the event is set."""
+    begun, over = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with closing(sqlite3.connect(file, isolation_level=None, timeout=20)) as writer:
+            writer.execute("BEGIN IMMEDIATE")
+            writer.execute("UPDATE django_distlock_lockwaiter SET channel = ''")
+            begun.set()
+            over.wait(seconds)
+            writer.execute("COMMIT")
+
+    writing = start(write)
+    eventually(lambda: begun.is_set() or writing.done())
+    yield over
+    over.set()
+    writing.result(20)
+
+
+def test_another_writer_is_waited_for_within_the_timeout(file: str, name: str) -> None:
+    with written_by_another(file, LONG), lock(name, using="busy", timeout=30) as lease:
+        assert lease.held
+
+
+async def test_a_task_waits_for_another_writer_too(file: str, name: str) -> None:
+    with written_by_another(file, LONG):
+        async with lock(name, using="busy", timeout=30) as lease:
+            assert lease.held
+
+
+def test_a_place_in_the_queue_is_waited_for_too(file: str, name: str, settings: Settings) -> None:
+    options = {"using": "busy", "io_timeout": 0.5, "fair": True}
+    settings.DISTLOCK = {"busy": {"OPTIONS": options}}
+    backend = locks["busy"]
+    holder = backend.request(name, ttl=60, holder=Holder.current())
+    backend.try_acquire(holder, queued=False)
+
+    with written_by_another(file, 60):
+        waiting = start(lambda: take(name))
+        never(waiting.done, LONG)
+    eventually(LockWaiter.objects.using("busy").filter(method_name=name).exists, 20)
+    backend.release(holder)
+
+    assert waiting.result(20)
+
+
+def take(name: str) -> bool:
+    with lock(name, using="busy", timeout=30) as lease:
+        return lease.held
+
+
+def test_a_file_that_stays_busy_is_an_error_and_not_a_busy_lock(file: str, name: str) -> None:
+    def refused(timeout: float) -> Callable[[], None]:
+        def ask() -> None:
+            with pytest.raises(LockBackendError, match="busy with other writers"):
+                lock(name, using="busy", timeout=timeout).acquire()
+
+        return ask
+
+    with written_by_another(file, 60):
+        in_time(refused(0), 0.3, 2)
+        in_time(refused(1), 1, 3)
+
+
+def test_an_extension_and_a_release_wait_for_another_writer(file: str, name: str) -> None:
+    lease = lock(name, using="busy", ttl=60, renew=False).acquire()
+    assert lease
+    before = lease.deadline
+
+    with written_by_another(file, LONG):
+        lease.extend()
+    assert lease.deadline > before
+    with written_by_another(file, LONG):
+        lease.release()
+
+    assert not lock(name, using="busy").locked()
+
+
+def test_a_caller_whose_own_transaction_has_written_is_told_at_once(file: str, name: str) -> None:
+    with transaction.atomic(using="busy"):
+        LockWaiter.objects.using("busy").update(channel="")
+
+        in_time(lambda: told_of_own_transaction(name), 0, 0.3)
+        transaction.set_rollback(True, using="busy")
+    assert lock(name, using="busy").locked() is False
+
+
+def told_of_own_transaction(name: str) -> None:
+    with pytest.raises(LockBackendError, match=r"own transaction .* outside atomic"):
+        lock(name, using="busy", timeout=30).acquire()
+
+
+def test_a_transaction_that_has_only_begun_is_not_taken_for_the_writer(
+    file: str, name: str
+) -> None:
+    with written_by_another(file, LONG), transaction.atomic(using="busy"):
+        with lock(name, using="busy", timeout=30, release="on_commit") as lease:
+            assert lease.held
+
+
+def test_a_transaction_that_has_read_is_in_the_way_only_where_readers_are(
+    file: str, name: str, journal: str
+) -> None:
+    with written_by_another(file, LONG), transaction.atomic(using="busy"):
+        LockWaiter.objects.using("busy").count()
+
+        if journal == "delete":
+            told_of_own_transaction(name)
+        else:
+            with lock(name, using="busy", timeout=30, release="on_commit") as lease:
+                assert lease.held
