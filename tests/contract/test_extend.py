@@ -189,3 +189,20 @@ def test_lock_delay_does_not_matter_after_a_release(
         lease.extend()
 
     assert rival().tries()
+
+
+@needs("delays")
+def test_a_late_release_leaves_the_lock_delay_in_force(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    other = rival()
+    began = time.monotonic()
+    lease = lock(name, using=using, ttl=3 * tick, lock_delay=15 * tick, renew=False).acquire()
+    assert lease
+    never(other.tries, 4 * tick, "the ttl is over")
+
+    with pytest.raises(LockLost):
+        lease.release()
+
+    other.takes(within=10)
+    assert time.monotonic() - began >= 18 * tick - 0.001

@@ -186,18 +186,22 @@ def test_locks_of_other_aliases_stay(
     assert [reread(row) for row in others] == others
 
 
-def test_dead_waiters_go_after_the_grace_too(
+def test_dead_waiters_go_without_a_grace(
     database: str, prefix: str, old: Callable[..., MethodLock]
 ) -> None:
-    row = old("x")
+    row = old("x", age=timedelta(minutes=5))
     put_waiter(database, row, -2 * DAY)
-    dead_of_late = put_waiter(database, row, timedelta(minutes=-1))
+    put_waiter(database, row, timedelta(seconds=-15))
+    # Who looked a moment ago may be at it again.
+    looked = put_waiter(database, row, timedelta(seconds=-1))
 
-    assert deleted(purge()) == 2
+    would, did, then = run("--dry-run"), run(), run()
 
+    for said, number in ((would, 2), (did, 2), (then, 0)):
+        assert said.startswith(f"{ALIAS}: {number} of ")
     left = LockWaiter.objects.using(database).filter(method_name=row.method_name)
-    assert list(left) == [dead_of_late]
-    assert names(database, prefix) == set()
+    assert list(left) == [looked]
+    assert names(database, prefix) == {"x"}
 
 
 def test_dry_run_tells_and_deletes_nothing(

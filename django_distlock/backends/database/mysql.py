@@ -74,12 +74,13 @@ CREATE = (
     f"INSERT IGNORE INTO {COUNTER} (method_name, value) VALUES (%(key)s, 0)",
 )
 
-# Frees the lock if %(owner)s has it. LAST_INSERT_ID: 2 in time, 1 late, 0 it was not ours.
+# Frees the lock if %(owner)s has it, but a late one from no lock_delay. LAST_INSERT_ID: 2 in time, 1 late, 0 it was not ours.
 _RELEASE = f"""
 UPDATE {LOCK} SET
     updated_at = IF(LAST_INSERT_ID(IF(expires_at > SYSDATE(6), 2, 1)), SYSDATE(6), NULL),
     owner = NULL, last_owner = %(owner)s, holder = NULL,
-    available_at = acquired_at + INTERVAL CAST(%(min_hold)s * 1000000 AS SIGNED) MICROSECOND
+    available_at = IF(expires_at > SYSDATE(6),
+        acquired_at + INTERVAL CAST(%(min_hold)s * 1000000 AS SIGNED) MICROSECOND, available_at)
 WHERE method_name = %(key)s AND owner = %(owner)s
 """
 

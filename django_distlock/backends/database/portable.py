@@ -127,9 +127,12 @@ class Portable(Engine):
                 return missed(
                     (row.last_owner == request.owner, row.owner is not None and row.expires > now)
                 )
-            available = row.acquired + timedelta(seconds=request.min_hold)
+            in_time = row.expires > now
+            freed = row.acquired + timedelta(seconds=request.min_hold)
+            # A late one leaves its lock_delay in force.
+            available = freed if in_time else row.available
             cursor.execute(_FREE, {**known, "now": now, "available": available})
-            return Release.RELEASED if row.expires > now else Release.GONE
+            return Release.RELEASED if in_time else Release.GONE
 
     def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
         """Extend each."""

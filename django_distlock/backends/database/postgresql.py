@@ -114,13 +114,14 @@ _QUEUE = f""", gone AS (
       AND expires_at < {_AFTER.format("%(patience)s / 2")}
 )"""
 
-# Frees the lock if %(owner)s has it, and rings the first live waiter, if there is one:
+# Frees the lock if %(owner)s has it, but a late one from no lock_delay, and rings the first live waiter, if there is one:
 # NOTIFY takes a lock on the whole database at commit, so nobody is not notified.
 # One row: freed, in time, released by us before, held by another.
 _RELEASE = f"""
 WITH freed AS (
     UPDATE {LOCK} SET owner = NULL, last_owner = %(owner)s, holder = NULL, updated_at = clock_timestamp(),
-        available_at = acquired_at + make_interval(secs => %(min_hold)s)
+        available_at = CASE WHEN expires_at > clock_timestamp()
+            THEN acquired_at + make_interval(secs => %(min_hold)s) ELSE available_at END
     WHERE method_name = %(key)s AND owner = %(owner)s
     RETURNING expires_at > clock_timestamp() AS in_time
 ), head AS (

@@ -39,7 +39,7 @@ _LOOK = f"""
 SELECT l.id, l.method_name, CASE WHEN {_IS_OLD} THEN 1 ELSE 0 END
 FROM {LOCK} AS l WHERE l.id > %(after)s ORDER BY l.id LIMIT %(size)s"""
 _LOOK_AT_WAITERS = f"""
-SELECT w.ticket, w.method_name, CASE WHEN w.expires_at < %(cutoff)s THEN 1 ELSE 0 END
+SELECT w.ticket, w.method_name, CASE WHEN w.expires_at < %(dead)s THEN 1 ELSE 0 END
 FROM {WAITER} AS w WHERE w.ticket > %(after)s ORDER BY w.ticket LIMIT %(size)s"""
 _ENDS = f"SELECT min(id), max(id) FROM {LOCK}"
 
@@ -50,7 +50,7 @@ _SEIZE_COUNTERS = (
     f"SELECT method_name FROM {COUNTER} WHERE method_name IN {{these}} AND value < %(token)s"
 )
 _DELETE_COUNTERS = f"DELETE FROM {COUNTER} WHERE method_name IN {{these}}"
-_DELETE_WAITERS = f"DELETE FROM {WAITER} WHERE ticket IN {{these}} AND expires_at < %(cutoff)s"
+_DELETE_WAITERS = f"DELETE FROM {WAITER} WHERE ticket IN {{these}} AND expires_at < %(dead)s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,9 @@ def _moment(cursor: CursorWrapper, *, terms: Terms) -> Parameters:
     now = read if isinstance(read, datetime) else datetime.fromisoformat(read)
     cutoff = now - timedelta(seconds=terms.older_than)
     write = connection.ops.adapt_datetimefield_value
-    instants = {"now": write(now), "cutoff": write(cutoff)}
+    # A place in the queue is worth nothing once nobody can renew it: no grace is for it.
+    dead = now - timedelta(seconds=LEAST_AGE)
+    instants = {"now": write(now), "cutoff": write(cutoff), "dead": write(dead)}
     return {**instants, "token": microseconds(cutoff), "size": terms.batch_size}
 
 

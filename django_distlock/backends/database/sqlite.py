@@ -62,10 +62,12 @@ RETURNING fencing_token
 _LOOK = f"SELECT holder, {_LEFT} FROM {LOCK} WHERE method_name = %(key)s"
 _PROBE = f"{_LOOK} AND available_at > {_NOW}"
 
-# Frees the lock if %(owner)s has it. A row that tells if it was in time, or none: it was not ours.
+# Frees the lock if %(owner)s has it, but a late one from no lock_delay. A row that tells if it was in time, or none: it was not ours.
 _RELEASE = f"""
 UPDATE {LOCK} SET owner = NULL, last_owner = %(owner)s, holder = NULL, updated_at = {_NOW},
-    available_at = strftime('%%Y-%%m-%%d %%H:%%M:%%f', acquired_at, %(min_hold)s || ' seconds')
+    available_at = CASE WHEN expires_at > {_NOW}
+        THEN strftime('%%Y-%%m-%%d %%H:%%M:%%f', acquired_at, %(min_hold)s || ' seconds')
+        ELSE available_at END
 WHERE method_name = %(key)s AND owner = %(owner)s RETURNING expires_at > {_NOW}
 """
 

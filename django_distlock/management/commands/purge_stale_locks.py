@@ -27,7 +27,7 @@ WRONG_ARGUMENTS = 2
 class Command(BaseCommand):
     help = (
         "Delete the records of locks that have been stale or free for longer than a day (or "
-        "--older-than) and that nobody waits for. Safe beside itself and beside traffic. "
+        "--older-than) and that nobody waits for, and the places of waiters that died. Safe beside itself and beside traffic. "
         "Exit codes: 0 done, 1 some aliases failed (the others are done), 2 wrong arguments."
     )
     # A wrong setting of one alias must not keep the others from being purged.
