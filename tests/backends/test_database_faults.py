@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import pymysql
 import pytest
 from django.conf import settings as django_settings
 from django.db import OperationalError, connections, transaction
@@ -18,10 +20,12 @@ from django.db import OperationalError, connections, transaction
 from django_distlock import LockBackendError, LockError, LockNotAcquired, lock, locks, waiting
 from django_distlock.backends.database.engine import PATIENCE
 from django_distlock.backends.database.records import rows
+from django_distlock.background import background
 from django_distlock.bells import ThreadBell
 from django_distlock.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from django_distlock.protocol import Busy, Grant, Release
+from django_distlock.registry import registry
 from tests.backends.conftest import backend
 from tests.contract.crew import start
 from tests.fixtures.child import say
@@ -29,12 +33,14 @@ from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.threads import refuse_first_thread
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from datetime import datetime
 
     from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
 
     from django_distlock.protocol import Request
+    from tests.fixtures.mariadb import MariaDB
     from tests.fixtures.postgres import PostgreSQL
     from tests.fixtures.processes import Spawn
     from tests.fixtures.servers import Server
@@ -173,6 +179,59 @@ def test_full_pool_is_an_error_that_names_the_option(
 
     with lock(name):
         pass
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    """Let threads take turns in the middle of anything."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_the_server_never_counts_more_connections_than_are_allowed(
+    settings: Settings,
+    server_database: str,
+    server: PostgreSQL | MariaDB,
+    name: str,
+    quick_switches: None,
+) -> None:
+    options = {"using": server_database, "max_connections": 4, "io_timeout": 20.0, "listen": False}
+    settings.DISTLOCK = {"default": {"OPTIONS": options}}
+    # What other tests have left to do is done by connections of their own.
+    eventually(lambda: not registry.leases(), 15)
+    background.drain()
+    locks.close()
+    connections[server_database].close()
+    over = threading.Event()
+
+    def use(thread: int) -> None:
+        while not over.is_set():
+            with lock(f"{name}:{thread}"):
+                pass
+
+    with server.admin() as admin:
+        eventually(lambda: number_of_sessions(admin) == 0, 40)
+        users = [start(partial(use, thread)) for thread in range(16)]
+        most = max(number_of_sessions(admin) for _ in range(400))
+        over.set()
+        for user in users:
+            user.result(40)
+
+    assert most == 4
+
+
+def number_of_sessions(admin: Any) -> int:
+    """Return how many sessions of the ordinary user the server counts."""
+    cursor = admin.cursor()
+    try:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE usename = 'distlock'")
+    except pymysql.Error:
+        cursor.execute(
+            "SELECT count(*) FROM information_schema.processlist WHERE user = 'distlock'"
+        )
+    return int(cursor.fetchone()[0])
 
 
 @pytest.mark.server

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from django_distlock import LockBackendError
 from django_distlock.backends.database.bounds import is_cut
 from django_distlock.backends.database.connections import OwnConnections, Unusable, _close_quietly
 from django_distlock.backends.database.sqlite import SQLite
+from tests.contract.crew import start
+from tests.fixtures.eventually import never
 
 
 class Unfit(SQLite):
@@ -50,6 +53,34 @@ def test_a_connection_that_cannot_be_used_is_closed_and_frees_its_place(
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         engine.drivers[0].execute("SELECT 1")
     own.give_back(own.borrow(), is_sound=False)
+
+
+class Slow:
+    """A driver's connection that takes its time to close."""
+
+    def __init__(self) -> None:
+        self.begins, self.may_end = threading.Event(), threading.Event()
+
+    def close(self) -> None:
+        self.begins.set()
+        self.may_end.wait(10)
+
+
+@pytest.mark.django_db
+def test_a_connection_counts_until_it_is_closed() -> None:
+    own = OwnConnections("locks", "default", SQLite(fair=False), limit=1, io_timeout=10)
+    broken, slow = own.borrow(), Slow()
+    broken.connection.close()
+    broken.connection = slow
+
+    closing = start(lambda: own.give_back(broken, is_sound=False))
+    assert slow.begins.wait(10)
+    borrowing = start(own.borrow)
+    never(borrowing.done, 0.2)
+    slow.may_end.set()
+
+    own.give_back(borrowing.result(10), is_sound=False)
+    closing.result(10)
 
 
 class Raw:

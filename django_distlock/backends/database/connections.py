@@ -19,6 +19,7 @@ from django_distlock.exceptions import (
     LockOutcomeUnknown,
     first_line,
 )
+from django_distlock.waiting import Wait
 
 from .bounds import bound_requests, descriptor
 
@@ -55,9 +56,10 @@ class OwnConnections:
 
     def forget(self) -> None:
         """Begin with no connections."""
-        self._mutex = threading.Lock()
         self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
-        self._places = threading.BoundedSemaphore(self._limit)
+        #: How many there are, idle or lent; one counts until it is closed.
+        self._open = 0
+        self._has_place = threading.Condition()
         self._closes_idle = False
 
     @contextmanager
@@ -89,10 +91,10 @@ class OwnConnections:
 
     def close(self) -> None:
         """Close the idle ones."""
-        with self._mutex:
+        with self._has_place:
             idle, self._idle = self._idle, []
         for _, connection in idle:
-            _close_quietly(connection)
+            self._close(connection)
 
     def abandon(self) -> None:
         """In a forked child: drop the parent's connections with no goodbye, and begin anew."""
@@ -102,28 +104,46 @@ class OwnConnections:
 
     def borrow(self) -> BaseDatabaseWrapper:
         """Return a connection for one caller alone; LockBackendError if none comes free in time."""
-        if not self._places.acquire(timeout=self._io_timeout):
-            problem = f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
-            raise LockBackendError(self._alias, problem)
+        wait = Wait(self._io_timeout)
+        with self._has_place:
+            while not self._idle and self._open >= self._limit:
+                if wait.is_over:
+                    problem = (
+                        f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
+                    )
+                    raise LockBackendError(self._alias, problem)
+                self._has_place.wait(wait.left)
+            if self._idle:
+                return self._idle.pop()[1]
+            self._open += 1
         try:
-            with self._mutex:
-                connection = self._idle.pop()[1] if self._idle else None
-            return connection or self.open()
+            return self.open()
         except BaseException:
-            self._places.release()
+            self._free_place()
             raise
 
     def give_back(self, connection: BaseDatabaseWrapper, *, is_sound: bool) -> None:
         """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones."""
-        self._places.release()
         if is_sound:
-            with self._mutex:
+            with self._has_place:
                 self._idle.append((clock.wait_time(), connection))
+                self._has_place.notify()
             self._close_idle_later()
         else:
             # What broke one connection has broken the idle ones too, mostly: a restarted server.
-            _close_quietly(connection)
+            self._close(connection)
             self.close()
+
+    def _close(self, connection: BaseDatabaseWrapper) -> None:
+        try:
+            _close_quietly(connection)
+        finally:
+            self._free_place()
+
+    def _free_place(self) -> None:
+        with self._has_place:
+            self._open -= 1
+            self._has_place.notify()
 
     def _close_idle_later(self) -> None:
         if not self._closes_idle:
@@ -132,12 +152,12 @@ class OwnConnections:
 
     def _close_idle(self) -> None:
         oldest = clock.wait_time() - IDLE
-        with self._mutex:
+        with self._has_place:
             old = [connection for since, connection in self._idle if since <= oldest]
             self._idle = [entry for entry in self._idle if entry[0] > oldest]
             self._closes_idle = False
         for connection in old:
-            _close_quietly(connection)
+            self._close(connection)
         if self._idle:
             self._close_idle_later()
 
