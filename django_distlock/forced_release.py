@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from copy import copy
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import django
 from django.contrib import admin, messages
 from django.contrib.admin.models import LogEntry
 from django.core.exceptions import PermissionDenied
-from django.db import DatabaseError, connections, router, transaction
+from django.db import (
+    DatabaseError,
+    InterfaceError,
+    OperationalError,
+    connections,
+    router,
+    transaction,
+)
 from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
@@ -18,12 +25,13 @@ from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
 from .backends.base import tell_forced
 from .backends.database import DatabaseBackend, records
+from .exceptions import first_line
 from .models import LONGEST_SHOWN, MethodLock
 from .naming import printable
 from .protocol import digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
@@ -31,10 +39,30 @@ if TYPE_CHECKING:
 
     from .protocol import Held
 
+_Page = TypeVar("_Page")
 #: Locks on one confirmation page: more than anybody reads is more than anybody means.
 MOST_AT_ONCE = 100
 #: Digits that are sure to fit into 64 bits.
 LONGEST_KEY = 18
+
+
+def on_a_live_connection(view: Callable[..., _Page]) -> Callable[..., _Page]:
+    """Show a page on a connection that is alive; where there is none, say so on the index."""
+
+    @wraps(view)
+    def page(self: ForcedRelease, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        connection = connections[self.database]
+        if connection.connection and not (connection.in_atomic_block or connection.is_usable()):
+            connection.close()
+        try:
+            return view(self, request, *args, **kwargs)
+        except (OperationalError, InterfaceError) as error:
+            text = _("The database “%(database)s” cannot be read: %(error)s")
+            facts = {"database": self.database, "error": printable(first_line(error))}
+            self.message_user(request, text % facts, messages.ERROR)
+            return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
+
+    return page
 
 
 class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
@@ -70,6 +98,15 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         """Ask for confirmation."""
         return self._confirmation(request, queryset)
 
+    @on_a_live_connection
+    def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        return super().changelist_view(request, *args, **kwargs)
+
+    @on_a_live_connection
+    def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        return super().changeform_view(request, *args, **kwargs)
+
+    @on_a_live_connection
     def force_release_view(self, request: HttpRequest) -> HttpResponse:
         """Ask for confirmation (GET), or free what was confirmed (POST)."""
         if not (self.has_force_release_permission(request) and self.has_view_permission(request)):
@@ -160,7 +197,9 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         """Free the lock and write down who did it; if that cannot be written, do not."""
         facts = {"holder": records.holder_of(lock) or "-", "token": lock.fencing_token}
         with transaction.atomic(using=self.database):
-            if not records.free(self.database, lock):
+            with connections[self.database].cursor() as cursor:
+                is_freed = records.free(cursor, lock.method_name, lock.owner)
+            if not is_freed:
                 return False
             text = _("Forced the release: held by %(holder)s, fencing token %(token)d.")
             self.log_change(request, lock, text % facts)

@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any
 import pymysql
 import pytest
 from django.conf import settings as django_settings
-from django.db import OperationalError, connections, transaction
+from django.db import Error, OperationalError, connections, transaction
 
-from django_distlock import LockBackendError, LockError, LockNotAcquired, lock, locks, waiting
+from django_distlock import (
+    LockBackendError,
+    LockError,
+    LockNotAcquired,
+    lock,
+    locks,
+    transaction_lock,
+    waiting,
+)
 from django_distlock.backends.database.engine import PATIENCE
 from django_distlock.backends.database.records import rows
 from django_distlock.background import background
@@ -33,7 +41,7 @@ from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.threads import refuse_first_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from datetime import datetime
 
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -557,3 +565,72 @@ def test_timeout_is_kept_while_another_process_holds(database: str, name: str) -
 
     in_time(wait, 0.3, 1)
     locked.release(held)
+
+
+@pytest.fixture
+def dead_connection(
+    server_database: str, server: PostgreSQL | MariaDB
+) -> Iterator[Callable[[], None]]:
+    """End the session of the caller's own connection, which does not know of it."""
+    connection = connections[server_database]
+    connection.ensure_connection()
+
+    def end() -> None:
+        driver = connection.connection
+        with server.admin() as admin, admin.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute(f"SELECT pg_terminate_backend({driver.info.backend_pid})")
+            else:
+                cursor.execute(f"KILL {driver.thread_id()}")
+
+    yield end
+    connection.close()
+
+
+def test_a_dead_connection_of_the_caller_is_not_used_to_look_or_to_free(
+    server_database: str, name: str, dead_connection: Callable[[], None]
+) -> None:
+    locked = locks[server_database]
+    request = locked.request(name, ttl=60, holder=Holder.current())
+    locked.try_acquire(request, queued=False)
+    dead_connection()
+
+    assert lock(name, using=server_database).locked()
+    [held] = [each for each in locked.held() if each.name == name]
+    assert list(locked.purge(86_400, dry_run=True))
+    assert locked.force_release(held.key, held.owner_digest)
+    assert not lock(name, using=server_database).locked()
+
+
+def test_a_dead_transaction_of_the_caller_is_an_error_of_ours(
+    server_database: str, name: str, dead_connection: Callable[[], None]
+) -> None:
+    told: list[Exception] = []
+    with lock(name, using=server_database) as lease:
+        with suppress(Error), transaction.atomic(using=server_database):
+            dead_connection()
+            for ask in (
+                partial(lease.guard, using=server_database),
+                partial(transaction_lock, name, using=server_database, timeout=1),
+            ):
+                try:
+                    ask()
+                except Exception as error:  # noqa: BLE001 - it is looked at below
+                    told.append(error)
+
+    assert [isinstance(error, LockBackendError) for error in told] == [True, True]
+    assert isinstance(told[0].__cause__, Error)
+
+
+def test_a_forced_release_survives_the_rollback_of_its_caller(
+    server_database: str, name: str
+) -> None:
+    locked = locks[server_database]
+    locked.try_acquire(locked.request(name, ttl=60, holder=Holder.current()), queued=False)
+    [held] = [each for each in locked.held() if each.name == name]
+
+    with transaction.atomic(using=server_database):
+        assert locked.force_release(held.key, held.owner_digest)
+        transaction.set_rollback(True, using=server_database)
+
+    assert not lock(name, using=server_database).locked()

@@ -35,7 +35,11 @@ from tests.backends.conftest import SERVERS
 from .lock_rows import HOLDER, put, put_old, put_waiter, reread
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pytest_django.fixtures import Settings
+
+    from tests.fixtures.postgres import PostgreSQL
 
 LIST = reverse("admin:django_distlock_methodlock_changelist")
 FORCE = reverse("admin:django_distlock_methodlock_force_release")
@@ -618,3 +622,33 @@ def in_thread(call: Callable[[], Any]) -> Any:
     thread.join(10)
     assert results, "it waits"
     return results[0]
+
+
+@pytest.mark.server
+def test_a_page_is_shown_though_the_connection_has_died(
+    postgres: PostgreSQL, operator: Client, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(MethodLockAdmin, "using", "postgres")
+    with lock(name, using="postgres"):
+        row = MethodLock.objects.using("postgres").get(method_name=name)
+        for page in (LIST, detail_url(row), f"{FORCE}?lock={row.pk}"):
+            kill = f"SELECT pg_terminate_backend({connections['postgres'].connection.info.backend_pid})"
+            with postgres.admin() as admin:
+                admin.execute(kill)
+
+            assert name in operator.get(page).content.decode()
+
+
+def test_a_database_that_is_down_is_told_and_not_a_traceback(
+    operator: Client, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    away = {**connections["default"].settings_dict, "NAME": str(tmp_path / "no" / "db.sqlite3")}
+    monkeypatch.setitem(connections.settings, "away", away)
+    monkeypatch.setattr(MethodLockAdmin, "using", "away")
+
+    for page in (LIST, f"{FORCE}?lock=1"):
+        shown = operator.get(page, follow=True)
+
+        assert shown.redirect_chain == [(reverse("admin:index"), 302)]
+        assert "“away” cannot be read" in shown.content.decode()
+    del connections["away"]

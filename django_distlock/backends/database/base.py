@@ -74,7 +74,7 @@ class BaseDatabaseBackend(BaseLockBackend):
         if self._schema is None:
             self._schema = self._insist(schema_of_tables)
         try:
-            with connection.cursor() as cursor:
+            with self._own.translated(), connection.cursor() as cursor:
                 found = self.engine.guard(cursor, self._schema, request.key, token)
         except OutOfReach as error:
             raise NotSupported(self.alias, f"guard(using={using!r})", str(error)) from error

@@ -11,7 +11,7 @@ from django_distlock.protocol import Purged
 
 from .engine import COUNTER, LOCK, WAITER
 from .portable import microseconds, short_transaction
-from .records import ServerNow
+from .records import clock, for_update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -112,13 +112,8 @@ def _finish(
 
 def _moment(cursor: CursorWrapper, *, terms: Terms) -> Parameters:
     """Return what the statements name: instants of the server, once for the whole purge."""
-    from django_distlock.models import MethodLock
-
     connection = cursor.db
-    clock, _ = (
-        MethodLock.objects.all().query.get_compiler(connection=connection).compile(ServerNow())
-    )
-    cursor.execute(f"SELECT {clock}{connection.features.bare_select_suffix}", {})
+    cursor.execute(f"SELECT {clock(cursor)}{connection.features.bare_select_suffix}", {})
     (read,) = cursor.fetchone()
     now = read if isinstance(read, datetime) else datetime.fromisoformat(read)
     cutoff = now - timedelta(seconds=terms.older_than)
@@ -142,11 +137,11 @@ def _read(cursor: CursorWrapper, *, look: str, known: Parameters) -> list[_Row]:
 
 def _delete(cursor: CursorWrapper, *, keys: list[int], known: Parameters) -> int:
     with short_transaction(cursor):
-        locks = _select(cursor, _SEIZE + _for_update(cursor), keys, known)
+        locks = _select(cursor, _SEIZE + for_update(cursor), keys, known)
         deleted = _execute(cursor, _DELETE, [key for key, _ in locks], known)
         # Last, since a lock whose counter is locked is taken for busy. One that guard() holds stays.
         names = [name for _, name in locks]
-        counters = _select(cursor, _SEIZE_COUNTERS + _for_update(cursor), names, known)
+        counters = _select(cursor, _SEIZE_COUNTERS + for_update(cursor), names, known)
         _execute(cursor, _DELETE_COUNTERS, [name for (name,) in counters], known)
     return deleted
 
@@ -174,12 +169,3 @@ def _execute(
     cursor.execute(statement.format(these=f"({places})"), known)
     count: int = cursor.rowcount
     return count
-
-
-def _for_update(cursor: CursorWrapper) -> str:
-    """Return what locks the selected rows, those that are locked already left out where it can be."""
-    features = cursor.db.features
-    if not features.has_select_for_update:
-        return ""
-    skips = features.has_select_for_update_skip_locked
-    return f" {cursor.db.ops.for_update_sql(skip_locked=skips)}"

@@ -1,15 +1,13 @@
-"""Locks as operators see them: queries of the ORM, on own connections or on the application's."""
+"""Locks as operators see them: rows for the admin, and what the backend tells on a cursor of its own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from django.db import connections, transaction
 from django.db.models import (
     Case,
     CharField,
     Count,
-    F,
     IntegerField,
     OuterRef,
     Subquery,
@@ -18,14 +16,13 @@ from django.db.models import (
     When,
 )
 from django.db.models.functions import Coalesce, Now
-from django.db.models.sql import UpdateQuery
-from django.db.models.sql.constants import ROW_COUNT
 from django.utils.translation import gettext_lazy as _
 
 from django_distlock.holder import Holder
 from django_distlock.naming import shown
 from django_distlock.protocol import Held, digest
 
+from .engine import COUNTER, LOCK, WAITER
 from .portable import short_transaction
 
 if TYPE_CHECKING:
@@ -33,9 +30,25 @@ if TYPE_CHECKING:
 
     from django.db.backends.utils import CursorWrapper
     from django.db.models import QuerySet
-    from django.db.models.sql.compiler import SQLCompiler
 
     from django_distlock.models import LockWaiter, MethodLock
+
+_COLUMNS = (
+    "method_name",
+    "description",
+    "holder",
+    "owner",
+    "fencing_token",
+    "expires_at",
+    "server_now",
+)
+_CLEAR_OWNER = f"""
+UPDATE {LOCK} SET owner = NULL, holder = NULL, fencing_token = fencing_token + 1,
+    available_at = {{now}}, updated_at = {{now}}
+WHERE method_name = %(key)s AND owner = %(owner)s"""
+_RING_NEXT = f"""
+SELECT pg_notify(channel, ticket::text) FROM {WAITER}
+WHERE method_name = %(key)s AND expires_at > clock_timestamp() AND channel <> '' ORDER BY ticket LIMIT 1"""
 
 
 class State(TextChoices):
@@ -76,112 +89,87 @@ def held(
 ) -> list[Held]:
     """Return the locks that have an owner, those that end first at the front; with *key*, that one."""
     one = {} if key is None else {"method_name": key}
-    owned = rows(cursor.db.alias).filter(owner__isnull=False, **one).order_by("expires_at")
-    return [as_held(row) for row in _read(cursor, owned) if is_mine(row.method_name)]
+    found = rows(cursor.db.alias).filter(owner__isnull=False, **one).order_by("expires_at")
+    values = found.values_list(*_COLUMNS)
+    # By its alias, Django would run it on the application's connection.
+    compiler = values.query.get_compiler(connection=cursor.db)
+    return [_as_held(*row) for row in compiler.results_iter() if is_mine(row[0])]
 
 
-def holder_of(row: MethodLock | _Row) -> Holder | None:
+def as_held(row: MethodLock) -> Held:
+    """Return a row of rows() that has an owner, for people."""
+    return _as_held(*(getattr(row, column) for column in _COLUMNS))
+
+
+def _as_held(  # noqa: PLR0917 - as _COLUMNS
+    key: str, name: str, holder: str | None, owner: str, token: int, expires: Any, now: Any
+) -> Held:
+    left = (expires - now).total_seconds()
+    return Held(shown(name), key, Holder.from_json(holder), left, token, digest(owner))
+
+
+def holder_of(row: MethodLock) -> Holder | None:
     """Return who holds the lock, for people; None where the row does not tell in words we know."""
     return Holder.from_json(row.holder)
 
 
-def is_holding(row: MethodLock | _Row, owner_digest: str) -> bool:
+def is_holding(row: MethodLock, owner_digest: str) -> bool:
     """Return whether *row* is the holding that *owner_digest* names."""
     return row.owner is not None and digest(row.owner) == owner_digest
 
 
 def force_release(cursor: CursorWrapper, key: str, owner_digest: str) -> bool:
     """Free the lock if it is still the holding that *owner_digest* names; tell whether it was."""
-    for row in _read(cursor, rows(cursor.db.alias).filter(method_name=key)):
-        if is_holding(row, owner_digest):
-            with short_transaction(cursor):
-                return _free(cursor, row)
-    return False
+    cursor.execute(f"SELECT owner FROM {LOCK} WHERE method_name = %(key)s", {"key": key})
+    row = cursor.fetchone()
+    if row is None or row[0] is None or digest(row[0]) != owner_digest:
+        return False
+    with short_transaction(cursor):
+        return free(cursor, key, row[0])
 
 
-def free(using: str, row: MethodLock) -> bool:
-    """Free *row*, in the caller's transaction if there is one, if it is still the holding that was read."""
-    with transaction.atomic(using=using), connections[using].cursor() as cursor:
-        return _free(cursor, row)
-
-
-def _free(cursor: CursorWrapper, row: MethodLock | _Row) -> bool:
-    """Free *row* if it is still the holding that was read; tell whether it was.
+def free(cursor: CursorWrapper, key: str, owner: str | None) -> bool:
+    """In a transaction, free the lock if it is still what *owner* holds; tell whether it was.
 
     The token is raised: what the old holder guards or has claimed refuses it from here on.
     """
+    known = {"key": key, "owner": owner}
     # A write comes first: a transaction of SQLite that has read may not be let write any more.
-    is_freed = _clear_owner(cursor, row)
+    cursor.execute(_CLEAR_OWNER.format(now=clock(cursor)), known)
+    is_freed: bool = cursor.rowcount == 1
     if is_freed:
-        _raise_counter(cursor, row.method_name)
-        _ring_next(cursor, row.method_name)
+        _raise_counter(cursor, known)
+        if cursor.db.vendor == "postgresql":
+            # As a release does; waiters on other servers look again by themselves.
+            cursor.execute(_RING_NEXT, known)
     return is_freed
 
 
-def _clear_owner(cursor: CursorWrapper, row: MethodLock | _Row) -> bool:
+def clock(cursor: CursorWrapper) -> str:
+    """Return what the server knows its time by, as it is compared with lease rows."""
     from django_distlock.models import MethodLock
 
-    still = MethodLock.objects.filter(pk=row.pk, owner=row.owner, owner__isnull=False)
-    cleared = {
-        "owner": None,
-        "holder": None,
-        "fencing_token": F("fencing_token") + 1,
-        "available_at": ServerNow(),
-        "updated_at": ServerNow(),
-    }
-    return _write(cursor, still, cleared) > 0
+    compiler = MethodLock.objects.all().query.get_compiler(connection=cursor.db)
+    text: str = compiler.compile(ServerNow())[0]
+    return text
 
 
-def _raise_counter(cursor: CursorWrapper, key: str) -> None:
+def _raise_counter(cursor: CursorWrapper, known: dict[str, Any]) -> None:
     """Raise the token where guard() looks for it; if guard() holds it now, the next acquire will."""
-    from django_distlock.models import FencingCounter
-
-    skips = cursor.db.features.has_select_for_update_skip_locked
-    counters = FencingCounter.objects.filter(method_name=key)
-    locked = counters.select_for_update(skip_locked=skips).values_list("pk")
-    for (pk,) in _compiled(cursor, locked).results_iter():
-        _write(cursor, counters.filter(pk=pk), {"value": F("value") + 1})
+    cursor.execute(
+        f"SELECT id FROM {COUNTER} WHERE method_name = %(key)s{for_update(cursor)}", known
+    )
+    if cursor.fetchone() is not None:
+        cursor.execute(f"UPDATE {COUNTER} SET value = value + 1 WHERE method_name = %(key)s", known)
 
 
-def _ring_next(cursor: CursorWrapper, key: str) -> None:
-    """Wake the first waiter as a release does; those of other servers look again by themselves."""
-    if cursor.db.vendor != "postgresql":
-        return
-    line = _live_waiters(cursor.db.alias).filter(method_name=key).exclude(channel="")
-    first = line.order_by("ticket").values_list("channel", "ticket")[:1]
-    for channel, ticket in list(_compiled(cursor, first).results_iter()):
-        cursor.execute("SELECT pg_notify(%s, %s)", [channel, str(ticket)])
-
-
-class _Row(NamedTuple):
-    """What is read of a lock row."""
-
-    pk: int
-    method_name: str
-    description: str
-    owner: str | None
-    holder: str | None
-    fencing_token: int
-    expires_at: Any
-    server_now: Any
-
-
-def _read(cursor: CursorWrapper, found: QuerySet[MethodLock]) -> list[_Row]:
-    compiled = _compiled(cursor, found.values_list(*_Row._fields))
-    return [_Row(*row) for row in compiled.results_iter()]
-
-
-def _write(cursor: CursorWrapper, found: QuerySet[Any], values: dict[str, Any]) -> int:
-    query: Any = found.query.chain(UpdateQuery)
-    query.add_update_values(values)
-    written: int = query.get_compiler(connection=cursor.db).execute_sql(ROW_COUNT)
-    return written
-
-
-def _compiled(cursor: CursorWrapper, found: QuerySet[Any, Any]) -> SQLCompiler:
-    # By its alias, Django would run it on the application's connection.
-    compiler: SQLCompiler = found.query.get_compiler(connection=cursor.db)
-    return compiler
+def for_update(cursor: CursorWrapper) -> str:
+    """Return what locks the selected rows, those that are locked already left out where it can be."""
+    features = cursor.db.features
+    if not features.has_select_for_update:
+        return ""
+    skips = features.has_select_for_update_skip_locked
+    return f" {cursor.db.ops.for_update_sql(skip_locked=skips)}"
 
 
 def _state() -> Case:
@@ -204,15 +192,3 @@ def _live_waiters(using: str) -> QuerySet[LockWaiter]:
     from django_distlock.models import LockWaiter
 
     return LockWaiter.objects.using(using).filter(expires_at__gt=ServerNow())
-
-
-def as_held(row: Any) -> Held:
-    """Return a row of rows() that has an owner, for people."""
-    return Held(
-        name=shown(row.description),
-        key=row.method_name,
-        holder=holder_of(row),
-        remaining=(row.expires_at - row.server_now).total_seconds(),
-        token=row.fencing_token,
-        owner_digest=digest(row.owner),
-    )

@@ -114,13 +114,13 @@ class SQLite(Engine):
 
         A checkpoint is refused within a transaction that has read or written.
         """
-        with connection.wrap_database_errors:
-            raw = connection.connection
-            try:
-                raw.execute("PRAGMA wal_checkpoint")
-            except sqlite3.OperationalError:
-                (mode,) = raw.execute("PRAGMA journal_mode").fetchone()
-                return mode != "wal" or _has_written(raw)
+        if (raw := connection.connection) is None:
+            return False
+        try:
+            raw.execute("PRAGMA wal_checkpoint")
+        except sqlite3.OperationalError:
+            (mode,) = raw.execute("PRAGMA journal_mode").fetchone()
+            return mode != "wal" or _has_written(raw)
         return False
 
     def is_missing_table(self, error: Exception) -> bool:

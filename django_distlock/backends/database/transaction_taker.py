@@ -77,7 +77,8 @@ class Taker(ABC):
         try:
             if not self.wait.is_over:
                 waits.begin(waiter)
-            self._take()
+            with _pool(self.connection.alias, self.engine).translated():
+                self._take()
         finally:
             waits.end(waiter)
         _taken.note(self.connection, self._lock, waiter.caller)
