@@ -351,7 +351,11 @@ def tell_forced(
     for lease in registry.leases():
         if lease.using in aliases and digest(lease.request.owner) == ended.owner_digest:
             lease.lose("its release was forced by an operator")
-    text = "Lock %s, held by %s: its release was forced by %s"
-    logger.warning(text, printable(ended.name), printable(ended.holder), printable(by))
+    logger.warning(
+        "Lock %s, held by %s: its release was forced by %s",
+        printable(ended.name),
+        printable(ended.holder),
+        printable(by),
+    )
     using = next(iter(aliases), "")
     announce(lock_forced, kind, name=ended.name, using=using, holder=ended.holder)
