@@ -29,27 +29,27 @@ _numbers = itertools.count(1)
 
 
 class _Mark:
-    """Stands for one thread and is gone with it: a later thread may have the same ident."""
-
-    __slots__ = ("__weakref__", "number")
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)
-
-
-class _Here(threading.local):
-    """What is known of the running thread, whoever started it.
+    """Stands for the running thread, whoever started it: a later one may have the same ident.
 
     threading.current_thread() would invent a thread where it knows none, and take a new one for an
     old one that had its ident.
     """
 
+    __slots__ = ("__weakref__", "number", "thread")
+
     def __init__(self) -> None:
-        self.mark = _Mark()
+        self.number = next(_numbers)
         ident = threading.get_ident()
         known = [thread for thread in threading.enumerate() if thread.ident == ident]
         #: None if ``threading`` has not started it; the dummy it may have may be an earlier one's.
         self.thread = next((each for each in known if not isinstance(each, _Dummy)), None)
+
+
+class _Here(threading.local):
+    """Has the mark of the running thread, which is gone with it."""
+
+    def __init__(self) -> None:
+        self.mark = _Mark()
 
 
 _here = _Here()
@@ -90,7 +90,9 @@ class Caller:
         if self._task is not None:
             task = self._task()
             return task is None or task.done() or task.get_loop().is_closed()
-        return self._mark() is None
+        mark = self._mark()
+        # Where threads are greenlets, what is theirs may outlive them.
+        return mark is None or (mark.thread is not None and not mark.thread.is_alive())
 
     @property
     def waits_for_us(self) -> bool:
@@ -194,5 +196,5 @@ def thread_number() -> int:
 
 def thread_name() -> str:
     """Return the name of the running thread; one that ``threading`` has not started has its number only."""
-    thread = _here.thread
+    thread = _here.mark.thread
     return f"thread {threading.get_native_id()}" if thread is None else thread.name
