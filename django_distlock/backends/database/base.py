@@ -17,6 +17,7 @@ from django_distlock.exceptions import (
     NotSupported,
     StaleFencingToken,
 )
+from django_distlock.naming import printable
 from django_distlock.settling import settled
 from django_distlock.waiting import Wait
 
@@ -79,7 +80,7 @@ class BaseDatabaseBackend(BaseLockBackend):
         except OutOfReach as error:
             raise NotSupported(self.alias, f"guard(using={using!r})", str(error)) from error
         except StaleSnapshot as error:
-            msg = f"This transaction reads data from before lock {request.name!r} was taken: begin it inside the lock."
+            msg = f"This transaction reads data from before lock {printable(request.name)!r} was taken: begin it inside the lock."
             raise LockError(msg) from error
         if found != token:
             raise StaleFencingToken(request.name, token, "a later holder has the lock", found)

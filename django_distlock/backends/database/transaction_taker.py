@@ -21,7 +21,7 @@ from django_distlock.exceptions import (
     LockNotAcquired,
     LockOutcomeUnknown,
 )
-from django_distlock.naming import server_key
+from django_distlock.naming import printable, server_key
 from django_distlock.waits import Holder, Lock, Waiter, waits
 
 from .base import place_of
@@ -168,7 +168,7 @@ class Taker(ABC):
     def refuse_old_snapshot(self) -> NoReturn:
         """Raise LockError."""
         msg = (
-            f"transaction_lock({self.name!r}) must be the first statement of the outermost atomic block at this "
+            f"transaction_lock({printable(self.name)!r}) must be the first statement of the outermost atomic block at this "
             "isolation level: what was read before is from before the lock was free. Or use READ COMMITTED."
         )
         raise LockError(msg)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.exceptions import LockBackendError
+from django_distlock.naming import printable
 
 if TYPE_CHECKING:
     from .conversation import Conversation
@@ -48,7 +49,7 @@ def _check_version(where: str, facts: dict[str, str]) -> list[CheckMessage]:
     version = facts.get("redis_version", "")
     if not version or tuple(map(int, version.split(".")[:2])) >= OLDEST:
         return []
-    text = f"{where}: Redis {version} is too old."
+    text = f"{where}: Redis {printable(version)} is too old."
     return [Error(text, hint="Use Redis 6.0 or later, or Valkey.", id="distlock.E020")]
 
 
@@ -56,7 +57,7 @@ def _check_eviction(where: str, facts: dict[str, str], is_allowed: bool) -> list
     policy = facts.get("maxmemory_policy", "noeviction")
     if policy == "noeviction":
         return []
-    text = f"{where}: the server's maxmemory-policy is {policy}: it drops locks that are held when its memory is full."
+    text = f"{where}: the server's maxmemory-policy is {printable(policy)}: it drops locks that are held when its memory is full."
     if is_allowed:
         return [CheckWarning(text, hint="Two holders are possible.", id="distlock.W021")]
     hint = (
