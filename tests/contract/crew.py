@@ -74,11 +74,12 @@ def held_in_thread(lock: Lock) -> Iterator[Lease]:
 
 
 def length_of_line(backend: BaseLockBackend, name: str) -> int:
-    """Return how many of this process hold the lock or wait for it."""
+    """Return how many of this process hold the lock or wait for it, or stand in its line without being there."""
     lock = _lock(backend, name)
+    line = backend.queue._lines.get(lock.key)
     leases = [lease for lease in registry.leases() if lease.is_kept]
     held = sum((lease.backend.place, lease.request.key) == lock for lease in leases)
-    return held + waits.count(lock)
+    return max(held + waits.count(lock), len(line.places) if line else 0)
 
 
 def waiting_for(backend: BaseLockBackend, name: str) -> int:

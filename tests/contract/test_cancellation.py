@@ -9,11 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from django_distlock import Lease, LockError, lock
+from django_distlock.backends.base import BaseLockBackend
 from django_distlock.holding import State
-from django_distlock.registry import registry
 from django_distlock.renewal import renewal
 from tests.fixtures.eventually import aeventually
 
+from .crew import waiting_for
 from .faults import Faulty, total
 from .rivals import Rival
 
@@ -61,12 +62,12 @@ async def test_a_task_cancelled_at_any_moment_of_its_acquire_leaves_nothing(
 
 
 async def test_a_task_cancelled_while_it_waits_leaves_nothing(
-    using: str, name: str, rival: Rivals
+    backend: BaseLockBackend, using: str, name: str, rival: Rivals
 ) -> None:
     holder, other = rival(), rival()
     await asyncio.to_thread(holder.takes)
     tasks = [asyncio.create_task(_hold(using, name)) for _ in range(5)]
-    await aeventually(lambda: sum(each.name == name for each in registry.leases()) == 5)
+    await aeventually(lambda: waiting_for(backend, name) == 5)
 
     for task in tasks:
         await _ends(task)
