@@ -73,14 +73,19 @@ class TestInOneProcess:
         waiting_for_ever = lock(name, using=using, timeout=None).aacquire()
 
         with held_in_thread(lock(name, using=using)):
+            # Where one listens for all of them, it is this one.
+            first = start(lambda: _take(using, name))
+            eventually(lambda: length_of_line(backend, name) == 2)
             ghost = loop.create_task(waiting_for_ever)
-            while length_of_line(backend, name) < 2:
+            while length_of_line(backend, name) < 3:
                 loop.run_until_complete(asyncio.sleep(0.01))
+            loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
             # Longer than the test waits: at its end the server is asked, whoever's turn it is.
             patient = start(lambda: _take(using, name, timeout=15))
-            eventually(lambda: length_of_line(backend, name) == 3)
+            eventually(lambda: length_of_line(backend, name) == 4)
         try:
+            assert first.result(10)
             assert patient.result(10)
         finally:
             wait([patient])

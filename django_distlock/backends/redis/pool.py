@@ -108,8 +108,7 @@ class AsyncPoolLink:
         try:
             return await atalk(conversation, lambda commands: self._exchange(connection, commands))
         except BaseException:
-            with suppress(RuntimeError):  # its event loop may be gone
-                await connection.disconnect(nowait=True)
+            await connection.disconnect(nowait=True)
             raise
         finally:
             await self._pool.release(connection)
