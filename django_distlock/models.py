@@ -58,7 +58,10 @@ class MethodLock(models.Model):
 
 
 class FencingCounter(models.Model):
-    """The last fencing token of a lock. Acquire alone writes it, so guard() can hold it still."""
+    """The last fencing token of a lock. Acquire alone writes it, so guard() can hold it still.
+
+    Of locks that several readers hold by sessions, each reader has one of its own meanwhile.
+    """
 
     method_name = models.CharField(max_length=255, unique=True)
     value = models.BigIntegerField(default=0)

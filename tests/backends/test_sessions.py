@@ -22,7 +22,8 @@ from django_distlock import (
     locks,
 )
 from django_distlock.holder import Holder
-from django_distlock.protocol import Busy, Grant, Release, Request
+from django_distlock.models import FencingCounter
+from django_distlock.protocol import Busy, Grant, Release, Request, digest
 from tests.contract import crew
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
@@ -664,3 +665,27 @@ def test_the_rows_of_the_fencing_tokens_are_all_that_is_written(
 
     assert ask(database, statement, key) == before
     assert len(before) == (1 if of == "rowlock" else 0)
+
+
+def test_a_reader_that_died_is_listed_no_more_and_leaves_nothing(
+    kind: tuple[str, str], database: str, name: str
+) -> None:
+    locked = backend()
+    if not locked.supports_shared:
+        pytest.skip("it has no shared locks")
+    stays, dies = rival(name, shared=True), rival(name, shared=True)
+    for reader in (stays, dies):
+        assert isinstance(locked.try_acquire(reader, queued=False), Grant)
+    written = FencingCounter.objects.using(database).filter(method_name__startswith="reader|")
+    assert written.filter(method_name__endswith=digest(dies.owner)).exists()
+
+    end_session(database, session_number(dies.owner))
+
+    def listed() -> list[str]:
+        return [held.owner_digest for held in locked.held() if held.key == stays.key]
+
+    eventually(lambda: listed() == [digest(stays.owner)])
+    locked.release(dies)
+    assert not written.filter(method_name__endswith=digest(dies.owner)).exists()
+    assert locked.release(stays) is Release.RELEASED
+    assert not written.filter(method_name__endswith=digest(stays.owner)).exists()

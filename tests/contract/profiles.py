@@ -176,7 +176,11 @@ PROFILES = (
     _database("mariadb-portable", "mariadb", ROWS, "mariadb", engine="portable"),
     _session("postgres-rowlock", ROWLOCK, "postgres", SESSION | {"shared", "lists_readers"}),
     _session(
-        "mariadb-rowlock", ROWLOCK, "mariadb", SESSION | {"shared", "spares_writers"}, tick=0.5
+        "mariadb-rowlock",
+        ROWLOCK,
+        "mariadb",
+        SESSION | {"shared", "spares_writers", "lists_readers"},
+        tick=0.5,
     ),
     _session(
         "postgres-advisory",

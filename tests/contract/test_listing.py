@@ -11,7 +11,7 @@ import pytest
 
 from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock, locks, waiting
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.protocol import Held, Release
+from django_distlock.protocol import Held, Release, digest
 from tests.fixtures.eventually import eventually
 
 from .crew import start
@@ -212,5 +212,26 @@ def test_readers_are_listed_one_by_one(backend: BaseLockBackend, rival: Rivals) 
     records = _records(backend, readers[0])
 
     assert [record.shared for record in records] == [True, True]
+    assert [record.holder for record in records] == [reader.request.holder for reader in readers]
+    assert {record.owner_digest for record in records} == {
+        digest(one.request.owner) for one in readers
+    }
     assert backend.force_release(records[0].key, records[0].owner_digest)
     assert len(_records(backend, readers[0])) == 1
+
+
+@needs("lists_readers")
+def test_the_reader_that_stays_is_listed_with_its_holder(
+    backend: BaseLockBackend, rival: Rivals
+) -> None:
+    first, second = rival(shared=True), rival(shared=True)
+    first.takes()
+    second.takes()
+
+    second.leaves()
+
+    [record] = _records(backend, first)
+    assert record.holder == first.request.holder
+    assert record.owner_digest == digest(first.request.owner)
+    first.leaves()
+    assert not _records(backend, first)

@@ -16,6 +16,7 @@ from django_distlock.background import background
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
+    LockError,
     LockOutcomeUnknown,
     first_line,
 )
@@ -187,6 +188,8 @@ class OwnConnections:
         """Raise lock errors for database errors: Contended, LockOutcomeUnknown, LockBackendError."""
         try:
             yield
+        except LockError:
+            raise  # LockNotAcquired is a TimeoutError
         except (OperationalError, InterfaceError, TimeoutError) as error:
             if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
                 raise self._contended(error) from error

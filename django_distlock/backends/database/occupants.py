@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 #: What labels of sessions begin with.
 PREFIX = "distlock:"
+#: What the keys of readers begin with: no other kind of lock is called that.
+READER = "reader|"
 #: Characters of a name, for people, where there is little place.
 LONGEST_NAME = 120
 
@@ -86,18 +88,32 @@ class Label(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A lock that was held once: its key, its name, its last token, and who had it."""
+    """A lock that was held once: its key, its name, its last token, and who had it; each of its readers."""
 
     key: str
     name: str
     token: int
     occupant: Occupant | None
+    readers: tuple[Counted, ...] = ()
+
+    def by(self, owner_digest: str) -> Counted:
+        """Return it with the token and the occupant of the reader that *owner_digest* names, if it is one."""
+        return next((each for each in self.readers if each.is_of(owner_digest)), self)
+
+    def is_of(self, owner_digest: str) -> bool:
+        """Return whether it is the holding that *owner_digest* names."""
+        return self.occupant is not None and self.occupant.owner_digest == owner_digest
+
+
+def reader_key(key: str, owner_digest: str) -> str:
+    """Return where a reader of *key* has its token and its holder, beside those of the last one."""
+    return f"{READER}{digest(key)}|{owner_digest}"
 
 
 def as_held(counted: Counted, owner_digest: str, *, shared: bool) -> Held:
     """Return *counted* as an operator sees it, held by whom *owner_digest* names."""
-    occupant = counted.occupant
-    is_last = occupant is not None and occupant.owner_digest == owner_digest
+    counted = counted.by(owner_digest)
+    occupant, is_last = counted.occupant, counted.is_of(owner_digest)
     return Held(
         name=counted.name,
         key=counted.key,

@@ -159,10 +159,14 @@ class MySQLRows(RowServer, MySQLSessions):
         return False
 
     def held(self, cursor: CursorWrapper, known: dict[str, Counted]) -> Iterator[Held]:
-        """Try each for a moment. Of readers that hold one together the last is told."""
+        """Try each for a moment; a reader holds as long as its session is there."""
+        cursor.execute("SELECT id FROM information_schema.processlist")
+        sessions = {number for (number,) in cursor.fetchall()}
         for key, counted in known.items():
-            if counted.occupant and self.is_held(cursor, key):
-                occupant = counted.occupant
+            if (last := counted.occupant) is None or not self.is_held(cursor, key):
+                continue
+            readers = [each.occupant for each in counted.readers if last.shared and each.occupant]
+            for occupant in [one for one in readers if one.session in sessions] or [last]:
                 yield as_held(counted, occupant.owner_digest, shared=occupant.shared)
 
     def _wait_whole(self, cursor: CursorWrapper, session: Session, seconds: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -12,7 +13,7 @@ from django.core.checks import Error
 from django_distlock import clock
 from django_distlock.exceptions import Contended, LockBackendError, NotSupported
 from django_distlock.holder import Holder
-from django_distlock.protocol import Busy, Grant, Release
+from django_distlock.protocol import Busy, Grant, Release, digest
 from django_distlock.settling import settled
 from django_distlock.waiting import Wait
 
@@ -20,7 +21,7 @@ from . import listing
 from .base import SHORT_PAUSE, BaseDatabaseBackend
 from .deadlocks import DeadlockWatch
 from .mysql import MySQL
-from .occupants import Occupant
+from .occupants import Occupant, reader_key
 from .postgresql import PostgreSQL
 from .session_verbs import SessionVerbs
 from .sessions import SessionRequest, Sessions
@@ -93,7 +94,7 @@ class SessionBackend(BaseDatabaseBackend):
     def wait_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
         """Wait in the server's queue."""
         wait = partial(self._wait_watched, seconds=seconds)
-        return self._verbs.ask(self._sessions.open(request), wait)
+        return self._verbs.ask(self._sessions.open(request), partial(self._noted, verb=wait))
 
     def leaves_line(self, request: Request) -> bool:
         """Have it seen by the deadlock watches of other processes, if it may be one of a circle."""
@@ -126,7 +127,12 @@ class SessionBackend(BaseDatabaseBackend):
             return self._tell(request)
         # First, for whoever asks is_session_over() before the lease knows that it is released.
         self._sessions.note_release(request.owner)
-        return Release.RELEASED if self._verbs.free(session) else Release.GONE
+        is_freed = self._verbs.free(session)
+        if self._is_noted(request):
+            keys = [reader_key(request.key, digest(request.owner))]
+            with suppress(LockBackendError):  # listing forgets it too
+                self._insist(partial(listing.forget_readers, keys=keys))
+        return Release.RELEASED if is_freed else Release.GONE
 
     def probe(self, request: Request) -> Busy | None:
         """Look."""
@@ -206,14 +212,27 @@ class SessionBackend(BaseDatabaseBackend):
     # The rest is ours.
 
     def _take_anew(self, request: Request) -> Grant | Busy:
-        session = self._sessions.open(request)
+        session, take = self._sessions.open(request), partial(self._noted, verb=self.take)
         try:
-            return self._verbs.ask(session, self.take)
+            return self._verbs.ask(session, take)
         except LockBackendError:
             # An idle connection may have died unseen; what it did not get it does not hold.
             if not session.was_idle or not session.was_cut:
                 raise
-        return self._verbs.ask(self._sessions.open(request), self.take)
+        return self._verbs.ask(self._sessions.open(request), take)
+
+    def _noted(self, session: Session, *, verb: Callable[[Session], Grant | Busy]) -> Grant | Busy:
+        """Ask; of several readers each is written down, since the counter has place for the last one only."""
+        answer = verb(session)
+        if isinstance(answer, Grant) and self._is_noted(session.request):
+            occupant = Occupant.of(session, self.server.session_number(session.connection))
+            key = reader_key(session.request.key, occupant.owner_digest)
+            known = {"key": key, "token": answer.token, "holder": occupant.to_json()}
+            self._insist(partial(listing.note_reader, server=self.server, known=known))
+        return answer
+
+    def _is_noted(self, request: Request) -> bool:
+        return request.shared and self.supports_listing
 
     def _wait_watched(self, session: Session, seconds: float | None) -> Grant | Busy:
         if Sessions.holds_any(session.caller):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from .engine import Engine
 
@@ -30,6 +30,9 @@ def look(request: Request) -> float:
 
 class SessionEngine(Engine, ABC):
     """Verbs are given a session, or a cursor on another connection, in autocommit."""
+
+    #: Writes down who reads, unless that is done: %(key)s, %(token)s, %(holder)s.
+    note_reader: ClassVar[str]
 
     # On the session itself.
 

@@ -45,6 +45,11 @@ _WAITS = re.compile(rf"/\*{PREFIX}(\w+) (\S+)\*/")
 class MySQLSessions(SessionEngine, MySQL):
     """What row locks and GET_LOCK have in common."""
 
+    note_reader = (
+        f"INSERT IGNORE INTO {COUNTER} (method_name, value, holder)"
+        " VALUES (%(key)s, %(token)s, %(holder)s)"
+    )
+
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
         self._limits: WeakKeyDictionary[BaseDatabaseWrapper, int] = WeakKeyDictionary()
@@ -113,7 +118,7 @@ class MySQLSessions(SessionEngine, MySQL):
 
     def end(self, cursor: CursorWrapper, counted: Counted, owner_digest: str) -> bool:
         """Kill the one that is written beside the token, if the lock is held still."""
-        occupant = counted.occupant
+        occupant = counted.by(owner_digest).occupant
         if occupant is None or occupant.owner_digest != owner_digest:
             return False
         if not self.is_held(cursor, counted.key):

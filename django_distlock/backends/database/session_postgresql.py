@@ -79,6 +79,10 @@ _END = (
 class PostgreSQLSessions(SessionEngine, PostgreSQL):
     """What row locks and advisory locks have in common."""
 
+    note_reader = f"""
+INSERT INTO {COUNTER} (method_name, value, holder) VALUES (%(key)s, %(token)s, %(holder)s)
+ON CONFLICT (method_name) DO NOTHING"""
+
     #: Whether statements are prepared on the server: then several cannot go in one trip.
     prepares = True
 
