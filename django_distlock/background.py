@@ -10,7 +10,6 @@ import heapq
 import itertools
 import logging
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from . import clock
 from .bells import ThreadBell
+from .forks import forks
 from .naming import printable
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class Background:
 
     def drain(self, seconds: float = 2.0) -> None:
         """Run here and now, at the exit of the interpreter, what the lanes still have to do."""
+        forks.notice()
         ends = clock.lease_time() + seconds
         self._clock.run_due()
         while self._has_jobs() and clock.lease_time() < ends:
@@ -251,4 +252,4 @@ class Alarm:
         self._job()
 
 
-os.register_at_fork(after_in_child=background.reset)
+forks.in_child(background.reset)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from .backends.base import BaseLockBackend
 from .background import background
 from .conf import BackendSettings, read_settings
 from .exceptions import InvalidLockBackend
+from .forks import forks
 from .registry import registry
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class LockHandler:
 
     def __getitem__(self, alias: str) -> BaseLockBackend:
         """Return the backend of *alias*; InvalidLockBackend if the settings have none, or are wrong."""
+        forks.notice()
         backend = self._backends.get(alias)
         return backend if backend is not None else self._make(alias)
 
@@ -145,5 +146,5 @@ def _forget_old_settings(*, setting: str, **_: Any) -> None:
 
 
 setting_changed.connect(_forget_old_settings, dispatch_uid="django_distlock.locks")
-os.register_at_fork(after_in_child=locks.forget_parent)
+forks.in_child(locks.forget_parent)
 atexit.register(locks.end_process)

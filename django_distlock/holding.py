@@ -13,6 +13,7 @@ from . import clock
 from .background import background
 from .caller import Caller
 from .exceptions import LockLost, LockNotHeld
+from .forks import forks
 from .naming import printable
 from .protocol import Release, Request
 from .registry import registry
@@ -156,6 +157,7 @@ class Holding:
     @property
     def state(self) -> State:
         """Where it stands by our clock now."""
+        forks.notice()
         self._lose_if_over()
         return self._state
 

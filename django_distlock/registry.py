@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from typing import TYPE_CHECKING
 
 from . import clock
+from .forks import forks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +60,7 @@ class Registry:
 
     def release_all(self, seconds: float = 2.0) -> None:
         """Give back all that is held or may be, one after the other, in so many seconds at most."""
+        forks.notice()
         ends = clock.wait_time() + seconds
         for lease in self.leases():
             if clock.wait_time() < ends:
@@ -68,4 +69,4 @@ class Registry:
 
 
 registry = Registry()
-os.register_at_fork(after_in_child=registry.disown)
+forks.in_child(registry.disown)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
 from . import clock
 from .background import Alarm, background
+from .forks import forks
 from .naming import printable
 from .registry import registry
 from .settling import settled
@@ -174,4 +174,4 @@ def _server_of(backend: LeaseBackend, request: Request) -> Hashable:
 
 
 renewal = Renewal()
-os.register_at_fork(after_in_child=renewal.reset)
+forks.in_child(renewal.reset)

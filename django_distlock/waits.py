@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .caller import Caller
 from .exceptions import LockDeadlock
+from .forks import forks
 from .naming import printable
 from .registry import registry
 
@@ -144,4 +144,4 @@ class Waits:
 
 
 waits = Waits()
-os.register_at_fork(after_in_child=waits.forget)
+forks.in_child(waits.forget)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import ctypes
 import multiprocessing
 import os
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from django.conf import settings
 from django_distlock import Lease, LockError, lock, lock_all, locks
 from django_distlock.conf import read_settings
 from tests.fixtures.child import hear_word, say
+from tests.fixtures.eventually import eventually, never
 
 from .faults import faulty_version_of, once
 
@@ -138,11 +140,16 @@ def take_both(aliases: dict[str, Any], names: list[str], rounds: int, **terms: A
     return rounds
 
 
-def fork_inside(aliases: dict[str, Any], name: str, **terms: Any) -> bool:
-    """Fork while the lock is held; the forked child leaves the block and ends like any process."""
+def fork_inside(aliases: dict[str, Any], name: str, *, by_c: bool, **terms: Any) -> bool:
+    """Fork while the lock is held; the forked child leaves the block and ends like any process.
+
+    *by_c*: as uWSGI does it, which tells Python nothing.
+    """
     _use(aliases)
     with lock(name, **terms) as lease:
-        pid = os.fork()
+        # A child by C waits for ever for a thread that was just about to run, and is not there.
+        never(lambda: lease.lost, 0.2)
+        pid = ctypes.PyDLL(None).fork() if by_c else os.fork()
         if pid == 0:
             say(
                 "forked",
@@ -151,14 +158,23 @@ def fork_inside(aliases: dict[str, Any], name: str, **terms: Any) -> bool:
                 extend=_outcome_of(lease.extend),
                 release=_outcome_of(lease.release),
                 taken=lock(name, **{**terms, "timeout": 0}).acquire() is not None,
+                renewed=_is_renewed(f"{name}:own", **terms),
             )
-            sys.exit(0)
+            atexit._run_exitfuncs()
+            # No thread of the parent's is here to be waited for.
+            os._exit(0)
         _, status = os.waitpid(pid, 0)
         assert status == 0
         say("alone")
         hear_word("leave")
         lease.extend()
         return lease.held
+
+
+def _is_renewed(name: str, **terms: Any) -> bool:
+    with lock(name, **{**terms, "ttl": 3}) as lease:
+        deadline = lease.deadline
+        return eventually(lambda: lease.deadline > deadline)
 
 
 def _outcome_of(call: Any) -> str:

@@ -151,11 +151,12 @@ def test_a_process_that_cancels_its_acquires_and_ends_leaves_nothing(
 
 
 @needs("cross_process")
+@pytest.mark.parametrize("by_c", [False, True], ids=["by_python", "by_c"])
 def test_a_forked_child_inherits_nothing_and_frees_nothing(
-    child: Children, using: str, name: str, rival: Rivals
+    child: Children, using: str, name: str, rival: Rivals, by_c: bool
 ) -> None:
     other = rival()
-    parent = child("fork_inside", name=name, using=using, ttl=30, timeout=10)
+    parent = child("fork_inside", name=name, using=using, ttl=30, timeout=10, by_c=by_c)
 
     forked = parent.expect("forked")
     parent.expect("alone")
@@ -167,6 +168,7 @@ def test_a_forked_child_inherits_nothing_and_frees_nothing(
         "extend": "LockNotHeld",
         "release": "LockNotHeld",
         "taken": False,
+        "renewed": True,
     }
     assert not other.tries()
     parent.tell("leave")

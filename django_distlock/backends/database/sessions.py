@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections import OrderedDict
@@ -13,6 +12,7 @@ from weakref import WeakSet
 
 from django_distlock.caller import current_task, thread_number
 from django_distlock.exceptions import LockBackendError
+from django_distlock.forks import forks
 from django_distlock.protocol import Request, digest
 
 from . import bounds
@@ -43,7 +43,7 @@ class _Process:
 
 
 _process = _Process()
-os.register_at_fork(after_in_child=_process.renew)
+forks.in_child(_process.renew)
 
 
 def this_caller() -> str:

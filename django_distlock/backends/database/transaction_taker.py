@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -21,6 +20,7 @@ from django_distlock.exceptions import (
     LockNotAcquired,
     LockOutcomeUnknown,
 )
+from django_distlock.forks import forks
 from django_distlock.naming import printable, server_key
 from django_distlock.waits import Holder, Lock, Waiter, waits
 
@@ -236,5 +236,5 @@ def _abandon_pools() -> None:
         pool.abandon()
 
 
-os.register_at_fork(after_in_child=_abandon_pools)
-os.register_at_fork(after_in_child=_taken.forget)
+forks.in_child(_abandon_pools)
+forks.in_child(_taken.forget)
