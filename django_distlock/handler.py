@@ -18,6 +18,7 @@ from .conf import BackendSettings, read_settings
 from .exceptions import InvalidLockBackend
 from .forks import forks
 from .registry import registry
+from .workers import check_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,6 +89,7 @@ class LockHandler:
     def _make(self, alias: str) -> BaseLockBackend:
         with self._mutex:
             if alias not in self._backends:
+                check_threads()
                 if not self._backends:
                     _watch_exit_of_child()
                 self._backends[alias] = make_backend(self._settings_of(alias))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import _socket
 import contextlib
+import importlib.util
 import os
-import select
 import selectors
 import socket
+import sys
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django.db import Error
@@ -19,8 +22,21 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+
+def _own_copy(name: str) -> Any:
+    found = importlib.util.find_spec(name)
+    assert found is not None
+    assert found.loader is not None
+    copy = importlib.util.module_from_spec(found)
+    found.loader.exec_module(copy)
+    return copy
+
+
+# As Python made it: gevent puts a poll() of its own there, which knows no hang-up, and eventlet none.
+# A look that takes no time needs none of theirs.
+_select = _own_copy("select")
 #: Not everywhere; it tells that the server has said its last word, however much of it is unread.
-_HANGUP = getattr(select, "POLLRDHUP", select.POLLIN) | select.POLLHUP | select.POLLERR
+_HANGUP = getattr(_select, "POLLRDHUP", _select.POLLIN) | _select.POLLHUP | _select.POLLERR
 
 
 def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
@@ -84,7 +100,7 @@ def is_cut(connection: BaseDatabaseWrapper) -> bool:
     found = descriptor(connection)
     if found is None or found < 0:
         return True
-    poll = select.poll()
+    poll = _select.poll()
     poll.register(found, _HANGUP)
     return bool(poll.poll(0))
 
@@ -94,8 +110,7 @@ def cut(connection: BaseDatabaseWrapper) -> None:
     found = descriptor(connection)
     if found is None or found < 0:
         return
-    line = socket.socket(fileno=os.dup(found))
-    with line, contextlib.suppress(OSError):
+    with _line(found) as line, contextlib.suppress(OSError):
         line.shutdown(socket.SHUT_RDWR)
 
 
@@ -104,16 +119,27 @@ def keep_alive(connection: BaseDatabaseWrapper) -> None:
     found = descriptor(connection)
     if found is None or not hasattr(socket, "TCP_KEEPIDLE"):
         return
-    line = socket.socket(fileno=os.dup(found))
-    with line, contextlib.suppress(OSError):  # a Unix socket needs none
+    with _line(found) as line, contextlib.suppress(OSError):  # a Unix socket needs none
         line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
 
+@contextmanager
+def _line(number: int) -> Iterator[_socket.socket]:
+    # Not socket.socket: that of gevent and of eventlet makes the driver's own descriptor non-blocking.
+    line = _socket.socket(fileno=os.dup(number))
+    try:
+        yield line
+    finally:
+        line.close()
+
+
 def _bound_psycopg(raw: Any, seconds: float | None) -> None:
     raw.__dict__.pop("wait", None)
+    if _is_eventlet_at_work():
+        raw.wait = partial(_wait_in_turn, raw)
     if seconds is None:
         return
     wait = raw.wait
@@ -122,6 +148,20 @@ def _bound_psycopg(raw: Any, seconds: float | None) -> None:
         return wait(_bounded(work, clock.wait_time() + seconds), *args, **kwargs)
 
     raw.wait = bounded_wait
+
+
+def _is_eventlet_at_work() -> bool:
+    eventlet = sys.modules.get("eventlet.patcher")
+    return eventlet is not None and bool(eventlet.is_monkey_patched("select"))
+
+
+def _wait_in_turn(
+    raw: Any, work: Generator[Any, Any, Any], interval: float = 0.1, **kwargs: Any
+) -> Any:
+    """Wait as psycopg does, but let other greenlets run: its own way, in C, knows gevent only."""
+    from psycopg import waiting
+
+    return waiting.wait_selector(work, raw.pgconn.socket, interval, **kwargs)
 
 
 def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any, Any]:

@@ -85,8 +85,7 @@ class OwnConnections:
         connection.inc_thread_sharing()
         with self._explaining(), _closed_if_it_fails(connection):
             connection.ensure_connection()
-            if bounded:
-                bound_requests(connection, self._io_timeout)
+            bound_requests(connection, self._io_timeout if bounded else None)
             self._engine.prepare(connection)
         return connection
 

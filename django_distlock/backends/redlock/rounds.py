@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import select
+import selectors
 import socket
 import threading
 from collections import deque
@@ -58,7 +57,8 @@ class _Round:
         self._nodes = nodes
         self._question = question
         self._count = Count(frozenset(question.calls))
-        self._poll = select.poll()
+        # Not poll(), which eventlet takes away. With its selectors, and gevent's, other greenlets run meanwhile.
+        self._selector = selectors.DefaultSelector()
         self._lines: dict[int, tuple[int, Line]] = {}
         self._deadlines: dict[int, float] = {}
         self._arrivals = _Arrivals()
@@ -72,6 +72,7 @@ class _Round:
                 self._wait()
         except BaseException:
             # Nobody knows what they have sent or read of it.
+            self._selector.close()
             for _, line in self._lines.values():
                 line.close()
             self._lines.clear()
@@ -88,7 +89,7 @@ class _Round:
             return
         until = clock.wait_time() + self._question.connecting
         self._deadlines[server] = until
-        self._arrivals.open(self._poll)
+        self._arrivals.open(self._selector)
         node.connect_later(partial(self._arrive, server, until), until)
 
     def _arrive(self, server: int, until: float, arrival: Arrival) -> None:
@@ -116,14 +117,14 @@ class _Round:
         number = line.fileno()
         self._lines[number] = server, line
         self._deadlines[server] = clock.wait_time() + self._question.within
-        self._poll.register(number, select.POLLIN)
+        self._selector.register(number, selectors.EVENT_READ)
 
     def _wait(self) -> None:
         now = clock.wait_time()
         left = min(self._deadlines.values()) - now
-        for number, _ in self._poll.poll(max(0, math.ceil(left * 1000))):
-            if number in self._lines:
-                self._hear(number)
+        for key, _ in self._selector.select(max(0.0, left)):
+            if key.fd in self._lines:
+                self._hear(key.fd)
             else:
                 self._let_in()
         # Late by then: what has arrived since was heard, however long this thread was held up.
@@ -177,12 +178,13 @@ class _Round:
         self._nodes[server].give_back(line)
 
     def _leave(self, number: int) -> Line:
-        self._poll.unregister(number)
+        self._selector.unregister(number)
         return self._lines.pop(number)[1]
 
     def _end(self) -> None:
         for number in list(self._lines):
             self._forgo(number)
+        self._selector.close()
         for server, arrival in self._arrivals.end():
             if isinstance(arrival, Line):
                 self._ask_in_passing(server, arrival, self._deadlines.get(server, 0.0))
@@ -197,11 +199,11 @@ class _Arrivals:
         self._waiting: deque[tuple[int, Arrival]] = deque()
         self._bell: tuple[socket.socket, socket.socket] | None = None
 
-    def open(self, poll: select.poll) -> None:
-        """Have *poll* woken by arrivals."""
+    def open(self, selector: selectors.BaseSelector) -> None:
+        """Have *selector* woken by arrivals."""
         if self._bell is None:
             self._bell = socket.socketpair()
-            poll.register(self._bell[0], select.POLLIN)
+            selector.register(self._bell[0], selectors.EVENT_READ)
 
     def add(self, server: int, arrival: Arrival) -> bool:
         """Bring one in; False if it is too late."""

@@ -1,0 +1,326 @@
+"""Locks under what runs Django in production: real worker processes of each kind, over real servers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from django_distlock import lock
+from testproject.celery import app
+from testproject.services import audit, open_account
+from tests.contract.crew import held_in_thread
+from tests.contract.profiles import PROFILES, Profile
+from tests.fixtures.eventually import eventually
+from tests.fixtures.launch import kill_family
+from tests.fixtures.workers import Answer, Site
+from tests.integration import worker_tasks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pytest_django.fixtures import Settings
+
+    from tests.fixtures.celery_worker import StartWorkers
+    from tests.fixtures.postgres import PostgreSQL
+
+BY_NAME = {profile.name: profile for profile in PROFILES}
+TTL = 1.0
+#: Longer than the ttl: only who is renewed still holds.
+BEYOND_TTL = 2 * TTL
+#: Of a lease that nobody waits for the end of.
+LONG = 30.0
+CHARGES = 12
+_numbers = itertools.count(1)
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """A kind of server and a backend."""
+
+    kind: str
+    profile: Profile
+
+    @property
+    def fixtures(self) -> tuple[str, ...]:
+        """The servers that it needs."""
+        return self.profile.fixtures
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether one worker process has several requests at a time."""
+        return self.kind not in {"gunicorn-sync", "uwsgi", "uwsgi-lazy"}
+
+
+def combinations(*pairs: tuple[str, str]) -> list[Any]:
+    return [
+        pytest.param(Combination(kind, BY_NAME[backend]), id=f"{kind}-{backend}")
+        for kind, backend in pairs
+    ]
+
+
+ALL = combinations(
+    ("gunicorn-sync", "sqlite"),
+    ("gunicorn-gthread", "memcached-pylibmc"),
+    ("gunicorn-gevent", "redis"),
+    ("gunicorn-gevent", "postgres-advisory"),
+    ("gunicorn-gevent", "zookeeper"),
+    ("uvicorn", "postgres-rowlock"),
+    ("uwsgi-threads", "postgres"),
+    ("eventlet", "redlock"),
+    ("eventlet", "postgres"),
+    ("eventlet", "mariadb-advisory"),
+)
+
+StartSite = Callable[..., Site]
+
+
+@pytest.fixture(scope="module")
+def start_site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartSite]:
+    """Start a site of a combination, and return once it answers."""
+    folder: Path = tmp_path_factory.mktemp("workers")
+    started: list[Site] = []
+
+    def start(combination: Combination, *, workers: int = 2, **environment: str) -> Site:
+        for fixture in combination.fixtures:
+            request.getfixturevalue(fixture)
+        settings = combination.profile.settings
+        site = Site(combination.kind, settings, folder, workers=workers, **environment)
+        started.append(site)
+        site.wait_until_ready()
+        return site
+
+    yield start
+    for site in started:
+        site.close()
+
+
+@pytest.fixture(scope="module")
+def site(combination: Combination, start_site: StartSite) -> Iterator[Site]:
+    """One with two worker processes, which tests leave as it is."""
+    site = start_site(combination)
+    yield site
+    site.close()
+
+
+@pytest.fixture
+def name(settings: Settings, combination: Combination) -> str:
+    """A name that is free, of a lock that this process knows too."""
+    settings.DISTLOCK = {"default": combination.profile.settings}
+    return f"workers:{os.getpid()}:{next(_numbers)}"
+
+
+def over(*pairs: tuple[str, str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("combination", combinations(*pairs), scope="module")
+
+
+over_all = pytest.mark.parametrize("combination", ALL, scope="module")
+over_concurrent = pytest.mark.parametrize(
+    "combination", [each for each in ALL if each.values[0].is_concurrent], scope="module"
+)
+
+
+def ttl_of(combination: Combination) -> float:
+    return 2.0 if "whole_seconds" in combination.profile.traits else TTL
+
+
+def held_elsewhere(name: str) -> bool:
+    """Tell whether somebody has it, by trying."""
+    lease = lock(name, timeout=0).acquire()
+    if lease is not None:
+        lease.release()
+    return lease is None
+
+
+def free_within(name: str, seconds: float) -> bool:
+    lease = lock(name, timeout=seconds).acquire()
+    if lease is not None:
+        lease.release()
+    return lease is not None
+
+
+@over_all
+def test_leases_are_renewed_and_exclude_each_other_over_all_workers(
+    site: Site, name: str, combination: Combination
+) -> None:
+    ttl = ttl_of(combination)
+
+    first, second = [site.hold(name, 2 * ttl, ttl=ttl) for _ in range(2)]
+
+    holdings = [done_well(future.result()) for future in (first, second)]
+    early, late = sorted((holding["entered"], holding["left"]) for holding in holdings)
+    assert early[1] <= late[0]
+
+
+@over_all
+def test_requests_to_all_workers_lose_no_update(site: Site, name: str) -> None:
+    account = open_account(name, Decimal("100000.00"))
+
+    def charge(_: int) -> Answer:
+        answer = eventually(lambda: accepted(site.post(f"accounts/{account.pk}/charge/")), 40)
+        assert answer
+        return answer
+
+    with ThreadPoolExecutor(CHARGES) as clients:
+        answers = list(clients.map(charge, range(CHARGES)))
+
+    assert [answer.status for answer in answers] == [200] * CHARGES
+    assert (audit(account.pk).made, audit(account.pk).lost) == (CHARGES, 0)
+
+
+@over_concurrent
+def test_a_wait_keeps_a_worker_from_nothing(
+    start_site: StartSite, name: str, combination: Combination
+) -> None:
+    site, ttl = start_site(combination, workers=1), ttl_of(combination)
+    with held_in_thread(lock(name, ttl=LONG)):
+        waiting = [site.hold(name, 0, ttl=ttl) for _ in range(3)]
+
+        other = site.hold(f"{name}:other", 2 * ttl, ttl=ttl)
+        pings = [site.get("ping/").status for _ in range(20)]
+
+        done_well(other.result())
+        assert pings == [200] * 20
+        assert not any(future.done() for future in waiting)
+    for future in waiting:
+        done_well(future.result())
+    site.close()
+
+
+@over(("gunicorn-gthread", "sqlite"), ("eventlet", "postgres-rowlock"))
+def test_the_lock_of_killed_workers_comes_free_with_its_ttl(
+    start_site: StartSite, name: str, combination: Combination
+) -> None:
+    site = start_site(combination)
+    lost = site.hold(name, LONG, ttl=2)
+    eventually(lambda: held_elsewhere(name))
+
+    kill_family(site.process.pid)
+
+    assert lost.result().status == 0
+    assert free_within(name, 10)
+
+
+@over(
+    ("gunicorn-sync", "sqlite"),
+    ("gunicorn-gevent", "redis"),
+    ("gunicorn-asgi", "sqlite"),
+    ("uwsgi-lazy", "sqlite"),
+)
+def test_a_site_that_is_stopped_ends_its_requests_and_leaves_no_lock(
+    start_site: StartSite, name: str, combination: Combination
+) -> None:
+    site = start_site(combination, workers=1)
+    site.get(f"keep/{name}:kept/", ttl=LONG, timeout=5)
+    last = site.hold(name, 1, ttl=LONG)
+    eventually(lambda: held_elsewhere(name))
+
+    site.stop()
+
+    done_well(last.result())
+    assert free_within(name, 5)
+    assert free_within(f"{name}:kept", 5)
+
+
+@over(("gunicorn-gevent", "postgres-rowlock"), ("eventlet", "postgres-rowlock"))
+def test_greenlets_learn_at_once_that_the_server_has_ended_their_session(
+    start_site: StartSite, name: str, combination: Combination, postgres: PostgreSQL
+) -> None:
+    site = start_site(combination, workers=1)
+    # Its next renewal would be too late for this request.
+    holding = site.hold(name, LONG / 4, ttl=LONG)
+    eventually(lambda: held_elsewhere(name))
+
+    with postgres.admin() as admin:
+        admin.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE pid <> pg_backend_pid() AND state = 'idle in transaction'"
+        )
+
+    answer = holding.result()
+    assert answer.status == 500
+    assert "the session that held it has ended" in answer.body
+    site.close()
+
+
+@over(("uwsgi", "sqlite"))
+def test_workers_that_uwsgi_forked_hold_nothing_of_their_master_and_renew_their_own(
+    start_site: StartSite, name: str, combination: Combination
+) -> None:
+    site = start_site(combination, DISTLOCK_WORKERS_AT_START=name)
+
+    found = site.get("ping/").body
+    own = done_well(site.hold(f"{name}:own", BEYOND_TTL, ttl=TTL).result())
+
+    assert found["held"] == []
+    assert own["left"] - own["entered"] >= BEYOND_TTL
+    assert held_elsewhere(name)
+    site.close()
+
+
+@over(("gunicorn-gevent-preload", "sqlite"))
+def test_threads_that_became_greenlets_too_late_are_refused_in_words(
+    start_site: StartSite, name: str, combination: Combination
+) -> None:
+    site = start_site(combination, workers=1)
+
+    answer = site.hold(name, 0, ttl=TTL).result()
+
+    assert answer.status == 500
+    assert "gunicorn without --preload" in answer.body
+    site.close()
+
+
+@pytest.mark.parametrize("pool", ["threads", "gevent", "eventlet"])
+@pytest.mark.usefixtures("connections_of_celery")
+@over(("celery", "redis"))
+def test_tasks_of_every_pool_renew_wait_and_exclude(
+    start_workers: StartWorkers, name: str, combination: Combination, pool: str
+) -> None:
+    settings = json.dumps(combination.profile.settings)
+    environment = {
+        "DJANGO_SETTINGS_MODULE": "tests.integration.worker_settings",
+        "DISTLOCK_WORKERS_ALIAS": settings,
+        "PYTHONWARNINGS": "ignore",  # eventlet announces its end
+    }
+    include = worker_tasks.__name__
+    [worker] = start_workers(children=4, include=include, pool=pool, environment=environment)
+
+    terms = {"name": name, "seconds": BEYOND_TTL, "ttl": TTL, "timeout": LONG}
+    holds = [worker_tasks.hold.apply_async((), terms, queue=worker.queue) for _ in range(2)]
+
+    holdings = [hold.get(timeout=40) for hold in holds]
+    early, late = sorted((holding["entered"], holding["left"]) for holding in holdings)
+    assert early[1] <= late[0]
+    worker.stop()
+    assert not held_elsewhere(name)
+
+
+@pytest.fixture(scope="module")
+def connections_of_celery() -> Iterator[None]:
+    """What this process opens to send tasks and to read results."""
+    yield
+    app.backend.result_consumer.stop()
+    app.backend.client.connection_pool.disconnect()
+    app.close()
+
+
+def accepted(answer: Answer) -> Answer | None:
+    """Return an answer, or None if the fee is to be asked for again."""
+    return None if answer.status == 409 else answer
+
+
+def done_well(answer: Answer) -> dict[str, Any]:
+    assert answer.status == 200, answer.body
+    found: dict[str, Any] = answer.body
+    return found

@@ -1,0 +1,12 @@
+"""The testproject as worker processes run it: locks are where DISTLOCK_WORKERS_ALIAS says."""
+
+import json
+import os
+
+from testproject.settings import *  # noqa: F403 - settings of the same project, with other locks
+from testproject.settings import DISTLOCK
+
+DISTLOCK["default"] = json.loads(os.environ["DISTLOCK_WORKERS_ALIAS"])
+# An error is told in words, not as a page.
+DEBUG = False
+ROOT_URLCONF = "tests.integration.worker_site"

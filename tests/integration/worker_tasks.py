@@ -1,0 +1,33 @@
+"""A Celery task that holds a lock of the alias "default" for as long as it is told."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from celery import shared_task
+
+from django_distlock import lock
+from testproject import celery  # noqa: F401 - it takes the tasks
+
+STEP = 0.05
+
+
+@shared_task
+def hold(name: str, seconds: float, ttl: float, timeout: float) -> dict[str, Any]:
+    with lock(name, ttl=ttl, timeout=timeout) as lease:
+        entered = _now()
+        while _now() < entered + seconds:
+            time.sleep(STEP)
+            lease.check()
+        return {"pid": os.getpid(), "entered": entered, "left": _now()}
+
+
+@shared_task
+def ping() -> int:
+    return os.getpid()
+
+
+def _now() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
