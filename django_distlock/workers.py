@@ -31,7 +31,7 @@ def _warn_of_no_threads(pid: int) -> None:
     uwsgi = sys.modules.get("uwsgi")
     if uwsgi is not None and not getattr(uwsgi, "has_threads", True):
         logger.warning(
-            "uWSGI runs process %s without threads: between two requests no lease is extended or given back. "
+            "uWSGI runs process %d without threads: between two requests no lease is extended or given back. "
             "Start it with --enable-threads.",
             pid,
         )
