@@ -89,7 +89,7 @@ def connections_to(servers: Iterable[Redis]) -> set[int]:
     sockets = [each for each in Path("/proc/self/fd").iterdir() if each.is_socket()]
     for each in sockets:
         with suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as end:
-            if end.getpeername()[1] in theirs:
+            if end.family == socket.AF_INET and end.getpeername()[1] in theirs:
                 ours.add(end.getsockname()[1])
     return ours
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -138,6 +139,25 @@ class AsyncPoolLink:
 # Their classes are only half typed.
 
 
+class _AsyncMaster(AsyncMaster):
+    """Asks the Sentinels once for all tasks that connect at the moment: a thousand questions would take too long."""
+
+    _asking: asyncio.Task[Any] | None = None
+
+    async def get_master_address(self) -> Any:
+        """See SentinelConnectionPool."""
+        if self._asking is None:
+            asking: Any = super().get_master_address()  # type: ignore[no-untyped-call] # as said
+            self._asking = asyncio.create_task(asking)
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)
+
+    def _asked(self, task: asyncio.Task[Any]) -> None:
+        self._asking = None
+        if not task.cancelled():
+            task.exception()  # those who wait for it are told
+
+
 def _sync_pool(source: Source) -> Any:
     if not source.sentinels:
         return ConnectionPool(**source.connection)
@@ -156,4 +176,4 @@ def _async_pool(source: Source) -> Any:
         return AsyncConnectionPool(**source.async_connection)
     settings: Any = source.async_sentinel_settings
     sentinel: Any = AsyncSentinel(source.sentinels, sentinel_kwargs=settings)  # type: ignore[no-untyped-call] # as above
-    return AsyncMaster(source.service, sentinel, **source.async_connection)  # type: ignore[no-untyped-call] # as above
+    return _AsyncMaster(source.service, sentinel, **source.async_connection)  # type: ignore[no-untyped-call] # as above
