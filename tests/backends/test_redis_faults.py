@@ -745,9 +745,9 @@ def test_the_next_waiter_is_served_soon_whatever_became_of_the_first(
     queued: Redis, settings: Settings, spawn: Spawn, name: str, fate: str
 ) -> None:
     """A frozen one gets its ring, and does nothing about it."""
-    first = spawn("tests.backends.redis_tools:wait", aliases=settings.DISTLOCK, name=name)
     holder = rival(name)
     holder.takes()
+    first = spawn("tests.backends.redis_tools:wait", aliases=settings.DISTLOCK, name=name)
     eventually(lambda: waiters(queued, name) == 1, 20)
     second = wait_for(queued, name)
 
