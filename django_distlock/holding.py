@@ -178,6 +178,12 @@ class Holding:
         return is_held and clock.lease_time() < self._deadline
 
     @property
+    def is_unattended(self) -> bool:
+        """Whether it was handed on, or all who have it or are giving it back have ended."""
+        caller = self.caller
+        return caller is None or all(each.is_gone for each in [caller, *self._entries])
+
+    @property
     def in_jeopardy(self) -> bool:
         """Whether a renewal is late or failed, and the deadline not reached yet."""
         is_late = self.renews and self.remaining < self.ttl * LATE

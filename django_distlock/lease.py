@@ -237,6 +237,8 @@ class Lease(Holding):
             mine = [each for each in self._entries if each.is_current]
             self._entries.remove((mine or self._entries)[-1])
             if self._entries:
+                if self.caller is not None:  # handed on: nobody's
+                    self.caller = self._entries[0]
                 return True
             # Whoever gives it back answers for it: a task that is cancelled meanwhile ends before.
             self.caller = Caller()

@@ -62,8 +62,7 @@ class Renewal:
         for lease in leases:
             if lease.held and lease.backend.is_session_over(lease.request):
                 lease.lose("the session that held it has ended")
-            caller = lease.caller
-            if caller is None or caller.is_gone:
+            if lease.is_unattended:
                 # It may be in somebody's hands; if it is not, its finalizer gives it back.
                 registry.let_go(lease)
                 if not lease.is_entered:

@@ -15,6 +15,7 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 
 from django_distlock import Lease, LockLost, LockNotAcquired, current_lease, lock
+from django_distlock.renewal import renewal
 from tests.fixtures.eventually import aeventually, never
 
 from .crew import elsewhere
@@ -305,6 +306,41 @@ class TestOverTheBridgesOfAsgiref:
         may_leave.set()
         assert await asyncio.wrap_future(left)
         await asyncio.to_thread(other.takes, 20)
+
+    @pytest.mark.parametrize("leaves", [True, False], ids=["who leaves", "who only ends"])
+    async def test_a_thread_that_outlives_the_task_that_let_it_in_keeps_it(
+        self, using: str, name: str, leaves: bool
+    ) -> None:
+        entered, may_leave = threading.Event(), threading.Event()
+        left: Future[Lease | None] = Future()
+
+        def stay() -> None:
+            recipe = lock(name, using=using)
+            recipe.acquire()
+            entered.set()
+            may_leave.wait(20)
+            left.set_result(current_lease(name))
+            recipe.release()
+
+        async def cross() -> None:
+            lease = await lock(name, using=using).aacquire()
+            try:
+                await sync_to_async(stay, thread_sensitive=False)()
+            finally:
+                if leaves and lease:
+                    await lease.arelease()
+
+        task = asyncio.create_task(cross())
+        await asyncio.to_thread(entered.wait, 20)
+        task.cancel()
+        await asyncio.wait([task], timeout=20)
+        del task
+
+        renewal._look()
+        gc.collect()
+        may_leave.set()
+
+        assert await asyncio.wrap_future(left)
 
     def test_nothing_is_left_of_the_look(self, using: str, name: str) -> None:
         gc.collect()
