@@ -7,13 +7,15 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from asgiref.sync import sync_to_async
 
 from django_distlock import LockDeadlock, LockNotAcquired, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
-from tests.fixtures.eventually import eventually
+from tests.fixtures.eventually import aeventually, eventually
 
 from .crew import elsewhere, held_in_thread, start, waiting_for
 from .profiles import needs
@@ -288,6 +290,35 @@ class TestNoCircle:
                 lease.check()
 
         impatient.result(PATIENCE)
+
+    async def test_who_left_before_the_thread_that_it_let_in_does_not_hold_it_any_more(
+        self, backend: BaseLockBackend, name: str
+    ) -> None:
+        using, one, other = backend.alias, f"{name}:a", f"{name}:b"
+        entered, may_leave = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            with lock(one, using=using):
+                entered.set()
+                assert may_leave.wait(PATIENCE)
+
+        async def let_in_and_wait() -> bool:
+            with suppress(asyncio.CancelledError):
+                async with lock(one, using=using):
+                    await sync_to_async(stay, thread_sensitive=False)()
+            async with lock(other, using=using, timeout=PATIENCE) as lease:
+                return lease.held
+
+        async with lock(other, using=using):
+            task = asyncio.create_task(let_in_and_wait())
+            await asyncio.to_thread(entered.wait, PATIENCE)
+            task.cancel()
+            await aeventually(lambda: waiting_for(backend, other))
+            asyncio.get_running_loop().call_later(0.2, may_leave.set)
+            async with lock(one, using=using, timeout=PATIENCE) as lease:
+                lease.check()
+
+        assert await task
 
     def test_a_lease_that_was_handed_on_is_released_by_another_thread(
         self, backend: BaseLockBackend, name: str
