@@ -41,7 +41,23 @@ if TYPE_CHECKING:
 registry.watch(renewal.watch)
 #: The leases held in this chain of contexts: what re-entry looks at. They are not kept alive by it:
 #: copies of a context outlive the task in callbacks and in tasks that were begun by it.
-_holdings: ContextVar[tuple[weakref.ref[Lease], ...]] = ContextVar("distlock_holdings", default=())
+_holdings: ContextVar[tuple[_Known, ...]] = ContextVar("distlock_holdings", default=())
+
+
+class Awaited:
+    """The lease that aacquire() will bring, in the context of its caller: another task may await it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._known: _Known | None = None
+        _holdings.set((*_still_held(), self))
+
+    def bring(self, lease: Lease) -> None:
+        """Have the caller's context know *lease*."""
+        self._known = weakref.ref(lease)
+
+    def __call__(self) -> Lease | None:
+        return self._known() if self._known else None
 
 
 class LockTerms(TypedDict, total=False):
@@ -164,16 +180,20 @@ class Lock:
         self, blocking: bool = True, timeout: Seconds | None = -1
     ) -> Coroutine[Any, Any, Lease | None]:
         """See acquire(). The lock is the caller's, also if it has another task await this."""
-        return self._aacquire(blocking, timeout, Caller())
+        return self._aacquire(blocking, timeout, Caller(), Awaited())
 
     async def _aacquire(
-        self, blocking: bool, timeout: Seconds | None, caller: Caller
+        self, blocking: bool, timeout: Seconds | None, caller: Caller, awaited: Awaited
     ) -> Lease | None:
-        patience = self._patience(timeout, blocking=blocking)
         try:
-            return await self.atake(patience, partial(self._remember, caller=caller))
+            patience = self._patience(timeout, blocking=blocking)
+            lease = await self.atake(patience, partial(self._remember, caller=caller))
+            awaited.bring(lease)
         except LockNotAcquired:
             return None
+        finally:
+            awaited.is_over = True
+        return lease
 
     def release(self) -> None:
         """Release the lease that this thread or task acquired last; LockNotHeld if there is none."""
@@ -382,9 +402,20 @@ def current_lease(name: str | None = None) -> Lease | None:
 
 
 def _hold(lease: Lease) -> Lease:
-    held = [weakref.ref(each) for each in _known_here() if each.held]
-    _holdings.set((*held, weakref.ref(lease)))
+    _holdings.set((*_still_held(), weakref.ref(lease)))
     return lease
+
+
+def _still_held() -> Iterable[_Known]:
+    """Return what re-entry is to look at from now on, each lease once."""
+    kept: dict[int, _Known] = {}
+    for known in _holdings.get():
+        if (lease := known()) is None:
+            if isinstance(known, Awaited) and not known.is_over:
+                kept[id(known)] = known
+        elif lease.held:
+            kept[id(lease)] = weakref.ref(lease)
+    return kept.values()
 
 
 def _known_here() -> list[Lease]:

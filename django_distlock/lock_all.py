@@ -9,7 +9,7 @@ from asgiref.sync import markcoroutinefunction
 
 from .caller import Caller
 from .exceptions import LockNotAcquired
-from .lock import Lock, LockTerms, Terms
+from .lock import Awaited, Lock, LockTerms, Terms
 from .waiting import Wait
 
 if TYPE_CHECKING:
@@ -44,13 +44,19 @@ class LockSet:
     @markcoroutinefunction
     def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
         """See acquire(). The locks are the caller's, also if it has another task await this."""
-        return self._aacquire(Caller())
+        return self._aacquire(Caller(), [Awaited() for _ in self.names])
 
-    async def _aacquire(self, caller: Caller) -> tuple[Lease, ...] | None:
+    async def _aacquire(self, caller: Caller, awaited: list[Awaited]) -> tuple[Lease, ...] | None:
         try:
-            return await self._aenter(kept=False, caller=caller)
+            leases = await self._aenter(kept=False, caller=caller)
+            for each, lease in zip(awaited, leases, strict=True):
+                each.bring(lease)
         except LockNotAcquired:
             return None
+        finally:
+            for each in awaited:
+                each.is_over = True
+        return leases
 
     def release(self) -> None:
         """Give back all that this thread or task acquired last."""

@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 
-from django_distlock import Lease, LockLost, LockNotAcquired, current_lease, lock
+from django_distlock import Lease, LockLost, LockNotAcquired, current_lease, lock, lock_all
 from django_distlock.renewal import renewal
 from tests.fixtures.eventually import aeventually, never
 
@@ -58,6 +60,42 @@ async def test_a_task_enters_again_without_a_request(faulty: Faulty, using: str,
         assert outer.held
 
     assert not outer.held
+
+
+@pytest.mark.parametrize(
+    "through", [asyncio.ensure_future, partial(asyncio.wait_for, timeout=20), asyncio.gather]
+)
+async def test_a_task_enters_again_whoever_awaited_the_lease_for_it(
+    using: str, name: str, through: Callable[[Any], Any]
+) -> None:
+    kept = await through(lock(name, using=using).aacquire())
+
+    assert await _atry(using, name)
+    assert await sync_to_async(_try)(using, name)
+    assert not await asyncio.create_task(_atry(using, name))
+    lease = current_lease(name)
+    assert kept
+    assert lease
+    await lease.arelease()
+
+
+async def test_a_task_enters_each_of_several_again(using: str, name: str) -> None:
+    both = lock_all(f"{name}:b", f"{name}:a", using=using)
+    leases = await asyncio.ensure_future(both.aacquire())
+
+    assert leases
+    assert [await _atry(using, lease.name) for lease in leases] == [True, True]
+    await both.arelease()
+    assert [lease.held for lease in leases] == [False, False]
+
+
+def test_a_thread_enters_again_what_a_task_took_for_it(using: str, name: str) -> None:
+    lease = asyncio.run(lock(name, using=using).aacquire())
+
+    assert _try(using, name)
+    assert not elsewhere(lambda: _try(using, name))
+    assert lease
+    lease.release()
 
 
 def test_only_the_outermost_exit_frees_it(
