@@ -75,6 +75,7 @@ MACHINERY = {
     "grant",
     "is_entered",
     "is_kept",
+    "is_unattended",
     "is_mine",
     "is_of_caller",
     "lose",
