@@ -14,6 +14,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import freezegun
 import pytest
 from django.core.checks import Error, Warning as CheckWarning
 
@@ -35,6 +36,7 @@ from django_distlock.conf import BackendSettings
 from django_distlock.handler import make_backend
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant, Release, Request
+from tests.contract.crew import start
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
@@ -485,6 +487,26 @@ async def test_a_task_asks_a_silent_server_by_a_new_connection(
     finally:
         servers[0].resume()
         await line.aclose()
+
+
+def test_a_task_gives_a_silent_server_up_while_the_tests_stop_the_clock(
+    servers: list[Redis], make: Make
+) -> None:
+    source = make().sources[0]
+
+    async def ask() -> None:
+        line = TaskLine(source)
+        await line.open(5)
+        servers[0].pause()
+        try:
+            with pytest.raises(TimeoutError):
+                await line.ask(_saying("hello"), 0.05)
+        finally:
+            servers[0].resume()
+            await line.aclose()
+
+    with freezegun.freeze_time("2030-01-01"):
+        start(lambda: asyncio.run(ask())).result(10)
 
 
 def test_a_question_overtaken_by_its_own_release_is_refused(

@@ -158,5 +158,7 @@ async def _is_done(future: asyncio.Future[Any], seconds: float) -> bool:
     for _ in range(PARTS):
         if future.done():
             break
-        await asyncio.wait({future}, timeout=seconds / PARTS)
+        with suppress(TimeoutError):
+            async with timeout(seconds / PARTS):
+                await asyncio.wait({future})
     return future.done()
