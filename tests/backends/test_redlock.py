@@ -509,6 +509,30 @@ def test_a_task_gives_a_silent_server_up_while_the_tests_stop_the_clock(
         start(lambda: asyncio.run(ask())).result(10)
 
 
+async def test_answers_find_their_questions_after_all_tasks_were_cancelled(
+    servers: list[Redis], make: Make
+) -> None:
+    line = TaskLine(make().sources[0])
+    await line.open(5)
+    try:
+        servers[0].pause()
+        lost = asyncio.create_task(line.ask(_saying("lost"), 5))
+        await aeventually(lambda: line._waiting)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for each in others:
+            each.cancel()
+        await asyncio.wait(others)
+        assert lost.cancelled()
+
+        servers[0].resume()
+        await line.open(5)
+        assert await line.ask(_saying("first"), 1) == b"first"
+        assert await line.ask(_saying("second"), 1) == b"second"
+    finally:
+        servers[0].resume()
+        await line.aclose()
+
+
 def test_a_question_overtaken_by_its_own_release_is_refused(
     servers: list[Redis], name: str
 ) -> None:

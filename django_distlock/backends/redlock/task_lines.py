@@ -129,8 +129,12 @@ class TaskLine:
                     self._owed -= 1
                 else:
                     future.set_result(answer)
-        except Exception as error:  # noqa: BLE001 - who asked is told
-            await self._break(error)
+        except BaseException as error:
+            # Also if a program cancels all tasks. Not if there is another reader, of another connection.
+            if self._reading is asyncio.current_task():
+                await self._break(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             if self._reading is asyncio.current_task():
                 self._reading = None
