@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -531,6 +533,23 @@ async def test_answers_find_their_questions_after_all_tasks_were_cancelled(
     finally:
         servers[0].resume()
         await line.aclose()
+
+
+def test_a_process_at_its_limit_of_open_files_releases(make: Make, name: str) -> None:
+    backend = make()
+    request = _request(backend, name)
+    assert isinstance(backend.try_acquire(request, queued=False), Grant)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        answer = backend.release(request)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert answer is Release.RELEASED
 
 
 def test_a_question_overtaken_by_its_own_release_is_refused(

@@ -57,8 +57,7 @@ class _Round:
         self._nodes = nodes
         self._question = question
         self._count = Count(frozenset(question.calls))
-        # Not poll(), which eventlet takes away. With its selectors, and gevent's, other greenlets run meanwhile.
-        self._selector = selectors.DefaultSelector()
+        self._selector = _selector()
         self._lines: dict[int, tuple[int, Line]] = {}
         self._deadlines: dict[int, float] = {}
         self._arrivals = _Arrivals()
@@ -87,9 +86,13 @@ class _Round:
         if line is not None:
             self._ask(server, line)
             return
+        try:
+            self._arrivals.open(self._selector)
+        except OSError as error:
+            self._miss(server, "it cannot be reached", error, was_asked=False)
+            return
         until = clock.wait_time() + self._question.connecting
         self._deadlines[server] = until
-        self._arrivals.open(self._selector)
         node.connect_later(partial(self._arrive, server, until), until)
 
     def _arrive(self, server: int, until: float, arrival: Arrival) -> None:
@@ -188,6 +191,14 @@ class _Round:
         for server, arrival in self._arrivals.end():
             if isinstance(arrival, Line):
                 self._ask_in_passing(server, arrival, self._deadlines.get(server, 0.0))
+
+
+def _selector() -> selectors.BaseSelector:
+    """Return a selector; with those of eventlet and gevent, which take poll() away, other greenlets run meanwhile."""
+    if selectors.DefaultSelector is getattr(selectors, "EpollSelector", None):
+        # Not that one: it opens a file, and a process that may open no more could not release its locks.
+        return selectors.PollSelector()
+    return selectors.DefaultSelector()
 
 
 class _Arrivals:
