@@ -90,7 +90,8 @@ class Listeners:
             if line is None or line.waiting.pop(request.owner, None) is None:
                 return
             line.called.discard(request.owner)
-            if line.listener == request.owner:
+            # Also if it had been rung to listen itself, and goes before it has done so.
+            if line.listener not in line.waiting:
                 # One whose event loop is gone cannot listen.
                 while line.waiting and not next(iter(line.waiting.values()))[1].ring():
                     del line.waiting[next(iter(line.waiting))]
