@@ -23,7 +23,7 @@ from django_distlock import (
 )
 from django_distlock.holder import Holder
 from django_distlock.models import FencingCounter
-from django_distlock.protocol import Busy, Grant, Release, Request, digest
+from django_distlock.protocol import Busy, Grant, Held, Release, Request, digest
 from tests.contract import crew
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
@@ -578,6 +578,54 @@ def test_held_locks_of_other_processes_are_listed_and_can_be_ended(
     assert ask(database, statement, held.key) == [(token + 1,)]
     with lock(name, using="locks", timeout=5) as lease:
         assert lease.checked_token() > token
+
+
+def test_a_forced_release_does_not_wait_for_a_guard_and_says_that_it_freed(
+    database: str, name: str
+) -> None:
+    from django.db import transaction
+
+    holder = rival(name)
+    locks["site0"].try_acquire(holder, queued=False)
+    [held] = [each for each in backend().held() if each.name == name]
+    token = held.token
+    assert token is not None
+
+    with transaction.atomic(using=database):
+        locks["site0"].guard(holder, token, database)
+        freed: list[bool] = []
+        thread = threading.Thread(target=_force, args=(held, freed))
+        thread.start()
+        thread.join(10)
+
+    assert freed == [True]
+    assert not locks["site1"].probe(holder)
+    locks["site0"].release(holder)
+
+
+@pytest.mark.parametrize("using", ["locks", "leases"])
+def test_a_forced_release_whose_reply_is_lost_is_one(
+    proxy: Proxy, database: str, name: str, using: str
+) -> None:
+    for number in range(30):
+        holder = locks[using].request(f"{name}{number}", ttl=60, holder=Holder.current())
+        locks[using].try_acquire(holder, queued=False)
+        [held] = [each for each in locks[using].held() if each.name == holder.name]
+        proxy.drop_reply(after=number)
+
+        assert locks[using].force_release(held.key, held.owner_digest)
+
+        is_through = proxy.replies_to_drop == 1
+        proxy.drop_reply(0)
+        assert locks[using].probe(holder) is None
+        locks[using].release(holder)
+        if is_through:
+            return
+    pytest.fail("a forced release takes no so many requests")
+
+
+def _force(held: Held, freed: list[bool]) -> None:
+    freed.append(backend("site1").force_release(held.key, held.owner_digest))
 
 
 def test_an_interrupted_wait_returns_at_once_and_keeps_no_place(database: str, name: str) -> None:

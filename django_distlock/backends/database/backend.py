@@ -139,7 +139,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding that *owner_digest* names, and raise the token past it."""
         verb = partial(records.force_release, key=key, owner_digest=owner_digest)
-        return self._insist(verb)
+        return self._press(verb)
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False

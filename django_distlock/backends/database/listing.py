@@ -9,6 +9,8 @@ from django_distlock.protocol import digest
 
 from .engine import COUNTER, LOCK
 from .occupants import READER, Counted, Occupant, reader_key
+from .portable import short_transaction
+from .records import raise_counter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -68,9 +70,8 @@ def end_holding(
     cursor.execute(f"{_COUNTERS} WHERE c.method_name IN (%(key)s, %(reader)s)", keys)
     if not any(server.end(cursor, lock, owner_digest) for lock in _counted(cursor.fetchall())):
         return False
-    cursor.execute(
-        f"UPDATE {COUNTER} SET value = value + 1 WHERE method_name = %(key)s", {"key": key}
-    )
+    with short_transaction(cursor):
+        raise_counter(cursor, keys)
     return True
 
 

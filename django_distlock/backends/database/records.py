@@ -138,7 +138,7 @@ def free(cursor: CursorWrapper, key: str, owner: str | None) -> bool:
     cursor.execute(_CLEAR_OWNER.format(now=clock(cursor)), known)
     is_freed: bool = cursor.rowcount == 1
     if is_freed:
-        _raise_counter(cursor, known)
+        raise_counter(cursor, known)
         if cursor.db.vendor == "postgresql":
             # As a release does; waiters on other servers look again by themselves.
             cursor.execute(_RING_NEXT, known)
@@ -154,7 +154,7 @@ def clock(cursor: CursorWrapper) -> str:
     return text
 
 
-def _raise_counter(cursor: CursorWrapper, known: dict[str, Any]) -> None:
+def raise_counter(cursor: CursorWrapper, known: dict[str, Any]) -> None:
     """Raise the token where guard() looks for it; if guard() holds it now, the next acquire will."""
     cursor.execute(
         f"SELECT id FROM {COUNTER} WHERE method_name = %(key)s{for_update(cursor)}", known

@@ -148,7 +148,7 @@ class SessionBackend(BaseDatabaseBackend):
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the session that *owner_digest* names, and raise the token past it."""
-        return self._insist(
+        return self._press(
             partial(listing.end_holding, server=self.server, key=key, owner_digest=owner_digest)
         )
 
