@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sqlite3
 import threading
 from typing import Any
@@ -81,6 +82,21 @@ def test_a_connection_counts_until_it_is_closed() -> None:
 
     own.give_back(borrowing.result(10), is_sound=False)
     closing.result(10)
+
+
+@pytest.mark.django_db
+def test_a_connection_that_nobody_has_any_more_takes_no_place() -> None:
+    """An exception from outside may come at any step: where the connection is in nobody's hands."""
+    own = OwnConnections("locks", "default", SQLite(fair=False), limit=1, io_timeout=0.1)
+    lost = own.borrow()
+    with pytest.raises(LockBackendError, match="all 1 own connections are in use"):
+        own.borrow()
+    lost.connection.close()
+
+    del lost
+    gc.collect()
+
+    own.give_back(own.borrow(), is_sound=False)
 
 
 class Raw:

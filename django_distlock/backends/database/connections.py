@@ -7,6 +7,7 @@ import os
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from django.db import DatabaseError, Error, connections
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
@@ -58,8 +59,8 @@ class OwnConnections:
     def forget(self) -> None:
         """Begin with no connections."""
         self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
-        #: How many there are, idle or lent; one counts until it is closed.
-        self._open = 0
+        #: All there are, idle or lent; one counts until it is closed, or lost by an exception from outside.
+        self._all: WeakSet[BaseDatabaseWrapper] = WeakSet()
         self._has_place = threading.Condition()
         self._closes_idle = False
 
@@ -80,13 +81,8 @@ class OwnConnections:
 
     def open(self, *, bounded: bool = True) -> BaseDatabaseWrapper:
         """Open a connection; a bounded one gives up a request that has no answer in time."""
-        connection = connections.create_connection(self._database)
-        connection.settings_dict = self._settings()
-        connection.inc_thread_sharing()
-        with self._explaining(), _closed_if_it_fails(connection):
-            connection.ensure_connection()
-            bound_requests(connection, self._io_timeout if bounded else None)
-            self._engine.prepare(connection)
+        connection = self._new()
+        self._connect(connection, bounded=bounded)
         return connection
 
     def close(self) -> None:
@@ -106,7 +102,7 @@ class OwnConnections:
         """Return a connection for one caller alone; LockBackendError if none comes free in time."""
         wait = Wait(self._io_timeout)
         with self._has_place:
-            while not self._idle and self._open >= self._limit:
+            while not self._idle and len(self._all) >= self._limit:
                 if wait.is_over:
                     problem = (
                         f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
@@ -115,12 +111,14 @@ class OwnConnections:
                 self._has_place.wait(wait.left)
             if self._idle:
                 return self._idle.pop()[1]
-            self._open += 1
+            connection = self._new()
+            self._all.add(connection)
         try:
-            return self.open()
+            self._connect(connection)
         except BaseException:
-            self._free_place()
+            self._free_place(connection)
             raise
+        return connection
 
     def give_back(self, connection: BaseDatabaseWrapper, *, is_sound: bool) -> None:
         """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones."""
@@ -134,15 +132,27 @@ class OwnConnections:
             self._close(connection)
             self.close()
 
+    def _new(self) -> BaseDatabaseWrapper:
+        connection = connections.create_connection(self._database)
+        connection.settings_dict = self._settings()
+        connection.inc_thread_sharing()
+        return connection
+
+    def _connect(self, connection: BaseDatabaseWrapper, *, bounded: bool = True) -> None:
+        with self._explaining(), _closed_if_it_fails(connection):
+            connection.ensure_connection()
+            bound_requests(connection, self._io_timeout if bounded else None)
+            self._engine.prepare(connection)
+
     def _close(self, connection: BaseDatabaseWrapper) -> None:
         try:
             _close_quietly(connection)
         finally:
-            self._free_place()
+            self._free_place(connection)
 
-    def _free_place(self) -> None:
+    def _free_place(self, connection: BaseDatabaseWrapper) -> None:
         with self._has_place:
-            self._open -= 1
+            self._all.discard(connection)
             self._has_place.notify()
 
     def _close_idle_later(self) -> None:
