@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING
 import pytest
 from django.db import connections, transaction
 
-from django_distlock import LockError, NotSupported, StaleFencingToken, lock, locks
+from django_distlock import (
+    LockError,
+    NotSupported,
+    StaleFencingToken,
+    lock,
+    locks,
+    transaction_lock,
+)
 from django_distlock.backends.database.engine import COUNTER
 from django_distlock.holder import Holder
 from django_distlock.protocol import Busy, Grant
 from tests.backends.conftest import SERVERS, backend
+from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time
 
 if TYPE_CHECKING:
@@ -229,6 +237,27 @@ def test_guard_follows_an_alias_whose_own_settings_name_a_schema(
             assert is_guarded(wanderer, lease.request.key, "elsewhere.")
     finally:
         del options["options"]
+
+
+@pytest.mark.server
+def test_a_schema_may_have_any_name(postgres: PostgreSQL, name: str, settings: Settings) -> None:
+    odd = {"options": '-c search_path="ten%sant"'}
+    with connections["postgres"].cursor() as cursor:
+        cursor.execute('CREATE SCHEMA "ten%sant"')
+    connections.settings["odd"] = {**connections.settings["postgres"], "OPTIONS": odd}
+    settings.DISTLOCK = {"odd": {"OPTIONS": {"using": "odd"}}}
+    try:
+        migrate("odd")
+        with lock(name, using="odd") as lease, transaction.atomic(using="odd"):
+            lease.guard(using="odd")
+        with transaction.atomic(using="odd"):
+            transaction_lock(name, using="odd")
+    finally:
+        locks.close()
+        connections["odd"].close()
+        del connections["odd"], connections.settings["odd"]
+        with connections["postgres"].cursor() as cursor:
+            cursor.execute('DROP SCHEMA "ten%sant" CASCADE')
 
 
 @pytest.mark.parametrize("kind", ["database.DatabaseBackend", "rowlock.RowLockBackend"])

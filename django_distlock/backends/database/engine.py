@@ -131,13 +131,13 @@ class OutOfReach(Exception):
 
 
 def schema_of_tables(cursor: CursorWrapper) -> str:
-    """Return the schema in which *cursor* finds our tables, with its dot; others may look elsewhere."""
+    """Return the schema in which *cursor* finds our tables, with its dot, for a statement with parameters."""
     ask = _SCHEMA.get(cursor.db.vendor)
     if ask is None:
         return ""
     cursor.execute(ask)
     row = cursor.fetchone()
-    return f"{row[0]}." if row else ""
+    return f"{row[0].replace('%', '%%')}." if row else ""
 
 
 def parameters(request: Request, **more: Any) -> dict[str, Any]:
