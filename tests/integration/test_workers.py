@@ -37,6 +37,8 @@ TTL = 1.0
 BEYOND_TTL = 2 * TTL
 #: Of a lease that nobody waits for the end of.
 LONG = 30.0
+#: Seconds until a signal must have ended a wait, on a busy machine.
+AT_ONCE = 4.0
 CHARGES = 12
 _numbers = itertools.count(1)
 pytestmark = pytest.mark.timeout(120)
@@ -74,7 +76,9 @@ ALL = combinations(
     ("gunicorn-gevent", "postgres-advisory"),
     ("gunicorn-gevent", "zookeeper"),
     ("uvicorn", "postgres-rowlock"),
+    ("gunicorn-uvicorn", "redis"),
     ("uwsgi-threads", "postgres"),
+    ("uwsgi-gevent", "redis"),
     ("eventlet", "redlock"),
     ("eventlet", "postgres"),
     ("eventlet", "mariadb-advisory"),
@@ -281,7 +285,7 @@ def test_threads_that_became_greenlets_too_late_are_refused_in_words(
     site.close()
 
 
-@pytest.mark.parametrize("pool", ["threads", "gevent", "eventlet"])
+@pytest.mark.parametrize("pool", ["solo", "threads", "gevent", "eventlet"])
 @pytest.mark.usefixtures("connections_of_celery")
 @over(("celery", "redis"))
 def test_tasks_of_every_pool_renew_wait_and_exclude(
@@ -304,6 +308,33 @@ def test_tasks_of_every_pool_renew_wait_and_exclude(
     assert early[1] <= late[0]
     worker.stop()
     assert not held_elsewhere(name)
+
+
+@pytest.mark.parametrize("driver", ["mysqlclient", "pymysql"])
+@pytest.mark.usefixtures("connections_of_celery")
+@over(("celery", "mariadb"), ("celery", "mariadb-rowlock"), ("celery", "mariadb-advisory"))
+def test_a_soft_time_limit_ends_a_wait_by_each_driver(
+    request: pytest.FixtureRequest,
+    start_workers: StartWorkers,
+    name: str,
+    combination: Combination,
+    driver: str,
+) -> None:
+    for fixture in combination.fixtures:
+        request.getfixturevalue(fixture)
+    environment = {
+        "DJANGO_SETTINGS_MODULE": "tests.integration.worker_settings",
+        "DISTLOCK_WORKERS_ALIAS": json.dumps(combination.profile.settings),
+        "DISTLOCK_MYSQL_DRIVER": driver,
+    }
+    [worker] = start_workers(children=1, include=worker_tasks.__name__, environment=environment)
+
+    with held_in_thread(lock(name, ttl=LONG)):
+        waited = worker_tasks.wait.apply_async((name,), queue=worker.queue).get(timeout=40)
+
+    assert worker_tasks.SOFT_LIMIT * 0.9 <= waited < worker_tasks.SOFT_LIMIT + AT_ONCE
+    assert free_within(name, 5)
+    worker.stop()
 
 
 @pytest.fixture(scope="module")

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Any
 
 from celery import shared_task
+from celery.exceptions import SoftTimeLimitExceeded
 
 from django_distlock import lock
 from testproject import celery  # noqa: F401 - it takes the tasks
 
 STEP = 0.05
+#: Seconds that a task of ours may wait before Celery raises in it.
+SOFT_LIMIT = 1
 
 
 @shared_task
@@ -22,6 +26,15 @@ def hold(name: str, seconds: float, ttl: float, timeout: float) -> dict[str, Any
             time.sleep(STEP)
             lease.check()
         return {"pid": os.getpid(), "entered": entered, "left": _now()}
+
+
+@shared_task(soft_time_limit=SOFT_LIMIT)
+def wait(name: str) -> float:
+    """Return how long a wait for the lock lasted until the soft time limit ended it."""
+    began = _now()
+    with suppress(SoftTimeLimitExceeded):
+        lock(name, timeout=60).acquire()
+    return _now() - began
 
 
 @shared_task
