@@ -77,10 +77,12 @@ ALL = combinations(
     ("gunicorn-gevent", "zookeeper"),
     ("uvicorn", "postgres-rowlock"),
     ("gunicorn-uvicorn", "redis"),
+    ("gunicorn-asgi", "redis"),
     ("uwsgi-threads", "postgres"),
     ("uwsgi-gevent", "redis"),
     ("eventlet", "redlock"),
     ("eventlet", "postgres"),
+    ("eventlet", "zookeeper"),
     ("eventlet", "mariadb-advisory"),
 )
 

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import AuthFailedError, ConnectionClosedError, KazooException
+from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.serialization import Close, Connect
 from kazoo.protocol.states import KazooState, KeeperState
+
+from django_distlock import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 _RETRY = {"max_tries": -1, "delay": 0.05, "max_delay": 1.0}
 #: Seconds that the end of a session is waited for.
 _GOODBYE = 2.0
+#: What select() is asked for: to be read, to be written, to have failed.
+_LISTS = 3
 _OVER = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
 
 
@@ -36,6 +41,25 @@ class Listener(Protocol):
 
     def session_lost(self, reason: str) -> None:
         """It is over, and with it all that it held."""
+
+
+class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
+    """What runs kazoo: its own threads, whose select() ends for what is ready or for the time alone."""
+
+    def select(self, *lists: Any) -> Any:
+        """Wait as select.select() does.
+
+        That of eventlet comes back early and with nothing, for sockets of the call before: kazoo
+        takes this for a server that is silent, and connects anew.
+        """
+        *sockets, timeout = lists if len(lists) > _LISTS else (*lists, None)
+        ends = None if timeout is None else clock.wait_time() + timeout
+        while True:
+            ready = super().select(*sockets, timeout)
+            if ends is not None:
+                timeout = max(0.0, ends - clock.wait_time())
+            if any(ready) or timeout == 0:
+                return ready
 
 
 class Session:
@@ -120,7 +144,8 @@ class Session:
             _close_sockets(client)
 
     def _start(self) -> None:
-        client = KazooClient(connection_retry=dict(_RETRY), **self._options.client_arguments())
+        arguments = self._options.client_arguments()
+        client = KazooClient(handler=_Handler(), connection_retry=dict(_RETRY), **arguments)
         client.add_listener(partial(self._changed, client))
         _note_connects(client, self._note_negotiated)
         # First, since it may be connected before start_async() returns, and nobody else is listened to.
