@@ -842,6 +842,15 @@ def test_what_a_majority_has_is_listed_though_servers_are_down(
     assert len(caught.value.causes) == 5
 
 
+def test_a_listing_goes_to_the_end(make: Make, name: str) -> None:
+    backend = make(**PATIENT)
+    names = [f"{name}:{number:04}" for number in range(1200)]
+    for each in names:
+        _take(backend, each)
+
+    assert [each.name for each in backend.held() if each.name.startswith(name)] == names
+
+
 URLS = [f"redis://127.0.0.1:{port}" for port in range(1, 7)]
 
 
