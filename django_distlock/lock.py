@@ -456,7 +456,11 @@ class _Handed:
     """A lease on its way from the process that detached it to this one, which makes a new owner."""
 
     def __init__(self, text: str) -> None:
-        known = signing.loads(text, salt=HANDOVER)
+        try:
+            known = signing.loads(text, salt=HANDOVER)
+        except (signing.BadSignature, UnicodeError) as error:
+            # Django tells the end of the text as it is: the cause, too, would.
+            raise signing.BadSignature(printable(error)) from None
         self.backend = locks[known.pop("using")]
         self.former = known.pop("owner")
         self._token = known.pop("token")

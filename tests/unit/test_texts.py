@@ -215,6 +215,17 @@ def test_the_longest_name_is_counted_in_its_normal_form(memory: LocMemBackend) -
         assert len(lease.name) == LONGEST_NAME
 
 
+@pytest.mark.parametrize("forged", [HOSTILE, HOSTILE.replace("\ud800", "")])
+def test_what_is_said_of_a_forged_text_is_harmless_and_short(
+    memory: LocMemBackend, forged: str
+) -> None:
+    with pytest.raises(signing.BadSignature) as refused:
+        Lease.attach(f"forged:{forged}")
+
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value).encode()) <= LONGEST_SHOWN
+
+
 # Who holds a lock, as a request, a thread or a task says it.
 
 
