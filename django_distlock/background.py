@@ -120,8 +120,10 @@ class Background:
         with self._mutex:
             if not self._free():
                 self._idle += 1
-                self._has_work.wait(LINGER)
-                self._idle -= 1
+                try:
+                    self._has_work.wait(LINGER)
+                finally:
+                    self._idle -= 1
             lane = self._take_free()
             if lane is None:
                 self._workers -= 1
