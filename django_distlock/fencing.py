@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from .lease import Lease
 
+#: Rows in one statement: SQLite took no more than 999 parameters for long.
+BATCH = 500
 _NEWER = "a later holder has claimed this data"
 _UNCLAIMED = "this data is not claimed by this lease: call lease.claim() before reading it"
 
@@ -27,7 +29,9 @@ def claim(lease: Lease, target: models.Model | models.QuerySet[Any]) -> Any:
     """See Lease.claim()."""
     if isinstance(target, models.QuerySet):
         rows = target.using(_database(target))
-        _pass_fences(lease, rows, _keys(rows), claims=True)
+        with transaction.atomic(using=rows.db):
+            for keys in _batches(rows):
+                _pass_fences(lease, rows, keys, claims=True)
         return rows.all()
     model = type(target)
     # The base manager: a custom one may hide the very row that is to be protected.
@@ -60,11 +64,13 @@ def update(lease: Lease, queryset: models.QuerySet[Any], values: dict[str, Any])
         msg = "update() sets the fence itself, to the token of the lease: leave fence=... out."
         raise ValueError(msg)
     rows = queryset.using(_database(queryset))
+    key, updated = _owner(rows.model)._meta.pk.name, 0
     with transaction.atomic(using=rows.db):
-        keys = _keys(rows)
-        _pass_fences(lease, rows, keys)
-        # Once more by what the queryset asks for: only now can no other holder change it.
-        return rows.filter(**{f"{_owner(rows.model)._meta.pk.name}__in": keys}).update(**values)
+        for keys in _batches(rows):
+            _pass_fences(lease, rows, keys)
+            # Once more by what the queryset asks for: only now can no other holder change it.
+            updated += rows.filter(**{f"{key}__in": keys}).update(**values)
+    return updated
 
 
 def _pass_fences(
@@ -101,6 +107,12 @@ def _shares_key(model: type[models.Model]) -> bool:
     """Return whether the row of *model* and the one that has the fence have the same key."""
     path = model._meta.get_path_to_parent(_owner(model))
     return all(step.join_field.primary_key for step in path)
+
+
+def _batches(rows: models.QuerySet[Any]) -> list[list[Any]]:
+    """Return _keys(), as many at a time as every server takes in one statement."""
+    keys = _keys(rows)
+    return [keys[first : first + BATCH] for first in range(0, len(keys), BATCH)]
 
 
 def _keys(rows: models.QuerySet[Any]) -> list[Any]:

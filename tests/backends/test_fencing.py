@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.db import transaction
+from django.db import connections, transaction
 
 from django_distlock import LockLost, NotSupported, StaleFencingToken, lock
 from testproject.models import Account
 from tests.fixtures.eventually import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from django_distlock import Lease
 
@@ -122,6 +122,45 @@ def test_queryset_is_claimed_and_updated_as_one(database: str, name: str, accoun
         assert lease.update(rows, balance=3) == 1
 
     assert rows.get().balance == 3
+
+
+def test_many_rows_are_claimed_and_updated_by_statements_that_every_server_takes(
+    database: str, name: str
+) -> None:
+    accounts = Account.objects.using(database)
+    accounts.bulk_create([Account(name=name, balance=1, opening_balance=1) for _ in range(1200)])
+    mine = accounts.filter(name=name)
+    most = 0
+
+    def count(execute: Callable[..., Any], sql: str, params: Any, *rest: Any) -> Any:
+        nonlocal most
+        most = max(most, len(params or ()))
+        return execute(sql, params, *rest)
+
+    with lock(name, using=database) as lease, connections[database].execute_wrapper(count):
+        lease.claim(mine)
+        updated = lease.update(mine, balance=2)
+
+    assert updated == 1200
+    assert mine.filter(balance=2).count() == 1200
+    assert most < 999
+    mine.delete()
+
+
+def test_a_refused_claim_of_many_rows_raises_no_fence(
+    database: str, name: str, account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("django_distlock.fencing.BATCH", 1)
+    accounts = Account.objects.using(database)
+    other = accounts.create(name=name, balance=1, opening_balance=1)
+    first, second = paused_and_next(name, database)
+    second.claim(other)
+
+    with pytest.raises(StaleFencingToken):
+        first.claim(accounts.filter(pk__in=[account.pk, other.pk]).order_by("pk"))
+
+    assert accounts.get(pk=account.pk).fence == account.fence
+    second.release()
 
 
 def test_update_refuses_rows_that_a_later_holder_has_claimed(

@@ -182,9 +182,11 @@ class Taker(ABC):
 
     def _ask_for_row(self) -> None:
         alias = self.connection.alias
-        with suppress(Contended), _pool(alias, self.engine).cursor() as cursor:
-            if alias not in _schemas:
+        pool = _pool(alias, self.engine)
+        if alias not in _schemas:
+            with pool.cursor() as cursor:
                 _schemas[alias] = schema_of_tables(cursor)
+        with suppress(Contended), pool.cursor() as cursor:
             self.make_row(cursor)
 
 
