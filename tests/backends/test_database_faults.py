@@ -220,14 +220,15 @@ def test_the_server_never_counts_more_connections_than_are_allowed(
                 pass
 
     with server.admin() as admin:
-        eventually(lambda: number_of_sessions(admin) == 0, 40)
+        # Threads that other tests have used may have connections of Django's.
+        before = number_of_sessions(admin)
         users = [start(partial(use, thread)) for thread in range(16)]
         most = max(number_of_sessions(admin) for _ in range(400))
         over.set()
         for user in users:
             user.result(40)
 
-    assert most == 4
+    assert most - before == 4
 
 
 def number_of_sessions(admin: Any) -> int:
