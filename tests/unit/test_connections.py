@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import sqlite3
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from django.db import DatabaseError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_distlock import LockBackendError
+from django_distlock.backends.database import connections as own_connections
 from django_distlock.backends.database.bounds import is_cut
 from django_distlock.backends.database.connections import OwnConnections, Unusable, _close_quietly
 from django_distlock.backends.database.sqlite import SQLite
@@ -97,6 +103,63 @@ def test_a_connection_that_nobody_has_any_more_takes_no_place() -> None:
     gc.collect()
 
     own.give_back(own.borrow(), is_sound=False)
+
+
+class Noted(SQLite):
+    """Keeps what has been opened."""
+
+    def __init__(self) -> None:
+        super().__init__(fair=False)
+        self.drivers: list[Any] = []
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        self.drivers.append(connection.connection)
+
+
+@contextmanager
+def interrupted_at(step: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt as this call of the pool's, or of its locks', begins or ends."""
+    left, before = step, sys.gettrace()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal left
+        is_ours = frame.f_code.co_filename in {own_connections.__file__, threading.__file__}
+        # Not at lines: a block's end is one, at which Python itself lets nothing in.
+        if is_ours and event in {"call", "return"}:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.django_db
+def test_an_exception_at_any_step_of_lending_stops_nobody_else() -> None:
+    engine = Noted()
+    own = OwnConnections("locks", "default", engine, limit=4, io_timeout=5)
+
+    def lend() -> None:
+        own.give_back(own.borrow(), is_sound=True)
+
+    lend()
+    for step in itertools.count(1):
+        try:
+            with interrupted_at(step):
+                lend()
+        except KeyboardInterrupt:
+            start(lend).result(10)
+        else:
+            break
+
+    assert step > 8
+    own.close()
+    for driver in engine.drivers:
+        driver.close()
 
 
 class Raw:

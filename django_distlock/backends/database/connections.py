@@ -61,7 +61,9 @@ class OwnConnections:
         self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
         #: All there are, idle or lent; one counts until it is closed, or lost by an exception from outside.
         self._all: WeakSet[BaseDatabaseWrapper] = WeakSet()
-        self._has_place = threading.Condition()
+        # A plain lock: an exception from outside finds no code of Python's between its taking and its block.
+        self._mutex = threading.Lock()
+        self._has_place = threading.Condition(self._mutex)
         self._closes_idle = False
 
     @contextmanager
@@ -87,7 +89,7 @@ class OwnConnections:
 
     def close(self) -> None:
         """Close the idle ones."""
-        with self._has_place:
+        with self._mutex:
             idle, self._idle = self._idle, []
         for _, connection in idle:
             self._close(connection)
@@ -101,7 +103,7 @@ class OwnConnections:
     def borrow(self) -> BaseDatabaseWrapper:
         """Return a connection for one caller alone; LockBackendError if none comes free in time."""
         wait = Wait(self._io_timeout)
-        with self._has_place:
+        with self._mutex:
             while not self._idle and len(self._all) >= self._limit:
                 if wait.is_over:
                     problem = (
@@ -123,7 +125,7 @@ class OwnConnections:
     def give_back(self, connection: BaseDatabaseWrapper, *, is_sound: bool) -> None:
         """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones."""
         if is_sound:
-            with self._has_place:
+            with self._mutex:
                 self._idle.append((clock.wait_time(), connection))
                 self._has_place.notify()
             self._close_idle_later()
@@ -151,7 +153,7 @@ class OwnConnections:
             self._free_place(connection)
 
     def _free_place(self, connection: BaseDatabaseWrapper) -> None:
-        with self._has_place:
+        with self._mutex:
             self._all.discard(connection)
             self._has_place.notify()
 
@@ -162,7 +164,7 @@ class OwnConnections:
 
     def _close_idle(self) -> None:
         oldest = clock.wait_time() - IDLE
-        with self._has_place:
+        with self._mutex:
             old = [connection for since, connection in self._idle if since <= oldest]
             self._idle = [entry for entry in self._idle if entry[0] > oldest]
             self._closes_idle = False
