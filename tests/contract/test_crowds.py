@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import pytest
 
 from django_distlock import lock
 
-from .profiles import needs
+from .profiles import Profile, needs
 
-pytestmark = pytest.mark.slow
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 CROWD = 1000
 #: Seconds that one of them waits at most, on a busy machine.
 LONGEST = 60
+
+
+@pytest.fixture(autouse=True)
+def unhurried(using: str, profile: Profile, settings: Settings) -> None:
+    """Three servers of ZooKeeper and a thousand tasks on one busy machine: sessions need time."""
+    if profile.name == "zookeeper":
+        options = profile.settings["OPTIONS"] | {"session_timeout": 50.0, "io_timeout": 50.0}
+        settings.DISTLOCK = {using: {**profile.settings, "OPTIONS": options}}
 
 
 async def test_a_crowd_gets_locks_of_their_own(using: str, name: str) -> None:
