@@ -177,6 +177,8 @@ def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any,
         return done.value
 
 
+#: Seconds: the kernel counts milliseconds, in 31 bits.
+LONGEST_SELECT = 2_000_000.0
 #: What a connection of mysqlclient does here and not in its C code, and the socket that it is on.
 _BOUND = ("query", "commit", "rollback", "autocommit", "distlock_descriptor")
 #: The numbers of errors that its C code finds itself: the connection is lost.
@@ -212,6 +214,6 @@ def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -
 def _wait_for_reply(descriptor: int, seconds: float | None) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
-        if not selector.select(seconds):
+        if not selector.select(None if seconds is None else min(seconds, LONGEST_SELECT)):
             msg = "no answer in time"
             raise TimeoutError(msg)
