@@ -16,11 +16,11 @@ from django.utils.translation import gettext as _, gettext_lazy
 
 from .backends.database import DatabaseBackend, records
 from .backends.database.records import State
+from .engine.naming import LONGEST_LISTED, printable
 from .exceptions import InvalidLockBackend
 from .forced_release import ForcedRelease
 from .handler import locks
 from .models import MethodLock
-from .naming import LONGEST_LISTED, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
 
 from asgiref.sync import iscoroutinefunction
 
-from . import holder, views
+from . import views
 from .busy import find_request
+from .engine import holder
+from .engine.naming import NameTemplate, checked_name
 from .exceptions import LockNotAcquired
 from .lock import Lock, LockTerms, Terms
-from .naming import NameTemplate, checked_name
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Generator

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
 
-from .naming import printable
+from .engine.naming import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .holder import Holder
+    from .engine.holder import Holder
 
 
 class LockError(Exception):

@@ -25,10 +25,10 @@ from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
 from .backends.base import tell_forced
 from .backends.database import DatabaseBackend, records
+from .engine.naming import printable
+from .engine.values import digest
 from .exceptions import first_line
 from .models import LONGEST_SHOWN, MethodLock
-from .naming import printable
-from .protocol import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
 
-    from .protocol import Held
+    from .engine.values import Held
 
 _Page = TypeVar("_Page")
 #: Locks on one confirmation page: more than anybody reads is more than anybody means.

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
-from . import clock
 from .backends.base import BaseLockBackend
-from .background import background
 from .conf import BackendSettings, read_settings
+from .engine import clock
+from .engine.background import background
+from .engine.forks import forks
+from .engine.registry import registry
+from .engine.workers import check_threads
 from .exceptions import InvalidLockBackend
-from .forks import forks
-from .registry import registry
-from .workers import check_threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,21 +9,21 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from . import clock
-from .background import background
-from .caller import Caller
+from .engine import clock
+from .engine.background import background
+from .engine.caller import Caller
+from .engine.forks import forks
+from .engine.naming import printable
+from .engine.registry import registry
+from .engine.settling import settled
+from .engine.values import Release, Request
 from .exceptions import LockLost, LockNotHeld
-from .forks import forks
-from .naming import printable
-from .protocol import Release, Request
-from .registry import registry
-from .settling import settled
 from .signals import announce, lock_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from .holder import Holder
+    from .engine.holder import Holder
 
 logger = logging.getLogger("django_distlock")
 #: A lease with less than this part of its ttl left should have been renewed by now.

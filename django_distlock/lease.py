@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from django.core import signing
 
-from . import clock, fencing, transactions
-from .background import background
-from .caller import Caller
+from . import fencing, transactions
 from .conf import checked_ttl
+from .engine import clock
+from .engine.background import background
+from .engine.caller import Caller
+from .engine.naming import printable
+from .engine.settling import asettled, settled
+from .engine.values import Release
 from .exceptions import LockError, LockLost, LockNotOwned, NotSupported
 from .holding import Holding, State
-from .naming import printable
-from .protocol import Release
-from .settling import asettled, settled
 from .signals import announce, lock_extended, lock_released
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
     from django.db.models import Model, QuerySet
 
+    from .engine.values import Request
     from .holding import LeaseBackend
-    from .protocol import Request
 
 logger = logging.getLogger("django_distlock")
 #: Salt of the text that detach() signs.

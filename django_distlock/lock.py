@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from asgiref.sync import markcoroutinefunction
 from django.core import signing
 
-from . import clock
-from .caller import Caller
 from .conf import DEFAULT_ALIAS, LEAST_TTL, checked_ttl, optional_seconds, seconds
+from .engine import clock
+from .engine.caller import Caller
+from .engine.holder import Holder
+from .engine.naming import checked_name, printable
+from .engine.registry import registry
+from .engine.renewal import renewal
+from .engine.settling import asettled, settled
 from .exceptions import LockDeadlock, LockLost, LockNotAcquired, LockNotHeld, NotSupported
 from .handler import locks
-from .holder import Holder
 from .holding import State
 from .lease import HANDOVER, Lease, unmasked
-from .naming import checked_name, printable
-from .registry import registry
-from .renewal import renewal
-from .settling import asettled, settled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .backends.base import BaseLockBackend
-    from .protocol import Request
+    from .engine.values import Request
 
     Seconds = float | timedelta
     Note = Callable[[Lease], object]

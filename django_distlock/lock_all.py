@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from asgiref.sync import markcoroutinefunction
 
-from .caller import Caller
+from .engine.caller import Caller
+from .engine.waiting import Wait
 from .exceptions import LockNotAcquired
 from .lock import Awaited, Lock, LockTerms, Terms
-from .waiting import Wait
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -9,7 +9,7 @@ from django.utils import timezone
 from django.utils.text import Truncator
 from django.utils.translation import gettext_lazy as _
 
-from .naming import printable, shown
+from .engine.naming import printable, shown
 
 #: Characters of a name where there is little place.
 LONGEST_SHOWN = 60

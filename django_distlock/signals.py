@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.dispatch import Signal
 
-from .background import background
+from .engine.background import background
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
+from .engine.naming import printable
 from .exceptions import LockError, ReleasedBeforeCommit
-from .naming import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -44,7 +44,7 @@ def collected() -> Iterator[None]:
 @pytest.fixture
 def is_never_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a lost reply asked for again, however late it is found out."""
-    monkeypatch.setattr("django_distlock.settling.SETTLE", 30.0)
+    monkeypatch.setattr("django_distlock.engine.settling.SETTLE", 30.0)
 
 
 # First, since the marker decides what `-m "not server"` leaves out.

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from django.core.cache import BaseCache, caches
 
-from django_distlock import clock
+from django_distlock.engine import clock
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
-from django_distlock.holder import Holder
-from django_distlock.protocol import Busy, Grant, Release
 
 from .base import BaseLockBackend
 from .cache_alias import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from django.core.checks import CheckMessage
 
     from django_distlock.conf import BackendSettings
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
 
 #: Seconds of its ttl that a lock must have left to be deleted, else it is left to expire: between
 #: the look whose it is and the delete() it may become another's.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from django_distlock.naming import stored
-from django_distlock.protocol import Busy, Grant
-from django_distlock.waiting import Wait
+from django_distlock.engine.naming import stored
+from django_distlock.engine.values import Busy, Grant
+from django_distlock.engine.waiting import Wait
 
 from .database.advisory_mysql import MySQLAdvisory
 from .database.advisory_postgresql import PostgreSQLAdvisory

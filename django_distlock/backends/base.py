@@ -7,9 +7,16 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from django_distlock import clock
-from django_distlock.acquisition import Acquisition, AsyncAcquisition
 from django_distlock.conf import NoOptions, checked_options
+from django_distlock.engine import clock
+from django_distlock.engine.acquisition import Acquisition, AsyncAcquisition
+from django_distlock.engine.lanes import Lanes
+from django_distlock.engine.leftovers import Leftovers, until_done
+from django_distlock.engine.local_queue import LocalQueue
+from django_distlock.engine.naming import LONGEST_SHOWN, printable, server_key
+from django_distlock.engine.registry import registry
+from django_distlock.engine.settling import settled
+from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, digest
 from django_distlock.exceptions import (
     LockBackendError,
     LockNotAcquired,
@@ -17,23 +24,15 @@ from django_distlock.exceptions import (
     NotSupported,
 )
 from django_distlock.lease import Lease
-from django_distlock.local_queue import LocalQueue
-from django_distlock.naming import LONGEST_SHOWN, printable, server_key
-from django_distlock.protocol import Busy, Grant, Held, Purged, Release, Request, digest
-from django_distlock.registry import registry
-from django_distlock.settling import settled
 from django_distlock.signals import announce, lock_acquired, lock_busy, lock_forced
-
-from .lanes import Lanes
-from .leftovers import Leftovers, until_done
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
 
-    from django_distlock.bells import TaskBell, ThreadBell
     from django_distlock.conf import BackendSettings
+    from django_distlock.engine.bells import TaskBell, ThreadBell
 
 logger = logging.getLogger("django_distlock")
 

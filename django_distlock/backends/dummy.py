@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from django_distlock.protocol import Busy, Grant, Release, Request
+from django_distlock.engine.values import Busy, Grant, Release, Request
 
 from .base import BaseLockBackend
 

@@ -8,16 +8,16 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from django_distlock import clock
-from django_distlock.protocol import Busy, Grant, Held, Release, Request, digest
+from django_distlock.engine import clock
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
 
 from .base import BaseLockBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from django_distlock.bells import Bell
     from django_distlock.conf import BackendSettings
+    from django_distlock.engine.bells import Bell
 
 
 @dataclass(slots=True)

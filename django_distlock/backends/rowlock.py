@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from django_distlock.protocol import Busy, Grant
-from django_distlock.waiting import Wait
+from django_distlock.engine.values import Busy, Grant
+from django_distlock.engine.waiting import Wait
 
 from .database.options import SessionOptions
 from .database.row_servers import MySQLRows, PostgreSQLRows, RowServer
@@ -14,7 +14,7 @@ from .database.session_engine import STAY, look
 from .database.transaction_lock import transaction_lock
 
 if TYPE_CHECKING:
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
 
     from .database.sessions import Session
 

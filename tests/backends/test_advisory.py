@@ -15,8 +15,8 @@ from django.db import connections
 from django_distlock import LockBackendError, NotSupported, lock, locks
 from django_distlock.backends.database.advisory_mysql import lock_name
 from django_distlock.backends.database.advisory_postgresql import lock_number
-from django_distlock.holder import Holder
-from django_distlock.protocol import Grant, Release
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Grant, Release
 from tests.fixtures.eventually import eventually
 
 from .session_tools import SITES, aliases, ask, backend, waiters

@@ -19,7 +19,6 @@ from django_distlock import (
     LockLost,
     LockOutcomeUnknown,
     NotSupported,
-    clock,
     lock,
     locks,
 )
@@ -27,9 +26,10 @@ from django_distlock.backends.add import MARGIN, AddBackend, _Found
 from django_distlock.backends.cache import SingleProcessBackend
 from django_distlock.backends.memcached import CacheMemcachedBackend
 from django_distlock.conf import BackendSettings
+from django_distlock.engine import clock
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Release
 from django_distlock.handler import make_backend
-from django_distlock.holder import Holder
-from django_distlock.protocol import Release
 from tests.contract.acts import WIDTH
 from tests.contract.crew import elsewhere, together
 from tests.contract.rivals import Rival

@@ -18,10 +18,10 @@ from django.urls import reverse
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.admin import MethodLockAdmin
 from django_distlock.backends.database import transaction_taker
-from django_distlock.holder import acting_for
+from django_distlock.engine.holder import acting_for
+from django_distlock.engine.registry import registry
+from django_distlock.engine.values import Held
 from django_distlock.models import MethodLock
-from django_distlock.protocol import Held
-from django_distlock.registry import registry
 from tests.contract import crew
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually

@@ -24,16 +24,16 @@ from django_distlock import (
     lock,
     locks,
     transaction_lock,
-    waiting,
 )
 from django_distlock.backends.database.engine import PATIENCE
 from django_distlock.backends.database.records import rows
-from django_distlock.background import background
-from django_distlock.bells import ThreadBell
-from django_distlock.holder import Holder
+from django_distlock.engine import waiting
+from django_distlock.engine.background import background
+from django_distlock.engine.bells import ThreadBell
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.registry import registry
+from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
-from django_distlock.protocol import Busy, Grant, Release
-from django_distlock.registry import registry
 from tests.backends.conftest import backend
 from tests.contract.crew import start
 from tests.fixtures.child import say
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
 
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
     from tests.fixtures.mariadb import MariaDB
     from tests.fixtures.postgres import PostgreSQL
     from tests.fixtures.processes import Spawn

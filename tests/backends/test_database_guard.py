@@ -17,8 +17,8 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.database.engine import COUNTER
-from django_distlock.holder import Holder
-from django_distlock.protocol import Busy, Grant
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy, Grant
 from tests.backends.conftest import SERVERS, backend
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
 
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
     from tests.fixtures.mariadb import MariaDB
     from tests.fixtures.postgres import PostgreSQL
 

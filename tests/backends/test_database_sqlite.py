@@ -12,7 +12,7 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import LockBackendError, lock, locks
-from django_distlock.holder import Holder
+from django_distlock.engine.holder import Holder
 from django_distlock.models import LockWaiter
 from tests.contract.crew import start
 from tests.fixtures.databases import migrate

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from django_distlock import lock, locks
-from django_distlock.holder import Holder
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Grant
 from django_distlock.models import MethodLock
-from django_distlock.protocol import Grant
 from tests.backends.conftest import backend, counted_statements
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.holder import Holder
+from django_distlock.engine.holder import Holder
 from django_distlock.models import MethodLock
 from testproject.models import Account
 from tests.backends.conftest import SERVERS
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
 
-    from django_distlock.protocol import Release, Request
+    from django_distlock.engine.values import Release, Request
 
 THREADS, UPDATES = 6, 60
 LEVELS = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]

@@ -20,12 +20,12 @@ from django_distlock import (
     LockLost,
     LockOutcomeUnknown,
     NotSupported,
-    clock,
     lock,
     locks,
 )
 from django_distlock.backends.memcached.record import Record
-from django_distlock.protocol import Release
+from django_distlock.engine import clock
+from django_distlock.engine.values import Release
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never

@@ -18,10 +18,10 @@ from django.core.cache import caches
 from django_distlock import LockBackendError, LockNotOwned, lock, locks
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.backends.redis.keys import KeySpace
-from django_distlock.bells import ThreadBell
+from django_distlock.engine.bells import ThreadBell
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.exceptions import InvalidLockBackend
-from django_distlock.holder import Holder
-from django_distlock.protocol import Busy, Grant, Release
 from tests.fixtures.eventually import eventually
 from tests.fixtures.redis import Redis
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from pytest_django.fixtures import Settings
 
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
     from tests.fixtures.redis import Replicated
     from tests.fixtures.redis_monitor import Monitor
 

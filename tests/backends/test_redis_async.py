@@ -16,7 +16,7 @@ import pytest
 
 from django_distlock import LockBackendError, LockOutcomeUnknown, lock, locks
 from django_distlock.backends.redis.pool import AsyncPoolLink
-from django_distlock.registry import registry
+from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis

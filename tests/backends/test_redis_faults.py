@@ -18,11 +18,10 @@ from django_distlock import (
     LockLost,
     LockNotOwned,
     LockOutcomeUnknown,
-    clock,
     lock,
     locks,
 )
-from django_distlock.backends import leftovers
+from django_distlock.engine import clock, leftovers
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.proxy import Proxy

@@ -39,9 +39,9 @@ from django_distlock.backends.redis.scripts import (
 from django_distlock.backends.redis.sources import Source
 from django_distlock.backends.redis.transactions import ROUNDS, transact
 from django_distlock.conf import BackendSettings
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Grant, Release
 from django_distlock.handler import make_backend
-from django_distlock.holder import Holder
-from django_distlock.protocol import Grant, Release
 from tests.fixtures.redis import Redis
 
 if TYPE_CHECKING:

@@ -20,24 +20,18 @@ import freezegun
 import pytest
 from django.core.checks import Error, Warning as CheckWarning
 
-from django_distlock import (
-    InvalidLockBackend,
-    LockBackendError,
-    LockLost,
-    clock,
-    lock,
-    locks,
-)
+from django_distlock import InvalidLockBackend, LockBackendError, LockLost, lock, locks
 from django_distlock.backends.redis.scripts import Call, Script
 from django_distlock.backends.redlock import RedlockBackend, scripts
 from django_distlock.backends.redlock.nodes import DEBT, NOTHING, Line, Node
 from django_distlock.backends.redlock.task_lines import TaskLine
 from django_distlock.backends.redlock.validity import validity
-from django_distlock.bells import ThreadBell
 from django_distlock.conf import BackendSettings
+from django_distlock.engine import clock
+from django_distlock.engine.bells import ThreadBell
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.handler import make_backend
-from django_distlock.holder import Holder
-from django_distlock.protocol import Busy, Grant, Release, Request
 from tests.contract.crew import start
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import aeventually, eventually

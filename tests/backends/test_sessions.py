@@ -21,9 +21,9 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.holder import Holder
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
 from django_distlock.models import FencingCounter
-from django_distlock.protocol import Busy, Grant, Held, Release, Request, digest
 from tests.contract import crew
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never

@@ -16,19 +16,12 @@ import pytest
 from django.core.management import call_command
 from kazoo.exceptions import NoAuthError, NoNodeError
 
-from django_distlock import (
-    LockBackendError,
-    LockLost,
-    LockNotAcquired,
-    LockNotOwned,
-    clock,
-    lock,
-    locks,
-)
+from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.zookeeper.line import quoted
 from django_distlock.backends.zookeeper.places import Place, Places, Watch
-from django_distlock.naming import LONGEST_LISTED
-from django_distlock.protocol import Busy, Release
+from django_distlock.engine import clock
+from django_distlock.engine.naming import LONGEST_LISTED
+from django_distlock.engine.values import Busy, Release
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 

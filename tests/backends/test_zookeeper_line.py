@@ -19,9 +19,9 @@ from django_distlock.backends.zookeeper.line import (
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
 from django_distlock.backends.zookeeper.request import ZooKeeperRequest
 from django_distlock.conf import BackendSettings
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import LONGEST_LISTED, server_key
 from django_distlock.handler import make_backend
-from django_distlock.holder import Holder
-from django_distlock.naming import LONGEST_LISTED, server_key
 
 BACKEND = "django_distlock.backends.zookeeper.ZooKeeperBackend"
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kazoo.client import KazooClient
 
-from django_distlock import Lease, LockBackendError, LockLost, LockNotHeld, clock, lock, locks
+from django_distlock import Lease, LockBackendError, LockLost, LockNotHeld, lock, locks
+from django_distlock.engine import clock
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child, Spawn

@@ -9,8 +9,8 @@ from kazoo.client import KazooClient
 
 from django_distlock import locks
 from django_distlock.backends.zookeeper import ZooKeeperBackend
-from django_distlock.holder import Holder
-from django_distlock.protocol import Grant, Request
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Grant, Request
 from tests.fixtures.eventually import eventually
 from tests.fixtures.zookeeper import Ensemble, options
 

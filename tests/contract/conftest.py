@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from django_distlock import clock, locks
+from django_distlock import locks
 from django_distlock.conf import read_settings
-from django_distlock.registry import registry
+from django_distlock.engine import clock
+from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
 from tests.fixtures.processes import Child, Spawn
 
@@ -154,7 +155,7 @@ def put_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         ahead = seconds
 
     monkeypatch.setattr(clock, "lease_time", lambda: real() + ahead)
-    monkeypatch.setattr("django_distlock.renewal.SWEEP", 0.05)
+    monkeypatch.setattr("django_distlock.engine.renewal.SWEEP", 0.05)
     return put
 
 

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from django_distlock import waits as waiting
-from django_distlock.registry import registry
-from django_distlock.waits import waits
+from django_distlock.engine import waits as waiting
+from django_distlock.engine.registry import registry
+from django_distlock.engine.waits import waits
 
 if TYPE_CHECKING:
     from django_distlock import Lease, Lock

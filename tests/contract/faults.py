@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.bells import TaskBell, ThreadBell
 from django_distlock.conf import BackendSettings
+from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from django_distlock.backends.locmem import LocMemBackend
-    from django_distlock.bells import Bell
-    from django_distlock.protocol import Busy, Grant, Release, Request
+    from django_distlock.engine.bells import Bell
+    from django_distlock.engine.values import Busy, Grant, Release, Request
 
     _Base = LocMemBackend  # stands for whatever this is mixed into
 else:

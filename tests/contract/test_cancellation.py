@@ -10,8 +10,8 @@ import pytest
 
 from django_distlock import Lease, LockError, lock
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.engine.renewal import renewal
 from django_distlock.holding import State
-from django_distlock.renewal import renewal
 from tests.fixtures.eventually import aeventually
 
 from .crew import waiting_for

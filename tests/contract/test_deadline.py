@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from django_distlock import LockLost, LockNotHeld, clock, lock
+from django_distlock import LockLost, LockNotHeld, lock
+from django_distlock.engine import clock
+from django_distlock.engine.registry import registry
 from django_distlock.holding import State, drift
-from django_distlock.registry import registry
 from tests.fixtures.eventually import eventually, never
 
 from .crew import start
@@ -23,7 +24,7 @@ Clock = Callable[[float], None]
 @pytest.fixture
 def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has leases looked at only when a renewal or their deadline is due."""
-    monkeypatch.setattr("django_distlock.renewal.SWEEP", 60.0)
+    monkeypatch.setattr("django_distlock.engine.renewal.SWEEP", 60.0)
 
 
 def test_the_deadline_counts_from_before_the_request(

@@ -9,9 +9,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock, locks, waiting
+from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock, locks
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.protocol import Held, Release, digest
+from django_distlock.engine import waiting
+from django_distlock.engine.values import Held, Release, digest
 from tests.fixtures.eventually import eventually
 
 from .crew import start

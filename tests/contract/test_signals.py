@@ -13,8 +13,9 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.dispatch import Signal
 
-from django_distlock import Lease, LockLost, LockNotAcquired, LockNotHeld, clock, lock
+from django_distlock import Lease, LockLost, LockNotAcquired, LockNotHeld, lock
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.engine import clock
 from django_distlock.signals import (
     lock_acquired,
     lock_busy,

@@ -12,9 +12,10 @@ from itertools import pairwise
 
 import pytest
 
-from django_distlock import acquisition, lock, locks, waiting
+from django_distlock import lock, locks
 from django_distlock.conf import read_settings
-from django_distlock.local_queue import IN_A_ROW
+from django_distlock.engine import acquisition, waiting
+from django_distlock.engine.local_queue import IN_A_ROW
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 

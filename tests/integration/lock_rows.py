@@ -8,10 +8,10 @@ from typing import Any
 from django.utils import timezone
 
 from django_distlock.backends.database.records import State
-from django_distlock.holder import Holder
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import server_key, stored
+from django_distlock.engine.values import new_owner
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
-from django_distlock.naming import server_key, stored
-from django_distlock.protocol import new_owner
 
 HOLDER = Holder("web-1", 4711, "MainThread", purpose="GET /fees/")
 DAY = timedelta(days=1)

@@ -24,11 +24,11 @@ from django_distlock import Lease, LockNotHeld, StaleFencingToken, lock, locks
 from django_distlock.admin import MethodLockAdmin
 from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.backends.database.records import State
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import server_key
+from django_distlock.engine.values import Busy, Grant, digest
 from django_distlock.forced_release import MOST_AT_ONCE
-from django_distlock.holder import Holder
 from django_distlock.models import FencingCounter, MethodLock
-from django_distlock.naming import server_key
-from django_distlock.protocol import Busy, Grant, digest
 from django_distlock.signals import lock_forced
 from tests.backends.conftest import SERVERS
 

@@ -21,8 +21,8 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from django_distlock import LockNotHeld, lock
 from django_distlock.backends.database.records import State
+from django_distlock.engine.naming import server_key
 from django_distlock.models import MethodLock
-from django_distlock.naming import server_key
 from tests.fixtures.environment import free_port, is_listening
 from tests.fixtures.eventually import eventually
 from tests.fixtures.launch import launch

@@ -26,8 +26,8 @@ from django_distlock import Lease, NotSupported, StaleFencingToken, lock, locks
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.database.purge import LARGEST_BATCH
 from django_distlock.backends.database.records import State
+from django_distlock.engine.values import Busy
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
-from django_distlock.protocol import Busy
 from tests.backends.conftest import SERVERS
 
 from .lock_rows import DAY, HOLDER, put_old, put_waiter, reread
@@ -35,7 +35,7 @@ from .lock_rows import DAY, HOLDER, put_old, put_waiter, reread
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
-    from django_distlock.protocol import Purged
+    from django_distlock.engine.values import Purged
 
 #: Each purge of these tests sees only the locks of its own prefix.
 ALIAS = "purge"

@@ -37,10 +37,10 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.holder import Holder, acting_for
+from django_distlock.engine.holder import Holder, acting_for
+from django_distlock.engine.values import Held
 from django_distlock.lock_all import LockSet
 from django_distlock.models import FencedModel
-from django_distlock.protocol import Held
 from django_distlock.signals import (
     lock_acquired,
     lock_busy,

@@ -9,7 +9,7 @@ from pytest_django.fixtures import Settings
 
 from django_distlock import locks
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.registry import registry
+from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"

@@ -12,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from django_distlock import background as module, clock
-from django_distlock.background import WORKERS, Background
+from django_distlock.engine import background as module, clock
+from django_distlock.engine.background import WORKERS, Background
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.threads import refuse_first_thread
 
@@ -223,7 +223,7 @@ def test_a_job_that_found_no_thread_is_tried_again_by_itself(
 def test_the_exit_of_the_interpreter_waits_for_what_is_under_way() -> None:
     program = """
 import time
-from django_distlock.background import background
+from django_distlock.engine.background import background
 background.submit("a", lambda: (time.sleep(0.3), print("done")))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from django_distlock import clock
+from django_distlock.engine import clock
 
 
 @pytest.mark.parametrize(

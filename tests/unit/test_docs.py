@@ -15,8 +15,8 @@ from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.myst import CodeBlockParser, PythonCodeBlockParser
 
 from django_distlock import locks, signals
+from django_distlock.engine.registry import registry
 from django_distlock.models import MethodLock
-from django_distlock.registry import registry
 from tests.fixtures.pages import PAGES, ROOT
 
 if TYPE_CHECKING:

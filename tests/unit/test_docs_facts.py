@@ -13,16 +13,7 @@ import pytest
 from django.dispatch import Signal
 
 import django_distlock
-from django_distlock import (
-    conf,
-    forced_release,
-    holding,
-    lease,
-    local_queue,
-    locks,
-    signals,
-    waiting,
-)
+from django_distlock import conf, forced_release, holding, lease, locks, signals
 from django_distlock.backends import add, cache_alias
 from django_distlock.backends.cache import CacheOptions
 from django_distlock.backends.database import (
@@ -42,6 +33,7 @@ from django_distlock.backends.redlock import (
     validity as redlock_validity,
 )
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
+from django_distlock.engine import local_queue, waiting
 from django_distlock.lock import Lock, LockTerms, Terms
 from django_distlock.management.commands.purge_stale_locks import Command as PurgeCommand
 from tests.fixtures.pages import DOCS, ROOT, prose, table

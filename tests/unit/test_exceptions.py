@@ -24,7 +24,7 @@ from django_distlock import (
     ReleasedBeforeCommit,
     StaleFencingToken,
 )
-from django_distlock.holder import Holder
+from django_distlock.engine.holder import Holder
 
 HOLDER = Holder("db1", 4711, "MainThread", "Task-1", "GET /fee")
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from django_distlock.holder import Holder
+from django_distlock.engine.holder import Holder
 
 celery = pytest.importorskip("celery")
 
@@ -56,7 +56,7 @@ def test_no_task_is_no_text() -> None:
 
 def test_celery_is_not_imported_to_ask_it() -> None:
     code = (
-        "import sys; from django_distlock.holder import Holder; Holder.current();"
+        "import sys; from django_distlock.engine.holder import Holder; Holder.current();"
         "assert 'celery' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

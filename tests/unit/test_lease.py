@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from django_distlock import Lease, LockLost, LockNotHeld, NotSupported, clock, lock
+from django_distlock import Lease, LockLost, LockNotHeld, NotSupported, lock
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.holder import Holder
+from django_distlock.engine import clock
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.renewal import renewal
+from django_distlock.engine.values import Request
 from django_distlock.holding import State, drift
-from django_distlock.protocol import Request
-from django_distlock.renewal import renewal
 from tests.fixtures.eventually import eventually
 
 

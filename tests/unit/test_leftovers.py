@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from django_distlock import clock
-from django_distlock.backends import leftovers as module
-from django_distlock.backends.leftovers import Leftovers, until_done
-from django_distlock.background import background
+from django_distlock.engine import clock, leftovers as module
+from django_distlock.engine.background import background
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.leftovers import Leftovers, until_done
+from django_distlock.engine.values import Release, Request, new_owner
 from django_distlock.exceptions import LockBackendError
-from django_distlock.holder import Holder
-from django_distlock.protocol import Release, Request, new_owner
 from tests.fixtures.eventually import eventually, never
 
 Answer = Callable[[Request], Release | Exception]

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from django_distlock import Lease
-from django_distlock.local_queue import IN_A_ROW, LocalQueue
+from django_distlock.engine.local_queue import IN_A_ROW, LocalQueue
 from tests.fixtures.eventually import eventually
 
 

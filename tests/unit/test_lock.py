@@ -20,7 +20,7 @@ from django_distlock import (
     lock_all,
 )
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.registry import registry
+from django_distlock.engine.registry import registry
 from tests.contract.crew import elsewhere, held_in_thread, length_of_line
 
 

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from django_distlock.naming import NameTemplate, checked_name, printable, server_key, shown, stored
+from django_distlock.engine.naming import (
+    NameTemplate,
+    checked_name,
+    printable,
+    server_key,
+    shown,
+    stored,
+)
 
 #: Characters that keys treat in different ways, and that tools confuse.
 ALPHABET = "abAB01 \t\n._:@=/-|#%{}'\"\\\0\u00e9\u0301\u0130\u0131\u00df\u212a\ud800\U0001f512"

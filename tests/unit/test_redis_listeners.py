@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from django_distlock.backends.redis.listeners import Listeners
-from django_distlock.bells import ThreadBell
-from django_distlock.holder import Holder
-from django_distlock.protocol import Request
+from django_distlock.engine.bells import ThreadBell
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Request
 
 
 def request() -> Request:

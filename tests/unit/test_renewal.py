@@ -9,12 +9,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from django_distlock import LockBackendError, clock, lock, locks
+from django_distlock import LockBackendError, lock, locks
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.background import background
 from django_distlock.conf import BackendSettings
-from django_distlock.protocol import Request
-from django_distlock.renewal import SWEEP, renewal
+from django_distlock.engine import clock
+from django_distlock.engine.background import background
+from django_distlock.engine.renewal import SWEEP, renewal
+from django_distlock.engine.values import Request
 from tests.fixtures.eventually import eventually, never
 
 

@@ -38,12 +38,12 @@ from django_distlock import (
 from django_distlock.backends.database.occupants import Occupant
 from django_distlock.backends.memcached.record import Record
 from django_distlock.backends.zookeeper.line import Label
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import LONGEST_NAME, LONGEST_SHOWN, printable
+from django_distlock.engine.values import Held
 from django_distlock.exceptions import first_line
-from django_distlock.holder import Holder
 from django_distlock.lease import HANDOVER
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
-from django_distlock.naming import LONGEST_NAME, LONGEST_SHOWN, printable
-from django_distlock.protocol import Held
 
 if TYPE_CHECKING:
     from django.http import HttpRequest

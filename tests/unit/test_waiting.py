@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from django_distlock import clock, waiting
-from django_distlock.waiting import Wait
+from django_distlock.engine import clock, waiting
+from django_distlock.engine.waiting import Wait
 
 
 class Clock:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from django_distlock import workers
+from django_distlock.engine import workers
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from kazoo.handlers.threading import SequentialThreadingHandler
 
-from django_distlock import clock
 from django_distlock.backends.zookeeper.steps import _Work, run
+from django_distlock.engine import clock
 
 
 def talk(asked: list[str]) -> Generator[list[Any], list[Any], str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from django_distlock.protocol import Busy, Grant
+from django_distlock.engine.values import Busy, Grant
 
 from .advisory_server import AdvisoryServer, Fencer
 from .base import SHORT_PAUSE
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.protocol import Held
-    from django_distlock.waiting import Wait
+    from django_distlock.engine.values import Held
+    from django_distlock.engine.waiting import Wait
 
     from .occupants import Counted
     from .sessions import Session

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from django.db.utils import OperationalError
 
-from django_distlock import clock
-from django_distlock.protocol import Busy, Grant
+from django_distlock.engine import clock
+from django_distlock.engine.values import Busy, Grant
 
 from .advisory_server import AdvisoryServer, Fencer
 from .engine import COUNTER
@@ -20,7 +20,7 @@ from .session_postgresql import PostgreSQLSessions, milliseconds
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.waiting import Wait
+    from django_distlock.engine.waiting import Wait
 
     from .sessions import Session
 

@@ -10,8 +10,8 @@ from .session_engine import SessionEngine
 if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.protocol import Busy, Grant
-    from django_distlock.waiting import Wait
+    from django_distlock.engine.values import Busy, Grant
+    from django_distlock.engine.waiting import Wait
 
     from .options import AdvisoryOptions
     from .sessions import Session

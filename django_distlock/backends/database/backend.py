@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from django.db import DatabaseError
 
+from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.exceptions import Contended, LockBackendError
-from django_distlock.protocol import Busy, Grant, Release
 
 from . import checks, purge, records
 from .base import BaseDatabaseBackend
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from django.core.checks import CheckMessage
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.bells import Bell, TaskBell, ThreadBell
     from django_distlock.conf import BackendSettings
-    from django_distlock.protocol import Held, Purged, Request
+    from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+    from django_distlock.engine.values import Held, Purged, Request
 
     from .engine import Engine
 

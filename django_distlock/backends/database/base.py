@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import connections
 
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.engine.naming import printable
+from django_distlock.engine.settling import settled
+from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
@@ -17,9 +20,6 @@ from django_distlock.exceptions import (
     NotSupported,
     StaleFencingToken,
 )
-from django_distlock.naming import printable
-from django_distlock.settling import settled
-from django_distlock.waiting import Wait
 
 from .connections import OwnConnections
 from .engine import OutOfReach, StaleSnapshot, schema_of_tables
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
     from django_distlock.conf import BackendSettings
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
 
     from .engine import Engine
 

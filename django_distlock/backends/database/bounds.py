@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import Error
 
-from django_distlock import clock
+from django_distlock.engine import clock
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator

@@ -12,8 +12,9 @@ from weakref import WeakSet
 from django.db import DatabaseError, Error, connections
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
-from django_distlock import clock
-from django_distlock.background import background
+from django_distlock.engine import clock
+from django_distlock.engine.background import background
+from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
@@ -21,7 +22,6 @@ from django_distlock.exceptions import (
     LockOutcomeUnknown,
     first_line,
 )
-from django_distlock.waiting import Wait
 
 from .bounds import bound_requests, descriptor
 

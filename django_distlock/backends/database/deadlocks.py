@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from django_distlock.background import background
+from django_distlock.engine.background import background
+from django_distlock.engine.naming import printable
 from django_distlock.exceptions import LockBackendError
-from django_distlock.naming import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from django_distlock.holder import Holder
-from django_distlock.naming import stored
-from django_distlock.protocol import Busy, Grant, Release, Request
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import stored
+from django_distlock.engine.values import Busy, Grant, Release, Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 from django.db import DatabaseError
 
-from django_distlock import clock
-from django_distlock.background import NoThreadError, start_daemon
+from django_distlock.engine import clock
+from django_distlock.engine.background import NoThreadError, start_daemon
+from django_distlock.engine.naming import printable
 from django_distlock.exceptions import LockBackendError
-from django_distlock.naming import printable
 
 from .connections import OwnConnections, abandon
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_distlock.bells import Bell
+    from django_distlock.engine.bells import Bell
 
 logger = logging.getLogger("django_distlock")
 

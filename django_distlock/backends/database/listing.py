@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from django_distlock.naming import shown
-from django_distlock.protocol import digest
+from django_distlock.engine.naming import shown
+from django_distlock.engine.values import digest
 
 from .engine import COUNTER, LOCK
 from .occupants import READER, Counted, Occupant, reader_key
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.protocol import Held
+    from django_distlock.engine.values import Held
 
     from .session_engine import SessionEngine
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.exceptions import first_line
-from django_distlock.protocol import Busy, Grant, Release, Request
 
 from .engine import (
     COUNTER,

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django_distlock.holder import Holder
-from django_distlock.naming import stored
-from django_distlock.protocol import Held, digest
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import stored
+from django_distlock.engine.values import Held, digest
 
 if TYPE_CHECKING:
     from .sessions import Session

@@ -7,11 +7,11 @@ from bisect import insort
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from django_distlock import clock
+from django_distlock.engine import clock
 
 if TYPE_CHECKING:
-    from django_distlock.bells import Bell
-    from django_distlock.protocol import Request
+    from django_distlock.engine.bells import Bell
+    from django_distlock.engine.values import Request
 
 #: Seconds between two times that the places of those who do not look themselves are kept.
 KEEP = 0.5

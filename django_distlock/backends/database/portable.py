@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from django.db.models.functions import Now
 from django.db.utils import DatabaseError, Error, IntegrityError
 
-from django_distlock.protocol import Busy, Grant, Release, Request
+from django_distlock.engine.values import Busy, Grant, Release, Request
 
 from . import mysql, postgresql
 from .engine import COUNTER, LOCK, PATIENCE, WAITER, Engine, busy, keep_places, missed, parameters

@@ -12,8 +12,8 @@ try:
 except ImportError:
     _is_psycopg3 = False
 
+from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.exceptions import first_line
-from django_distlock.protocol import Busy, Grant, Release, Request
 
 from .engine import (
     COUNTER,

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django_distlock.protocol import Purged
+from django_distlock.engine.values import Purged
 
 from .engine import COUNTER, LOCK, WAITER
 from .portable import microseconds, short_transaction

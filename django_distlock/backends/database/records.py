@@ -18,9 +18,9 @@ from django.db.models import (
 from django.db.models.functions import Coalesce, Now
 from django.utils.translation import gettext_lazy as _
 
-from django_distlock.holder import Holder
-from django_distlock.naming import shown
-from django_distlock.protocol import Held, digest
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import shown
+from django_distlock.engine.values import Held, digest
 
 from .engine import COUNTER, LOCK, WAITER
 from .portable import short_transaction

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.protocol import Held
-    from django_distlock.waiting import Wait
+    from django_distlock.engine.values import Held
+    from django_distlock.engine.waiting import Wait
 
     from .occupants import Counted
     from .sessions import Session

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from django.core.checks import Error
 
-from django_distlock import clock
+from django_distlock.engine import clock
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.settling import settled
+from django_distlock.engine.values import Busy, Grant, Release, digest
+from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import Contended, LockBackendError, NotSupported
-from django_distlock.holder import Holder
-from django_distlock.protocol import Busy, Grant, Release, digest
-from django_distlock.settling import settled
-from django_distlock.waiting import Wait
 
 from . import listing
 from .base import SHORT_PAUSE, BaseDatabaseBackend
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
     from django_distlock.conf import BackendSettings
-    from django_distlock.protocol import Held, Request
+    from django_distlock.engine.values import Held, Request
 
     from .deadlocks import Edge
     from .engine import Engine

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.protocol import Held, Request
+    from django_distlock.engine.values import Held, Request
 
     from .deadlocks import Edge
     from .occupants import Counted

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from django_distlock.naming import stored
+from django_distlock.engine.naming import stored
 
 from .bounds import keep_alive
 from .engine import COUNTER, LOCK
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
 
     from .deadlocks import Edge
     from .occupants import Counted

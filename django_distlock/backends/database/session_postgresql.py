@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError
 
-from django_distlock.naming import stored
-from django_distlock.protocol import digest
+from django_distlock.engine.naming import stored
+from django_distlock.engine.values import digest
 
 from .connections import Unusable
 from .engine import COUNTER, LOCK
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.protocol import Held, Request
+    from django_distlock.engine.values import Held, Request
 
     from .deadlocks import Edge
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from django_distlock import clock
+from django_distlock.engine import clock
+from django_distlock.engine.values import Grant
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
     LockDeadlock,
     LockOutcomeUnknown,
 )
-from django_distlock.protocol import Grant
 
 from .bounds import is_cut, patient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from django_distlock.protocol import Busy, Request
+    from django_distlock.engine.values import Busy, Request
 
     from .session_engine import SessionEngine
     from .sessions import Session, Sessions

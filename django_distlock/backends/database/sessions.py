@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakSet
 
-from django_distlock.caller import current_task, thread_number
+from django_distlock.engine.caller import current_task, thread_number
+from django_distlock.engine.forks import forks
+from django_distlock.engine.values import Request, digest
 from django_distlock.exceptions import LockBackendError
-from django_distlock.forks import forks
-from django_distlock.protocol import Request, digest
 
 from . import bounds
 from .connections import abandon
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from django_distlock.protocol import Grant
+    from django_distlock.engine.values import Grant
 
     from .connections import OwnConnections
 

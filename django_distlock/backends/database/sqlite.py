@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
-from django_distlock.protocol import Busy, Grant, Release, Request
+from django_distlock.engine.values import Busy, Grant, Release, Request
 
 from .engine import (
     LOCK,

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from django.db import connections
 
 from django_distlock.conf import DEFAULT_TIMEOUT, optional_seconds
+from django_distlock.engine.naming import checked_name
+from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import LockError
-from django_distlock.naming import checked_name
-from django_distlock.waiting import Wait
 
 from .transaction_mysql import OnMySQL
 from .transaction_postgresql import OnPostgreSQL

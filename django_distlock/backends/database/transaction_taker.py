@@ -12,7 +12,10 @@ from weakref import WeakKeyDictionary
 
 from django.db.utils import OperationalError
 
-from django_distlock.caller import Caller
+from django_distlock.engine.caller import Caller
+from django_distlock.engine.forks import forks
+from django_distlock.engine.naming import printable, server_key
+from django_distlock.engine.waits import Holder, Lock, Waiter, waits
 from django_distlock.exceptions import (
     Contended,
     LockDeadlock,
@@ -20,9 +23,6 @@ from django_distlock.exceptions import (
     LockNotAcquired,
     LockOutcomeUnknown,
 )
-from django_distlock.forks import forks
-from django_distlock.naming import printable, server_key
-from django_distlock.waits import Holder, Lock, Waiter, waits
 
 from .base import place_of
 from .connections import OwnConnections
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.waiting import Wait
+    from django_distlock.engine.waiting import Wait
 
     from .engine import Engine
 

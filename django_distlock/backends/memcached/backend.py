@@ -6,7 +6,6 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from django_distlock import clock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import (
     cache_class,
@@ -19,8 +18,9 @@ from django_distlock.backends.cache_alias import (
     plain_key,
     whole_seconds,
 )
+from django_distlock.engine import clock
+from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
-from django_distlock.protocol import Busy, Grant, Release
 
 from .options import MemcachedOptions
 from .pool import SOON, Pool
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from django.core.checks import CheckMessage
 
     from django_distlock.conf import BackendSettings
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
 
     from .client import Client
 

@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from django_distlock import clock
+from django_distlock.engine import clock
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .client import Disconnected, Failure, NotCarriedOut

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from django_distlock.holder import Holder
-from django_distlock.naming import printable
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import printable
 
 #: Characters of the name that are kept for people who look into the cache.
 LONGEST_NAME = 200

@@ -8,9 +8,9 @@ from django.core.cache import caches
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
-from django_distlock.bells import TaskBell, ThreadBell
+from django_distlock.engine.bells import TaskBell, ThreadBell
+from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import LockOutcomeUnknown
-from django_distlock.waiting import Wait
 
 from .checks import check_redis
 from .keys import KeySpace
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from django.core.checks import CheckMessage
 
     from django_distlock.conf import BackendSettings
-    from django_distlock.protocol import Busy, Grant, Held, Release, Request
+    from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 
     from .keys import MakeKey
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
+from django_distlock.engine.naming import printable
 from django_distlock.exceptions import LockBackendError
-from django_distlock.naming import printable
 
 if TYPE_CHECKING:
     from .conversation import Conversation

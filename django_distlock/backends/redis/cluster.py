@@ -10,7 +10,7 @@ from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
 from redis.cluster import RedisCluster
 from redis.exceptions import ResponseError
 
-from django_distlock.bells import timeout
+from django_distlock.engine.bells import timeout
 
 from .conversation import ask, atalk, talk
 from .opened import Opened

@@ -13,7 +13,7 @@ from redis.connection import ConnectionPool
 from redis.exceptions import ResponseError
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
-from django_distlock.bells import timeout
+from django_distlock.engine.bells import timeout
 from django_distlock.exceptions import LockBackendError
 
 from .conversation import ask, atalk, talk

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from django_distlock.holder import Holder
-from django_distlock.protocol import Busy, Grant, Held, Release, digest
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy, Grant, Held, Release, digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,8 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from django_distlock.engine.naming import LONGEST_LISTED, printable
 from django_distlock.exceptions import LockBackendError
-from django_distlock.naming import LONGEST_LISTED, printable
 
 from . import replies
 from .replies import microseconds
@@ -24,7 +24,7 @@ from .scripts import ACQUIRE, EXTEND, FORCE, KEEP, LEAVE, LOOK, RELEASE, TAKE_OV
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from django_distlock.protocol import Busy, Grant, Held, Release, Request
+    from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 
     from .conversation import Command, Conversation
     from .keys import KeySpace

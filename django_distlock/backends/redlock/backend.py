@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from django.core.checks import CheckMessage
 
     from django_distlock.conf import BackendSettings
-    from django_distlock.protocol import Busy, Grant, Held, Release, Request
+    from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 
     from .listing import Seen
 

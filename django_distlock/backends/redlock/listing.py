@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from django_distlock.holder import Holder
-from django_distlock.protocol import Held, digest
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Held, digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
-from django_distlock import clock
 from django_distlock.backends.redis.wire import read
+from django_distlock.engine import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from django_distlock import clock
 from django_distlock.backends.redis.replies import microseconds
 from django_distlock.backends.redis.scripts import Call, Script
-from django_distlock.naming import LONGEST_LISTED, printable
+from django_distlock.engine import clock
+from django_distlock.engine.naming import LONGEST_LISTED, printable
 
 from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RAISE, RELEASE, TAKE_OVER
 from .validity import connect_timeout, server_timeout
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from django_distlock.backends.redis.keys import KeySpace
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
 
     from .options import RedlockOptions
     from .tally import Tally

@@ -9,7 +9,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from django_distlock import clock
+from django_distlock.engine import clock
 from django_distlock.exceptions import first_line
 
 from .nodes import BROKEN, NOTHING, Line

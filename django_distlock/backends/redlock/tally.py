@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from django_distlock.holder import Holder
-from django_distlock.protocol import Busy
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy
 
 from .answers import is_agreed_grant, is_busy, is_grant, is_guarded, is_no, is_yes
 from .validity import majority

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from django_distlock import clock
 from django_distlock.backends.redis.wire import aread
-from django_distlock.bells import timeout
+from django_distlock.engine import clock
+from django_distlock.engine.bells import timeout
 
 from .nodes import DEBT, DEBT_SECONDS
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from django_distlock import clock
 from django_distlock.backends.redis.verbs import BATCH
-from django_distlock.holder import Holder
-from django_distlock.protocol import Busy, Grant, Release, digest
+from django_distlock.engine import clock
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy, Grant, Release, digest
 
 from .answers import is_grant, is_yes
 from .failures import Failures
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from django_distlock.backends.redis.keys import KeySpace
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
 
     from .options import RedlockOptions
     from .votes import Poll

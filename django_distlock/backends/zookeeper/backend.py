@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from django.core.checks import Error
 
-from django_distlock import clock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.conf import LONGEST
+from django_distlock.engine import clock
+from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import LockBackendError
-from django_distlock.waiting import Wait
 
 from .conversation import Conversation
 from .leases import Leases
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from django.core.checks import CheckMessage
 
-    from django_distlock.bells import Bell, TaskBell, ThreadBell
     from django_distlock.conf import BackendSettings
+    from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+    from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request
     from django_distlock.lease import Lease
-    from django_distlock.protocol import Busy, Grant, Held, Purged, Release, Request
 
     from .steps import Steps
 

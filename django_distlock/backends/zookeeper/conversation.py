@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kazoo.exceptions import KazooException
 
-from django_distlock import clock
+from django_distlock.engine import clock
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .recipe import BROKEN

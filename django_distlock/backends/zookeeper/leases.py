@@ -6,15 +6,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from django_distlock import clock
-from django_distlock.background import Alarm, background
+from django_distlock.engine import clock
+from django_distlock.engine.background import Alarm, background
+from django_distlock.engine.registry import registry
 from django_distlock.exceptions import LockBackendError
 from django_distlock.holding import State
-from django_distlock.registry import registry
 
 if TYPE_CHECKING:
+    from django_distlock.engine.values import Request
     from django_distlock.holding import Holding
-    from django_distlock.protocol import Request
 
     from .backend import ZooKeeperBackend
     from .places import Places

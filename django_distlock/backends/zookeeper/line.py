@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
-from django_distlock.holder import Holder
-from django_distlock.naming import LONGEST_LISTED, printable
-from django_distlock.protocol import digest
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import LONGEST_LISTED, printable
+from django_distlock.engine.values import digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
 
 #: The owner's digest, the attempt, reader or writer, and the number that ZooKeeper appends.
 _NODE = re.compile(r"([0-9a-f]{16})-[0-9a-f]{8}-([rw])-(-?\d{10})", re.ASCII)

@@ -16,14 +16,14 @@ from kazoo.exceptions import (
     SessionMovedError,
 )
 
-from django_distlock.protocol import Busy, Request
+from django_distlock.engine.values import Busy, Request
 
 from .line import prefix
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from django_distlock.bells import Bell
+    from django_distlock.engine.bells import Bell
 
     from .session import Session
 

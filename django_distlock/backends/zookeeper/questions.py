@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from kazoo.exceptions import NoNodeError
 
+from django_distlock.engine.values import Busy
 from django_distlock.exceptions import LockBackendError
-from django_distlock.protocol import Busy
 
 from .line import Label, Line, quoted
 from .steps import Silence, Steps, value

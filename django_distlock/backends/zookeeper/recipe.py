@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from kazoo.exceptions import NodeExistsError, NoNodeError, SessionExpiredError
 
-from django_distlock import clock
+from django_distlock.engine import clock
+from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
-from django_distlock.protocol import Busy, Grant, Release, Request
 
 from .line import Line, label
 from .places import UNSURE, Place, Places

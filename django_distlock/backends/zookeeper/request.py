@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from django_distlock.conf import LONGEST
-from django_distlock.protocol import Request
+from django_distlock.engine.values import Request
 
 
 @dataclass(frozen=True, slots=True)

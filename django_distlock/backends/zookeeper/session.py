@@ -14,7 +14,7 @@ from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.serialization import Close, Connect
 from kazoo.protocol.states import KazooState, KeeperState
 
-from django_distlock import clock
+from django_distlock.engine import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable

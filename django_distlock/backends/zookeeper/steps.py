@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
-from django_distlock import clock
-from django_distlock.bells import timeout
+from django_distlock.engine import clock
+from django_distlock.engine.bells import timeout
 
 _T = TypeVar("_T")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from kazoo.exceptions import NoNodeError, NotEmptyError
 
-from django_distlock.protocol import Held, Purged
+from django_distlock.engine.values import Held, Purged
 
 from .line import Label, Line, Node, unquoted
 from .steps import Steps, value

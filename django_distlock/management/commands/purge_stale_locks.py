@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from django_distlock import clock, locks
+from django_distlock import locks
+from django_distlock.engine import clock
 from django_distlock.exceptions import InvalidLockBackend, LockError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Iterator
 
-    from django_distlock.protocol import Purged
+    from django_distlock.engine.values import Purged
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 #: Characters of the progress bar.

@@ -7,19 +7,21 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from django_distlock.signals import announce, lock_extended
+
 from . import clock
 from .background import Alarm, background
 from .forks import forks
 from .naming import printable
 from .registry import registry
 from .settling import settled
-from .signals import announce, lock_extended
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Sequence
 
-    from .holding import Holding, LeaseBackend
-    from .protocol import Request
+    from django_distlock.holding import Holding, LeaseBackend
+
+    from .values import Request
 
     Asked = Sequence[tuple[Holding, Request]]
 

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 
-from .exceptions import InvalidLockBackend
+from django_distlock.exceptions import InvalidLockBackend
 
 logger = logging.getLogger("django_distlock")
 

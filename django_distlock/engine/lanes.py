@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from django_distlock.protocol import Request
+    from django_distlock.engine.values import Request
 
 _T = TypeVar("_T")
 

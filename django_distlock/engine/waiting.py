@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
+from django_distlock.conf import LONGEST
+
 from . import clock
-from .conf import LONGEST
 
 SHORTEST_PAUSE = 0.005
 LONGEST_PAUSE = 0.25

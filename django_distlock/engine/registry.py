@@ -12,7 +12,7 @@ from .forks import forks
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .holding import Holding
+    from django_distlock.holding import Holding
 
 
 class Registry:

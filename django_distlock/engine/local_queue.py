@@ -9,8 +9,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from django_distlock.lease import Lease
+
     from .bells import Bell
-    from .lease import Lease
 
 #: Hand-offs inside a process before it gives way to other processes known to want the lock.
 IN_A_ROW = 16

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from django_distlock import clock
-from django_distlock.background import background
+from django_distlock.engine import clock
+from django_distlock.engine.background import background
+from django_distlock.engine.naming import printable
+from django_distlock.engine.values import Release, Request
 from django_distlock.exceptions import LockBackendError
-from django_distlock.naming import printable
-from django_distlock.protocol import Release, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

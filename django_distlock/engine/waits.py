@@ -9,8 +9,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from django_distlock.exceptions import LockDeadlock
+
 from .caller import Caller
-from .exceptions import LockDeadlock
 from .forks import forks
 from .naming import printable
 from .registry import registry

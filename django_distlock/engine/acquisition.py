@@ -6,18 +6,25 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from django_distlock.exceptions import (
+    Contended,
+    LockBackendError,
+    LockNotAcquired,
+    LockOutcomeUnknown,
+)
+from django_distlock.holding import LeaseBackend
+
 from . import clock, waiting
 from .bells import TaskBell, ThreadBell
-from .exceptions import Contended, LockBackendError, LockNotAcquired, LockOutcomeUnknown
-from .holding import LeaseBackend
-from .protocol import Busy, Grant, new_owner
 from .settling import asettled, settled
+from .values import Busy, Grant, new_owner
 from .waits import Lock, Waiter, waits
 
 if TYPE_CHECKING:
-    from .lease import Lease
+    from django_distlock.lease import Lease
+
     from .local_queue import LocalQueue
-    from .protocol import Request
+    from .values import Request
 
     AnyBell = ThreadBell | TaskBell
 

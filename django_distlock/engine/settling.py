@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+
 from . import clock
-from .exceptions import LockBackendError, LockOutcomeUnknown
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -1,0 +1,1 @@
+"""What makes locks work, and nobody outside imports."""
