@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
     from .engine.holder import Holder
+    from .engine.local_queue import LocalQueue, Place
 
 logger = logging.getLogger("django_distlock")
 #: A lease with less than this part of its ttl left should have been renewed by now.
@@ -120,7 +122,9 @@ class Holding:
         self._is_in_jeopardy = False
         self._mutex = threading.Lock()
         self._on_lost: list[Callable[[str], object]] = []
-        self._at_end: list[Callable[[], object]] = []
+        #: What others know it by who must not keep it alive.
+        self.ref = weakref.ref(self)
+        self._line: tuple[LocalQueue, Place] | None = None
 
     # What it is.
 
@@ -317,13 +321,26 @@ class Holding:
             self.lose("the thread or task that held it ended without releasing it")
             self._backend.abandon_later(self.request)
 
-    def at_end(self, callback: Callable[[], object]) -> None:
-        """Call *callback* once the lease has ended, however it did; at once if it has."""
-        with self._mutex:
-            if self._state in (State.PENDING, State.HELD):
-                self._at_end.append(callback)
-                return
-        callback()
+    @property
+    def is_granted(self) -> bool:
+        """Whether it was granted, even if it has ended since."""
+        return self._state is not State.PENDING
+
+    @property
+    def is_in_line(self) -> bool:
+        """Whether those of this process that want the lock stand behind it."""
+        return self._line is not None
+
+    def stand_in(self, queue: LocalQueue, place: Place) -> None:
+        """Stand in the line of this process, as *place*, until it ends."""
+        self._line = queue, place
+
+    def leave_line(self) -> None:
+        """Let those behind it have their turn. Twice does no harm."""
+        if self._line is not None:
+            queue, place = self._line
+            queue.leave(self.request.key, place)
+            self._line = None
 
     def give_up(self) -> None:
         """Be a pending lease that will never be granted."""
@@ -353,10 +370,7 @@ class Holding:
 
     def _tell_of_the_end(self) -> None:
         registry.discard(self)
-        # Each is told twice rather than never.
-        while self._at_end:
-            self._at_end[0]()
-            del self._at_end[:1]
+        self.leave_line()
 
     def _holding_left(self) -> float | None:
         if self._holds_until is None:

@@ -15,6 +15,7 @@ from django.core import signing
 
 from .conf import DEFAULT_ALIAS, LEAST_TTL, checked_ttl, optional_seconds, seconds
 from .engine import clock
+from .engine.acquisition import aacquire, acquire
 from .engine.caller import Caller
 from .engine.holder import Holder
 from .engine.naming import checked_name, printable
@@ -263,7 +264,7 @@ class Lock:
         lease = self._reentered() or self._pending()
         try:
             if lease.state is State.PENDING:
-                _hold(self._backend().acquire(lease, timeout))
+                _hold(acquire(self._backend(), lease, timeout))
             note(lease)
         except BaseException:
             lease.release_later()  # what came from outside may have come after the grant
@@ -281,7 +282,7 @@ class Lock:
         lease = self._reentered() or self._pending()
         try:
             if lease.state is State.PENDING:
-                _hold(await self._backend().aacquire(lease, timeout))
+                _hold(await aacquire(self._backend(), lease, timeout))
             note(lease)
         except BaseException:
             lease.release_later()  # as above

@@ -108,7 +108,9 @@ class AddBackend(BaseLockBackend):
         room = LONGEST_KEY - len(self._keys.make_key(""))
         return replace(request, key=plain_key(request.key, room))
 
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """Add it; if it is there, look whether it is our own, of a request whose reply was lost."""
         self._prove()
         mine = _Found(request.owner, clock.lease_time() + request.ttl, request.holder)

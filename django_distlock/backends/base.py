@@ -9,22 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from django_distlock.conf import NoOptions, checked_options
 from django_distlock.engine import clock
-from django_distlock.engine.acquisition import Acquisition, AsyncAcquisition
 from django_distlock.engine.lanes import Lanes
 from django_distlock.engine.leftovers import Leftovers, until_done
 from django_distlock.engine.local_queue import LocalQueue
-from django_distlock.engine.naming import LONGEST_SHOWN, printable, server_key
+from django_distlock.engine.naming import printable, server_key
 from django_distlock.engine.registry import registry
 from django_distlock.engine.settling import settled
 from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, digest
-from django_distlock.exceptions import (
-    LockBackendError,
-    LockNotAcquired,
-    LockOutcomeUnknown,
-    NotSupported,
-)
-from django_distlock.lease import Lease
-from django_distlock.signals import announce, lock_acquired, lock_busy, lock_forced
+from django_distlock.engine.waiting import Place, Waiting, Way
+from django_distlock.exceptions import LockOutcomeUnknown, NotSupported
+from django_distlock.signals import announce, lock_forced
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -66,21 +60,8 @@ class BaseLockBackend(ABC):
     #: What request() makes.
     request_class: ClassVar[type[Request]] = Request
 
-    #: Whether those of one process stand in a line of their own first.
-    queues_locally: bool = True
-    #: Whether a reader that comes while a writer has a place on the server is served after it.
-    readers_stand_behind: bool = False
-    #: Whether a waiter has a place on the server, and whether it is woken there.
-    queues_waiters: bool = False
-    wakes_waiters: bool = False
-    #: Whether a retry should probe() first, as a try writes even if it is refused.
-    looks_before_retry: bool = False
-    #: Whether a try that is refused takes a place at once: enqueue() is not called.
-    queues_by_trying: bool = False
-    #: Seconds after which a waiter that was not woken looks again; None: soon, then less and less often.
-    listening_time: float | None = None
-    #: Whether it has wait_acquire(): the server keeps the queue.
-    waits_on_server: bool = False
+    #: How waiters wait; for some it depends on the server or the OPTIONS.
+    waiting: Waiting = Waiting()
 
     def __init__(self, settings: BackendSettings) -> None:
         """Make the backend of one alias; ValueError or TypeError for wrong OPTIONS."""
@@ -104,8 +85,14 @@ class BaseLockBackend(ABC):
     # The verbs to write.
 
     @abstractmethod
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
-        """Ask once. The same owner again gets the same grant; *queued*: it has a place to give up."""
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        """Ask once. The same owner again gets the same grant.
+
+        *queued*: it has a place on the server, or is to get one if it is refused; with ``Way.ON_SERVER``
+        the server makes it wait for the *left* seconds that its caller has (None: as long as it takes).
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -127,16 +114,12 @@ class BaseLockBackend(ABC):
         """Tell apart servers that may fail one without the other; extend() is asked for those of one."""
         return None
 
-    def wait_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
-        """Ask, and have the server make us wait for up to *seconds* (None: as long as it takes)."""
-        raise NotImplementedError
-
     def leaves_line(self, request: Request) -> bool:
         """Return whether to wait on the server, not in the line of this process: other processes see it there."""
         return False
 
     def interrupt(self, request: Request) -> None:
-        """End a wait_acquire() of this request that another thread is in. No I/O that blocks."""
+        """End a try of this request that another thread waits in on the server. No I/O that blocks."""
 
     def is_session_over(self, request: Request) -> bool:
         """Return whether the session that holds it is known to be gone. No I/O that blocks."""
@@ -213,6 +196,11 @@ class BaseLockBackend(ABC):
 
     # What comes for free.
 
+    @property
+    def wakes_waiters(self) -> bool:
+        """Whether a release wakes who is next."""
+        return self.waiting.way is Way.LISTEN
+
     def check_ttl(self, ttl: float) -> None:
         """Raise ValueError if the server cannot keep a lock for *ttl* seconds."""
 
@@ -220,32 +208,6 @@ class BaseLockBackend(ABC):
         """Return a request for *name*, with its key and a new owner."""
         key = server_key(name, prefix=self.key_prefix, kind=self.kind)
         return self.request_class(name=name, key=key, **wishes)
-
-    def acquire(self, lease: Lease, timeout: float | None) -> Lease:
-        """Have the pending *lease* granted within *timeout* seconds (None: however long it takes)."""
-        try:
-            Acquisition(self, lease, timeout).run()
-        except LockNotAcquired as busy:
-            announce(lock_busy, type(self), **self._note_busy(busy))
-            raise
-        except LockBackendError as error:
-            logger.error("Lock %s: %s", printable(lease.name), printable(error))  # noqa: TRY400 - callers see the trace
-            raise
-        announce(lock_acquired, type(self), **self._note_acquired(lease))
-        return lease
-
-    async def aacquire(self, lease: Lease, timeout: float | None) -> Lease:
-        """See acquire()."""
-        try:
-            await AsyncAcquisition(self, lease, timeout).run()
-        except LockNotAcquired as busy:
-            announce(lock_busy, type(self), **self._note_busy(busy))
-            raise
-        except LockBackendError as error:
-            logger.error("Lock %s: %s", printable(lease.name), printable(error))  # noqa: TRY400 - as above
-            raise
-        announce(lock_acquired, type(self), **self._note_acquired(lease))
-        return lease
 
     def force_release(self, key: str, owner_digest: str) -> bool:
         """Free what somebody holds, if it is the holding that was shown; tell whether it was.
@@ -279,7 +241,7 @@ class BaseLockBackend(ABC):
 
     def abandon(self, request: Request) -> Release:
         """Give back whatever the server has for this owner, granted or waiting."""
-        if self.queues_waiters:
+        if self.waiting.place is not Place.NONE:
             self.dequeue(request)
         return self.release(request)
 
@@ -305,13 +267,13 @@ class BaseLockBackend(ABC):
         job, ends = partial(self.dequeue, request), clock.lease_time() + request.ttl
         self._lanes.after(request, partial(until_done, self.alias, job, ends))
 
-    async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    async def atry_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """See try_acquire()."""
-        return await self._lanes.run_try(request, lambda: self.try_acquire(request, queued=queued))
-
-    async def await_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
-        """See wait_acquire()."""
-        return await self._lanes.run_wait(request, lambda: self.wait_acquire(request, seconds))
+        waits = queued and self.waiting.way is Way.ON_SERVER
+        run = self._lanes.run_wait if waits else self._lanes.run_try
+        return await run(request, lambda: self.try_acquire(request, queued=queued, left=left))
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         """See enqueue()."""
@@ -332,15 +294,6 @@ class BaseLockBackend(ABC):
     async def aabandon(self, request: Request) -> None:
         """See abandon()."""
         await self._lanes.run_release(lambda: self.abandon(request))
-
-    def _note_busy(self, busy: LockNotAcquired) -> dict[str, Any]:
-        logger.info("%s", printable(busy, 2 * LONGEST_SHOWN))
-        facts = {"waited": busy.waited, "holder": busy.holder, "remaining": busy.remaining}
-        return {"name": busy.name, "using": self.alias, **facts}
-
-    def _note_acquired(self, lease: Lease) -> dict[str, Any]:
-        logger.debug("Lock %s acquired, token %s", printable(lease.name), lease.fencing_token)
-        return {"name": lease.name, "using": self.alias, "lease": lease}
 
 
 def tell_forced(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.waiting import Waiting
 
 from .base import BaseLockBackend
 
@@ -19,9 +20,11 @@ class DummyBackend(BaseLockBackend):
     supports_detach = True
     supports_delays = True
     clock = "client"
-    queues_locally = False
+    waiting = Waiting(in_line=False)
 
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """Grant it."""
         return Grant(token=None)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from django_distlock.engine import clock
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
+from django_distlock.engine.waiting import Place, Waiting, Way
 
 from .base import BaseLockBackend
 
@@ -90,11 +91,9 @@ class LocMemBackend(BaseLockBackend):
     supports_detach = True
     supports_delays = True
     clock = "client"
-    queues_locally = False
-    readers_stand_behind = True
-    queues_waiters = True
-    wakes_waiters = True
-    listening_time = 1.0
+    waiting = Waiting(
+        way=Way.LISTEN, place=Place.ENQUEUE, in_line=False, look_again=1.0, writers_first=True
+    )
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -103,7 +102,9 @@ class LocMemBackend(BaseLockBackend):
         self._released: deque[str] = deque(maxlen=256)
         self._token = 0
 
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """Ask once."""
         with self._mutex:
             now, record = clock.lease_time(), self._records.setdefault(request.key, _Record())

@@ -1,10 +1,10 @@
-"""The acquire loop: try, wait to be woken, try; whatever stops it leaves nothing behind."""
+"""Acquiring a lock: ask at once. Only who is refused waits, and only then is made what waiting needs."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from django_distlock.exceptions import (
     Contended,
@@ -12,21 +12,26 @@ from django_distlock.exceptions import (
     LockNotAcquired,
     LockOutcomeUnknown,
 )
-from django_distlock.holding import LeaseBackend
+from django_distlock.signals import announce, lock_acquired, lock_busy
 
-from . import clock, waiting
+from . import clock
 from .bells import TaskBell, ThreadBell
-from .settling import asettled, settled
+from .naming import LONGEST_SHOWN, printable
+from .settling import is_worth_asking_again
+from .steps import Steps, arun, run
 from .values import Busy, Grant, new_owner
+from .waiting import Place, Wait, Way
 from .waits import Lock, Waiter, waits
 
 if TYPE_CHECKING:
+    from django_distlock.backends.base import BaseLockBackend
     from django_distlock.lease import Lease
 
-    from .local_queue import LocalQueue
     from .values import Request
 
-    AnyBell = ThreadBell | TaskBell
+    Answer = Grant | Busy | LockBackendError
+
+logger = logging.getLogger("django_distlock")
 
 #: Seconds to stand back for other processes, after many hand-offs inside this one.
 GIVE_WAY = 0.1
@@ -36,109 +41,307 @@ BEHIND = 5.0
 IN_LINE = 1.0
 
 
-class WaitableBackend(LeaseBackend, Protocol):
-    """What the loop asks of a backend; BaseLockBackend says what each verb means."""
+def acquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Lease:
+    """Have the pending *lease* granted within *timeout* seconds (None: however long it takes).
 
-    queue: LocalQueue
-    queues_locally: bool
-    queues_waiters: bool
-    readers_stand_behind: bool
-    wakes_waiters: bool
-    looks_before_retry: bool
-    queues_by_trying: bool
-    listening_time: float | None
-    waits_on_server: bool
-
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
-        """Ask once."""
-
-    async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
-        """See try_acquire()."""
-
-    def wait_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
-        """Have the server make us wait."""
-
-    async def await_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
-        """See wait_acquire()."""
-
-    def leaves_line(self, request: Request) -> bool:
-        """Tell whether other processes must see that the caller waits."""
-
-    def interrupt(self, request: Request) -> None:
-        """End a wait_acquire() that another thread is in."""
-
-    def probe(self, request: Request) -> Busy | None:
-        """Look without taking it."""
-
-    async def aprobe(self, request: Request) -> Busy | None:
-        """See probe()."""
-
-    def enqueue(self, request: Request, bell: AnyBell) -> None:
-        """Stand in the server's queue."""
-
-    async def aenqueue(self, request: Request, bell: AnyBell) -> None:
-        """See enqueue()."""
-
-    def forget_bell(self, request: Request) -> None:
-        """Ring no more; no I/O."""
-
-    def is_behind(self, request: Request) -> bool:
-        """Tell whether another waiter of this process looks for it."""
-
-    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        """Wait until woken."""
-
-    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        """See sleep()."""
-
-    async def aabandon(self, request: Request) -> None:
-        """See abandon()."""
-
-    def dequeue_later(self, request: Request) -> None:
-        """Leave the server's queue, in the background."""
+    LockNotAcquired if somebody else has it until then; LockBackendError, LockDeadlock.
+    """
+    came = clock.wait_time()
+    attempt: Attempt | None = None
+    answer: Answer | None = None
+    start = 0.0
+    try:
+        lease.begin()
+        if _may_ask_at_once(backend, lease):
+            queued, start = _takes_place(backend, timeout), clock.lease_time()
+            try:
+                answer = backend.try_acquire(lease.request, queued=queued, left=timeout)
+            except LockBackendError as error:
+                answer = error
+        if not _is_granted_at_once(lease, start, answer):
+            attempt = Attempt(backend, lease, Wait(timeout, came), ThreadBell())
+            run(attempt.steps(start, answer), attempt.carry_out)
+    except BaseException as error:
+        _end(attempt or Attempt(backend, lease, Wait(timeout, came)), error)
+        raise
+    _tell_acquired(backend, lease)
+    return lease
 
 
-class _Acquisition:
-    """One attempt to get one lease: what both loops decide, without I/O."""
+async def aacquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Lease:
+    """See acquire()."""
+    came = clock.wait_time()
+    attempt: Attempt | None = None
+    answer: Answer | None = None
+    start = 0.0
+    try:
+        lease.begin()
+        if _may_ask_at_once(backend, lease):
+            queued, start = _takes_place(backend, timeout), clock.lease_time()
+            try:
+                answer = await backend.atry_acquire(lease.request, queued=queued, left=timeout)
+            except LockBackendError as error:
+                answer = error
+        if not _is_granted_at_once(lease, start, answer):
+            attempt = Attempt(backend, lease, Wait(timeout, came), TaskBell())
+            await arun(attempt.steps(start, answer), attempt.await_carried_out)
+    except BaseException as error:
+        _end(attempt or Attempt(backend, lease, Wait(timeout, came)), error)
+        raise
+    _tell_acquired(backend, lease)
+    return lease
 
-    def __init__(self, backend: WaitableBackend, lease: Lease, timeout: float | None) -> None:
+
+def _may_ask_at_once(backend: BaseLockBackend, lease: Lease) -> bool:
+    """Return whether nobody of this process is in the way; then, in the line of this process, the lease is first."""
+    request = lease.request
+    if request.shared or not backend.waiting.in_line:
+        return True
+    if backend.queue.lines.setdefault(request.key, lease.ref) is not lease.ref:
+        return False
+    lease.stand_in(backend.queue, lease.ref)
+    return True
+
+
+def _takes_place(backend: BaseLockBackend, timeout: float | None) -> bool:
+    return timeout != 0 and backend.waiting.place is Place.BY_TRYING
+
+
+def _is_granted_at_once(lease: Lease, start: float, answer: Answer | None) -> bool:
+    return isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
+
+
+def _tell_acquired(backend: BaseLockBackend, lease: Lease) -> None:
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("Lock %s acquired, token %s", printable(lease.name), lease.fencing_token)
+    if lock_acquired.receivers:
+        facts = {"name": lease.name, "using": backend.alias, "lease": lease}
+        announce(lock_acquired, type(backend), **facts)
+
+
+def _end(attempt: Attempt, error: BaseException) -> None:
+    """Leave nothing of what was not granted, and tell of it."""
+    attempt.abandon()
+    backend = attempt.backend
+    if isinstance(error, LockNotAcquired):
+        logger.info("%s", printable(error, 2 * LONGEST_SHOWN))
+        facts = {"waited": error.waited, "holder": error.holder, "remaining": error.remaining}
+        announce(lock_busy, type(backend), name=error.name, using=backend.alias, **facts)
+    elif isinstance(error, LockBackendError):
+        logger.error("Lock %s: %s", printable(attempt.lease.name), printable(error))
+
+
+class Verb(NamedTuple):
+    """A verb of the backend, to be carried out by this thread or awaited by this task."""
+
+    name: str
+    args: tuple[Any, ...]
+    wishes: dict[str, Any]
+
+
+class Pause(NamedTuple):
+    """A wait for the bell, for so many seconds at most; None: until it rings."""
+
+    seconds: float | None
+
+
+def _verb(name: str, *args: Any, **wishes: Any) -> Verb:
+    return Verb(name, args, wishes)
+
+
+class Attempt:
+    """One attempt to get one lease by somebody who was refused, or who stands behind others of this process."""
+
+    def __init__(
+        self,
+        backend: BaseLockBackend,
+        lease: Lease,
+        wait: Wait,
+        bell: ThreadBell | TaskBell | None = None,
+    ) -> None:
         self.backend = backend
         self.lease = lease
-        self.request = lease.request
-        self.wait = waiting.Wait(timeout)
+        self.wait = wait
+        self.bell: Any = bell
         self.busy = Busy()
-        self._came = waits.arrive() if self.request.shared else 0
+        self._way = backend.waiting.way
+        self._came = waits.arrive() if lease.request.shared else 0
         self._waiter: Waiter | None = None
-        self._tries = 0
-        self._is_in_line = False
-        self._is_queued = False
-        self._is_unsure = False
+        self._tries = 1
+        # Until an answer tells: what stopped the first try may have come after it was carried out.
+        self._is_queued = backend.waiting.place is Place.BY_TRYING
+        self._is_unsure = True
         self._is_last_try = False
 
-    def _must_wait_in_line(self, bell: AnyBell) -> bool:
-        """Join the line of this process. Readers need none, nor does a single try of a free lock."""
-        key = self.request.key
-        if self.request.shared or not self.backend.queues_locally:
-            return False
-        if self.wait.is_over and self.backend.queue.held_by(key) is None:
-            return False
-        self._is_in_line = True
-        return not self.backend.queue.join(key, bell)
+    @property
+    def request(self) -> Request:
+        """What is asked for now."""
+        return self.lease.request
 
-    def _may_ask(self, bell: AnyBell) -> bool:
+    def carry_out(self, asked: Verb | Pause) -> Any:
+        """Do what the steps ask for, in this thread."""
+        if isinstance(asked, Pause):
+            return self.bell.wait(asked.seconds)
+        return getattr(self.backend, asked.name)(*asked.args, **asked.wishes)
+
+    async def await_carried_out(self, asked: Verb | Pause) -> Any:
+        """See carry_out(); in this task."""
+        if isinstance(asked, Pause):
+            return await self.bell.wait(asked.seconds)
+        return await getattr(self.backend, f"a{asked.name}")(*asked.args, **asked.wishes)
+
+    def steps(self, start: float, first: Answer | None) -> Steps[Verb | Pause, None]:
+        """Go on after the *first* answer, to a try begun at *start*; None: others of this process are before us."""
+        if first is None:
+            self._tries, self._is_queued, self._is_unsure = 0, False, False
+            yield from self._take_turn()
+        else:
+            self._is_last_try = self.wait.is_for_one_try
+            self._is_queued = self._is_queued and not self._is_last_try
+        while True:
+            # Others at work on the same rows do not have the lock: ask again.
+            try:
+                if first is None:
+                    start = self._before_try()
+                if (yield from self._try(start, first)):
+                    break
+                first = None
+                yield from self._wait()
+            except Contended as error:
+                first = None
+                yield self._give_others_time(error)
+        self._wait_no_more()
+        self.backend.forget_bell(self.request)
+        if self.lease.is_in_line:
+            self.backend.queue.hold(self.request.key, self.bell, self.lease.ref)
+
+    # The line of this process.
+
+    def _take_turn(self) -> Steps[Verb | Pause, None]:
+        if self._must_wait_in_line():
+            while not self._may_ask():
+                self._begin_to_wait(has_place=False)
+                is_woken_only = self._way is not Way.ON_SERVER
+                yield Pause(self.wait.left if is_woken_only else self.wait.bounded(IN_LINE))
+        if self.lease.is_in_line and self.backend.queue.gives_way(self.request.key):
+            yield Pause(self.wait.bounded(GIVE_WAY))
+
+    def _must_wait_in_line(self) -> bool:
+        """Join the line. A single try of a lock that nobody here holds needs none."""
+        queue, key = self.backend.queue, self.request.key
+        if self.wait.is_over and queue.held_by(key) is None:
+            return False
+        self.lease.stand_in(queue, self.bell)
+        return not queue.join(key, self.bell)
+
+    def _may_ask(self) -> bool:
         """Return whether to ask the server: it is our turn, or there is time for one last try only."""
-        if self.backend.queue.has_turn(self.request.key, bell):
+        queue, key = self.backend.queue, self.request.key
+        if queue.has_turn(key, self.bell):
             return True
         if self.wait.is_over:
-            self._refuse_for_local_holder()
+            holder = queue.held_by(key)
+            if holder is not None and holder.held:
+                self.busy = Busy(holder.holder, holder.remaining)
+                self._refuse()
         elif self.wait.waited >= IN_LINE and self.backend.leaves_line(self.request):
-            self.backend.queue.leave(self.request.key, bell)
-            self._is_in_line = False
+            self.lease.leave_line()
             return True
         return self.wait.is_over
 
-    def _patience_in_line(self) -> float | None:
-        return self.wait.bounded(IN_LINE) if self.backend.waits_on_server else self.wait.left
+    # One try.
+
+    def _before_try(self) -> float:
+        """Note what is known before the answer; return when the try begins."""
+        self._tries += 1
+        self._is_unsure = True
+        self._is_last_try = self.wait.is_over
+        if self.backend.waiting.place is Place.BY_TRYING and not self._is_last_try:
+            self._is_queued = True
+        return clock.lease_time()
+
+    def _try(self, start: float, answer: Answer | None) -> Steps[Verb | Pause, bool]:
+        """Return whether the lease is granted; LockNotAcquired if there was time for this try only."""
+        if not isinstance(answer, (Grant, Busy)):
+            answer = yield from self._ask(start, answer)
+        if isinstance(answer, Busy):
+            self._is_unsure, self.busy = False, answer
+        elif self.lease.grant(answer.start or start, answer.token):
+            return True
+        if self._is_last_try:
+            self._refuse()
+        if self._is_unsure:
+            # The grant came after its own deadline. As another owner: the server may know that this one gave it back.
+            yield from self._settled(_verb("abandon", self.request))
+            self.lease.request = replace(self.request, owner=new_owner())
+            self._is_queued = False
+        return False
+
+    def _ask(
+        self, start: float, failed: LockBackendError | None
+    ) -> Steps[Verb | Pause, Grant | Busy]:
+        """Ask, or ask again after the first try *failed*: the same owner gets the same grant."""
+        request = self.request
+        if self._way is Way.ON_SERVER and self._tries > 1 and not self._is_last_try:
+            answer: Grant | Busy = yield _verb(
+                "try_acquire", request, queued=True, left=self.wait.left
+            )
+            return answer
+        if self._way is Way.LOOK and self._tries > 1:
+            busy: Busy | None = yield from self._settled(_verb("probe", request))
+            if busy is not None:
+                return busy
+        ask = _verb("try_acquire", request, queued=self._is_queued, left=self.wait.left)
+        try:
+            answer = yield from self._settled(ask, failed, start)
+        except LockOutcomeUnknown:
+            raise
+        except LockBackendError:
+            # It did not reach the server: nothing is there, unless by an earlier one.
+            self._is_unsure = False
+            if self._tries == 1:
+                self._is_queued = False
+            raise
+        return answer
+
+    def _settled(
+        self, ask: Verb, failed: LockBackendError | None = None, began: float = 0.0
+    ) -> Steps[Verb | Pause, Any]:
+        """Ask; once more if the reply was lost. *failed*: the first time, it did, and had *began* then."""
+        if failed is None:
+            began = clock.lease_time()
+            try:
+                return (yield ask)
+            except LockOutcomeUnknown as lost:
+                failed = lost
+        if not is_worth_asking_again(failed, began):
+            raise failed
+        try:
+            return (yield ask)
+        except LockBackendError as error:
+            raise LockOutcomeUnknown(*error.args) from failed
+
+    # Between two tries.
+
+    def _wait(self) -> Steps[Verb | Pause, None]:
+        queue, waiting = self.backend.queue, self.backend.waiting
+        if self.lease.is_in_line:
+            queue.contest(self.request.key)
+        if not self._is_queued and waiting.place is not Place.NONE:
+            # The next try follows at once: a release may have slipped in.
+            self._is_queued = True
+            try:
+                yield _verb("enqueue", self.request, self.bell)
+            except Contended:
+                self._is_queued = False
+                raise
+            return
+        self._begin_to_wait(has_place=True)
+        if self._way is not Way.ON_SERVER:
+            behind = self.backend.is_behind(self.request)
+            pause = self.wait.bounded(BEHIND) if behind else None
+            seconds = waiting.pause(self.wait, self.busy.remaining) if pause is None else pause
+            yield _verb("sleep", self.request, self.bell, seconds)
 
     def _begin_to_wait(self, *, has_place: bool) -> None:
         """Be known to wait, with a place on the server or without; LockDeadlock if it would be for ourselves."""
@@ -148,256 +351,33 @@ class _Acquisition:
                 self.lease.name, lock, caller, self.request.shared, self.wait, self._came
             )
             waits.begin(self._waiter)
-        if has_place and self._waiter is not None and self.backend.readers_stand_behind:
+        if has_place and self._waiter is not None and self.backend.waiting.writers_first:
             self._waiter.stand_before_readers()
 
-    def _refuse_for_local_holder(self) -> None:
-        lease = self.backend.queue.held_by(self.request.key)
-        if lease is not None and lease.held:
-            self.busy = Busy(lease.holder, lease.remaining)
-            self._refuse()
+    def _wait_no_more(self) -> None:
+        if self._waiter is not None:
+            waits.end(self._waiter)
 
-    def _gives_way(self) -> bool:
-        return self._is_in_line and self.backend.queue.gives_way(self.request.key)
-
-    def _before_try(self) -> float:
-        self._is_unsure = True
-        self._is_last_try = self.wait.is_over
-        if self.backend.queues_by_trying and not self._is_last_try:
-            self._is_queued = True
-        return clock.lease_time()
-
-    def _is_granted(self, start: float, answer: Grant | Busy) -> bool:
-        """Take the answer in. A grant that came after its own deadline is none."""
-        if isinstance(answer, Grant):
-            granted = self.lease.grant(answer.start or start, answer.token)
-        else:
-            granted, self._is_unsure, self.busy = False, False, answer
-        if not granted and self._is_last_try:
-            self._refuse()
-        return granted
-
-    def _give_others_time(self, error: Contended) -> float:
+    def _give_others_time(self, error: Contended) -> Pause:
         """Return how long to let others at work go on; raise *error*, which says so, once no time is left."""
         if self._is_last_try:
             raise error
-        return self.wait.next_pause()
-
-    def _was_not_asked(self) -> None:
-        """Take note of a try that did not reach the server: nothing is there, unless by an earlier one."""
-        self._is_unsure = False
-        if self._tries == 1:
-            self._is_queued = False
-
-    def _begin_anew(self) -> None:
-        """Ask as another owner after a grant that came too late: the server may know that this one gave it back."""
-        self.request = self.lease.request = replace(self.request, owner=new_owner())
-        self._is_queued = False
-
-    def _waits_on_server(self) -> bool:
-        """Return whether to ask by waiting: after a first try, and with time left."""
-        return self.backend.waits_on_server and self._tries > 0 and not self._is_last_try
-
-    def _looks_first(self) -> bool:
-        """Return whether to ask read-only whether a try is worth it: after it was refused once."""
-        self._tries += 1
-        return self._tries > 1 and self.backend.looks_before_retry
+        return Pause(self.wait.next_pause())
 
     def _refuse(self) -> NoReturn:
         raise LockNotAcquired(
             self.lease.name, self.wait.waited, self.busy.holder, self.busy.remaining
         )
 
-    def _pause(self) -> float:
-        if self.backend.waits_on_server:
-            return 0.0
-        if self.backend.is_behind(self.request):
-            return self.wait.bounded(BEHIND)
-        if (seconds := self.backend.listening_time) is not None:
-            left = self.busy.remaining
-            return self.wait.bounded(seconds if left is None else min(seconds, left))
-        wakeable = self.backend.wakes_waiters
-        longest = waiting.LONGEST_WAKEABLE_PAUSE if wakeable else waiting.LONGEST_PAUSE
-        return self.wait.next_pause(self.busy.remaining, longest=longest)
-
-    def _joins_server_queue(self) -> bool:
-        """Return whether to enqueue now; the next try follows at once: a release may have slipped in."""
-        if self._is_in_line:
-            self.backend.queue.contest(self.request.key)
-        if self._is_queued or not self.backend.queues_waiters:
-            return False
-        self._is_queued = True
-        return True
-
-    def _settle(self, bell: AnyBell) -> Lease:
-        """Be done: whose turn is next is told when the lease ends."""
-        self._wait_no_more()
-        self.backend.forget_bell(self.request)
-        if self._is_in_line:
-            self.backend.queue.hold(self.request.key, self.lease)
-            # Nothing here may refer to the lease: it would never be unreferenced.
-            self.lease.at_end(partial(self.backend.queue.leave, self.request.key, bell))
-        return self.lease
-
-    def _abandon(self, bell: AnyBell) -> None:
+    def abandon(self) -> None:
         """Leave nothing: what the server has, or may have, is given back in the background."""
         try:
             self._wait_no_more()
-            self.lease.give_up()
             self.backend.interrupt(self.request)
             self.backend.forget_bell(self.request)
-            self._leave_server()
+            if self._is_unsure:
+                self.backend.abandon_later(self.request)
+            elif self._is_queued:
+                self.backend.dequeue_later(self.request)
         finally:
-            if self._is_in_line:
-                self.backend.queue.leave(self.request.key, bell)
-
-    def _wait_no_more(self) -> None:
-        if self._waiter is not None:
-            waits.end(self._waiter)
-
-    def _leave_server(self) -> None:
-        if self._is_unsure:
-            self.backend.abandon_later(self.request)
-        elif self._is_queued:
-            self.backend.dequeue_later(self.request)
-
-
-class Acquisition(_Acquisition):
-    """The loop for threads."""
-
-    def run(self) -> Lease:
-        """Return the lease, held; raise LockNotAcquired or LockBackendError."""
-        bell = ThreadBell()
-        try:
-            self.lease.begin()
-            self._take_turn(bell)
-            while not self._step(bell):
-                pass
-            return self._settle(bell)
-        except BaseException:
-            self._abandon(bell)
-            raise
-
-    def _take_turn(self, bell: ThreadBell) -> None:
-        if self._must_wait_in_line(bell):
-            while not self._may_ask(bell):
-                self._begin_to_wait(has_place=False)
-                bell.wait(self._patience_in_line())
-        if self._gives_way():
-            bell.wait(self.wait.bounded(GIVE_WAY))
-
-    def _step(self, bell: ThreadBell) -> bool:
-        """Ask, and wait if it is refused. Others at work on the same rows do not have the lock: ask again."""
-        try:
-            if self._try():
-                return True
-            self._wait(bell)
-        except Contended as error:
-            bell.wait(self._give_others_time(error))
-        return False
-
-    def _try(self) -> bool:
-        start = self._before_try()
-        answer = self._ask()
-        granted = self._is_granted(start, answer)
-        if self._is_unsure and not granted:
-            settled(partial(self.backend.abandon, self.request))
-            self._begin_anew()
-        return granted
-
-    def _ask(self) -> Grant | Busy:
-        """Ask; if the reply is lost, ask again: the same owner gets the same grant."""
-        if self._waits_on_server():
-            return self.backend.wait_acquire(self.request, self.wait.left)
-        if self._looks_first() and (busy := settled(partial(self.backend.probe, self.request))):
-            return busy
-        ask = partial(self.backend.try_acquire, self.request, queued=self._is_queued)
-        try:
-            return settled(ask)
-        except LockOutcomeUnknown:
-            raise
-        except LockBackendError:
-            self._was_not_asked()
-            raise
-
-    def _wait(self, bell: ThreadBell) -> None:
-        if self._joins_server_queue():
-            try:
-                self.backend.enqueue(self.request, bell)
-            except Contended:
-                self._is_queued = False
-                raise
-        else:
-            self._begin_to_wait(has_place=True)
-            self.backend.sleep(self.request, bell, self._pause())
-
-
-class AsyncAcquisition(_Acquisition):
-    """The loop for asyncio tasks, of the same shape."""
-
-    async def run(self) -> Lease:
-        """See Acquisition.run()."""
-        bell = TaskBell()
-        try:
-            self.lease.begin()
-            await self._take_turn(bell)
-            while not await self._step(bell):
-                pass
-            return self._settle(bell)
-        except BaseException:
-            self._abandon(bell)
-            raise
-
-    async def _take_turn(self, bell: TaskBell) -> None:
-        if self._must_wait_in_line(bell):
-            while not self._may_ask(bell):
-                self._begin_to_wait(has_place=False)
-                await bell.wait(self._patience_in_line())
-        if self._gives_way():
-            await bell.wait(self.wait.bounded(GIVE_WAY))
-
-    async def _step(self, bell: TaskBell) -> bool:
-        """See Acquisition._step()."""
-        try:
-            if await self._try():
-                return True
-            await self._wait(bell)
-        except Contended as error:
-            await bell.wait(self._give_others_time(error))
-        return False
-
-    async def _try(self) -> bool:
-        start = self._before_try()
-        answer = await self._ask()
-        granted = self._is_granted(start, answer)
-        if self._is_unsure and not granted:
-            await asettled(partial(self.backend.aabandon, self.request))
-            self._begin_anew()
-        return granted
-
-    async def _ask(self) -> Grant | Busy:
-        """See Acquisition._ask()."""
-        if self._waits_on_server():
-            return await self.backend.await_acquire(self.request, self.wait.left)
-        look = partial(self.backend.aprobe, self.request)
-        if self._looks_first() and (busy := await asettled(look)):
-            return busy
-        ask = partial(self.backend.atry_acquire, self.request, queued=self._is_queued)
-        try:
-            return await asettled(ask)
-        except LockOutcomeUnknown:
-            raise
-        except LockBackendError:
-            self._was_not_asked()
-            raise
-
-    async def _wait(self, bell: TaskBell) -> None:
-        if self._joins_server_queue():
-            try:
-                await self.backend.aenqueue(self.request, bell)
-            except Contended:
-                self._is_queued = False
-                raise
-        else:
-            self._begin_to_wait(has_place=True)
-            await self.backend.asleep(self.request, bell, self._pause())
+            self.lease.give_up()

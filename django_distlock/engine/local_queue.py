@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
+from weakref import ref
 
 if TYPE_CHECKING:
-    from django_distlock.lease import Lease
+    from django_distlock.holding import Holding
 
     from .bells import Bell
+
+    #: What stands in a line: a bell, or the reference to the lease of who found nobody there.
+    Place = Bell | ref[Holding]
 
 #: Hand-offs inside a process before it gives way to other processes known to want the lock.
 IN_A_ROW = 16
@@ -23,35 +26,40 @@ class _Line:
     __slots__ = ("holding", "in_a_row", "is_contested", "places", "turn")
 
     def __init__(self) -> None:
-        self.places: deque[Bell] = deque()
+        self.places: deque[Place] = deque()
         #: Who was told that it is their turn.
-        self.turn: Bell | None = None
+        self.turn: Place | None = None
         #: Who holds it, not to be kept alive by this line.
-        self.holding: weakref.ref[Lease] | None = None
+        self.holding: ref[Holding] | None = None
         self.in_a_row = 0
         self.is_contested = False
 
     def pass_on(self) -> None:
         """Give the turn to the first one who is there to take it, unless that was told already."""
-        while self.places and self.places[0] is not self.turn:
-            if self.places[0].ring():
-                self.turn, self.holding = self.places[0], None
+        while self.places and (first := self.places[0]) is not self.turn:
+            # Who came without a bell is the first from the beginning, and has the turn.
+            if not isinstance(first, ref) and first.ring():
+                self.turn, self.holding = first, None
                 self.in_a_row += 1
             else:
                 self.places.popleft()
 
 
 class LocalQueue:
-    """First come, first served, for the threads and the tasks of one process alike."""
+    """First come, first served, for the threads and the tasks of one process alike.
+
+    Who finds nobody here is the only entry for its key: *lines* then has the reference to its lease, by
+    ``lines.setdefault(key, ref)``. A line is made of it when a second one comes.
+    """
 
     def __init__(self) -> None:
-        self._lines: dict[str, _Line] = {}
+        self.lines: dict[str, Place | _Line] = {}
         self._mutex = threading.Lock()
 
     def join(self, key: str, bell: Bell) -> bool:
         """Stand in line for *key*; return whether it is our turn at once. Else the bell tells."""
         with self._mutex:
-            line = self._lines.setdefault(key, _Line())
+            line = self._line(key)
             line.places.append(bell)
             if line.places[0] is not bell:
                 return False
@@ -61,44 +69,61 @@ class LocalQueue:
     def has_turn(self, key: str, bell: Bell) -> bool:
         """Return whether it is the turn of *bell*."""
         with self._mutex:
-            return self._lines[key].places[0] is bell
+            return self._line(key).places[0] is bell
 
-    def leave(self, key: str, bell: Bell) -> None:
-        """Leave the line, wherever we stand in it; the next one gets our turn.
+    def leave(self, key: str, place: Place) -> None:
+        """Leave the line, wherever *place* is in it; the next one gets our turn.
 
         Twice does no harm, and finishes what an exception from outside has broken off.
         """
         with self._mutex:
-            if (line := self._lines.get(key)) is None:
-                return
-            with suppress(ValueError):
-                line.places.remove(bell)
-            line.pass_on()
-            if not line.places:
-                del self._lines[key]
+            line = self.lines.get(key)
+            if isinstance(line, _Line):
+                with suppress(ValueError):
+                    line.places.remove(place)
+                line.pass_on()
+                if not line.places:
+                    del self.lines[key]
+            elif line is place:
+                del self.lines[key]
 
-    def hold(self, key: str, lease: Lease) -> None:
-        """Note that whose turn it is holds the lock."""
+    def hold(self, key: str, bell: Bell, lease: ref[Holding]) -> None:
+        """Note that *bell*, whose turn it is, holds the lock by *lease*; not if it has left already."""
         with self._mutex:
-            self._lines[key].holding = weakref.ref(lease)
+            line = self.lines.get(key)
+            if isinstance(line, _Line) and line.places and line.places[0] is bell:
+                line.holding = lease
 
-    def held_by(self, key: str) -> Lease | None:
+    def held_by(self, key: str) -> Holding | None:
         """Return the lease that this process holds the lock by, if its line knows one."""
         with self._mutex:
-            line = self._lines.get(key)
-            return line.holding() if line and line.holding else None
+            line = self.lines.get(key)
+            holding = line.holding if isinstance(line, _Line) else line
+            lease = holding() if isinstance(holding, ref) else None
+            return lease if lease is not None and lease.is_granted else None
 
     def contest(self, key: str) -> None:
         """Note that other processes want the lock."""
         with self._mutex:
-            if line := self._lines.get(key):
-                line.is_contested = True
+            if key in self.lines:
+                self._line(key).is_contested = True
 
     def gives_way(self, key: str) -> bool:
         """Return whether it is time to let another process have the lock, and begin to count anew."""
         with self._mutex:
-            line = self._lines[key]
+            line = self._line(key)
             if line.in_a_row < IN_A_ROW or not line.is_contested:
                 return False
             line.in_a_row, line.is_contested = 0, False
             return True
+
+    def _line(self, key: str) -> _Line:
+        """Return the line for *key*, made now if there is none, or one entry only."""
+        line = self.lines.setdefault(key, new := _Line())
+        if isinstance(line, _Line):
+            return line
+        # Without the mutex others can only find it there: it stays until it leaves.
+        new.places.append(line)
+        new.turn, new.holding = line, line if isinstance(line, ref) else None
+        self.lines[key] = new
+        return new

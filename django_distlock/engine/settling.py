@@ -1,4 +1,4 @@
-"""A reply that was lost: the same is asked once more at once, and the second answer counts."""
+"""Asking once more when a reply was lost: for verbs that may be carried out twice."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ _T = TypeVar("_T")
 
 #: Seconds within which a reply must have been lost: to ask a server that hangs again would take as long once more.
 SETTLE = 0.5
+
+
+def is_worth_asking_again(failed: LockBackendError, began: float) -> bool:
+    """Return whether to ask again what *failed* and had *began* then, in lease time."""
+    return isinstance(failed, LockOutcomeUnknown) and clock.lease_time() - began <= SETTLE
 
 
 def settled(ask: Callable[[], _T], within: float | None = None) -> _T:

@@ -1,8 +1,10 @@
-"""How long to pause between two tries: arithmetic, no I/O."""
+"""How waiters wait: the ways a backend can pick from, and how long to pause. Arithmetic, no I/O."""
 
 from __future__ import annotations
 
+import enum
 import random
+from dataclasses import dataclass
 
 from django_distlock.conf import LONGEST
 
@@ -13,15 +15,65 @@ LONGEST_PAUSE = 0.25
 LONGEST_WAKEABLE_PAUSE = 1.0
 
 
+class Way(enum.Enum):
+    """How a waiter learns that it is worth to try again."""
+
+    #: It does not: it tries again after pauses that grow.
+    POLL = "poll"
+    #: As before, but with a look first: on this server a try writes even if it is refused.
+    LOOK = "look, then try"
+    #: Something wakes it; a look now and then makes good for what was lost.
+    LISTEN = "listen"
+    #: The server keeps the queue: a try with a place lasts until it is granted.
+    ON_SERVER = "wait on the server"
+
+
+class Place(enum.Enum):
+    """How a waiter gets a place in a queue on the server."""
+
+    NONE = "there is no queue"
+    ENQUEUE = "by enqueue()"
+    BY_TRYING = "by a try that is refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """How the waiters of one backend wait."""
+
+    way: Way = Way.POLL
+    place: Place = Place.NONE
+    #: Whether the waiters of one process stand in a line of their own, and only the first one asks the server.
+    in_line: bool = True
+    #: Seconds after which a waiter that was not woken looks again; None: soon, then less and less often.
+    look_again: float | None = None
+    #: Whether a reader that comes while a writer has a place on the server is served after it.
+    writers_first: bool = False
+
+    def pause(self, wait: Wait, remaining: float | None) -> float:
+        """Return how many seconds to sleep before the next try; the holder's lease has *remaining* seconds left."""
+        if self.look_again is not None:
+            bound = self.look_again if remaining is None else min(self.look_again, remaining)
+            return wait.bounded(bound)
+        longest = LONGEST_WAKEABLE_PAUSE if self.way is Way.LISTEN else LONGEST_PAUSE
+        return wait.next_pause(remaining, longest=longest)
+
+
 class Wait:
     """One caller's wait: until when it lasts, and how long its next pause is."""
 
-    def __init__(self, timeout: float | None) -> None:
-        """*timeout* in seconds; None waits for ever, 0 leaves room for one try."""
-        self._began = clock.wait_time()
+    __slots__ = ("_began", "_ends", "_pause")
+
+    def __init__(self, timeout: float | None, began: float | None = None) -> None:
+        """*timeout* in seconds; None waits for ever, 0 leaves room for one try. *began*: by ``clock.wait_time()``."""
+        self._began = clock.wait_time() if began is None else began
         # Not every driver and server takes more, and 31 years are as good as 292.
         self._ends = None if timeout is None else self._began + min(timeout, LONGEST)
         self._pause = SHORTEST_PAUSE
+
+    @property
+    def is_for_one_try(self) -> bool:
+        """Whether there was no time from the first."""
+        return self._ends is not None and self._ends <= self._began
 
     @property
     def waited(self) -> float:

@@ -71,7 +71,7 @@ def _hunt(name: str, waits: int) -> int:
         hunter, number = backend(site), 0
         for _ in range(waits // 8):
             request = hunter.request(name, ttl=60.0, holder=Holder.current())
-            answer = hunter.wait_acquire(request, random.uniform(0.001, 0.003))
+            answer = hunter.try_acquire(request, queued=True, left=random.uniform(0.001, 0.003))
             if isinstance(answer, Grant):
                 number += 1
                 assert hunter.release(request) is Release.RELEASED
@@ -139,7 +139,7 @@ def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
     with lock(name, using="locks"), ThreadPoolExecutor() as threads:
         ended = threads.submit(end_the_wait)
         with pytest.raises(LockBackendError, match=r"^DISTLOCK\['site0'\].*GET_LOCK failed"):
-            backend("site0").wait_acquire(request, 30)
+            backend("site0").try_acquire(request, queued=True, left=30)
         ended.result()
     locks.close()
 

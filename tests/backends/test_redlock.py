@@ -31,6 +31,7 @@ from django_distlock.engine import clock
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.waiting import Wait
 from django_distlock.handler import make_backend
 from tests.contract.crew import start
 from tests.fixtures.certificate import tls_server
@@ -319,7 +320,7 @@ def test_split_votes_clear_up(servers: list[Redis], make: Make, name: str) -> No
         nonlocal inside, most
         request = _request(backend, name)
         while not isinstance(backend.try_acquire(request, queued=False), Grant):
-            backend.sleep(request, ThreadBell(), backend.listening_time)
+            backend.sleep(request, ThreadBell(), backend.waiting.pause(Wait(None), None))
         with mutex:
             inside += 1
             most = max(most, inside)

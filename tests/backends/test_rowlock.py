@@ -44,7 +44,7 @@ def test_readers_hold_the_row_together_and_writers_wait(database: str, name: str
 
     assert isinstance(backend().try_acquire(first, queued=False), Grant)
     assert isinstance(backend("site0").try_acquire(second, queued=False), Grant)
-    assert isinstance(backend("site1").wait_acquire(writer, 0.2), Busy)
+    assert isinstance(backend("site1").try_acquire(writer, queued=True, left=0.2), Busy)
     backend().release(first)
     assert isinstance(backend("site1").try_acquire(writer, queued=False), Busy)
     backend("site0").release(second)

@@ -535,7 +535,7 @@ def test_a_guard_of_the_old_token_makes_the_lock_busy_and_nothing_hangs(
 
             began = time.monotonic()
             eventually(lambda: isinstance(locks["site0"].try_acquire(late, queued=False), Busy))
-            assert isinstance(locks["site0"].wait_acquire(late, 0.3), Busy)
+            assert isinstance(locks["site0"].try_acquire(late, queued=True, left=0.3), Busy)
             assert time.monotonic() - began < 4
             # What was had without a token was given back.
             assert locks["site1"].probe(late) is None
@@ -639,7 +639,7 @@ def test_an_interrupted_wait_returns_at_once_and_keeps_no_place(database: str, n
 
     def wait() -> None:
         with pytest.raises(LockBackendError):
-            locks["site0"].wait_acquire(request, None)
+            locks["site0"].try_acquire(request, queued=True, left=None)
         ended.append(time.monotonic())
 
     with lock(name, using="locks"):
@@ -664,7 +664,7 @@ def test_a_wait_that_is_interrupted_before_it_begins_ends_as_well(database: str,
 
         # Its time over, it would say that it was busy.
         with pytest.raises(LockBackendError):
-            locks["site0"].wait_acquire(request, 4.0)
+            locks["site0"].try_acquire(request, queued=True, left=4.0)
 
     with lock(name, using="locks", timeout=5):
         pass

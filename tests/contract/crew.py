@@ -76,10 +76,10 @@ def held_in_thread(lock: Lock) -> Iterator[Lease]:
 def length_of_line(backend: BaseLockBackend, name: str) -> int:
     """Return how many of this process hold the lock or wait for it, or stand in its line without being there."""
     lock = _lock(backend, name)
-    line = backend.queue._lines.get(lock.key)
+    line = backend.queue.lines.get(lock.key)
     leases = [lease for lease in registry.leases() if lease.is_kept]
     held = sum((lease.backend.place, lease.request.key) == lock for lease in leases)
-    return max(held + waits.count(lock), len(line.places) if line else 0)
+    return max(held + waits.count(lock), len(getattr(line, "places", "1")) if line else 0)
 
 
 def waiting_for(backend: BaseLockBackend, name: str) -> int:
@@ -89,8 +89,8 @@ def waiting_for(backend: BaseLockBackend, name: str) -> int:
 
 def is_contested(backend: BaseLockBackend, name: str) -> bool:
     """Return whether the line of this process knows that others want the lock."""
-    line = backend.queue._lines.get(_lock(backend, name).key)
-    return line is not None and line.is_contested
+    line = backend.queue.lines.get(_lock(backend, name).key)
+    return getattr(line, "is_contested", False)
 
 
 def _lock(backend: BaseLockBackend, name: str) -> waiting.Lock:

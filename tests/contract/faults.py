@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
+from django_distlock.engine.waiting import Place, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 if TYPE_CHECKING:
@@ -77,13 +78,12 @@ class Faulty(_Base):
 
     # Its verbs.
 
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
-        with self._around("try_acquire"):
-            return super().try_acquire(request, queued=queued)
-
-    def wait_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
-        with self._around("wait_acquire"):
-            return super().wait_acquire(request, seconds)
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        waits = queued and self.waiting.way is Way.ON_SERVER
+        with self._around("wait_acquire" if waits else "try_acquire"):
+            return super().try_acquire(request, queued=queued, left=left)
 
     def release(self, request: Request) -> Release:
         with self._around("release"):
@@ -123,7 +123,7 @@ class Faulty(_Base):
             super().dequeue(request)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        if self.queues_by_trying:  # whoever sleeps has been queued
+        if self.waiting.place is Place.BY_TRYING:  # whoever sleeps has been queued
             with self._around("enqueue"):
                 pass
         if self.is_deaf:
@@ -133,9 +133,11 @@ class Faulty(_Base):
 
     # The twins, where the backend has some of its own: the others call the verbs above.
 
-    async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    async def atry_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         async with self._around_twin("try_acquire"):
-            return await super().atry_acquire(request, queued=queued)
+            return await super().atry_acquire(request, queued=queued, left=left)
 
     async def arelease(self, request: Request) -> Release:
         async with self._around_twin("release"):
@@ -154,7 +156,7 @@ class Faulty(_Base):
             return await super().aprobe(request)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        if self.queues_by_trying:
+        if self.waiting.place is Place.BY_TRYING:
             async with self._around_twin("sleep", "enqueue"):
                 pass
         if self.is_deaf:

@@ -23,6 +23,7 @@ from django_distlock import (
     skip,
 )
 from django_distlock.conf import BackendSettings
+from django_distlock.engine.waiting import Place
 from django_distlock.handler import make_backend
 from django_distlock.signals import lock_busy
 
@@ -99,7 +100,7 @@ def test_a_failure_while_waiting_is_raised_and_nothing_is_left(
     faulty.fail("enqueue")
     faulty.fail("probe")
 
-    if faulty.queues_waiters:
+    if faulty.waiting.place is not Place.NONE:
         with pytest.raises(LockBackendError):
             lock(name, using=using, timeout=20).acquire()
     faulty.heal()

@@ -54,7 +54,10 @@ MEMCACHED_PAGE = "docs/reference/backends/memcached.md"
 #: Of a lease: called by the package, and of no use to those who hold it.
 MACHINERY = {
     "abandon",
-    "at_end",
+    "is_granted",
+    "is_in_line",
+    "leave_line",
+    "stand_in",
     "backend",
     "begin",
     "confirm",

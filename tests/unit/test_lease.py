@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from django_distlock import Lease, LockLost, LockNotHeld, NotSupported, lock
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
+from django_distlock.engine.local_queue import LocalQueue
 from django_distlock.engine.renewal import renewal
 from django_distlock.engine.values import Request
 from django_distlock.holding import State, drift
@@ -123,18 +125,30 @@ def test_released_is_final_and_tells_nobody(memory: LocMemBackend, lease_clock: 
         lease.check()
 
 
-def test_at_end_is_called_once_however_it_ends(memory: LocMemBackend) -> None:
-    ended: list[str] = []
+class Line(LocalQueue):
+    """Notes who leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[str] = []
+
+    def leave(self, key: str, place: Any) -> None:
+        self.left.append(key)
+        super().leave(key, place)
+
+
+def test_it_leaves_its_line_once_however_it_ends(memory: LocMemBackend) -> None:
+    line = Line()
     released, lost = _taken("a"), _taken("b")
-    released.at_end(lambda: ended.append("released"))
-    lost.at_end(lambda: ended.append("lost"))
+    released.stand_in(line, released.ref)
+    lost.stand_in(line, lost.ref)
 
     released.release()
     lost.lose("a reason")
     lost.lose("another")
-    lost.at_end(lambda: ended.append("late"))
+    lost.leave_line()
 
-    assert ended == ["released", "lost", "late"]
+    assert line.left == ["a", "b"]
     assert lost.reason == "a reason"
 
 
@@ -145,20 +159,20 @@ class TimeLimit(BaseException):
 def test_an_exception_from_outside_at_the_end_keeps_nothing_from_those_who_wait_for_it(
     memory: LocMemBackend,
 ) -> None:
-    def be_stopped() -> None:
-        stopped.append("here")
-        if len(stopped) == 1:
-            raise TimeLimit
+    class StoppedLine(Line):
+        def leave(self, key: str, place: Any) -> None:
+            super().leave(key, place)
+            if len(self.left) == 1:
+                raise TimeLimit
 
-    stopped, told = list[str](), list[str]()
+    line = StoppedLine()
     lease = _taken()
-    lease.at_end(be_stopped)
-    lease.at_end(lambda: told.append("ended"))
+    lease.stand_in(line, lease.ref)
 
     with pytest.raises(TimeLimit):
         lease.release()
 
-    eventually(lambda: told == ["ended"], 5)
+    eventually(lambda: line.left == ["a", "a"], 5)
     with lock("a", timeout=0):
         pass
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from django.db import DatabaseError
 
 from django_distlock.engine.values import Busy, Grant, Release
+from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError
 
 from . import checks, purge, records
@@ -55,10 +56,16 @@ class DatabaseBackend(BaseDatabaseBackend):
         self._listener = Listener(self._own)
         self._places = Places()
         # Who claims an order gives each waiter a place of its own on the server, from when it came.
-        self.queues_locally = not self.options.fair
-        self.wakes_waiters = isinstance(self.engine, PostgreSQL) and self.options.listen
-        self.queues_waiters = self.wakes_waiters or self.options.fair
-        self.looks_before_retry = self.engine.looks_before_retry and not self.options.fair
+        is_fair, listens = (
+            self.options.fair,
+            isinstance(self.engine, PostgreSQL) and self.options.listen,
+        )
+        looks = self.engine.looks_before_retry and not is_fair
+        self.waiting = Waiting(
+            way=Way.LISTEN if listens else Way.LOOK if looks else Way.POLL,
+            place=Place.ENQUEUE if listens or is_fair else Place.NONE,
+            in_line=not is_fair,
+        )
 
     def make_engine(self, vendor: str) -> Engine:
         """Return what is written for the server, or what works on any."""
@@ -66,7 +73,9 @@ class DatabaseBackend(BaseDatabaseBackend):
         chosen = Portable if options.engine == "portable" else _ENGINES.get(vendor, Portable)
         return chosen(fair=options.fair)
 
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """Ask once."""
         return self._press(partial(self._try, request=request, queued=queued))
 

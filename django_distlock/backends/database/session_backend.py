@@ -14,7 +14,7 @@ from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.settling import settled
 from django_distlock.engine.values import Busy, Grant, Release, digest
-from django_distlock.engine.waiting import Wait
+from django_distlock.engine.waiting import Wait, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError, NotSupported
 
 from . import listing
@@ -53,7 +53,7 @@ class SessionBackend(BaseDatabaseBackend):
     session_bound = True
     clock = "session"
     request_class = SessionRequest
-    waits_on_server = True
+    waiting = Waiting(way=Way.ON_SERVER)
     #: What is written for each kind of server.
     servers: ClassVar[dict[str, type[SessionEngine]]]
 
@@ -84,17 +84,17 @@ class SessionBackend(BaseDatabaseBackend):
 
     # The verbs.
 
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
-        """Ask once."""
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        """Ask once, or wait in the server's queue."""
+        if queued:
+            wait = partial(self._wait_watched, seconds=left)
+            return self._verbs.ask(self._sessions.open(request), partial(self._noted, verb=wait))
         known = self._sessions.held(request.owner)
         if known is not None and known.grant is not None:
             return known.grant
         return self._take_anew(request)
-
-    def wait_acquire(self, request: Request, seconds: float | None) -> Grant | Busy:
-        """Wait in the server's queue."""
-        wait = partial(self._wait_watched, seconds=seconds)
-        return self._verbs.ask(self._sessions.open(request), partial(self._noted, verb=wait))
 
     def leaves_line(self, request: Request) -> bool:
         """Have it seen by the deadlock watches of other processes, if it may be one of a circle."""

@@ -20,6 +20,7 @@ from django_distlock.backends.cache_alias import (
 )
 from django_distlock.engine import clock
 from django_distlock.engine.values import Busy, Grant, Release
+from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .options import MemcachedOptions
@@ -50,7 +51,7 @@ class CacheMemcachedBackend(BaseLockBackend):
     options_class = MemcachedOptions
     options: MemcachedOptions
     kind = "distlock"
-    looks_before_retry = True
+    waiting = Waiting(way=Way.LOOK)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -78,7 +79,9 @@ class CacheMemcachedBackend(BaseLockBackend):
         key = _client_prefix(self._given) + self._cache.make_key(request.key)
         return replace(request, key=plain_key(key))
 
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """Add it; if it is there, look whether it is our own, of a request whose reply was lost."""
         value, lives = self._record(request, request.ttl)
         if self._pool.ask(lambda client: client.add(request.key, value, lives)):

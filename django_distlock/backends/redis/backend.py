@@ -9,7 +9,7 @@ from django.core.cache import caches
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
 from django_distlock.engine.bells import TaskBell, ThreadBell
-from django_distlock.engine.waiting import Wait
+from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 from django_distlock.exceptions import LockOutcomeUnknown
 
 from .checks import check_redis
@@ -48,16 +48,17 @@ class RedisBackend(BaseLockBackend):
     supports_listing = True
     supports_detach = True
     supports_delays = True
-    readers_stand_behind = True
-    queues_waiters = True
-    wakes_waiters = True
-    queues_by_trying = True
-    listening_time = LISTEN
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         # Who claims an order gives each waiter a place of its own on the server, from when it came.
-        self.queues_locally = not self.options.fair
+        self.waiting = Waiting(
+            way=Way.LISTEN,
+            place=Place.BY_TRYING,
+            in_line=not self.options.fair,
+            look_again=LISTEN,
+            writers_first=True,
+        )
         self.source = self.make_source()
         self._space = KeySpace(self.make_key())
         self.place = self.source.url, self._space.pattern
@@ -88,7 +89,9 @@ class RedisBackend(BaseLockBackend):
 
     # The verbs.
 
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """Ask once."""
         return self._link.converse(self._verbs.acquire(request, is_queued=queued))
 
@@ -176,7 +179,9 @@ class RedisBackend(BaseLockBackend):
 
     # Their twins for asyncio.
 
-    async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    async def atry_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """See try_acquire()."""
         return await self._loops.converse(self._verbs.acquire(request, is_queued=queued))
 

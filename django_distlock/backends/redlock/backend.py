@@ -15,6 +15,7 @@ from django_distlock.backends.redis.listing import listed
 from django_distlock.backends.redis.loops import PerLoop
 from django_distlock.backends.redis.pool import PoolLink
 from django_distlock.backends.redis.sources import Source, source_of_cache
+from django_distlock.engine.waiting import Waiting
 from django_distlock.exceptions import LockBackendError
 
 from .checks import check_guard, check_servers
@@ -33,11 +34,23 @@ if TYPE_CHECKING:
 
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.values import Busy, Grant, Held, Release, Request
+    from django_distlock.engine.waiting import Wait
 
     from .listing import Seen
 
 #: Seconds until a lock that is busy is asked for again: chosen at random, so that votes split no second time.
 PAUSE = (0.05, 0.2)
+
+
+class _Waiting(Waiting):
+    """Pauses that differ, so that those whose votes were split meet no more."""
+
+    __slots__ = ()
+
+    def pause(self, wait: Wait, remaining: float | None) -> float:
+        """See Waiting.pause()."""
+        pause = random.uniform(*PAUSE)  # noqa: S311 - to differ is enough
+        return wait.bounded(pause if remaining is None else min(pause, remaining))
 
 
 class RedlockBackend(BaseLockBackend):
@@ -47,6 +60,7 @@ class RedlockBackend(BaseLockBackend):
     supports_listing = True
     supports_detach = True
     kind = "redlock"
+    waiting = _Waiting()
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -62,11 +76,6 @@ class RedlockBackend(BaseLockBackend):
         )
         self._open()
 
-    @property
-    def listening_time(self) -> float:  # type: ignore[override]  # a new one for each pause
-        """Seconds until the next try."""
-        return random.uniform(*PAUSE)  # noqa: S311 - to differ is enough
-
     def request(self, name: str, **wishes: Any) -> Request:
         """Return a request; ValueError if it could outlive the restart of a server."""
         request = super().request(name, **wishes)
@@ -75,7 +84,9 @@ class RedlockBackend(BaseLockBackend):
 
     # The verbs.
 
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """Ask once."""
         return self._nodes.hold(self._verbs.acquire(request))
 
@@ -139,7 +150,9 @@ class RedlockBackend(BaseLockBackend):
 
     # Their twins for asyncio.
 
-    async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    async def atry_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """See try_acquire()."""
         return await (await self._loops.get()).hold(self._verbs.acquire(request))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from django.core.checks import Error
@@ -10,7 +9,7 @@ from django.core.checks import Error
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.conf import LONGEST
 from django_distlock.engine import clock
-from django_distlock.engine.waiting import Wait
+from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import LockBackendError
 
 from .conversation import Conversation
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
     from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request
-    from django_distlock.lease import Lease
 
     from .steps import Steps
 
@@ -48,12 +46,9 @@ class ZooKeeperBackend(BaseLockBackend):
     supports_purge = True
     session_bound = True
     clock = "session"
-    queues_locally = False
-    readers_stand_behind = True
-    queues_waiters = True
-    queues_by_trying = True
-    wakes_waiters = True
-    listening_time = 1.0
+    waiting = Waiting(
+        way=Way.LISTEN, place=Place.BY_TRYING, in_line=False, look_again=1.0, writers_first=True
+    )
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -67,7 +62,6 @@ class ZooKeeperBackend(BaseLockBackend):
         self._recipe = Recipe(self.alias, self.options, self._session, self._places)
         self._talk = Conversation(self.alias, self.options.io_timeout)
         self._upkeep = Upkeep(self._recipe, self._talk, self.options.root, self.keeps)
-        self._waits: dict[str, Wait] = {}
 
     # The verbs.
 
@@ -75,28 +69,22 @@ class ZooKeeperBackend(BaseLockBackend):
         """Return a request for *name*; its ttl is the session timeout at most."""
         return super().request(name, limit=self.options.session_timeout, **wishes)
 
-    def acquire(self, lease: Lease, timeout: float | None) -> Lease:
-        """See BaseLockBackend.acquire()."""
-        with self._waiting(lease.request, timeout):
-            return super().acquire(lease, timeout)
-
-    async def aacquire(self, lease: Lease, timeout: float | None) -> Lease:
-        """See acquire()."""
-        with self._waiting(lease.request, timeout):
-            return await super().aacquire(lease, timeout)
-
-    def try_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """Stand in line, and look who is first."""
         if queued and (busy := self._unchanged(request)):
             return busy
-        steps, ends = self._take(request, queued=queued)
+        steps, ends = self._take(request, queued=queued, left=left)
         return self._noted(request, self._talk.have(steps, changes=True, ends=ends))
 
-    async def atry_acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+    async def atry_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
         """See try_acquire()."""
         if queued and (busy := self._unchanged(request)):
             return busy
-        steps, ends = self._take(request, queued=queued)
+        steps, ends = self._take(request, queued=queued, left=left)
         return self._noted(request, await self._talk.ahave(steps, changes=True, ends=ends))
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
@@ -216,24 +204,18 @@ class ZooKeeperBackend(BaseLockBackend):
 
     # The rest is ours.
 
-    @contextmanager
-    def _waiting(self, request: Request, timeout: float | None) -> Iterator[None]:
-        self._waits[request.owner] = Wait(timeout)
-        try:
-            yield
-        finally:
-            self._waits.pop(request.owner, None)
-
-    def _take(self, request: Request, *, queued: bool) -> tuple[Steps[Grant | Busy], float]:
-        wait = self._waits.get(request.owner)
+    def _take(
+        self, request: Request, *, queued: bool, left: float | None
+    ) -> tuple[Steps[Grant | Busy], float]:
         ends = self._talk.ends
-        if queued and wait is not None:
+        if queued:
             # Another server may take the session on: who waits anyway can wait for that. Who stands in
             # line already has been answered before: the ensemble may be without a quorum for long.
             place = self._places.get(request.owner)
             patience = LONGEST if place and place.looked_at else self.options.session_timeout
-            left = patience if wait.left is None else min(wait.left, patience)
-            ends = max(ends, clock.wait_time() + left)
+            ends = max(
+                ends, clock.wait_time() + (patience if left is None else min(left, patience))
+            )
         return self._recipe.take(request, ends, keeps=queued), ends
 
     def _is_told(self, request: Request, bell: Bell) -> bool:
