@@ -1,71 +1,216 @@
-"""Lease: the proof of one holding, and what its holder does with it."""
+"""Lease: the proof of one holding of a lock, by our own clock, and what its holder does with it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import logging
+import threading
+import weakref
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from django.core import signing
 
 from . import fencing, transactions
-from .conf import checked_ttl
+from .conf import LEAST_TTL, checked_ttl
 from .engine import clock
 from .engine.background import background
-from .engine.caller import Caller
-from .engine.naming import printable
+from .engine.caller import Caller, current_caller
+from .engine.clock import drift
+from .engine.forks import forks
+from .engine.holder import Holder
+from .engine.naming import checked_name, printable
+from .engine.registry import registry
 from .engine.settling import asettled, settled
 from .engine.values import Release
-from .exceptions import LockError, LockLost, LockNotOwned, NotSupported
-from .holding import Holding, State
-from .signals import announce, lock_extended, lock_released
+from .exceptions import LockError, LockLost, LockNotHeld, LockNotOwned, NotSupported
+from .handler import locks
+from .signals import announce, lock_extended, lock_lost, lock_released
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterable, Iterator
     from datetime import timedelta
     from types import TracebackType
 
     from django.db.models import Model, QuerySet
 
+    from .backends.base import BaseLockBackend
+    from .engine.local_queue import LocalQueue, Place
     from .engine.values import Request
-    from .holding import LeaseBackend
+
+    #: Brings a lease, or None if there is none (any more).
+    Known = Callable[[], "Lease | None"]
 
 logger = logging.getLogger("django_distlock")
 #: Salt of the text that detach() signs.
 HANDOVER = "django_distlock.lease"
+#: A lease with less than this part of its ttl left should have been renewed by now.
+LATE = 0.5
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound="Model")
 
 _BACKGROUND: set[asyncio.Task[Any]] = set()
+#: The leases held in this chain of contexts: what re-entry looks at. They are not kept alive by it:
+#: copies of a context outlive the task in callbacks and in tasks that were begun by it.
+_held_here: ContextVar[tuple[Known, ...]] = ContextVar("distlock_held_here", default=())
 
 
-class Lease(Holding):
+class State(enum.Enum):
+    """Where a lease stands; all but the first two are final."""
+
+    PENDING = "pending"
+    HELD = "held"
+    LOST = "lost"
+    RELEASED = "released"
+    DETACHED = "handed to another process"
+    INHERITED = "held by the process that this one was forked from"
+
+
+class Lease:
     """One holding of one lock. It is made by ``Lock.acquire()``; use it with ``with`` or release it.
 
     It is *held* until it is released, or lost: when its deadline passes by this machine's
     clock, or the server says that the lock is not ours any more. Lost is final.
     """
 
-    #: Set by lock.py, which knows the backends.
-    _attach: ClassVar[Callable[[str], Lease]]
-    _aattach: ClassVar[Callable[[str], Awaitable[Lease]]]
+    fencing_token: int | None = None
+    #: When it is renewed next: seconds on ``clock.lease_time()``.
+    due = 0.0
+    #: Whether it is released after the transaction that is open at its release has ended.
+    on_commit = False
+    _state = State.PENDING
+    _reason = ""
+    _deadline = 0.0
+    _holds_until: float | None = None
+    _is_in_jeopardy = False
+    _line: tuple[LocalQueue, Place] | None = None
+    #: Who has entered and not left yet, the innermost last: each was let in by the one before.
+    _entries: list[Caller] | tuple[()] = ()
+    _on_lost: list[Callable[[str], object]] | tuple[()] = ()
 
     def __init__(
         self,
-        backend: LeaseBackend,
+        backend: BaseLockBackend,
         request: Request,
         *,
         renew: bool = True,
         max_hold: float | None = None,
     ) -> None:
-        """Made by backends: a pending lease, registered before anything is sent."""
-        #: Whether it is released after the transaction that is open at its release has ended.
-        self.on_commit = False
+        """Made pending; begin() comes before anything is sent."""
+        self.backend = backend
+        self.request = request
+        self.renews = renew
+        self.caller: Caller | None = current_caller()
+        #: What others know it by who must not keep it alive.
+        self.ref = weakref.ref(self)
+        self._max_hold = max_hold
+        self._mutex = threading.Lock()
         self._began_in = transactions.open_blocks()
-        super().__init__(backend, request, renew=renew, max_hold=max_hold)
+
+    # What it is.
+
+    @property
+    def name(self) -> str:
+        """The name of the lock."""
+        return self.request.name
+
+    @property
+    def using(self) -> str:
+        """The alias of the backend."""
+        return self.backend.alias
+
+    @property
+    def ttl(self) -> float:
+        """Seconds it lives on the server unless extended."""
+        return self.request.ttl
+
+    @property
+    def holder(self) -> Holder:
+        """Who holds it, for people."""
+        return self.request.holder
+
+    @property
+    def shared(self) -> bool:
+        """Whether other readers may hold it too."""
+        return self.request.shared
+
+    @property
+    def state(self) -> State:
+        """Where it stands by our clock now."""
+        forks.notice()
+        self._lose_if_over()
+        return self._state
+
+    @property
+    def held(self) -> bool:
+        """Whether the lock is surely ours now."""
+        return self.state is State.HELD
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was lost: no I/O, our clock is compared with the deadline."""
+        return self.state is State.LOST
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is held and not being given back. Unlike *held*, it tells nobody of its end."""
+        is_held = self._state is State.HELD and bool(self._entries)
+        return is_held and clock.lease_time() < self._deadline
+
+    @property
+    def is_unattended(self) -> bool:
+        """Whether it was handed on, or all who have it or are giving it back have ended."""
+        caller = self.caller
+        return caller is None or all(each.is_gone for each in [caller, *self._entries])
+
+    @property
+    def in_jeopardy(self) -> bool:
+        """Whether a renewal is late or failed, and the deadline not reached yet."""
+        is_late = self.renews and self.remaining < self.ttl * LATE
+        return self.held and (self._is_in_jeopardy or is_late)
+
+    @property
+    def reason(self) -> str:
+        """Why it was lost; empty while it is not."""
+        return self._reason
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the deadline, by our own clock; 0 when it is not held."""
+        return max(0.0, self._deadline - clock.lease_time()) if self.held else 0.0
+
+    @property
+    def deadline(self) -> float:
+        """When it is lost unless extended before: seconds on ``clock.lease_time()``."""
+        return self._deadline
+
+    def check(self) -> None:
+        """Raise LockLost unless the lock is surely ours now (no I/O); LockNotHeld once released."""
+        state = self.state
+        if state is State.LOST:
+            raise LockLost(self.name, self._reason)
+        if state is not State.HELD:
+            raise self._not_held()
+
+    def on_lost(self, callback: Callable[[str], object]) -> None:
+        """Call *callback* with the reason, once, when the lease is lost; at once if it is already.
+
+        It is called in the thread that finds out, mostly the renewing one: be quick.
+        """
+        with self._mutex:
+            if self._state in (State.PENDING, State.HELD):
+                self._on_lost = [*self._on_lost, callback]
+                return
+        if self._state is State.LOST:
+            callback(self._reason)
+
+    def __repr__(self) -> str:
+        token = f" token={self.fencing_token}" if self.fencing_token is not None else ""
+        return f"<Lease {printable(self.name)!r} using={self.using!r} {self._state.name.lower()}{token}>"
 
     # What the holder does.
 
@@ -77,16 +222,19 @@ class Lease(Holding):
         if self.on_commit and self.is_entered and transactions.release_at_end(self):
             return
         if self.release_now():
-            transactions.warn_if_before_commit(self, self._began_in, strict=self._backend.strict)
+            transactions.warn_if_before_commit(self, self._began_in, strict=self.backend.strict)
 
     def release_now(self) -> bool:
         """See release(), whatever transaction is open; return whether the lock is free now."""
         if self._leaves_reentry():
             return False
-        with self._ending():
-            outcome = settled(partial(self._backend.release, self.request))
+        self._lose_if_over()
+        try:
+            outcome = settled(partial(self.backend.release, self.request))
+        except BaseException:
+            self._break_off()
+            raise
         self._conclude(outcome)
-        announce(lock_released, type(self._backend), name=self.name, using=self.using, lease=self)
         return True
 
     async def arelease(self) -> None:
@@ -103,16 +251,16 @@ class Lease(Holding):
         more: it is never taken anew.
         """
         start, request = self._before_extend(ttl)
-        kept = settled(partial(self._backend.extend, [request]))[0]
+        kept = settled(partial(self.backend.extend, [request]))[0]
         self._after_extend(start, request, kept=kept)
-        announce(lock_extended, type(self._backend), name=self.name, using=self.using, lease=self)
+        announce(lock_extended, type(self.backend), name=self.name, using=self.using, lease=self)
 
     async def aextend(self, ttl: float | timedelta | None = None) -> None:
         """See extend()."""
         start, request = self._before_extend(ttl)
-        kept = (await asettled(partial(self._backend.aextend, [request])))[0]
+        kept = (await asettled(partial(self.backend.aextend, [request])))[0]
         self._after_extend(start, request, kept=kept)
-        announce(lock_extended, type(self._backend), name=self.name, using=self.using, lease=self)
+        announce(lock_extended, type(self.backend), name=self.name, using=self.using, lease=self)
 
     def detach(self, ttl: float | timedelta | None = None) -> str:
         """Hand the lock to another process: return a text for its ``Lease.attach()``.
@@ -139,12 +287,12 @@ class Lease(Holding):
 
         ``django.core.signing.BadSignature`` if *text* is not one that detach() made.
         """
-        return cls._attach(text)
+        return _Handed(text).attach()
 
     @classmethod
     async def aattach(cls, text: str) -> Lease:
         """See attach()."""
-        return await cls._aattach(text)
+        return await _Handed(text).aattach()
 
     # What it protects.
 
@@ -156,7 +304,7 @@ class Lease(Holding):
         Call it in the outermost block: on PostgreSQL it ends with a savepoint that is rolled back.
         """
         self.check()
-        self._backend.guard(self.request, self.checked_token(), using)
+        self.backend.guard(self.request, self.checked_token(), using)
 
     def claim(self, target: _M | QuerySet[_M]) -> Any:
         """Raise the fence of fenced rows (FencedModel) to our token, *then* read them fresh.
@@ -232,53 +380,56 @@ class Lease(Holding):
             logger.warning("Leaving lock %s: %s", printable(self.name), printable(problem))
 
     def _leaves_reentry(self) -> bool:
+        """Take note that the last entry of this caller is over; return whether there are others."""
         with self._mutex:
-            if not self._entries or self._state not in (State.HELD, State.LOST):
+            entries = [*self._entries]
+            if not entries or self._state not in (State.HELD, State.LOST):
                 raise self._not_held()
-            mine = [each for each in self._entries if each.is_current]
-            self._entries.remove((mine or self._entries)[-1])
-            if self._entries:
-                if self.caller is not None:  # handed on: nobody's
-                    self.caller = self._entries[0]
-                return True
-            # Whoever gives it back answers for it: a task that is cancelled meanwhile ends before.
-            self.caller = Caller()
-            return False
+            if len(entries) == 1:
+                self._entries = ()
+                # Whoever gives it back answers for it: a task that is cancelled meanwhile ends before.
+                self.caller = current_caller()
+                return False
+            mine = [each for each in entries if each.is_current]
+            entries.remove((mine or entries)[-1])
+            self._entries = entries
+            if self.caller is not None:  # handed on: nobody's
+                self.caller = entries[0]
+            return True
 
-    @contextlib.contextmanager
-    def _ending(self) -> Iterator[None]:
-        """Whatever stops a release half-way, the rest of it is done in the background."""
-        self._lose_if_over()
-        try:
-            yield
-        except BaseException:
-            self._end(State.RELEASED)
-            self._backend.abandon_later(self.request)
-            raise
+    def _break_off(self) -> None:
+        """Have a release that was stopped half-way done in the background."""
+        self._end(State.RELEASED)
+        self.backend.abandon_later(self.request)
 
     def _conclude(self, outcome: Release) -> None:
         if outcome is not Release.RELEASED:
             self.lose(f"the server says that it is {outcome.value}")
-        if self._end(State.RELEASED):
-            return
-        if outcome is Release.TAKEN:
-            raise LockNotOwned(self.name)
-        raise LockLost(self.name, self._reason)
+        if not self._end(State.RELEASED):
+            if outcome is Release.TAKEN:
+                raise LockNotOwned(self.name)
+            raise LockLost(self.name, self._reason)
+        if lock_released.receivers:
+            facts = {"name": self.name, "using": self.using, "lease": self}
+            announce(lock_released, type(self.backend), **facts)
 
     async def _arelease(self) -> None:
-        self.caller = Caller()  # as above
-        with self._ending():
-            outcome = await asettled(partial(self._backend.arelease, self.request))
+        self.caller = current_caller()  # as in _leaves_reentry()
+        self._lose_if_over()
+        try:
+            outcome = await asettled(partial(self.backend.arelease, self.request))
+        except BaseException:
+            self._break_off()
+            raise
         self._conclude(outcome)
-        announce(lock_released, type(self._backend), name=self.name, using=self.using, lease=self)
 
     def _before_extend(self, ttl: float | timedelta | None) -> tuple[float, Request]:
         self.check()
-        if not self._backend.supports_extend:
+        if not self.backend.supports_extend:
             raise NotSupported(self.using, "extend()", "A lease ends with its ttl.")
         if ttl is not None:
             wanted = checked_ttl(ttl)
-            self._backend.check_ttl(wanted)
+            self.backend.check_ttl(wanted)
             self.request = replace(self.request, ttl=wanted)
         request = self.renewal()
         if request is None:
@@ -292,7 +443,7 @@ class Lease(Holding):
         self.confirm(start, request.ttl)
 
     def _check_detach(self) -> None:
-        if not self._backend.supports_detach:
+        if not self.backend.supports_detach:
             raise NotSupported(self.using, "detach()", "The lock is bound to this process.")
 
     def _hand_over(self) -> str:
@@ -315,6 +466,264 @@ class Lease(Holding):
             "lock_delay": request.lock_delay,
             "token": self.fencing_token,
         }
+
+    # What the machinery around it does.
+
+    def begin(self) -> None:
+        """Be known to forks and to the exit, until it ends: whoever calls this sees to that."""
+        registry.add(self)
+
+    def grant(self, start: float, token: int | None) -> bool:
+        """Become held, by a grant asked for at *start*; False if it is past its deadline already."""
+        ttl = self.request.ttl
+        ends = start + ttl - drift(ttl)
+        now = clock.lease_time()
+        if now >= ends:
+            return False
+        with self._mutex:
+            self._entries = [self.caller or current_caller()]
+            self.fencing_token, self._deadline = token, ends
+            self._holds_until = None if self._max_hold is None else start + self._max_hold
+            self._state = State.HELD
+        registry.granted(self, now)
+        return True
+
+    def enter(self) -> Self:
+        """Count one more entry of the same holder."""
+        with self._mutex:
+            self._entries = [*self._entries, current_caller()]
+        return self
+
+    def give_to(self, caller: Caller) -> None:
+        """Have the last entry be that of *caller*, for whom another task has made it."""
+        with self._mutex:
+            self._entries = [*self._entries[:-1], caller]
+            self.caller = self._entries[0]
+
+    def renewal(self) -> Request | None:
+        """Return the request that renews it now; None when it may not live longer (max_hold)."""
+        left = self._holding_left()
+        return (
+            self.request if left is None else replace(self.request, ttl=left) if left > 0 else None
+        )
+
+    def confirm(self, start: float, ttl: float) -> None:
+        """Take note of an extension that was asked for at *start*; nothing revives a lost lease."""
+        with self._mutex:
+            self._deadline = max(self._deadline, start + ttl - drift(ttl))
+            self._is_in_jeopardy = False
+
+    def endanger(self) -> None:
+        """Take note of a renewal that failed or is late."""
+        self._is_in_jeopardy = True
+
+    def lose(self, reason: str) -> None:
+        """Become lost, unless it has ended already."""
+        if self._end(State.LOST, reason):
+            logger.warning("Lock %s was lost: %s", printable(self.name), printable(reason))
+            for callback in self._on_lost:
+                try:
+                    callback(reason)
+                except Exception:
+                    logger.exception("A callback of a lock failed")
+            facts = {"name": self.name, "using": self.using, "lease": self, "reason": reason}
+            announce(lock_lost, type(self.backend), **facts)
+
+    def disown(self) -> None:
+        """Become inert in a forked child. No mutex: its owner may be a thread that is not here."""
+        self._mutex = threading.Lock()
+        self._state = State.INHERITED
+
+    def is_of_caller(self) -> bool:
+        """Return whether the running thread or task has entered it."""
+        return self.caller is not None and any(each.is_current for each in self._entries)
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether there is still something to release: also after it was lost."""
+        return self.state in (State.HELD, State.LOST) and bool(self._entries)
+
+    def is_mine(self) -> bool:
+        """Return whether the running code holds it now, or who waits for it, so that it may enter again."""
+        last = self._entries[-1:]  # none: what is being given back may be free already
+        if self.caller is None or not last or not self.held:
+            return False
+        return last[0].is_current or last[0].waits_for_us
+
+    def abandon(self) -> None:
+        """Give back whatever the server has of it, with no word to anyone; used where all ends."""
+        self._entries = ()
+        if self._end(State.RELEASED):
+            settled(partial(self.backend.abandon, self.request))
+
+    def end_unowned(self) -> None:
+        """Be lost and given back: nobody can release it any more."""
+        if self.held:
+            self.lose("the thread or task that held it ended without releasing it")
+            self.backend.abandon_later(self.request)
+
+    @property
+    def is_granted(self) -> bool:
+        """Whether it was granted, even if it has ended since."""
+        return self._state is not State.PENDING
+
+    @property
+    def is_in_line(self) -> bool:
+        """Whether those of this process that want the lock stand behind it."""
+        return self._line is not None
+
+    def stand_in(self, queue: LocalQueue, place: Place) -> None:
+        """Stand in the line of this process, as *place*, until it ends."""
+        self._line = queue, place
+
+    def leave_line(self) -> None:
+        """Let those behind it have their turn. Twice does no harm."""
+        if self._line is not None:
+            queue, place = self._line
+            queue.leave(self.request.key, place)
+            self._line = None
+
+    def give_up(self) -> None:
+        """Be a pending lease that will never be granted."""
+        self._end(State.RELEASED)
+
+    def __del__(self) -> None:
+        """Nobody has it any more, and who took it has ended: only now it is given back."""
+        if self._state is State.HELD:
+            background.at(clock.lease_time(), self.end_unowned)
+
+    def _lose_if_over(self) -> None:
+        if self._state is State.HELD and clock.lease_time() >= self._deadline:
+            self.lose("its deadline passed before it was extended")
+
+    def _end(self, state: State, reason: str = "") -> bool:
+        with self._mutex:
+            if self._state not in (State.PENDING, State.HELD):
+                return False
+            self._state, self._reason = state, reason
+        try:
+            self._tell_of_the_end()
+        except BaseException:
+            # It comes from outside: those who were not told yet are told all the same.
+            background.at(clock.lease_time(), self._tell_of_the_end)
+            raise
+        return True
+
+    def _tell_of_the_end(self) -> None:
+        registry.discard(self)
+        self.leave_line()
+
+    def _holding_left(self) -> float | None:
+        if self._holds_until is None:
+            return None
+        left = self._holds_until - clock.lease_time()
+        return None if left >= self.ttl else left
+
+    def _not_held(self) -> LockNotHeld:
+        if self._state is State.RELEASED:
+            return LockNotHeld(self.name)
+        return LockNotHeld(self.name, f"it is {self._state.value}")
+
+
+class _Handed:
+    """A lease on its way from the process that detached it to this one, which makes a new owner."""
+
+    def __init__(self, text: str) -> None:
+        try:
+            known = signing.loads(text, salt=HANDOVER)
+        except (signing.BadSignature, UnicodeError) as error:
+            # Django tells the end of the text as it is: the cause, too, would.
+            raise signing.BadSignature(printable(error)) from None
+        self.backend = locks[known.pop("using")]
+        self.former = known.pop("owner")
+        self._token = known.pop("token")
+        renew, max_hold = known.pop("renew"), known.pop("max_hold")
+        name = checked_name(known.pop("name"))
+        self._start, on_its_way = clock.lease_time(), clock.travelled(*known.pop("postmark"))
+        if max_hold is not None:
+            max_hold -= on_its_way
+            known["ttl"] = min(known["ttl"], max_hold)
+            if max_hold < LEAST_TTL:
+                raise LockLost(name, "its max_hold is over")
+        request = self.backend.request(name, **known, holder=Holder.current())
+        self.lease = Lease(self.backend, request, renew=renew, max_hold=max_hold)
+
+    def attach(self) -> Lease:
+        """Return the lease, held; LockLost if it had ended, or another process has attached it."""
+        try:
+            self.lease.begin()
+            is_ours = settled(partial(self.backend.take_over, self.lease.request, self.former))
+        except BaseException:
+            self._give_up()
+            raise
+        return self._attached(is_ours=is_ours)
+
+    async def aattach(self) -> Lease:
+        """See attach()."""
+        try:
+            self.lease.begin()
+            take_over = partial(self.backend.atake_over, self.lease.request, self.former)
+            is_ours = await asettled(take_over)
+        except BaseException:
+            self._give_up()
+            raise
+        return self._attached(is_ours=is_ours)
+
+    def _give_up(self) -> None:
+        """Leave no pending lease; what the server did is given back in the background."""
+        self.lease.give_up()
+        self.backend.abandon_later(self.lease.request)
+
+    def _attached(self, *, is_ours: bool) -> Lease:
+        if is_ours and self.lease.grant(self._start, self._token):
+            note_held_here(self.lease)
+            return self.lease
+        self.lease.give_up()
+        raise LockLost(self.lease.name, "it had ended, or was attached elsewhere, before")
+
+
+class Awaited:
+    """The lease that aacquire() will bring, in the context of its caller: another task may await it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._known: Known | None = None
+        _held_here.set((*_still_held(), self))
+
+    def bring(self, lease: Lease) -> None:
+        """Have the caller's context know *lease*."""
+        self._known = lease.ref
+
+    def __call__(self) -> Lease | None:
+        return self._known() if self._known else None
+
+
+def held_here() -> list[Lease]:
+    """Return the leases that this chain of contexts knows of, the last one last; some may have ended."""
+    return alive(_held_here.get())
+
+
+def note_held_here(lease: Lease) -> None:
+    """Have re-entry look at *lease* from now on, in this chain of contexts."""
+    known = _held_here.get()
+    _held_here.set((*_still_held(), lease.ref) if known else (lease.ref,))
+
+
+def alive(leases: Iterable[Known]) -> list[Lease]:
+    """Return those that there still are."""
+    return [lease for known in leases if (lease := known()) is not None]
+
+
+def _still_held() -> Iterable[Known]:
+    """Return what re-entry is to look at from now on, each lease once."""
+    kept: dict[int, Known] = {}
+    for known in _held_here.get():
+        if (lease := known()) is None:
+            if isinstance(known, Awaited) and not known.is_over:
+                kept[id(known)] = known
+        elif lease.is_kept:
+            kept[id(lease)] = lease.ref
+    return kept.values()
 
 
 def _is_in_loop() -> bool:

@@ -3,62 +3,33 @@
 from __future__ import annotations
 
 import threading
-import weakref
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from asgiref.sync import markcoroutinefunction
-from django.core import signing
 
-from .conf import DEFAULT_ALIAS, LEAST_TTL, checked_ttl, optional_seconds, seconds
-from .engine import clock
+from .conf import DEFAULT_ALIAS, checked_ttl, optional_seconds, seconds
 from .engine.acquisition import aacquire, acquire
 from .engine.caller import Caller
 from .engine.holder import Holder
 from .engine.naming import checked_name, printable
-from .engine.registry import registry
-from .engine.renewal import renewal
 from .engine.settling import asettled, settled
-from .exceptions import LockDeadlock, LockLost, LockNotAcquired, LockNotHeld, NotSupported
+from .exceptions import LockDeadlock, LockNotAcquired, LockNotHeld, NotSupported
 from .handler import locks
-from .holding import State
-from .lease import HANDOVER, Lease, unmasked
+from .lease import Awaited, Lease, alive, held_here, note_held_here, unmasked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Iterator
+    from collections.abc import Callable, Coroutine
     from datetime import timedelta
     from types import TracebackType
 
     from .backends.base import BaseLockBackend
     from .engine.values import Request
+    from .lease import Known
 
     Seconds = float | timedelta
     Note = Callable[[Lease], object]
-    _Known = Callable[[], Lease | None]
-
-registry.watch(renewal.watch)
-#: The leases held in this chain of contexts: what re-entry looks at. They are not kept alive by it:
-#: copies of a context outlive the task in callbacks and in tasks that were begun by it.
-_holdings: ContextVar[tuple[_Known, ...]] = ContextVar("distlock_holdings", default=())
-
-
-class Awaited:
-    """The lease that aacquire() will bring, in the context of its caller: another task may await it."""
-
-    def __init__(self) -> None:
-        self.is_over = False
-        self._known: _Known | None = None
-        _holdings.set((*_still_held(), self))
-
-    def bring(self, lease: Lease) -> None:
-        """Have the caller's context know *lease*."""
-        self._known = weakref.ref(lease)
-
-    def __call__(self) -> Lease | None:
-        return self._known() if self._known else None
 
 
 class LockTerms(TypedDict, total=False):
@@ -110,6 +81,8 @@ class Terms:
     @classmethod
     def of(cls, wishes: LockTerms) -> Terms:
         """Return *wishes*, checked; TypeError or ValueError says which is wrong."""
+        if not wishes:
+            return _NO_WISHES
         known: dict[str, Any] = {**wishes}
         for name, check in _CHECKS.items():
             if name in known:
@@ -119,6 +92,9 @@ class Terms:
             msg = f'release must be "at_exit" or "on_commit", not {release!r}.'
             raise ValueError(msg)
         return cls(**known, has_timeout="timeout" in known, on_commit=release == "on_commit")
+
+
+_NO_WISHES = Terms()
 
 
 def _or_none(value: object, what: str) -> float | None:
@@ -161,8 +137,8 @@ class Lock:
         self.terms = terms
         self._mutex = threading.Lock()
         # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
-        self._acquired: list[_Known] = []
-        self._entered: list[_Known] = []
+        self._acquired: list[Known] = []
+        self._entered: list[Known] = []
 
     # The protocol of threading.Lock.
 
@@ -216,7 +192,7 @@ class Lock:
         return await asettled(partial(backend.aprobe, self._request(backend))) is not None
 
     def __enter__(self) -> Lease:
-        return self.enter(self.default_timeout())
+        return self.take(self.default_timeout(), self._note_entry)
 
     def __exit__(
         self,
@@ -230,7 +206,7 @@ class Lock:
                 lease.release()
 
     async def __aenter__(self) -> Lease:
-        return await self.aenter(self.default_timeout())
+        return await self.atake(self.default_timeout(), self._note_entry)
 
     async def __aexit__(
         self,
@@ -261,10 +237,15 @@ class Lock:
 
     def take(self, timeout: float | None, note: Note = id) -> Lease:
         """Return a lease within *timeout* seconds, once *note* has it; LockNotAcquired if somebody else has."""
-        lease = self._reentered() or self._pending()
+        backend = self._backend()
+        lease = self._reentered()
+        is_new = lease is None
+        if lease is None:
+            lease = self._pending(backend)
         try:
-            if lease.state is State.PENDING:
-                _hold(acquire(self._backend(), lease, timeout))
+            if is_new:
+                acquire(backend, lease, timeout)
+                note_held_here(lease)
             note(lease)
         except BaseException:
             lease.release_later()  # what came from outside may have come after the grant
@@ -279,10 +260,15 @@ class Lock:
                 'release="on_commit" in async code',
                 "Transactions are not either.",
             )
-        lease = self._reentered() or self._pending()
+        backend = self._backend()
+        lease = self._reentered()
+        is_new = lease is None
+        if lease is None:
+            lease = self._pending(backend)
         try:
-            if lease.state is State.PENDING:
-                _hold(await aacquire(self._backend(), lease, timeout))
+            if is_new:
+                await aacquire(backend, lease, timeout)
+                note_held_here(lease)
             note(lease)
         except BaseException:
             lease.release_later()  # as above
@@ -307,32 +293,35 @@ class Lock:
     def _request(self, backend: BaseLockBackend) -> Request:
         terms = self.terms
         ttl = backend.ttl if terms.ttl is None else terms.ttl
+        if terms.max_hold is not None:
+            ttl = min(ttl, terms.max_hold)
         return backend.request(
             self.name,
-            ttl=min(ttl, terms.max_hold or ttl),
+            ttl=ttl,
             holder=Holder.current(terms.purpose),
             shared=terms.shared,
             min_hold=terms.min_hold,
             lock_delay=terms.lock_delay,
         )
 
-    def _pending(self) -> Lease:
-        backend = self._backend()
-        if self.terms.shared and not backend.supports_shared:
+    def _pending(self, backend: BaseLockBackend) -> Lease:
+        terms = self.terms
+        if terms.shared and not backend.supports_shared:
             raise NotSupported(backend.alias, "shared locks")
-        if (self.terms.min_hold or self.terms.lock_delay) and not backend.supports_delays:
+        if (terms.min_hold or terms.lock_delay) and not backend.supports_delays:
             raise NotSupported(backend.alias, "min_hold and lock_delay")
-        request, terms = self._request(backend), self.terms
+        request = self._request(backend)
         backend.check_ttl(request.ttl)
         lease = Lease(backend, request, renew=terms.renew, max_hold=terms.max_hold)
-        lease.on_commit = terms.on_commit
+        if terms.on_commit:
+            lease.on_commit = True
         return lease
 
     def _reentered(self) -> Lease | None:
         """Return the lease that this context holds already, entered once more."""
         if not self.terms.reentrant:
             return None
-        for lease in _known_here():
+        for lease in held_here():
             if lease.name == self.name and lease.using == self.terms.using and lease.is_mine():
                 if lease.shared and not self.terms.shared:
                     raise LockDeadlock(
@@ -349,7 +338,7 @@ class Lock:
             self._acquired = [
                 known for known in self._acquired if (old := known()) and old.is_entered
             ]
-            self._acquired.append(weakref.ref(lease))
+            self._acquired.append(lease.ref)
 
     def _note_entry(self, lease: Lease) -> None:
         with self._mutex:
@@ -359,12 +348,12 @@ class Lock:
         if caller is not None:
             lease.give_to(caller)
         with self._mutex:
-            self._entered.append(weakref.ref(lease))
+            self._entered.append(lease.ref)
 
     def _recall(self) -> Lease:
         """Return the last lease of this caller; others release theirs."""
         with self._mutex:
-            mine = [lease for lease in _alive(self._acquired) if lease.is_of_caller()]
+            mine = [lease for lease in alive(self._acquired) if lease.is_of_caller()]
             if not mine:
                 raise LockNotHeld(self.name)
             _remove_last(self._acquired, mine[-1])
@@ -373,7 +362,7 @@ class Lock:
     def _leave(self) -> Lease:
         """Return what this caller entered last; a generator may be closed by another thread than its own."""
         with self._mutex:
-            entered = _alive(self._entered)
+            entered = alive(self._entered)
             if not entered:
                 raise LockNotHeld(self.name)
             mine = [lease for lease in entered if lease.is_of_caller()]
@@ -396,105 +385,15 @@ def current_lease(name: str | None = None) -> Lease | None:
     It is what a decorated function has its lease by: ``current_lease().claim(account)``.
     """
     wanted = None if name is None else checked_name(name)
-    for lease in reversed(_known_here()):
+    for lease in reversed(held_here()):
         if lease.is_mine() and wanted in (None, lease.name):
             return lease
     return None
 
 
-def _hold(lease: Lease) -> Lease:
-    _holdings.set((*_still_held(), weakref.ref(lease)))
-    return lease
-
-
-def _still_held() -> Iterable[_Known]:
-    """Return what re-entry is to look at from now on, each lease once."""
-    kept: dict[int, _Known] = {}
-    for known in _holdings.get():
-        if (lease := known()) is None:
-            if isinstance(known, Awaited) and not known.is_over:
-                kept[id(known)] = known
-        elif lease.held:
-            kept[id(lease)] = weakref.ref(lease)
-    return kept.values()
-
-
-def _known_here() -> list[Lease]:
-    return _alive(_holdings.get())
-
-
-def _alive(leases: Iterable[_Known]) -> list[Lease]:
-    return [lease for known in leases if (lease := known()) is not None]
-
-
-def _remove_last(leases: list[_Known], lease: Lease) -> None:
+def _remove_last(leases: list[Known], lease: Lease) -> None:
     """Remove the last entry for *lease*, and those whose lease nobody has any more."""
     last = max(number for number, known in enumerate(leases) if known() is lease)
     leases[:] = [
         known for number, known in enumerate(leases) if number != last and known() is not None
     ]
-
-
-def _attach(text: str) -> Lease:
-    """See Lease.attach()."""
-    handed = _Handed(text)
-    with handed.given_up_on_error():
-        take_over = partial(handed.backend.take_over, handed.lease.request, handed.former)
-        is_ours = settled(take_over)
-    return handed.attached(is_ours=is_ours)
-
-
-async def _aattach(text: str) -> Lease:
-    """See Lease.aattach()."""
-    handed = _Handed(text)
-    with handed.given_up_on_error():
-        take_over = partial(handed.backend.atake_over, handed.lease.request, handed.former)
-        is_ours = await asettled(take_over)
-    return handed.attached(is_ours=is_ours)
-
-
-class _Handed:
-    """A lease on its way from the process that detached it to this one, which makes a new owner."""
-
-    def __init__(self, text: str) -> None:
-        try:
-            known = signing.loads(text, salt=HANDOVER)
-        except (signing.BadSignature, UnicodeError) as error:
-            # Django tells the end of the text as it is: the cause, too, would.
-            raise signing.BadSignature(printable(error)) from None
-        self.backend = locks[known.pop("using")]
-        self.former = known.pop("owner")
-        self._token = known.pop("token")
-        renew, max_hold = known.pop("renew"), known.pop("max_hold")
-        name = checked_name(known.pop("name"))
-        self._start, on_its_way = clock.lease_time(), clock.travelled(*known.pop("postmark"))
-        if max_hold is not None:
-            max_hold -= on_its_way
-            known["ttl"] = min(known["ttl"], max_hold)
-            if max_hold < LEAST_TTL:
-                raise LockLost(name, "its max_hold is over")
-        request = self.backend.request(name, **known, holder=Holder.current())
-        self.lease = Lease(self.backend, request, renew=renew, max_hold=max_hold)
-
-    @contextmanager
-    def given_up_on_error(self) -> Iterator[None]:
-        """Leave no pending lease; what the server did is given back in the background."""
-        try:
-            self.lease.begin()
-            yield
-        except BaseException:
-            self.lease.give_up()
-            self.backend.abandon_later(self.lease.request)
-            raise
-
-    def attached(self, *, is_ours: bool) -> Lease:
-        """Return the lease, held; LockLost if it had ended, or another process has attached it."""
-        if is_ours and self.lease.grant(self._start, self._token):
-            return _hold(self.lease)
-        self.lease.give_up()
-        raise LockLost(self.lease.name, "it had ended, or was attached elsewhere, before")
-
-
-# A lease knows no backends: this module does.
-Lease._attach = _attach  # noqa: SLF001
-Lease._aattach = _aattach  # noqa: SLF001

@@ -10,7 +10,8 @@ from asgiref.sync import markcoroutinefunction
 from .engine.caller import Caller
 from .engine.waiting import Wait
 from .exceptions import LockNotAcquired
-from .lock import Awaited, Lock, LockTerms, Terms
+from .lease import Awaited
+from .lock import Lock, LockTerms, Terms
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

@@ -237,20 +237,21 @@ class Alarm:
     def __init__(self, job: Callable[[], object]) -> None:
         self._job = job
         self._mutex = threading.Lock()
-        self._due = math.inf
+        #: When it runs: lease time.
+        self.due = math.inf
 
     def at(self, due: float) -> None:
         """Run the job at *due* (lease time), unless it runs before that anyway."""
         with self._mutex:
-            if due < self._due:
+            if due < self.due:
                 background.at(due, partial(self._ring, due))
-                self._due = due
+                self.due = due
 
     def _ring(self, due: float) -> None:
         with self._mutex:
-            if due != self._due:
+            if due != self.due:
                 return  # an earlier time was asked for since, and what was due then has been done
-            self._due = math.inf
+            self.due = math.inf
         self._job()
 
 

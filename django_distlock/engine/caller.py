@@ -8,6 +8,8 @@ import itertools
 import sys
 import threading
 import weakref
+from asyncio import _get_running_loop
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import AsyncToSync, SyncToAsync
@@ -50,9 +52,16 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.mark = _Mark()
+        #: What this thread tells people of itself, by purpose.
+        self.holders: dict[str, Any] = {}
+
+    @cached_property
+    def caller(self) -> Caller:
+        """Return this thread, without a task."""
+        return Caller()
 
 
-_here = _Here()
+here = _Here()
 
 
 class Caller:
@@ -61,7 +70,7 @@ class Caller:
     __slots__ = ("_hash", "_ident", "_mark", "_task")
 
     def __init__(self) -> None:
-        self._mark = weakref.ref(_here.mark)
+        self._mark = weakref.ref(here.mark)
         self._ident = threading.get_ident()
         task = current_task()
         self._task = None if task is None else weakref.ref(task)
@@ -82,7 +91,7 @@ class Caller:
         if self._task is not None:
             task = self._task()
             return task is not None and task is current_task()
-        return self._mark() is _here.mark and current_task() is None
+        return self._mark() is here.mark and current_task() is None
 
     @property
     def is_gone(self) -> bool:
@@ -181,20 +190,22 @@ def _is_run_by_us(work: Any) -> bool:
     )
 
 
+def current_caller() -> Caller:
+    """Return the running thread or task."""
+    return here.caller if _get_running_loop() is None else Caller()
+
+
 def current_task() -> asyncio.Task[Any] | None:
     """Return the asyncio task that is running in this thread, or None."""
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None
+    return None if _get_running_loop() is None else asyncio.current_task()
 
 
 def thread_number() -> int:
     """Return a number for the running thread that no other thread of this process ever has."""
-    return _here.mark.number
+    return here.mark.number
 
 
 def thread_name() -> str:
     """Return the name of the running thread; one that ``threading`` has not started has its number only."""
-    thread = _here.mark.thread
+    thread = here.mark.thread
     return f"thread {threading.get_native_id()}" if thread is None else thread.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -12,7 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .caller import thread_name
+from .caller import current_task, here, thread_name
+from .forks import forks
 from .naming import printable
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _purpose: ContextVar[str] = ContextVar("distlock_purpose", default="")
 #: Characters of each part: with all of them it fits the columns of a database.
 _LONGEST = 110
+#: Purposes that a thread remembers.
+_KNOWN = 64
 _HOST = socket.gethostname()[:_LONGEST]
 
 
@@ -44,14 +46,18 @@ class Holder:
 
     @classmethod
     def current(cls, purpose: str = "") -> Holder:
-        """Return the holder that the calling code would be."""
-        return cls(
-            host=_HOST,
-            pid=os.getpid(),
-            thread=thread_name(),
-            task=_task_name(),
-            purpose=purpose or _purpose.get(),
-        )
+        """Return the holder that the calling code would be; a thread without a task makes it once for each purpose."""
+        purpose = purpose or _purpose.get()
+        task = _task_name()
+        known = here.holders.get(purpose)
+        if known is not None and not task:
+            return known  # type: ignore[no-any-return]  # it was put there below
+        made = cls(_HOST, os.getpid(), thread_name(), task, purpose)
+        if not task:
+            if len(here.holders) >= _KNOWN:
+                here.holders.clear()
+            here.holders[purpose] = made
+        return made
 
     @classmethod
     def from_json(cls, text: str | bytes | None) -> Holder | None:
@@ -84,26 +90,18 @@ def acting_for(purpose: str) -> Iterator[None]:
 
 
 def _task_name() -> str:
-    return _celery_task() or _asyncio_task()
-
-
-def _celery_task() -> str:
     # Nobody runs a task of a library that is not imported: never import it for this.
-    celery = sys.modules.get("celery")
-    task = getattr(celery, "current_task", None)
-    if not task:
-        return ""
-    # A task that was called like a function has no id; a long name must not push an id out.
-    ending = _short(f"[{task.request.id}]") if task.request.id else ""
-    return _short(task.name)[: _LONGEST - len(ending)] + ending
-
-
-def _asyncio_task() -> str:
-    try:
-        task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs in this thread
-        return ""
+    celery = getattr(sys.modules.get("celery"), "current_task", None)
+    if celery:
+        # A task that was called like a function has no id; a long name must not push an id out.
+        ending = _short(f"[{celery.request.id}]") if celery.request.id else ""
+        return _short(celery.name)[: _LONGEST - len(ending)] + ending
+    task = current_task()
     return task.get_name() if task else ""
+
+
+def _forget_parent() -> None:
+    here.holders.clear()  # they have the pid of the parent
 
 
 def _short(text: str) -> str:
@@ -112,3 +110,6 @@ def _short(text: str) -> str:
         raise TypeError(msg)
     # What is not ASCII is text that not every server takes.
     return printable(text[:_LONGEST].encode("ascii", "backslashreplace").decode(), _LONGEST)
+
+
+forks.in_child(_forget_parent)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 if TYPE_CHECKING:
-    from django_distlock.holding import Holding
+    from django_distlock.lease import Lease
 
     from .bells import Bell
 
     #: What stands in a line: a bell, or the reference to the lease of who found nobody there.
-    Place = Bell | ref[Holding]
+    Place = Bell | ref[Lease]
 
 #: Hand-offs inside a process before it gives way to other processes known to want the lock.
 IN_A_ROW = 16
@@ -30,7 +30,7 @@ class _Line:
         #: Who was told that it is their turn.
         self.turn: Place | None = None
         #: Who holds it, not to be kept alive by this line.
-        self.holding: ref[Holding] | None = None
+        self.holding: ref[Lease] | None = None
         self.in_a_row = 0
         self.is_contested = False
 
@@ -87,14 +87,14 @@ class LocalQueue:
             elif line is place:
                 del self.lines[key]
 
-    def hold(self, key: str, bell: Bell, lease: ref[Holding]) -> None:
+    def hold(self, key: str, bell: Bell, lease: ref[Lease]) -> None:
         """Note that *bell*, whose turn it is, holds the lock by *lease*; not if it has left already."""
         with self._mutex:
             line = self.lines.get(key)
             if isinstance(line, _Line) and line.places and line.places[0] is bell:
                 line.holding = lease
 
-    def held_by(self, key: str) -> Holding | None:
+    def held_by(self, key: str) -> Lease | None:
         """Return the lease that this process holds the lock by, if its line knows one."""
         with self._mutex:
             line = self.lines.get(key)

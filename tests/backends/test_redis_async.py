@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from pytest_django.fixtures import Settings
 
-    from django_distlock.holding import Holding
+    from django_distlock.lease import Lease as Holding
 
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]

@@ -155,7 +155,7 @@ def put_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         ahead = seconds
 
     monkeypatch.setattr(clock, "lease_time", lambda: real() + ahead)
-    monkeypatch.setattr("django_distlock.engine.renewal.SWEEP", 0.05)
+    monkeypatch.setattr("django_distlock.engine.registry.SWEEP", 0.05)
     return put
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from django_distlock import Lease, LockError, lock
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.engine.renewal import renewal
-from django_distlock.holding import State
+from django_distlock.engine.registry import registry
+from django_distlock.lease import State
 from tests.fixtures.eventually import aeventually
 
 from .crew import waiting_for
@@ -141,7 +141,7 @@ async def test_a_task_cancelled_while_it_releases_has_released(
     await aeventually(lambda: faulty.calls["release"])
 
     await _ends(task)
-    await asyncio.to_thread(renewal._look)
+    await asyncio.to_thread(registry._look)
     hung.set()
 
     await aeventually(lambda: taken[0].state is State.RELEASED)

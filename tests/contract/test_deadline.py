@@ -8,8 +8,9 @@ import pytest
 
 from django_distlock import LockLost, LockNotHeld, lock
 from django_distlock.engine import clock
+from django_distlock.engine.clock import drift
 from django_distlock.engine.registry import registry
-from django_distlock.holding import State, drift
+from django_distlock.lease import State
 from tests.fixtures.eventually import eventually, never
 
 from .crew import start
@@ -24,7 +25,7 @@ Clock = Callable[[float], None]
 @pytest.fixture
 def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has leases looked at only when a renewal or their deadline is due."""
-    monkeypatch.setattr("django_distlock.engine.renewal.SWEEP", 60.0)
+    monkeypatch.setattr("django_distlock.engine.registry.SWEEP", 60.0)
 
 
 def test_the_deadline_counts_from_before_the_request(

@@ -261,7 +261,7 @@ class TestALeaseInSomebodysHands:
 
     @pytest.fixture(autouse=True)
     def _dead_owners_are_looked_for_often(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("django_distlock.engine.renewal.SWEEP", 0.05)
+        monkeypatch.setattr("django_distlock.engine.registry.SWEEP", 0.05)
 
     def _lives_on(self, lease: Lease | None, other: Rival) -> None:
         assert lease

@@ -17,7 +17,7 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 
 from django_distlock import Lease, LockLost, LockNotAcquired, current_lease, lock, lock_all
-from django_distlock.engine.renewal import renewal
+from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import aeventually, never
 
 from .crew import elsewhere
@@ -220,7 +220,7 @@ class TestOverTheBridgesOfAsgiref:
     async def test_a_task_that_was_let_in_and_has_ended_leaves_the_lock_to_the_holder(
         self, using: str, name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("django_distlock.engine.renewal.SWEEP", 0.05)
+        monkeypatch.setattr("django_distlock.engine.registry.SWEEP", 0.05)
         recipe = lock(name, using=using)
 
         assert await recipe.aacquire()
@@ -374,7 +374,7 @@ class TestOverTheBridgesOfAsgiref:
         await asyncio.wait([task], timeout=20)
         del task
 
-        renewal._look()
+        registry._look()
         gc.collect()
         may_leave.set()
 

@@ -19,7 +19,7 @@ from django_distlock import (
 )
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.values import Release, new_owner
-from django_distlock.holding import State
+from django_distlock.lease import State
 from tests.fixtures.eventually import eventually
 
 from .crew import elsewhere

@@ -13,7 +13,7 @@ import pytest
 from django.dispatch import Signal
 
 import django_distlock
-from django_distlock import conf, forced_release, holding, lease, locks, signals
+from django_distlock import conf, forced_release, lease, locks, signals
 from django_distlock.backends import add, cache_alias
 from django_distlock.backends.cache import CacheOptions
 from django_distlock.backends.database import (
@@ -34,6 +34,7 @@ from django_distlock.backends.redlock import (
 )
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
 from django_distlock.engine import local_queue, waiting
+from django_distlock.engine.clock import drift
 from django_distlock.lock import Lock, LockTerms, Terms
 from django_distlock.management.commands.purge_stale_locks import Command as PurgeCommand
 from tests.fixtures.pages import DOCS, ROOT, prose, table
@@ -54,11 +55,12 @@ MEMCACHED_PAGE = "docs/reference/backends/memcached.md"
 #: Of a lease: called by the package, and of no use to those who hold it.
 MACHINERY = {
     "abandon",
+    "due",
+    "on_commit",
     "is_granted",
     "is_in_line",
     "leave_line",
     "stand_in",
-    "backend",
     "begin",
     "confirm",
     "disown",
@@ -90,9 +92,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_public_member_of_a_lease_is_in_the_reference() -> None:
     documented = re.findall(r"^   \.\. (?:auto)?\w+:: (\w+)", API.read_text(), re.MULTILINE)
-    public = {
-        name for name in {**vars(holding.Holding), **vars(lease.Lease)} if not name.startswith("_")
-    }
+    public = {name for name in vars(lease.Lease) if not name.startswith("_")}
 
     assert public - set(documented) == MACHINERY
     assert set(documented) - public == {"fencing_token", "fence"}
@@ -274,7 +274,7 @@ def test_a_number_in_a_sentence_is_that_of_the_code(page: str, sentence: str) ->
 
 
 def test_numbers_that_the_sentences_spell_out() -> None:
-    assert (holding.drift(0), holding.drift(100)) == (0.002, 1.002)
+    assert (drift(0), drift(100)) == (0.002, 1.002)
     assert waiting.LONGEST_WAKEABLE_PAUSE == 1, "a lost notification costs at most a second"
     assert Lock("any").terms.timeout is None
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

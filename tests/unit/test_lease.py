@@ -11,11 +11,12 @@ import pytest
 from django_distlock import Lease, LockLost, LockNotHeld, NotSupported, lock
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine import clock
+from django_distlock.engine.clock import drift
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.local_queue import LocalQueue
-from django_distlock.engine.renewal import renewal
+from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Request
-from django_distlock.holding import State, drift
+from django_distlock.lease import State
 from tests.fixtures.eventually import eventually
 
 
@@ -184,7 +185,7 @@ def test_a_finalizer_may_release_whatever_its_thread_holds(
     lease = _taken()
     lease_clock.ahead = 100
 
-    with lease._mutex, renewal._mutex, memory.queue._mutex:
+    with lease._mutex, registry._mutex, memory.queue._mutex:
         lease.release_later()
 
     eventually(lambda: lease.lost, 5)

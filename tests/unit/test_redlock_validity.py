@@ -15,9 +15,9 @@ from django_distlock.backends.redlock.validity import (
     validity,
 )
 from django_distlock.backends.redlock.votes import Count, Election, agreed, election
+from django_distlock.engine.clock import drift
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
-from django_distlock.holding import drift
 
 
 @pytest.mark.parametrize(("servers", "needed"), [(3, 2), (5, 3), (7, 4)])

@@ -14,7 +14,7 @@ from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
 from django_distlock.engine.background import background
-from django_distlock.engine.renewal import SWEEP, renewal
+from django_distlock.engine.registry import SWEEP, registry
 from django_distlock.engine.values import Request
 from tests.fixtures.eventually import eventually, never
 
@@ -140,7 +140,7 @@ def test_nothing_is_scheduled_when_nothing_is_held(watched: Watched) -> None:
 def _looks() -> list[object]:
     """Return the looks of the renewal that are to come."""
     jobs = [job for _, _, job in background._clock._jobs]
-    return [job for job in jobs if getattr(job, "func", None) == renewal._alarm._ring]
+    return [job for job in jobs if getattr(job, "func", None) == registry._alarm._ring]
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_look_that_fails_is_not_the_last_one(
     failures: list[float] = []
     with lock("a", ttl=6) as lease:
         with monkeypatch.context() as patch:
-            patch.setattr(renewal, "_end_what_is_over", fail)
+            patch.setattr(registry, "_end_what_is_over", fail)
             eventually(lambda: failures)
         eventually(lambda: watched.batches, what="it is renewed all the same")
         assert lease.held
@@ -194,7 +194,7 @@ def test_a_lease_whose_end_shows_as_it_is_put_back_holds_up_no_renewal(watched: 
     assert lease
     lease._deadline = clock.lease_time()
 
-    thread = threading.Thread(target=renewal._put_back, args=([lease],), daemon=True)
+    thread = threading.Thread(target=registry._put_back, args=([lease],), daemon=True)
     thread.start()
     thread.join(5)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from django_distlock.holding import drift
+from django_distlock.engine.clock import drift
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

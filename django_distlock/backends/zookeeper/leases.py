@@ -10,11 +10,10 @@ from django_distlock.engine import clock
 from django_distlock.engine.background import Alarm, background
 from django_distlock.engine.registry import registry
 from django_distlock.exceptions import LockBackendError
-from django_distlock.holding import State
 
 if TYPE_CHECKING:
     from django_distlock.engine.values import Request
-    from django_distlock.holding import Holding
+    from django_distlock.lease import Lease
 
     from .backend import ZooKeeperBackend
     from .places import Places
@@ -61,11 +60,11 @@ class Leases:
         if ends:
             self._alarm.at(min(ends))
 
-    def _mine(self) -> list[Holding]:
+    def _mine(self) -> list[Lease]:
         return [lease for lease in registry.leases() if lease.backend is self._backend]
 
-    def _held(self) -> list[Holding]:
-        return [lease for lease in self._mine() if lease.state is State.HELD]
+    def _held(self) -> list[Lease]:
+        return [lease for lease in self._mine() if lease.held]
 
     def _endanger(self) -> None:
         for lease in self._held():
@@ -98,6 +97,6 @@ class Leases:
                 lease.lose("its node is gone")
 
 
-def _asked(lease: Holding) -> Request | None:
+def _asked(lease: Lease) -> Request | None:
     """Return what confirms it: for no longer than it has, if it is not to be renewed."""
     return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.remaining)
