@@ -33,12 +33,12 @@ class LockHandler:
     def __init__(self) -> None:
         self._mutex = threading.RLock()
         self._settings: dict[str, BackendSettings] | None = None
-        self._backends: dict[str, BaseLockBackend] = {}
+        self.made: dict[str, BaseLockBackend] = {}
 
     def __getitem__(self, alias: str) -> BaseLockBackend:
         """Return the backend of *alias*; InvalidLockBackend if the settings have none, or are wrong."""
         forks.notice()
-        backend = self._backends.get(alias)
+        backend = self.made.get(alias)
         return backend if backend is not None else self._make(alias)
 
     def __iter__(self) -> Iterator[str]:
@@ -47,20 +47,20 @@ class LockHandler:
 
     def close(self) -> None:
         """Let go of all connections and threads; they come back when they are needed."""
-        for backend in list(self._backends.values()):
+        for backend in list(self.made.values()):
             backend.close()
 
     def replace(self, alias: str, backend: BaseLockBackend) -> BaseLockBackend | None:
         """Put *backend* behind *alias*, for tests; return the one that was there, if one was made."""
         with self._mutex:
-            before = self._backends.get(alias)
-            self._backends[alias] = backend
+            before = self.made.get(alias)
+            self.made[alias] = backend
             return before
 
     def reset(self) -> None:
         """Close all, and read the settings anew at the next use."""
         with self._mutex:
-            backends, self._backends, self._settings = self._backends, {}, None
+            backends, self.made, self._settings = self.made, {}, None
         for backend in backends.values():
             backend.close()
 
@@ -69,14 +69,14 @@ class LockHandler:
         ends = clock.wait_time() + EXIT_BUDGET
         registry.release_all(EXIT_BUDGET)
         background.drain(ends - clock.wait_time())
-        for backend in list(self._backends.values()):
+        for backend in list(self.made.values()):
             with contextlib.suppress(Exception):
                 backend.say_goodbye(max(0.0, ends - clock.wait_time()))
 
     def forget_parent(self) -> None:
         """Begin anew in a forked child: what the parent opened is the parent's."""
-        backends = list(self._backends.values())
-        self._mutex, self._backends = threading.RLock(), {}
+        backends = list(self.made.values())
+        self._mutex, self.made = threading.RLock(), {}
         for backend in backends:
             backend.abandon_after_fork()
 
@@ -88,12 +88,12 @@ class LockHandler:
 
     def _make(self, alias: str) -> BaseLockBackend:
         with self._mutex:
-            if alias not in self._backends:
+            if alias not in self.made:
                 check_threads()
-                if not self._backends:
+                if not self.made:
                     _watch_exit_of_child()
-                self._backends[alias] = make_backend(self._settings_of(alias))
-            return self._backends[alias]
+                self.made[alias] = make_backend(self._settings_of(alias))
+            return self.made[alias]
 
     def _settings_of(self, alias: str) -> BackendSettings:
         found = self._read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from asgiref.sync import markcoroutinefunction
 from .conf import DEFAULT_ALIAS, checked_ttl, optional_seconds, seconds
 from .engine.acquisition import aacquire, acquire
 from .engine.caller import Caller
+from .engine.forks import forks
 from .engine.holder import Holder
 from .engine.naming import checked_name, printable
 from .engine.settling import asettled, settled
@@ -288,7 +290,8 @@ class Lock:
         return self.default_timeout() if timeout == -1 else optional_seconds(timeout, "timeout")
 
     def _backend(self) -> BaseLockBackend:
-        return locks[self.terms.using]
+        made = locks.made.get(self.terms.using)
+        return made if made is not None and os.getpid() == forks.pid else locks[self.terms.using]
 
     def _request(self, backend: BaseLockBackend) -> Request:
         terms = self.terms

@@ -26,8 +26,11 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 def open_blocks() -> dict[str, Any]:
     """Return the outermost atomic block that is open on each database of this thread."""
-    blocks = ((c.alias, _outermost(c)) for c in connections.all(initialized_only=True))
-    return {alias: block for alias, block in blocks if block is not None}
+    found = {}
+    for connection in connections.all(initialized_only=True):
+        if connection.in_atomic_block and (block := _outermost(connection)) is not None:
+            found[connection.alias] = block
+    return found
 
 
 def release_at_end(lease: Lease) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django_distlock.conf import NoOptions, checked_options
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from django_distlock.engine.bells import TaskBell, ThreadBell
 
 logger = logging.getLogger("django_distlock")
+
+#: Keys that a backend remembers, so as not to make them anew.
+KEYS = 1024
 
 
 class BaseLockBackend(ABC):
@@ -73,6 +76,8 @@ class BaseLockBackend(ABC):
         self.options: Any = self.options_class(**settings.options)
         #: Where its locks are: aliases of one place meet the same locks by the same keys.
         self.place: Hashable = (type(self), settings.alias)
+        #: Returns what the server knows a name by.
+        self.key_of = lru_cache(KEYS)(partial(server_key, prefix=self.key_prefix, kind=self.kind))
         self.queue = LocalQueue()
         self._lanes = Lanes(settings.alias)
         self._leftovers = Leftovers(settings.alias, self.revoke_all)
@@ -206,8 +211,7 @@ class BaseLockBackend(ABC):
 
     def request(self, name: str, **wishes: Any) -> Request:
         """Return a request for *name*, with its key and a new owner."""
-        key = server_key(name, prefix=self.key_prefix, kind=self.kind)
-        return self.request_class(name=name, key=key, **wishes)
+        return self.request_class(name, self.key_of(name), **wishes)
 
     def force_release(self, key: str, owner_digest: str) -> bool:
         """Free what somebody holds, if it is the holding that was shown; tell whether it was.

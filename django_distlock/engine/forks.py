@@ -15,7 +15,8 @@ class Forks:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._pid = os.getpid()
+        #: The process that knows that it began anew.
+        self.pid = os.getpid()
         self._callbacks: list[Callable[[], object]] = []
 
     def in_child(self, callback: Callable[[], object]) -> None:
@@ -24,9 +25,9 @@ class Forks:
 
     def notice(self) -> None:
         """Call them now, if this is a child in which nobody has: a look at the process's number."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             with self._mutex:
-                if os.getpid() != self._pid:
+                if os.getpid() != self.pid:
                     self._begin_anew()
 
     def begin_anew(self) -> None:
@@ -38,7 +39,7 @@ class Forks:
     def _begin_anew(self) -> None:
         for callback in self._callbacks:
             callback()
-        self._pid = os.getpid()
+        self.pid = os.getpid()
 
 
 forks = Forks()

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+from asyncio import _get_running_loop
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -48,16 +49,15 @@ class Holder:
     def current(cls, purpose: str = "") -> Holder:
         """Return the holder that the calling code would be; a thread without a task makes it once for each purpose."""
         purpose = purpose or _purpose.get()
-        task = _task_name()
+        may_be_task = _get_running_loop() is not None or "celery" in sys.modules
+        if may_be_task and (task := _task_name()):
+            return cls(_HOST, os.getpid(), thread_name(), task, purpose)
         known = here.holders.get(purpose)
-        if known is not None and not task:
-            return known  # type: ignore[no-any-return]  # it was put there below
-        made = cls(_HOST, os.getpid(), thread_name(), task, purpose)
-        if not task:
+        if known is None:
             if len(here.holders) >= _KNOWN:
                 here.holders.clear()
-            here.holders[purpose] = made
-        return made
+            known = here.holders[purpose] = cls(_HOST, os.getpid(), thread_name(), "", purpose)
+        return known
 
     @classmethod
     def from_json(cls, text: str | bytes | None) -> Holder | None:

@@ -95,7 +95,7 @@ def test_every_public_member_of_a_lease_is_in_the_reference() -> None:
     public = {name for name in vars(lease.Lease) if not name.startswith("_")}
 
     assert public - set(documented) == MACHINERY
-    assert set(documented) - public == {"fencing_token", "fence"}
+    assert set(documented) - public == {"fence"}
 
 
 def test_terms_are_listed_with_their_defaults() -> None:
