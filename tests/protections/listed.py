@@ -33,7 +33,8 @@ class Edit:
 class Protection:
     """What is taken out, and the tests, as pytest names them, that must notice."""
 
-    area: str
+    promise: str
+    kind: str
     name: str
     edits: tuple[Edit, ...]
     tests: tuple[str, ...]
@@ -41,7 +42,7 @@ class Protection:
     @property
     def title(self) -> str:
         """What people call it: no other one has the same."""
-        return f"{self.area}: {self.name}"
+        return f"{self.promise}, {self.kind}: {self.name}"
 
     def tree_without(self, folder: Path) -> Path:
         """Copy the code to *folder*, without this protection."""
@@ -57,7 +58,7 @@ class Protection:
 
 @cache
 def protections() -> list[Protection]:
-    """Return all of them, by area: the name of the file they stand in."""
+    """Return all of them; the file that one stands in is named after its promise."""
     return [
         _protection(path.stem, entry)
         for path in sorted(Path(__file__).parent.glob("*.toml"))
@@ -65,7 +66,7 @@ def protections() -> list[Protection]:
     ]
 
 
-def _protection(area: str, entry: dict[str, Any]) -> Protection:
+def _protection(promise: str, entry: dict[str, Any]) -> Protection:
     edits = tuple(Edit(**edit) for edit in entry["edit"])
     tests = tuple(f"{file}::{test}" for file, tests in entry["red"].items() for test in tests)
-    return Protection(area, entry["name"], edits, tests)
+    return Protection(promise, entry["kind"], entry["name"], edits, tests)

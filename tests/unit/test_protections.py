@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import cache
 
 from tests.protections.listed import ROOT, Edit, protections
@@ -20,6 +21,14 @@ def test_each_is_guarded_by_tests_that_there_are() -> None:
     assert [name for name, tests in named.items() if not tests] == []
     missing = {test for tests in named.values() for test in tests if not _stands(test)}
     assert missing == set()
+
+
+def test_there_are_few_for_each_promise_and_kind_of_backend() -> None:
+    """Each pins a text of the code: what is pure arithmetic is for mutmut (`make mutants`)."""
+    rooms = Counter((one.promise, one.kind) for one in protections())
+
+    assert sum(rooms.values()) <= 150
+    assert {room: count for room, count in rooms.items() if count > 4} == {}
 
 
 def test_each_has_a_name_of_its_own() -> None:
