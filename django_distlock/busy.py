@@ -1,4 +1,4 @@
-"""What a decorated function does instead when its lock is held by somebody else."""
+"""Policies for on_busy: what a decorated function does instead when its lock is busy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     Policy = Callable[..., Any]
 
+_TITLE = "Somebody else is already working on this; try again later."
+_TYPES = ["text/html", "application/json", "application/problem+json"]
+
 
 def skip(value: Any = None) -> Policy:
     """Return *value* instead of running the function."""
@@ -25,13 +28,21 @@ def skip(value: Any = None) -> Policy:
 
 
 def respond(status: int = 409) -> Policy:
-    """Answer the request with *status*, and ``Retry-After`` where the holder's lease tells when.
+    """Answer the request with *status*, and with ``Retry-After`` if the end of the holder's lease is known.
 
-    Clients that ask for JSON get problem details (RFC 9457).
+    Clients that prefer JSON get problem details (RFC 9457).
     """
 
     def policy(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> HttpResponse:
-        response = _response(find_request(args), status)
+        request = find_request(args)
+        best = request and request.get_preferred_type(_TYPES)
+        response: HttpResponse
+        if best and best.endswith("json"):
+            problem = {"type": "about:blank", "title": _TITLE, "status": status}
+            response = JsonResponse(problem, status=status, content_type=_TYPES[2])
+        else:
+            plain = "text/plain; charset=utf-8"
+            response = HttpResponse(_TITLE, status=status, content_type=plain)
         if busy.remaining is not None:
             response["Retry-After"] = str(max(1, math.ceil(busy.remaining)))
         return response
@@ -40,9 +51,9 @@ def respond(status: int = 409) -> Policy:
 
 
 def retry(countdown: float | None = None, **options: Any) -> Policy:
-    """Have the Celery task retried after *countdown* seconds; *options* go to ``Task.retry()``.
+    """Retry the Celery task after *countdown* seconds; *options* are passed to ``Task.retry()``.
 
-    Without *countdown*: when the holder's lease ends, as far as that is known.
+    Without *countdown*, it is retried when the holder's lease ends, if that is known.
     """
 
     def policy(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> Any:
@@ -57,18 +68,5 @@ def retry(countdown: float | None = None, **options: Any) -> Policy:
 
 
 def find_request(args: tuple[Any, ...]) -> HttpRequest | None:
-    """Return the request that a view was called with: its first argument, or a method's second."""
+    """Return the request of a view: the first argument, or the second one of a method."""
     return next((arg for arg in args[:2] if isinstance(arg, HttpRequest)), None)
-
-
-def _response(request: HttpRequest | None, status: int) -> HttpResponse:
-    title = "This is being worked on already; try again later."
-    if request is not None and _wants_json(request):
-        problem = {"type": "about:blank", "title": title, "status": status}
-        return JsonResponse(problem, status=status, content_type="application/problem+json")
-    return HttpResponse(title, status=status, content_type="text/plain; charset=utf-8")
-
-
-def _wants_json(request: HttpRequest) -> bool:
-    best = request.get_preferred_type(["text/html", "application/json", "application/problem+json"])
-    return best is not None and best.endswith("json")

@@ -1,4 +1,4 @@
-"""`manage.py check`: wrong settings before they bite."""
+"""`manage.py check`: reports wrong settings before they are used."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from .handler import locks
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DOCS = "See the reference of django_distlock, checks"
-
 
 @register("distlock")
 def check_settings(app_configs: Any = None, **kwargs: Any) -> list[CheckMessage]:
-    """Report each alias of DISTLOCK that cannot be made a backend, and what backends say of theirs."""
+    """Report each alias of DISTLOCK whose settings are wrong, and what its backend reports."""
     return _check(None)
 
 
@@ -25,7 +23,7 @@ def check_settings(app_configs: Any = None, **kwargs: Any) -> list[CheckMessage]
 def check_servers(
     app_configs: Any = None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
-    """Ask the servers too: only with ``manage.py check --database``."""
+    """Run the checks that ask servers; only with ``manage.py check --database``."""
     return _check(list(databases)) if databases else []
 
 
@@ -34,16 +32,16 @@ def _check(databases: Sequence[str] | None) -> list[CheckMessage]:
         aliases = list(locks)
     except InvalidLockBackend as error:
         return [] if databases else [_error(error)]
-    return [message for alias in aliases for message in _check_alias(alias, databases)]
-
-
-def _check_alias(alias: str, databases: Sequence[str] | None) -> list[CheckMessage]:
-    try:
-        backend = locks[alias]
-    except InvalidLockBackend as error:
-        return [] if databases else [_error(error)]
-    return backend.check(databases)
+    found: list[CheckMessage] = []
+    for alias in aliases:
+        try:
+            found += locks[alias].check(databases)
+        except InvalidLockBackend as error:
+            if not databases:  # else check_settings() reports it
+                found.append(_error(error))
+    return found
 
 
 def _error(error: InvalidLockBackend) -> Error:
-    return Error(str(error), hint=f"{DOCS}, distlock.E001.", id="distlock.E001")
+    hint = "See the reference of django_distlock, System checks, distlock.E001."
+    return Error(str(error), hint=hint, id="distlock.E001")

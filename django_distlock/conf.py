@@ -1,4 +1,4 @@
-"""The DISTLOCK setting: its defaults, and what is wrong with it in words."""
+"""The DISTLOCK setting: its defaults, and checks that say what is wrong with it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DEFAULT_BACKEND = "django_distlock.backends.database.DatabaseBackend"
 DEFAULT_TTL = 30.0
 DEFAULT_TIMEOUT = 10.0
 KEYS = ("BACKEND", "TTL", "TIMEOUT", "KEY_PREFIX", "STRICT", "OPTIONS")
-#: Seconds; about 31 years. Servers keep instants, and an instant must fit.
+#: Seconds, about 31 years: servers add a time to the current date, and the sum must fit.
 LONGEST = 1e9
 LEAST_TTL = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """The OPTIONS of a backend that has none."""
+    """OPTIONS of a backend without options."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """The settings of one alias, checked. *ttl* and *timeout* are seconds; a timeout of None: for ever."""
+    """The checked settings of one alias. *ttl* and *timeout* are seconds; timeout None: no limit."""
 
     alias: str
     backend: str = DEFAULT_BACKEND
@@ -49,25 +49,25 @@ def read_settings() -> dict[str, BackendSettings]:
 
 
 def seconds(value: object, what: str, *, zero: bool = False, longest: float = LONGEST) -> float:
-    """Return a time given as a number of seconds or a timedelta; TypeError or ValueError if it is none.
+    """Return a number of seconds or a timedelta as seconds; TypeError or ValueError for anything else.
 
-    It must be above 0, or not below 0 with *zero*, and not above *longest*.
+    It must be more than 0, or 0 or more with *zero*, and at most *longest*.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         msg = f"{what} must be a number of seconds or a timedelta, not {value!r}."
         raise TypeError(msg)
-    # Not a number compares as neither.
+    # NaN fails this too.
     if not 0 <= value <= longest or (value == 0 and not zero):
         least = "0 or more" if zero else "more than 0"
-        msg = f"{what} must be {least} seconds, and no more than {longest:.0f}, not {value!r}."
+        msg = f"{what} must be {least} seconds, and at most {longest:.0f}, not {value!r}."
         raise ValueError(msg)
     return float(value)
 
 
 def checked_ttl(value: object, what: str = "ttl") -> float:
-    """See seconds(); a ttl must leave something of itself when the drift of clocks is taken off."""
+    """Return a ttl as seconds(); at least LEAST_TTL, since the drift of clocks is subtracted from it."""
     ttl = seconds(value, what)
     if ttl < LEAST_TTL:
         msg = f"{what} must be at least {LEAST_TTL} seconds, not {ttl!r}."
@@ -76,21 +76,21 @@ def checked_ttl(value: object, what: str = "ttl") -> float:
 
 
 def optional_seconds(value: object, what: str) -> float | None:
-    """See seconds(); 0 is allowed, and None stands for no limit.
+    """Return a timeout as seconds(); 0 is allowed, and None means no limit.
 
-    As long as a lock of ``threading`` can be waited for; OverflowError, as there, for more.
+    OverflowError above ``threading.TIMEOUT_MAX``, as for the locks of ``threading``.
     """
     if value is None:
         return None
     wanted = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(wanted, (int, float)) and wanted > threading.TIMEOUT_MAX:
-        msg = f"{what} must be no more than {threading.TIMEOUT_MAX:.0f} seconds, not {value!r}."
+        msg = f"{what} must be at most {threading.TIMEOUT_MAX:.0f} seconds, not {value!r}."
         raise OverflowError(msg)
     return seconds(value, what, zero=True, longest=threading.TIMEOUT_MAX)
 
 
 def checked_options(backend: type[Any], found: BackendSettings) -> BackendSettings:
-    """Return *found* if *backend* knows each of its OPTIONS; InvalidLockBackend else."""
+    """Return *found* if *backend* has each of its OPTIONS; else InvalidLockBackend."""
     known = sorted(option.name for option in fields(backend.options_class))
     for option in found.options:
         if option not in known:
@@ -104,32 +104,24 @@ def checked_options(backend: type[Any], found: BackendSettings) -> BackendSettin
 def _read_alias(alias: object, values: object) -> BackendSettings:
     where = f"DISTLOCK[{alias!r}]"
     if not isinstance(alias, str) or not alias:
-        raise InvalidLockBackend(f"{where}: an alias must be text.")
+        raise InvalidLockBackend(f"{where}: an alias must be a str that is not empty.")
     if not isinstance(values, dict):
         raise InvalidLockBackend(f"{where} must be a dict, not {type(values).__name__}.")
     for key in values:
         if key not in KEYS:
             raise InvalidLockBackend(f"{where}: unknown key {key!r}. It takes {', '.join(KEYS)}.")
     try:
-        return BackendSettings(alias=alias, **_checked(where, values))
+        return BackendSettings(
+            alias=alias,
+            backend=_of_type(f"{where}: BACKEND", values.get("BACKEND", DEFAULT_BACKEND), str),
+            ttl=checked_ttl(values.get("TTL", DEFAULT_TTL), f"{where}: TTL"),
+            timeout=optional_seconds(values.get("TIMEOUT", DEFAULT_TIMEOUT), f"{where}: TIMEOUT"),
+            key_prefix=_of_type(f"{where}: KEY_PREFIX", values.get("KEY_PREFIX", ""), str),
+            strict=_of_type(f"{where}: STRICT", values.get("STRICT", False), bool),
+            options=_of_type(f"{where}: OPTIONS", values.get("OPTIONS", {}), dict),
+        )
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidLockBackend(str(error)) from error
-
-
-def _checked(where: str, values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "backend": _text(f"{where}: BACKEND", values.get("BACKEND", DEFAULT_BACKEND)),
-        "ttl": checked_ttl(values.get("TTL", DEFAULT_TTL), f"{where}: TTL"),
-        "timeout": optional_seconds(values.get("TIMEOUT", DEFAULT_TIMEOUT), f"{where}: TIMEOUT"),
-        "key_prefix": _text(f"{where}: KEY_PREFIX", values.get("KEY_PREFIX", "")),
-        "strict": _of_type(f"{where}: STRICT", values.get("STRICT", False), bool),
-        "options": _of_type(f"{where}: OPTIONS", values.get("OPTIONS", {}), dict),
-    }
-
-
-def _text(what: str, value: object) -> str:
-    text: str = _of_type(what, value, str)
-    return text
 
 
 def _of_type(what: str, value: object, kind: type[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""distributed_lock(): a function, view, task or generator that runs while it holds a lock."""
+"""distributed_lock(): runs a function, view, task or generator while it holds a lock."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _T = TypeVar("_T")
 
 
 class Decorator(Protocol):
-    """Gives back a function of the same signature."""
+    """Returns a function with the same signature."""
 
     def __call__(self, function: _F, /) -> _F:
-        """Return *function*, locked."""
+        """Return *function* with a lock around each call."""
 
 
 @overload
@@ -44,14 +44,15 @@ def distributed_lock(
 ) -> Any:
     """Run the decorated function only while it holds a lock.
 
-    *name* may have fields for the call's arguments: ``"fee:{account_id}"``, ``"{account.pk}"``.
-    Without one it is the function's module and qualified name: the function itself is locked.
-    *on_busy* is called with LockNotAcquired and the call's arguments, and what it returns is
-    returned (see busy.py); by default LockNotAcquired is raised. See LockTerms for *terms*.
+    *name* may have fields for arguments of the call: ``"fee:{account_id}"``, ``"{account.pk}"``.
+    Without *name*, the lock has the module and the qualified name of the function.
+    If the lock is busy, *on_busy* is called with LockNotAcquired and the arguments of the call,
+    and its result is returned (see busy.py); without *on_busy*, LockNotAcquired is raised.
+    See LockTerms for *terms*.
 
-    Works on functions and coroutine functions, on views, and on generators: these, like
-    streaming responses, hold the lock until they are exhausted or closed. Under ATOMIC_REQUESTS
-    a view's transaction is begun inside the lock and committed before it is released.
+    Works on functions, coroutine functions, views and generators. Generators and streaming
+    responses hold the lock until they are exhausted or closed. Under ATOMIC_REQUESTS, a view's
+    transaction begins inside the lock and is committed before the release.
     """
     if callable(name):
         return _decorate(name, None, Terms.of(terms), on_busy)
@@ -60,17 +61,17 @@ def distributed_lock(
 
 
 def _decorate(function: _F, name: str | None, terms: Terms, on_busy: Policy | None) -> _F:
-    recipe = _Recipe(function, name, terms, on_busy)
+    locked = _Locked(function, name, terms, on_busy)
     for is_kind, wrap in _KINDS:
         if is_kind(function):
-            return functools.wraps(function)(wrap(recipe))  # type: ignore[return-value]
-    wrapped = functools.wraps(function)(_sync(recipe))
-    recipe.transactions.mark(wrapped)
+            return functools.wraps(function)(wrap(locked))  # type: ignore[return-value]
+    wrapped = functools.wraps(function)(_sync(locked))
+    locked.transactions.mark(wrapped)
     return wrapped  # type: ignore[return-value]  # all four wrappers keep the signature
 
 
-class _Recipe:
-    """What is decorated, and how."""
+class _Locked:
+    """The decorated function with the terms of its lock."""
 
     def __init__(
         self, function: Callable[..., Any], name: str | None, terms: Terms, on_busy: Policy | None
@@ -89,25 +90,25 @@ class _Recipe:
         return Lock.on_terms(name, self.terms)
 
     def refuse(self, busy: LockNotAcquired, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the call gives instead, or raise *busy*."""
+        """Return what *on_busy* returns, or raise *busy*."""
         if self._on_busy is None:
             raise busy
         return self._on_busy(busy, *args, **kwargs)
 
     def purpose(self, args: tuple[Any, ...]) -> str:
-        """Return what a call is for: the path of a view, else the function."""
+        """Return the purpose of a call: the method and path of a view, else the name of the function."""
         request = find_request(args)
         return self.title if request is None else f"{request.method} {request.path}"
 
 
-def _sync(recipe: _Recipe) -> Callable[..., Any]:
+def _sync(locked: _Locked) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             try:
-                lease = _enter(stack, recipe, args, kwargs)
+                lease = _enter(stack, locked, args, kwargs)
             except LockNotAcquired as busy:
-                return recipe.refuse(busy, args, kwargs)
-            result = recipe.transactions.inside(args)(*args, **kwargs)
+                return locked.refuse(busy, args, kwargs)
+            result = locked.transactions.inside(args)(*args, **kwargs)
             if inspect.isawaitable(result):
                 return _awaited(result, stack.pop_all())
             if getattr(result, "streaming", False):
@@ -117,16 +118,16 @@ def _sync(recipe: _Recipe) -> Callable[..., Any]:
     return call
 
 
-def _async(recipe: _Recipe) -> Callable[..., Any]:
+def _async(locked: _Locked) -> Callable[..., Any]:
     async def call(*args: Any, **kwargs: Any) -> Any:
-        recipe.transactions.refuse_async(args)
+        locked.transactions.refuse_async(args)
         async with AsyncExitStack() as stack:
             try:
-                lease = await _aenter(stack, recipe, args, kwargs)
+                lease = await _aenter(stack, locked, args, kwargs)
             except LockNotAcquired as busy:
-                refused = recipe.refuse(busy, args, kwargs)
+                refused = locked.refuse(busy, args, kwargs)
                 return await refused if inspect.isawaitable(refused) else refused
-            result = await recipe.function(*args, **kwargs)
+            result = await locked.function(*args, **kwargs)
             if getattr(result, "streaming", False):
                 stack.pop_all()
                 views.hold_until_streamed(result, lease)
@@ -135,35 +136,35 @@ def _async(recipe: _Recipe) -> Callable[..., Any]:
     return call
 
 
-def _generator(recipe: _Recipe) -> Callable[..., Any]:
+def _generator(locked: _Locked) -> Callable[..., Any]:
     def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with ExitStack() as stack:
             try:
-                _enter(stack, recipe, args, kwargs)
+                _enter(stack, locked, args, kwargs)
             except LockNotAcquired as busy:
-                return recipe.refuse(busy, args, kwargs)
-            return (yield from recipe.function(*args, **kwargs))
+                return locked.refuse(busy, args, kwargs)
+            return (yield from locked.function(*args, **kwargs))
 
     return generate
 
 
-def _async_generator(recipe: _Recipe) -> Callable[..., Any]:
+def _async_generator(locked: _Locked) -> Callable[..., Any]:
     async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         async with AsyncExitStack() as stack:
             try:
-                await _aenter(stack, recipe, args, kwargs)
+                await _aenter(stack, locked, args, kwargs)
             except LockNotAcquired as busy:
-                refused = recipe.refuse(busy, args, kwargs)
+                refused = locked.refuse(busy, args, kwargs)
                 if inspect.isawaitable(refused):
                     await refused
                 return
-            async with aclosing(recipe.function(*args, **kwargs)) as items:
+            async with aclosing(locked.function(*args, **kwargs)) as items:
                 with suppress(StopAsyncIteration):
                     item = await items.asend(None)
                     while True:
                         try:
                             sent = yield item
-                        except Exception as error:  # noqa: BLE001 - it is the generator's to handle
+                        except Exception as error:  # noqa: BLE001 - the generator handles it
                             item = await items.athrow(error)
                         else:
                             item = await items.asend(sent)
@@ -172,12 +173,12 @@ def _async_generator(recipe: _Recipe) -> Callable[..., Any]:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling it gives a coroutine: as asgiref marks it, or as an async view's dispatch()."""
+    """Return whether a call returns a coroutine: asgiref says so, or it is an async view's dispatch()."""
     return iscoroutinefunction(function) or views.is_async_view(function)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return how to call *function*; a partial, as method_decorator() makes one, may claim to be another."""
+    """Return the signature; method_decorator() makes a partial whose __wrapped__ has another one."""
     is_partial = isinstance(function, functools.partial)
     return inspect.signature(function, follow_wrapped=not is_partial)
 
@@ -190,20 +191,20 @@ _KINDS = (
 
 
 def _enter(
-    stack: ExitStack, recipe: _Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]
+    stack: ExitStack, locked: _Locked, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Lease:
-    with holder.acting_for(recipe.purpose(args)):
-        return stack.enter_context(recipe.lock(args, kwargs))
+    with holder.acting_for(locked.purpose(args)):
+        return stack.enter_context(locked.lock(args, kwargs))
 
 
 async def _aenter(
-    stack: AsyncExitStack, recipe: _Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]
+    stack: AsyncExitStack, locked: _Locked, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Lease:
-    with holder.acting_for(recipe.purpose(args)):
-        return await stack.enter_async_context(recipe.lock(args, kwargs))
+    with holder.acting_for(locked.purpose(args)):
+        return await stack.enter_async_context(locked.lock(args, kwargs))
 
 
 async def _awaited(result: Awaitable[_T], stack: ExitStack) -> _T:
-    """Hold the lock for what a plain function has only begun."""
+    """Hold the lock until the awaitable that a plain function returned is done."""
     with stack:
         return await result

@@ -1,4 +1,4 @@
-"""What can go wrong with a lock: one tree, every branch of it pickles."""
+"""The errors of locks: one tree, and every error can be pickled."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class LockError(Exception):
-    """Root of everything this package raises about locks."""
+    """Base class of all errors about locks."""
 
 
 class LockNotAcquired(LockError, TimeoutError):
-    """Somebody else held the lock for as long as the caller would wait.
+    """The lock was busy until the caller's timeout was over.
 
-    *waited* and *remaining* (of the holder's lease, where known) are seconds.
+    *waited* and *remaining* (the rest of the holder's lease, if known) are seconds.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class LockNotAcquired(LockError, TimeoutError):
         holder: Holder | None = None,
         remaining: float | None = None,
     ) -> None:
-        # OSError would read (errno, strerror, filename) into these arguments and drop the rest.
+        # OSError would take these arguments for (errno, strerror, filename) and drop the rest.
         Exception.__init__(self, name, waited, holder, remaining)
         self.name = name
         self.waited = waited
@@ -47,7 +47,9 @@ class LockNotAcquired(LockError, TimeoutError):
 class LockNotHeld(LockError, RuntimeError):
     """The operation needs a lock that this caller does not hold."""
 
-    def __init__(self, name: str, reason: str = "it was not acquired, or is released") -> None:
+    def __init__(
+        self, name: str, reason: str = "it was not acquired, or is already released"
+    ) -> None:
         super().__init__(name, reason)
         self.name = name
         self.reason = reason
@@ -57,27 +59,27 @@ class LockNotHeld(LockError, RuntimeError):
 
 
 class LockLost(LockNotHeld):
-    """The lease is no longer surely ours: stop touching what the lock protects."""
+    """The lock may no longer be ours: stop changing what it protects."""
 
     def __str__(self) -> str:
         return f"Lock {printable(self.name)!r} was lost: {printable(self.reason)}."
 
 
 class LockNotOwned(LockNotHeld):
-    """The lock is held by somebody else: ours ended before this call, which changed nothing."""
+    """Somebody else holds the lock: our lease ended before this call, which changed nothing."""
 
     def __init__(self, name: str, reason: str = "somebody else holds it now") -> None:
         super().__init__(name, reason)
 
 
 class LockBackendError(LockError):
-    """The server behind a lock failed; whether the lock is held is not what this tells.
+    """The server of a lock failed. This error does not say whether the lock is held.
 
-    *causes* maps each server asked to what it answered, where there are several.
+    *causes* has the answer of each server, for backends with several servers.
     """
 
     def __init__(self, alias: str, problem: str, causes: Mapping[str, str] | None = None) -> None:
-        # What servers and their drivers say may be anything.
+        # The text of a server or driver may contain anything.
         said = {printable(server): printable(cause) for server, cause in (causes or {}).items()}
         super().__init__(alias, printable(problem), said)
         self.alias = alias
@@ -90,18 +92,18 @@ class LockBackendError(LockError):
 
 
 class LockOutcomeUnknown(LockBackendError):
-    """A request was sent, its reply was lost, and asking again did not settle it.
+    """The reply to a request was lost, and so was the reply to its repetition.
 
-    The lock is given back in the background; at the latest it comes free with its ttl.
+    The lock is released in the background; at the latest it comes free with its ttl.
     """
 
 
 class Contended(LockBackendError):
-    """The server gave a request up because of others at work on the same rows: asked again, it may answer."""
+    """The server refused a request because others work on the same rows; it may succeed if repeated."""
 
 
 class LockDeadlock(LockError):
-    """Waiting for this lock would never end: somebody waits for one that we hold, or we do."""
+    """Waiting for this lock would never end: this caller holds it, or its holder waits for this caller."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -115,7 +117,7 @@ class LockDeadlock(LockError):
 
 
 class StaleFencingToken(LockError):
-    """The protected data refused a write: its fence is not the fencing token of this lease."""
+    """Protected data refused a write, because its fence is not the fencing token of this lease."""
 
     def __init__(self, name: str, token: int, what: str, fence: int | None = None) -> None:
         super().__init__(name, token, what, fence)
@@ -130,7 +132,7 @@ class StaleFencingToken(LockError):
 
 
 class NotSupported(LockError):
-    """The backend cannot do this; its page in the documentation says what it can."""
+    """The backend has no such feature; its page in the documentation lists what it supports."""
 
     def __init__(self, alias: str, what: str, instead: str = "") -> None:
         super().__init__(alias, what, instead)
@@ -144,9 +146,9 @@ class NotSupported(LockError):
 
 
 class ReleasedBeforeCommit(LockError, RuntimeWarning):
-    """The lock was given back while a transaction begun before it is open: others read old data.
+    """The lock was released before the transaction around it was committed: others read old data.
 
-    A warning; raised as an error where DISTLOCK says STRICT, so that the transaction rolls back.
+    This is a warning, or an error with STRICT in DISTLOCK, so that the transaction rolls back.
     """
 
     def __init__(self, name: str, database: str) -> None:
@@ -156,9 +158,9 @@ class ReleasedBeforeCommit(LockError, RuntimeWarning):
 
     def __str__(self) -> str:
         return (
-            f"Lock {printable(self.name)!r} was released before the transaction on {self.database!r}, begun earlier, "
-            "is committed: the next holder reads old data. Take the lock outside atomic(), or use "
-            'release="on_commit", or transaction_lock().'
+            f"Lock {printable(self.name)!r} was released before the transaction around it on {self.database!r} "
+            "was committed: the next holder reads old data. Acquire the lock outside atomic(), or use "
+            'release="on_commit" or transaction_lock().'
         )
 
 
@@ -167,6 +169,6 @@ class InvalidLockBackend(ImproperlyConfigured):
 
 
 def first_line(error: BaseException) -> str:
-    """Return what *error* says, on one line: for the text of another."""
+    """Return the first line of the text of *error*, for use in another text."""
     text = str(error).strip()
     return printable(text.splitlines()[0].rstrip(".")) if text else type(error).__name__

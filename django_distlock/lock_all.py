@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LockSet:
-    """A recipe for several locks, taken in one order by everybody: two such sets never deadlock."""
+    """Several locks, acquired in the order of their names, so two sets never deadlock."""
 
     def __init__(self, names: tuple[str, ...], terms: Terms) -> None:
         """Raise ValueError if there are no *names*."""
@@ -33,9 +33,9 @@ class LockSet:
         self._locks = {lock.name: lock for lock in sorted(named, key=lambda lock: lock.name)}
 
     def acquire(self) -> tuple[Lease, ...] | None:
-        """Return the leases in the order of the names, or None if not all could be had in time.
+        """Return the leases in the order of the names, or None if a lock was busy until the timeout.
 
-        Give them back by release().
+        Release them by release().
         """
         try:
             return self._enter(kept=False)
@@ -44,7 +44,7 @@ class LockSet:
 
     @markcoroutinefunction
     def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
-        """See acquire(). The locks are the caller's, also if it has another task await this."""
+        """As acquire(). The locks belong to the caller, even if another task awaits the result."""
         return self._aacquire(Caller(), [Awaited() for _ in self.names])
 
     async def _aacquire(self, caller: Caller, awaited: list[Awaited]) -> tuple[Lease, ...] | None:
@@ -60,11 +60,11 @@ class LockSet:
         return leases
 
     def release(self) -> None:
-        """Give back all that this thread or task acquired last."""
+        """Release the locks that this thread or task acquired last."""
         self.__exit__(None, None, None)
 
     async def arelease(self) -> None:
-        """See release()."""
+        """As release(), in async code."""
         await self.__aexit__(None, None, None)
 
     def __enter__(self) -> tuple[Lease, ...]:
@@ -119,13 +119,13 @@ class LockSet:
         return f"<LockSet {list(self._locks.values())!r}>"
 
     def _wait(self) -> Wait:
-        """Begin the one wait that all the locks have together."""
+        """Begin the wait: all locks share one timeout."""
         return Wait(next(iter(self._locks.values())).default_timeout())
 
 
 def lock_all(*names: str, **terms: Unpack[LockTerms]) -> LockSet:
-    """Return several locks as one: all or none, within one timeout.
+    """Return an object that acquires all locks or none, within one timeout.
 
-    ``with lock_all("account:1", "account:2") as leases:`` gives a lease for each name, in order.
+    ``with lock_all("account:1", "account:2") as leases:`` gives one lease for each name, in order.
     """
     return LockSet(names, Terms.of(terms))

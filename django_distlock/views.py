@@ -1,4 +1,4 @@
-"""What the decorator does about Django's views: their transactions, and responses that stream."""
+"""Django's views under the decorator: their transactions and streaming responses."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
 
 class _EveryAlias(set[str]):
-    """Databases that Django is not to begin ATOMIC_REQUESTS on: all. Iterated: those marked by others."""
+    """Contains every database, so Django begins no ATOMIC_REQUESTS; iterates over those exempt before."""
 
     def __contains__(self, alias: object) -> bool:
         return True
 
 
 class RequestTransactions:
-    """ATOMIC_REQUESTS turned inside out: begun inside the lock, committed before it is released."""
+    """The transactions of ATOMIC_REQUESTS: begun inside the lock, committed before its release."""
 
     def __init__(self, view: Callable[..., Any]) -> None:
         self._view = view
         self._marked = _EveryAlias(getattr(view, "_non_atomic_requests", ()))
 
     def mark(self, wrapped: Callable[..., Any]) -> None:
-        """Have Django leave the transactions of *wrapped* to us."""
+        """Keep Django from beginning the transactions of *wrapped*."""
         wrapped._non_atomic_requests = self._marked  # type: ignore[attr-defined]  # noqa: SLF001 - Django's marker
 
     def inside(self, args: tuple[Any, ...]) -> Callable[..., Any]:
-        """Return the view in the transactions of its request; what is no view as it is."""
+        """Return the view inside the transactions of its request; without a request, the function itself."""
         body = self._view
         for alias in self._aliases(args):
             body = transaction.atomic(using=alias)(body)
         return body
 
     def refuse_async(self, args: tuple[Any, ...]) -> None:
-        """Say what Django says of async views, where our mark on dispatch() keeps it from saying so."""
+        """Raise Django's error for async views, which our mark on dispatch() prevents."""
         if is_async_view(self._view) and self._aliases(args):
             msg = "You cannot use ATOMIC_REQUESTS with async views."
             raise RuntimeError(msg)
@@ -63,7 +63,7 @@ def is_async_view(function: Callable[..., Any]) -> bool:
 
 
 def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]) -> None:
-    """Keep the lock while a streaming response is sent, by whatever thread the server takes for it."""
+    """Keep the lock until a streaming response is closed, which any thread of the server may do."""
     lease.caller = None
     close = response.close
 
@@ -77,10 +77,10 @@ def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]
 
 
 def hold_until_streamed(response: Any, lease: Lease) -> None:
-    """See hold_until_closed(); an asynchronous stream may also end without being closed."""
+    """As hold_until_closed(), in async code: an asynchronous stream may also end without being closed."""
     if response.is_async:
         response.streaming_content = _until_the_end(response.streaming_content, lease)
-    # It may be closed in the event loop, which a release would block.
+    # It may be closed in the event loop, and release() would block that.
     hold_until_closed(response, lease, lease.release_later)
 
 

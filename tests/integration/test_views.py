@@ -561,7 +561,7 @@ def test_a_client_that_asks_for_json_gets_problem_details(
     assert int(answer.headers["Retry-After"]) >= 1
     assert answer.json() == {
         "type": "about:blank",
-        "title": "This is being worked on already; try again later.",
+        "title": "Somebody else is already working on this; try again later.",
         "status": 409,
     }
 

@@ -25,8 +25,8 @@ LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 
 WRONG: dict[str, tuple[Any, str]] = {
     "no dict": ([], "DISTLOCK must be a dict of aliases, not list."),
-    "an alias that is no text": ({1: {}}, "DISTLOCK[1]: an alias must be text."),
-    "an empty alias": ({"": {}}, "DISTLOCK['']: an alias must be text."),
+    "an alias that is no text": ({1: {}}, "DISTLOCK[1]: an alias must be a str that is not empty."),
+    "an empty alias": ({"": {}}, "DISTLOCK['']: an alias must be a str that is not empty."),
     "an alias that is no dict": ({"a": "x"}, "DISTLOCK['a'] must be a dict, not str."),
     "an unknown key": ({"a": {"TLL": 1}}, "DISTLOCK['a']: unknown key 'TLL'."),
     "a key in lower case": ({"a": {"ttl": 1}}, "DISTLOCK['a']: unknown key 'ttl'."),
@@ -237,7 +237,7 @@ def test_zero_and_none_are_timeouts_but_no_ttls() -> None:
 def test_a_timeout_is_as_long_as_one_of_threading_and_no_longer(value: object) -> None:
     assert optional_seconds(threading.TIMEOUT_MAX, "timeout") == threading.TIMEOUT_MAX
 
-    with pytest.raises(OverflowError, match="timeout must be no more than"):
+    with pytest.raises(OverflowError, match="timeout must be at most"):
         optional_seconds(value, "timeout")
 
 

@@ -132,7 +132,7 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
         (LockNotAcquired("fee:1", 0.0), "Lock 'fee:1' is held: gave up after 0 s."),
         (
             LockNotHeld("fee:1"),
-            "Lock 'fee:1' is not held: it was not acquired, or is released.",
+            "Lock 'fee:1' is not held: it was not acquired, or is already released.",
         ),
         (LockLost("fee:1", "forced"), "Lock 'fee:1' was lost: forced."),
         (LockNotOwned("fee:1"), "Lock 'fee:1' is not held: somebody else holds it now."),
