@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import logging
+import os
 import threading
 import weakref
+from asyncio import _get_running_loop
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from . import fencing, transactions
 from .conf import LEAST_TTL, checked_ttl
 from .engine import clock
 from .engine.background import background
-from .engine.caller import Caller, current_caller
+from .engine.caller import Caller, current_caller, here
 from .engine.clock import drift
 from .engine.forks import forks
 from .engine.holder import Holder
@@ -32,7 +33,7 @@ from .handler import locks
 from .signals import announce, lock_extended, lock_lost, lock_released
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Iterator
+    from collections.abc import Callable, Coroutine, Iterable
     from datetime import timedelta
     from types import TracebackType
 
@@ -104,7 +105,8 @@ class Lease:
         self.backend = backend
         self.request = request
         self.renews = renew
-        self.caller: Caller | None = current_caller()
+        # As current_caller(), without a call: this is on the way of every acquire.
+        self.caller: Caller | None = here.caller if _get_running_loop() is None else Caller()
         #: What others know it by who must not keep it alive.
         self.ref = weakref.ref(self)
         self._max_hold = max_hold
@@ -141,7 +143,8 @@ class Lease:
     @property
     def state(self) -> State:
         """Where it stands by our clock now."""
-        forks.notice()
+        if os.getpid() != forks.pid:
+            forks.notice()
         self._lose_if_over()
         return self._state
 
@@ -226,6 +229,8 @@ class Lease:
 
     def release_now(self) -> bool:
         """See release(), whatever transaction is open; return whether the lock is free now."""
+        if os.getpid() != forks.pid:
+            forks.notice()
         if self._leaves_reentry():
             return False
         self._lose_if_over()
@@ -347,9 +352,7 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with unmasked(self, error):
-            if self.is_entered:
-                self.release()
+        self.leave(error)
 
     async def __aenter__(self) -> Lease:
         return self
@@ -360,9 +363,29 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with unmasked(self, error):
+        await self.aleave(error)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Release it at the end of a block that raised *error*, which a failed release does not hide."""
+        try:
+            if self.is_entered:
+                self.release()
+        except LockError as problem:
+            self._add_note(error, problem)
+
+    async def aleave(self, error: BaseException | None) -> None:
+        """See leave()."""
+        try:
             if self.is_entered:
                 await self.arelease()
+        except LockError as problem:
+            self._add_note(error, problem)
+
+    def _add_note(self, error: BaseException | None, problem: LockError) -> None:
+        if error is None:
+            raise problem
+        error.add_note(f"django_distlock: {problem}")
+        logger.warning("Leaving lock %s: %s", printable(self.name), printable(problem))
 
     def release_later(self) -> None:
         """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
@@ -541,7 +564,8 @@ class Lease:
     @property
     def is_entered(self) -> bool:
         """Whether there is still something to release: also after it was lost."""
-        return self.state in (State.HELD, State.LOST) and bool(self._entries)
+        self._lose_if_over()
+        return self._state in (State.HELD, State.LOST) and bool(self._entries)
 
     def is_mine(self) -> bool:
         """Return whether the running code holds it now, or who waits for it, so that it may enter again."""
@@ -705,8 +729,7 @@ def held_here() -> list[Lease]:
 
 def note_held_here(lease: Lease) -> None:
     """Have re-entry look at *lease* from now on, in this chain of contexts."""
-    known = _held_here.get()
-    _held_here.set((*_still_held(), lease.ref) if known else (lease.ref,))
+    _held_here.set((*_still_held(), lease.ref))
 
 
 def alive(leases: Iterable[Known]) -> list[Lease]:
@@ -718,11 +741,12 @@ def _still_held() -> Iterable[Known]:
     """Return what re-entry is to look at from now on, each lease once."""
     kept: dict[int, Known] = {}
     for known in _held_here.get():
-        if (lease := known()) is None:
-            if isinstance(known, Awaited) and not known.is_over:
-                kept[id(known)] = known
-        elif lease.is_kept:
-            kept[id(lease)] = lease.ref
+        lease = known()
+        if lease is not None:
+            if lease.is_kept:
+                kept[id(lease)] = lease.ref
+        elif isinstance(known, Awaited) and not known.is_over:
+            kept[id(known)] = known
     return kept.values()
 
 
@@ -740,15 +764,3 @@ async def finished(work: Coroutine[Any, Any, _T]) -> _T:
     _BACKGROUND.add(task)
     task.add_done_callback(_BACKGROUND.discard)
     return await asyncio.shield(task)
-
-
-@contextlib.contextmanager
-def unmasked(lease: Lease, error: BaseException | None) -> Iterator[None]:
-    """Let a failed release not hide what the body raised: it goes up with a note."""
-    try:
-        yield
-    except LockError as problem:
-        if error is None:
-            raise
-        error.add_note(f"django_distlock: {problem}")
-        logger.warning("Leaving lock %s: %s", printable(lease.name), printable(problem))

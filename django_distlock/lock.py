@@ -19,7 +19,7 @@ from .engine.naming import checked_name, printable
 from .engine.settling import asettled, settled
 from .exceptions import LockDeadlock, LockNotAcquired, LockNotHeld, NotSupported
 from .handler import locks
-from .lease import Awaited, Lease, alive, held_here, note_held_here, unmasked
+from .lease import Awaited, Lease, alive, held_here, note_held_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -194,7 +194,7 @@ class Lock:
         return await asettled(partial(backend.aprobe, self._request(backend))) is not None
 
     def __enter__(self) -> Lease:
-        return self.take(self.default_timeout(), self._note_entry)
+        return self.take(-1, self._note_entry)
 
     def __exit__(
         self,
@@ -202,13 +202,10 @@ class Lock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        lease = self._leave()
-        with unmasked(lease, error):
-            if lease.is_entered:
-                lease.release()
+        self._leave().leave(error)
 
     async def __aenter__(self) -> Lease:
-        return await self.atake(self.default_timeout(), self._note_entry)
+        return await self.atake(-1, self._note_entry)
 
     async def __aexit__(
         self,
@@ -216,10 +213,7 @@ class Lock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        lease = self._leave()
-        with unmasked(lease, error):
-            if lease.is_entered:
-                await lease.arelease()
+        await self._leave().aleave(error)
 
     def __repr__(self) -> str:
         return f"<Lock {printable(self.name)!r} using={self.terms.using!r}>"
@@ -238,7 +232,10 @@ class Lock:
         return await self.atake(timeout, note)
 
     def take(self, timeout: float | None, note: Note = id) -> Lease:
-        """Return a lease within *timeout* seconds, once *note* has it; LockNotAcquired if somebody else has."""
+        """Return a lease, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
+
+        -1 stands for the timeout of the lock.
+        """
         backend = self._backend()
         lease = self._reentered()
         is_new = lease is None
@@ -246,6 +243,8 @@ class Lock:
             lease = self._pending(backend)
         try:
             if is_new:
+                if timeout == -1:
+                    timeout = self.terms.timeout if self.terms.has_timeout else backend.timeout
                 acquire(backend, lease, timeout)
                 note_held_here(lease)
             note(lease)
@@ -269,6 +268,8 @@ class Lock:
             lease = self._pending(backend)
         try:
             if is_new:
+                if timeout == -1:
+                    timeout = self.terms.timeout if self.terms.has_timeout else backend.timeout
                 await aacquire(backend, lease, timeout)
                 note_held_here(lease)
             note(lease)
@@ -365,6 +366,9 @@ class Lock:
     def _leave(self) -> Lease:
         """Return what this caller entered last; a generator may be closed by another thread than its own."""
         with self._mutex:
+            if len(self._entered) == 1 and (only := self._entered[0]()) is not None:
+                self._entered.clear()
+                return only
             entered = alive(self._entered)
             if not entered:
                 raise LockNotHeld(self.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 _BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -25,6 +25,7 @@ lease_time = partial(_gettime, _BOOTTIME)
 wait_time = partial(_gettime, time.CLOCK_MONOTONIC)
 
 
+@lru_cache(maxsize=64)  # a project has few of them
 def drift(ttl: float) -> float:
     """Return how many seconds before the server our clock must give up a lease of *ttl* seconds.
 

@@ -59,6 +59,8 @@ MACHINERY = {
     "on_commit",
     "is_granted",
     "is_in_line",
+    "leave",
+    "aleave",
     "leave_line",
     "stand_in",
     "begin",
@@ -232,7 +234,10 @@ OPTIONS = DatabaseOptions()
 MEMCACHED, DAYS = MemcachedOptions(), cache_alias.LONGEST_TTL / 86_400
 SHORTEST, LONGEST = waiting.SHORTEST_PAUSE * 1000, waiting.LONGEST_PAUSE * 1000
 FACTS = [
-    ("README.md", f"a ttl of {TTL:g} seconds, and the default timeout for a lock is {TIMEOUT:g} seconds"),
+    (
+        "README.md",
+        f"a ttl of {TTL:g} seconds, and the default timeout for a lock is {TIMEOUT:g} seconds",
+    ),
     ("README.md", f'"TTL": {TTL:g}, "TIMEOUT": {TIMEOUT:g}'),
     ("README.md", "Python 3.11 or later and Django 5.2 or later"),
     ("docs/tutorial.md", f"the lock is yours for {TTL:g} seconds"),
