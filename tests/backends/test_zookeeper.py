@@ -18,7 +18,7 @@ from kazoo.exceptions import NoAuthError, NoNodeError
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.zookeeper.line import quoted
-from django_distlock.backends.zookeeper.places import Place, Places, Watch
+from django_distlock.backends.zookeeper.places import Place, Places
 from django_distlock.engine import clock
 from django_distlock.engine.naming import LONGEST_LISTED
 from django_distlock.engine.values import Busy, Release
@@ -318,7 +318,7 @@ async def test_1000_waits_that_time_out_leave_nothing(
 
 
 def test_a_watch_on_a_node_that_has_gone_is_not_kept(client: Any) -> None:
-    gone = client.get_async("/nothing/is/here", Watch("/nothing/is/here", pytest.fail))
+    gone = client.get_async("/nothing/is/here", pytest.fail)
 
     with pytest.raises(NoNodeError):
         gone.get(timeout=5)

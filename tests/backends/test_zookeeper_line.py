@@ -16,8 +16,7 @@ from django_distlock.backends.zookeeper.line import (
     quoted,
     unquoted,
 )
-from django_distlock.backends.zookeeper.options import ZooKeeperOptions
-from django_distlock.backends.zookeeper.request import ZooKeeperRequest
+from django_distlock.backends.zookeeper.options import ZooKeeperOptions, ZooKeeperRequest
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import LONGEST_LISTED, server_key

@@ -1,44 +1,46 @@
-"""Steps of a conversation with an ensemble, and who is stopped on the way."""
+"""Requests to an ensemble, and who is stopped before the replies come."""
 
 from __future__ import annotations
 
-import _thread
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from kazoo.handlers.threading import SequentialThreadingHandler
 
-from django_distlock.backends.zookeeper.steps import _Work, run
+from django_distlock.backends.zookeeper.options import ZooKeeperOptions
+from django_distlock.backends.zookeeper.session import Exchange, Session
 from django_distlock.engine import clock
+from django_distlock.engine.bells import ThreadBell
 
 
-def talk(asked: list[str]) -> Generator[list[Any], list[Any], str]:
-    asked.append("first")
-    yield []
-    asked.append("last")
-    return "done"
+def session() -> Session:
+    return Session(ZooKeeperOptions(), began=list, suspended=list, lost=lambda _: None)
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
 def test_whoever_is_stopped_before_the_wait_leaves_no_request_under_way(
     monkeypatch: pytest.MonkeyPatch, has_begun: bool
 ) -> None:
-    asked, works, begin = list[str](), list[Callable[[], None]](), _thread.start_new_thread
+    asked, jobs = list[str](), list[Callable[[], None]]()
 
-    def stopped(work: Callable[[], None], arguments: tuple[()]) -> None:
-        works.append(work)
+    def ask() -> Any:
+        asked.append("asked")
+        return SequentialThreadingHandler().async_result()
+
+    def stopped(self: Session, job: Callable[[], None]) -> None:
+        jobs.append(job)
         if has_begun:
-            begin(work, arguments)
+            threading.Thread(target=job, daemon=True).start()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_thread, "start_new_thread", stopped)
+    monkeypatch.setattr(Session, "hand_over", stopped)
     with pytest.raises(KeyboardInterrupt):
-        run(talk(asked), clock.wait_time() + 10)
+        session().ask([ask], clock.wait_time() + 10)
 
     seen = list(asked)
-    works[0]()  # a thread that begins late
+    jobs[0]()  # a thread that begins late
     assert asked == seen
     assert has_begun or not asked
 
@@ -46,14 +48,14 @@ def test_whoever_is_stopped_before_the_wait_leaves_no_request_under_way(
 def test_whoever_is_stopped_waits_for_no_reply() -> None:
     unanswered, asked = SequentialThreadingHandler().async_result(), threading.Event()
 
-    def ask() -> Generator[list[Any], list[Any], None]:
+    def ask() -> Any:
         asked.set()
-        yield [unanswered]
+        return unanswered
 
-    work = _Work(ask(), clock.wait_time() + 1000)
-    threading.Thread(target=work.run, daemon=True).start()
+    exchange = Exchange([ask], ThreadBell())
+    threading.Thread(target=exchange.begin, daemon=True).start()
     assert asked.wait(10)
 
-    work.give_up()  # and returns
+    exchange.give_up()  # and returns
 
     assert not unanswered.ready()

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.checks import Error
+from kazoo.exceptions import KazooException
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.conf import LONGEST
-from django_distlock.engine import clock
+from django_distlock.engine import clock, steps
+from django_distlock.engine.background import Alarm, background
+from django_distlock.engine.registry import registry
+from django_distlock.engine.values import Purged, Release
 from django_distlock.engine.waiting import Place, Waiting, Way
-from django_distlock.exceptions import LockBackendError
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
-from .conversation import Conversation
-from .leases import Leases
-from .options import ZooKeeperOptions
+from .options import ZooKeeperOptions, ZooKeeperRequest
 from .places import Places
-from .recipe import LOOK_AGAIN, Recipe
-from .request import ZooKeeperRequest
-from .session import Session
-from .upkeep import Terms, Upkeep
+from .recipe import BROKEN, LOOK_AGAIN, Recipe
+from .session import Session, Silence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from django.core.checks import CheckMessage
 
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
-    from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request
+    from django_distlock.engine.values import Busy, Grant, Held, Request
+    from django_distlock.lease import Lease
 
-    from .steps import Steps
+    from .recipe import Steps
+
+_T = TypeVar("_T")
+#: How many locks are listed at once.
+BATCH = 500
 
 
 class ZooKeeperBackend(BaseLockBackend):
@@ -56,12 +63,12 @@ class ZooKeeperBackend(BaseLockBackend):
         self._begin()
 
     def _begin(self) -> None:
-        self._leases = Leases(self)
-        self._session = Session(self.options, self._leases)
-        self._places = self._leases.places = Places(self._session)
+        self._session = Session(
+            self.options, self._session_began, self._session_suspended, self._session_lost
+        )
+        self._places = Places(self._session)
         self._recipe = Recipe(self.alias, self.options, self._session, self._places)
-        self._talk = Conversation(self.alias, self.options.io_timeout)
-        self._upkeep = Upkeep(self._recipe, self._talk, self.options.root, self.keeps)
+        self._ends = Alarm(self._free_ended)
 
     # The verbs.
 
@@ -75,8 +82,10 @@ class ZooKeeperBackend(BaseLockBackend):
         """Stand in line, and look who is first."""
         if queued and (busy := self._unchanged(request)):
             return busy
-        steps, ends = self._take(request, queued=queued, left=left)
-        return self._noted(request, self._talk.have(steps, changes=True, ends=ends))
+        ends = self._patience(request, left) if queued else self._soon()
+        taken = self._have(self._recipe.take(request, ends, keeps=queued), changes=True, ends=ends)
+        self._look_at_end(request)
+        return taken
 
     async def atry_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
@@ -84,11 +93,14 @@ class ZooKeeperBackend(BaseLockBackend):
         """See try_acquire()."""
         if queued and (busy := self._unchanged(request)):
             return busy
-        steps, ends = self._take(request, queued=queued, left=left)
-        return self._noted(request, await self._talk.ahave(steps, changes=True, ends=ends))
+        ends = self._patience(request, left) if queued else self._soon()
+        take = self._recipe.take(request, ends, keeps=queued)
+        taken = await self._ahave(take, changes=True, ends=ends)
+        self._look_at_end(request)
+        return taken
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        """Wait until who is before us has gone."""
+        """Wait until the node before ours has gone."""
         if self._is_told(request, bell):
             bell.wait(seconds)
 
@@ -104,21 +116,17 @@ class ZooKeeperBackend(BaseLockBackend):
             if not place.is_granted:
                 self._places.drop(place)
 
-    def dequeue(self, request: Request) -> None:
-        """Leave the line; no I/O that blocks."""
-        self.forget_bell(request)
-
-    def dequeue_later(self, request: Request) -> None:
-        """See dequeue()."""
-        self._lanes.after(request, lambda: self.dequeue(request))
+    dequeue = dequeue_later = forget_bell
 
     def release(self, request: Request) -> Release:
         """Delete the node: whoever watches it is told."""
-        return self._talk.have(self._give_back(request), changes=True)
+        ends = self._soon()
+        return self._have(self._recipe.give_back(request, ends), changes=True, ends=ends)
 
     async def arelease(self, request: Request) -> Release:
         """See release()."""
-        return await self._talk.ahave(self._give_back(request), changes=True)
+        ends = self._soon()
+        return await self._ahave(self._recipe.give_back(request, ends), changes=True, ends=ends)
 
     def abandon(self, request: Request) -> Release:
         """See release(), which serves those who wait as well."""
@@ -130,20 +138,16 @@ class ZooKeeperBackend(BaseLockBackend):
 
     def abandon_later(self, request: Request) -> None:
         """Delete the node in the background, until that has worked or the session is over."""
-
-        def drop() -> None:
-            if (place := self._places.get(request.owner)) is not None:
-                self._places.drop(place)
-
-        self._lanes.after(request, drop)
+        if (place := self._places.get(request.owner)) is not None:
+            self._places.drop(place)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Look whether the nodes are still there, which keeps the session as well."""
-        return self._talk.have(self._recipe.keep(requests), changes=False)
+        return self._have(self._recipe.keep(requests))
 
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """See extend()."""
-        return await self._talk.ahave(self._recipe.keep(requests), changes=False)
+        return await self._ahave(self._recipe.keep(requests))
 
     def is_session_over(self, request: Request) -> bool:
         """Look at what kazoo has heard."""
@@ -154,34 +158,52 @@ class ZooKeeperBackend(BaseLockBackend):
 
     def probe(self, request: Request) -> Busy | None:
         """Look who is first."""
-        return self._talk.have(self._recipe.look(request.key), changes=False)
+        return self._have(self._recipe.look(request.key))
 
     async def aprobe(self, request: Request) -> Busy | None:
         """See probe()."""
-        return await self._talk.ahave(self._recipe.look(request.key), changes=False)
+        return await self._ahave(self._recipe.look(request.key))
 
     # For operators.
 
-    def held(self, key: str | None = None) -> Iterable[Held]:
+    def held(self, key: str | None = None) -> Iterator[Held]:
         """Tell the locks of this alias that are held."""
-        return self._upkeep.held(key)
+        for keys in _batches(self._keys() if key is None else [key], BATCH):
+            yield from self._have(self._recipe.holders(keys))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """Delete the node of the holder: the next token is higher by itself."""
-        return self._upkeep.end_holding(key, owner_digest)
+        return self._have(self._recipe.end_holding(key, owner_digest), changes=True)
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
     ) -> Iterator[Purged]:
         """Delete the nodes of locks that nobody holds or waits for, made longer ago than that."""
-        return self._upkeep.purge(Terms(older_than, batch_size, dry_run=dry_run))
+        if not older_than >= 0:
+            msg = f"older_than must be 0 seconds or more, not {older_than!r}."
+            raise ValueError(msg)
+        if not batch_size >= 1:
+            msg = f"batch_size must be 1 or more, not {batch_size!r}."
+            raise ValueError(msg)
+        return self._purge(older_than, batch_size, dry_run=dry_run)
+
+    def _purge(self, older_than: float, batch_size: int, *, dry_run: bool) -> Iterator[Purged]:
+        before = self._have(self._recipe.now()) - older_than
+        keys, looked_at = self._keys(), 0
+        for batch in _batches(keys, batch_size):
+            deleted = self._have(self._recipe.purge(batch, before, dry_run=dry_run))
+            looked_at += len(batch)
+            yield Purged(len(batch), deleted, looked_at / len(keys))
+
+    def _keys(self) -> list[str]:
+        return list(filter(self.keeps, self._have(self._recipe.keys())))
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Say, where servers may be asked, whether the ensemble can be used."""
         if databases is None:
             return []
         try:
-            self._upkeep.keys()
+            self._keys()
         except LockBackendError as error:
             hint = "See the reference of django_distlock, checks, distlock.E040."
             return [Error(str(error), hint=hint, id="distlock.E040")]
@@ -191,7 +213,7 @@ class ZooKeeperBackend(BaseLockBackend):
         """End the session: what it holds comes free at once, and its holders are told."""
         super().close()
         self._session.close()
-        self._leases.session_lost("its session was closed")
+        self._session_lost("its session was closed")
 
     def say_goodbye(self, seconds: float) -> None:
         """End the session: nodes that nobody had the time to delete would last as long as it."""
@@ -202,21 +224,48 @@ class ZooKeeperBackend(BaseLockBackend):
         self._session.abandon()
         self._begin()
 
-    # The rest is ours.
+    # Having steps carried out.
 
-    def _take(
-        self, request: Request, *, queued: bool, left: float | None
-    ) -> tuple[Steps[Grant | Busy], float]:
-        ends = self._talk.ends
-        if queued:
-            # Another server may take the session on: who waits anyway can wait for that. Who stands in
-            # line already has been answered before: the ensemble may be without a quorum for long.
-            place = self._places.get(request.owner)
-            patience = LONGEST if place and place.looked_at else self.options.session_timeout
-            ends = max(
-                ends, clock.wait_time() + (patience if left is None else min(left, patience))
-            )
-        return self._recipe.take(request, ends, keeps=queued), ends
+    def _soon(self) -> float:
+        """Return when a request that is sent now is given up, in wait time."""
+        return clock.wait_time() + self.options.io_timeout
+
+    def _patience(self, request: Request, left: float | None) -> float:
+        """Return when somebody who waits anyway gives up: another server may take the session on.
+
+        Who stands in line has been answered before: the ensemble may be without a quorum for long.
+        """
+        place = self._places.get(request.owner)
+        longest = LONGEST if place and place.looked_at else self.options.session_timeout
+        patience = longest if left is None else min(left, longest)
+        return clock.wait_time() + max(patience, self.options.io_timeout)
+
+    def _have(self, verb: Steps[_T], *, changes: bool = False, ends: float | None = None) -> _T:
+        """Run *verb*. If it *changes* something, that may have been done although there is no reply."""
+        ask = partial(self._session.ask, ends=self._soon() if ends is None else ends)
+        try:
+            return steps.run(verb, ask)
+        except (Silence, KazooException) as error:
+            raise self._error(error, changes=changes) from error
+
+    async def _ahave(
+        self, verb: Steps[_T], *, changes: bool = False, ends: float | None = None
+    ) -> _T:
+        """See _have()."""
+        ask = partial(self._session.aask, ends=self._soon() if ends is None else ends)
+        try:
+            return await steps.arun(verb, ask)
+        except (Silence, KazooException) as error:
+            raise self._error(error, changes=changes) from error
+
+    def _error(self, error: Exception, *, changes: bool) -> LockBackendError:
+        kind = type(error).__name__
+        if not isinstance(error, (Silence, *BROKEN)):
+            return LockBackendError(self.alias, f"the ensemble refused: {kind}")
+        problem = (
+            "no reply in time" if isinstance(error, Silence) else f"the connection broke: {kind}"
+        )
+        return (LockOutcomeUnknown if changes else LockBackendError)(self.alias, problem)
 
     def _is_told(self, request: Request, bell: Bell) -> bool:
         """Have *bell* rung when it is worth to try again; False if it is by now."""
@@ -224,20 +273,82 @@ class ZooKeeperBackend(BaseLockBackend):
         if place is None:
             return False
         place.bell = bell
-        return place.watched is not None
+        return bool(place.watched)
 
     def _unchanged(self, request: Request) -> Busy | None:
         """Return what was found last, while nobody has rung: no request is needed to know it."""
         place = self._places.get(request.owner)
-        if place is None or place.watched is None or self._places.is_dead(place):
+        if place is None or not place.watched or self._places.is_dead(place):
             return None
         is_fresh = clock.wait_time() - place.looked_at < LOOK_AGAIN
         return place.busy if is_fresh and self._session.client is not None else None
 
-    def _noted(self, request: Request, answer: Grant | Busy) -> Grant | Busy:
-        if (place := self._places.get(request.owner)) is not None and place.is_granted:
-            self._leases.look_at(place.ends)
-        return answer
+    # What becomes of leases: the session of kazoo calls, whose threads must not block, and the clock.
 
-    def _give_back(self, request: Request) -> Steps[Release]:
-        return self._recipe.give_back(request, self._talk.ends)
+    def _session_began(self) -> None:
+        """Have the leases confirmed, if they are still held, and finish what was broken off."""
+        self._places.go_on()
+        if self._places.granted():
+            background.submit(self.alias, self._confirm)
+
+    def _session_suspended(self) -> None:
+        def endanger() -> None:
+            for lease in self._leases():
+                lease.endanger()
+
+        background.at(clock.lease_time(), endanger)
+
+    def _session_lost(self, reason: str) -> None:
+        def lose() -> None:
+            for lease in self._leases():
+                if self.is_session_over(lease.request):
+                    lease.lose(reason)
+
+        background.at(clock.lease_time(), lose)
+
+    def _look_at_end(self, request: Request) -> None:
+        """Free, at the end of its ttl, what was not extended: the ensemble keeps it as long as the session."""
+        place = self._places.get(request.owner)
+        if place is not None and place.is_granted:
+            self._ends.at(place.ends)
+
+    def _free_ended(self) -> None:
+        now = clock.lease_time()
+        granted = self._places.granted()
+        for place in granted:
+            if place.ends <= now:
+                self._places.drop(place)
+        if left := [place.ends for place in granted if place.ends > now]:
+            self._ends.at(min(left))
+
+    def _leases(self) -> list[Lease]:
+        mine = [lease for lease in registry.leases() if lease.backend is self]
+        return [lease for lease in mine if lease.held]
+
+    def _confirm(self) -> None:
+        """Give back what was lost by our own clock meanwhile, and confirm the rest."""
+        owners = {lease.request.owner for lease in registry.leases() if lease.backend is self}
+        for place in self._places.granted():
+            if place.request.owner not in owners:
+                self._places.drop(place)
+        asked = [(lease, request) for lease in self._leases() if (request := _renewal(lease))]
+        start = clock.lease_time()
+        try:
+            kept = self.extend([request for _, request in asked])
+        except LockBackendError:
+            return  # the renewals go on trying
+        for (lease, request), is_kept in zip(asked, kept, strict=True):
+            if is_kept:
+                lease.confirm(start, request.ttl)
+            elif lease.is_entered:  # else it is being released in this very moment
+                lease.lose("its node is gone")
+
+
+def _renewal(lease: Lease) -> Request | None:
+    """Return what confirms it: for no longer than it has, if it is not to be renewed."""
+    return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.remaining)
+
+
+def _batches(keys: Sequence[str], size: int) -> Iterator[Sequence[str]]:
+    for start in range(0, len(keys), size):
+        yield keys[start : start + size]

@@ -1,4 +1,4 @@
-"""The OPTIONS of ZooKeeperBackend."""
+"""The OPTIONS of ZooKeeperBackend, and a request whose deadline does not outlast the session that keeps it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kazoo.hosts import collect_hosts
 from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
-from django_distlock.conf import seconds
+from django_distlock.conf import LONGEST, seconds
+from django_distlock.engine.values import Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +57,11 @@ class ZooKeeperOptions:
         seconds(self.io_timeout, "'io_timeout'")
         _check_hosts(self.hosts)
         _check_root(self.root)
-        _check_auth(self.auth)
-        _check_sasl(self.sasl)
+        is_pairs = _is_list(self.auth) and all(
+            _is_list(p, of=str) and len(p) == 2 for p in self.auth
+        )
+        _must(is_pairs, "'auth' must be a list of pairs of a scheme and a credential.", TypeError)
+        self._check_sasl()
         self._check_acl()
         self._check_tls()
 
@@ -85,61 +89,68 @@ class ZooKeeperOptions:
             **({"use_ssl": True, **tls} if self.tls else {}),
         }
 
+    def _check_sasl(self) -> None:
+        if self.sasl is not None:
+            _must(isinstance(self.sasl, dict), "'sasl' must be a dict.", TypeError)
+            msg = "'sasl' needs the package pure-sasl, which is not installed."
+            _must(find_spec("puresasl"), msg)
+
     def _check_acl(self) -> None:
         known = ", ".join(map(repr, _ACLS))
         msg = f"'acl' must be one of {known}, or a list of kazoo.security.ACL, not {self.acl!r}."
         if isinstance(self.acl, str):
-            if self.acl not in _ACLS:
-                raise ValueError(msg)
-        elif (
-            not _is_list(self.acl) or not self.acl or not all(isinstance(a, ACL) for a in self.acl)
-        ):
-            raise TypeError(msg)
-        if self.acl == "creator" and not (self.auth or self.sasl or self.certfile):
-            msg = "'acl' is 'creator', but without 'auth', 'sasl' or 'certfile' nobody tells who that is."
-            raise ValueError(msg)
+            _must(self.acl in _ACLS, msg)
+        else:
+            _must(self.acl and _is_list(self.acl, of=ACL), msg, TypeError)
+        msg = (
+            "'acl' is 'creator', but without 'auth', 'sasl' or 'certfile' nobody tells who that is."
+        )
+        _must(self.acl != "creator" or self.auth or self.sasl or self.certfile, msg)
 
     def _check_tls(self) -> None:
         for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                msg = f"{name!r} must be True or False, not {getattr(self, name)!r}."
-                raise TypeError(msg)
+            given = getattr(self, name)
+            _must(
+                isinstance(given, bool),
+                f"{name!r} must be True or False, not {given!r}.",
+                TypeError,
+            )
         for name in _FILES:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                msg = f"{name!r} must be text."
-                raise TypeError(msg)
-            if value is not None and not self.tls:
-                msg = f"{name!r} is of use only with 'tls'."
-                raise ValueError(msg)
-        if (self.certfile is None) is not (self.keyfile is None):
-            msg = "'certfile' and 'keyfile' belong together."
-            raise ValueError(msg)
-        if self.check_hostname and not self.verify_certs:
-            msg = "'check_hostname' needs 'verify_certs'."
-            raise ValueError(msg)
+            if (given := getattr(self, name)) is not None:
+                _must(isinstance(given, str), f"{name!r} must be text.", TypeError)
+                _must(self.tls, f"{name!r} is of use only with 'tls'.")
+        _must(
+            (self.certfile is None) is (self.keyfile is None),
+            "'certfile' and 'keyfile' belong together.",
+        )
+        _must(
+            self.verify_certs or not self.check_hostname,
+            "'check_hostname' needs 'verify_certs'.",
+        )
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple))
+def _must(fact: object, msg: str, error: type[Exception] = ValueError) -> None:
+    if not fact:
+        raise error(msg)
+
+
+def _is_list(value: Any, of: type[Any] = object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, of) for each in value)
 
 
 def _listed(hosts: str | Sequence[str]) -> str | list[str]:
     return hosts if isinstance(hosts, str) else list(hosts)
 
 
-def _check_hosts(hosts: object) -> None:
-    if not (isinstance(hosts, str) or (_is_list(hosts) and all(isinstance(h, str) for h in hosts))):  # type: ignore[attr-defined]  # a list by then
-        msg = f"'hosts' must be text or a list of texts, not {hosts!r}."
-        raise TypeError(msg)
+def _check_hosts(hosts: Any) -> None:
+    is_text = isinstance(hosts, str) or _is_list(hosts, of=str)
+    _must(is_text, f"'hosts' must be text or a list of texts, not {hosts!r}.", TypeError)
     try:
-        found = hosts and collect_hosts(_listed(hosts))[0]  # type: ignore[arg-type]  # as above
+        found = hosts and collect_hosts(_listed(hosts))[0]
     except ValueError as error:
         msg = f"'hosts' must be like 'one:2181,two:2181', not {hosts!r}: {error}."
         raise ValueError(msg) from error
-    if not found:
-        msg = "'hosts' must name at least one server."
-        raise ValueError(msg)
+    _must(found, "'hosts' must name at least one server.")
 
 
 def _check_root(root: object) -> None:
@@ -148,27 +159,29 @@ def _check_root(root: object) -> None:
         raise TypeError(msg)
     first, *parts = root.split("/")
     is_path = not first and parts and all(part not in {"", ".", ".."} for part in parts)
-    if not is_path or not root.isprintable() or parts[0] == _RESERVED:
-        msg = f"'root' must be the path of a node, like '/distlock', and not below '/{_RESERVED}', not {root!r}."
-        raise ValueError(msg)
-
-
-def _check_auth(auth: object) -> None:
-    is_fine = _is_list(auth) and all(
-        _is_list(pair) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
-        for pair in auth  # type: ignore[attr-defined]  # a list by then
+    _must(
+        is_path and root.isprintable() and parts[0] != _RESERVED,
+        f"'root' must be the path of a node, like '/distlock', and not below '/{_RESERVED}', not {root!r}.",
     )
-    if not is_fine:
-        msg = "'auth' must be a list of pairs of a scheme and a credential."
-        raise TypeError(msg)
 
 
-def _check_sasl(sasl: object) -> None:
-    if sasl is None:
-        return
-    if not isinstance(sasl, dict):
-        msg = "'sasl' must be a dict."
-        raise TypeError(msg)
-    if find_spec("puresasl") is None:
-        msg = "'sasl' needs the package pure-sasl, which is not installed."
-        raise ValueError(msg)
+@dataclass(frozen=True, slots=True)
+class ZooKeeperRequest(Request):
+    """*ttl* is cut to *limit*, the session timeout: for no longer is a silent holder's node kept.
+
+    *wished* is the ttl before that: a session that goes on keeps the node for so long, renewed or not.
+    """
+
+    limit: float = LONGEST
+    wished: float = 0.0
+
+    def __post_init__(self) -> None:
+        # What is cut already was wished for longer; replace() comes here as well.
+        if self.ttl != self.limit or not self.wished:
+            object.__setattr__(self, "wished", self.ttl)
+        object.__setattr__(self, "ttl", min(self.ttl, self.limit))
+
+
+def wished_ttl(request: Request) -> float:
+    """Return for how long the holder would keep it without an extension, in seconds."""
+    return request.wished if isinstance(request, ZooKeeperRequest) else request.ttl

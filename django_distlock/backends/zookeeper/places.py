@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from django_distlock.engine.values import Busy, Request
 from .line import prefix
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from django_distlock.engine.bells import Bell
 
@@ -56,8 +55,8 @@ class Place:
     #: Until when it may hold without being extended, on ``clock.lease_time()``.
     ends: float = 0.0
     bell: Bell | None = None
-    #: Who is waited for, and what was found when they were looked at last (wait time).
-    watched: str | None = None
+    #: The node that is waited for, if any, and what was found when it was looked at last (wait time).
+    watched: str = ""
     busy: Busy = field(default_factory=Busy)
     looked_at: float = 0.0
 
@@ -77,30 +76,9 @@ class Place:
         self.is_ending = self.is_leaving = False
         self.attempt = secrets.token_hex(4)
 
-    def ring(self) -> bool:
-        """Wake who waits, and tell whether somebody is there: an event loop may be gone."""
-        return self.bell is None or self.bell.ring()
-
-
-class Watch:
-    """What kazoo calls once a node has changed: kazoo keeps one for each node, however many ask."""
-
-    def __init__(self, path: str, tell: Callable[[str], None]) -> None:
-        self.path = path
-        self._tell = tell
-
-    def __call__(self, event: Any) -> None:
-        self._tell(self.path)
-
-    def __hash__(self) -> int:
-        return hash(self.path)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Watch) and other.path == self.path
-
 
 class Places:
-    """The places of one backend by owner. Nothing here blocks."""
+    """The places of one backend by owner. Nothing here blocks; what is sent is sent by the session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -108,7 +86,7 @@ class Places:
         self._by_owner: dict[str, Place] = {}
         self._doomed: set[Place] = set()
         self._watchers: dict[str, set[Place]] = {}
-        self._released: OrderedDict[str, None] = OrderedDict()
+        self._released: dict[str, None] = {}
 
     def get(self, owner: str) -> Place | None:
         """Return the place of *owner*."""
@@ -131,60 +109,59 @@ class Places:
         """Return whether its node has gone with the session that made it."""
         return bool(place.node) and place.session != self._session.id
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: Place, *, is_released: bool = False) -> None:
         """Have no such place any more: its node is gone."""
         with self._mutex:
+            if is_released:
+                # First, for whoever asks is_session_over() before the lease knows that it is released.
+                self._released[place.request.owner] = None
+                if len(self._released) > REMEMBERED:
+                    del self._released[next(iter(self._released))]
             self._doomed.discard(place)
-            if self._by_owner.get(place.request.owner) is place:
-                del self._by_owner[place.request.owner]
-            self._unwatch(place)
-
-    def note_released(self, owner: str) -> None:
-        """Remember that *owner* has released."""
-        with self._mutex:
-            self._released[owner] = None
-            while len(self._released) > REMEMBERED:
-                self._released.popitem(last=False)
+            self._leave_owner(place)
 
     def has_released(self, owner: str) -> bool:
         """Return whether *owner* has released, not too long ago."""
         return owner in self._released
 
+    def _leave_owner(self, place: Place) -> None:
+        if self._by_owner.get(place.request.owner) is place:
+            del self._by_owner[place.request.owner]
+        if place.watched:
+            self.unwatch(place)
+
     # Waiting for another node to go.
 
-    def watch(self, place: Place, path: str) -> Watch:
-        """Have *place* rung when the node *path* is gone; return what kazoo calls then."""
+    def watch(self, place: Place, path: str) -> None:
+        """Have *place* rung by changed() when the node *path* is gone."""
         with self._mutex:
-            self._unwatch(place)
+            self.unwatch(place)
             place.watched = path
             self._watchers.setdefault(path, set()).add(place)
-        return Watch(path, self._changed)
 
     def unwatch(self, place: Place) -> None:
         """Wait for nobody."""
         with self._mutex:
-            self._unwatch(place)
+            others = self._watchers.get(place.watched, set())
+            others.discard(place)
+            if not others:
+                self._watchers.pop(place.watched, None)
+            place.watched = ""
 
-    def _unwatch(self, place: Place) -> None:
-        if place.watched is None:
-            return
-        others = self._watchers.get(place.watched, set())
-        others.discard(place)
-        if not others:
-            self._watchers.pop(place.watched, None)
-        place.watched = None
-
-    def _changed(self, path: str) -> None:
+    def changed(self, event: Any) -> None:
+        """Ring those who wait for the node of *event*. Kazoo keeps one watch a node, however many ask."""
         with self._mutex:
-            waiting = self._watchers.pop(path, set())
+            # None: the connection was lost, and kazoo has forgotten all watches.
+            paths = list(self._watchers) if event.path is None else [event.path]
+            waiting = [place for path in paths for place in self._watchers.pop(path, ())]
             for place in waiting:
-                place.watched = None
+                place.watched = ""
         self._ring(waiting)
 
     def _ring(self, places: Iterable[Place]) -> None:
         for place in places:
-            if not place.ring():
-                self.drop(place)
+            if place.bell is not None and not place.bell.ring():
+                self.drop(place)  # its event loop is gone
 
     # Making a node, and the outcome.
 
@@ -216,17 +193,16 @@ class Places:
     def drop(self, place: Place) -> None:
         """Delete its node in the background, until that has worked or its session is over."""
         with self._mutex:
-            if self._by_owner.get(place.request.owner) is place:
-                del self._by_owner[place.request.owner]
-            self._unwatch(place)
             place.is_doomed = True
             self._doomed.add(place)
-        self._bury(place)
+            self._leave_owner(place)
+        if self._session.client is not None:  # else go_on() will be called
+            self._session.hand_over(partial(self._bury, place))
 
     def go_on(self) -> None:
         """Go on with what a lost connection has stopped: kazoo has forgotten all watches."""
         for place in list(self._doomed):
-            self._bury(place)
+            self.drop(place)
         self._ring([place for place in list(self._by_owner.values()) if not place.is_granted])
 
     def _bury(self, place: Place) -> None:
@@ -247,12 +223,11 @@ class Places:
             self.forget(place)
 
     def _note_found(self, place: Place, result: Any) -> None:
-        if not result.successful():
-            if not isinstance(result.exception, UNSURE):
-                self.forget(place)
-            return
-        own = [name for name in result.value if name.startswith(place.prefix)]
-        place.is_unsure = False
-        if own:
-            place.node, place.session = own[0], self._session.id
-        self._bury(place)
+        if result.successful():
+            own = [name for name in result.value if name.startswith(place.prefix)]
+            place.is_unsure = False
+            if own:
+                place.node, place.session = own[0], self._session.id
+            self.drop(place)
+        elif not isinstance(result.exception, UNSURE):
+            self.forget(place)

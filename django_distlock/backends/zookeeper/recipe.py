@@ -1,26 +1,30 @@
-"""The recipe: which requests take, keep and give back a lock. No waiting: see steps.py."""
+"""The recipe: which requests take, keep, give back and list locks; Session.ask() sends them and waits."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from kazoo.exceptions import NodeExistsError, NoNodeError, SessionExpiredError
+from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, SessionExpiredError
 
-from django_distlock.engine import clock
-from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine import clock, steps
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
-from .line import Line, label
+from .line import Label, Line, label, quoted, unquoted
+from .options import wished_ttl
 from .places import UNSURE, Place, Places
-from .questions import Questions, busy
-from .request import wished_ttl
-from .steps import Silence, Steps, value
+from .session import Silence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .options import ZooKeeperOptions
-    from .session import Session
+    from .session import Ask, Session
+
+_T = TypeVar("_T")
+#: Yields what sends requests, is sent what each came to, errors as they are, and returns a result.
+Steps: TypeAlias = "steps.Steps[Sequence[Ask], _T]"
 
 #: The connection or the session went; the next one may do better.
 BROKEN = (*UNSURE, SessionExpiredError)
@@ -30,14 +34,59 @@ ROUNDS = 5
 LOOK_AGAIN = 5.0
 
 
-class Recipe(Questions):
-    """Steps that take, keep and give back. *ends* is when to give up, in wait time."""
+def value(outcome: Any) -> Any:
+    """Return *outcome*, or raise it."""
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+class Recipe:
+    """The steps of each verb, over one session. *ends* is when to give up, in wait time."""
 
     def __init__(
         self, alias: str, options: ZooKeeperOptions, session: Session, places: Places
     ) -> None:
-        super().__init__(alias, options, session)
+        self._alias = alias
+        self._options = options
+        self._session = session
         self._places = places
+
+    def folder(self, key: str) -> str:
+        """Return the node under which those who want *key* stand in line."""
+        return f"{self._options.root}/{quoted(key)}"
+
+    def _connected(self) -> Steps[Any]:
+        """Return the client once it is connected; LockBackendError if it is not in time."""
+        if (client := self._session.client) is None:
+            [client] = yield [self._session.ready]
+            if isinstance(client, Exception):
+                self._session.give_up()
+                servers, error = self._options.servers, client
+                problem = f"there is no session with {servers}: {type(error).__name__}"
+                if isinstance(error, Silence):
+                    problem = f"no server of {servers} has answered in time"
+                raise LockBackendError(self._alias, problem) from error
+        if self._session.problem:
+            raise LockBackendError(self._alias, self._session.problem)
+        return client
+
+    def _names(self, client: Any, folder: str, *, newest: bool = False) -> Steps[list[str]]:
+        """Return the children of *folder*; *newest*: as the leader knows them, not this server."""
+        asks = [partial(client.get_children_async, folder)]
+        [*_, outcome] = yield [partial(client.sync_async, folder), *asks] if newest else asks
+        if not isinstance(outcome, NoNodeError):
+            names: list[str] = value(outcome)
+            return names
+        if client.chroot:
+            [chroot] = yield [partial(client.exists_async, "/")]
+            if value(chroot) is None:
+                raise self._no_chroot(client) from outcome
+        return []
+
+    def _no_chroot(self, client: Any) -> LockBackendError:
+        problem = f"the chroot {client.chroot!r} of OPTIONS 'hosts' does not exist: create it"
+        return LockBackendError(self._alias, problem)
 
     # Taking.
 
@@ -48,8 +97,8 @@ class Recipe(Questions):
             # Before it is granted: what has no end yet would be taken for over.
             place.ends = max(place.ends, clock.lease_time() + wished_ttl(request))
             try:
-                client = yield from self.connected()
-                answer = yield from self._stand_in_line(client, place, keeps=keeps)
+                client = yield from self._connected()
+                return (yield from self._stand_in_line(client, place, keeps=keeps))
             except BROKEN:
                 if clock.wait_time() >= ends:
                     raise
@@ -57,8 +106,6 @@ class Recipe(Questions):
                 if place.is_unsure or place.creating:
                     raise LockOutcomeUnknown(*error.args) from error.__cause__
                 raise
-            else:
-                return answer
 
     def _stand_in_line(self, client: Any, place: Place, *, keeps: bool) -> Steps[Grant | Busy]:
         for _ in range(ROUNDS):
@@ -68,60 +115,66 @@ class Recipe(Questions):
                 self._places.unwatch(place)
                 place.is_granted = True
                 return Grant(place.token)
+            first = partial(client.get_async, f"{place.folder}/{line.nodes[0].name}")
             if not keeps:
-                return (yield from self._leave(client, place, line))
-            if (yield from self._watch(client, place, f"{place.folder}/{ahead.name}", line)):
+                self._places.drop(place)
+                return _busy(*(yield [first]))
+            path = f"{place.folder}/{ahead.name}"
+            self._places.watch(place, path)
+            watching = partial(client.get_async, path, self._places.changed)
+            outcomes = yield [watching] if ahead is line.nodes[0] else [watching, first]
+            if not isinstance(outcomes[0], NoNodeError):
+                value(outcomes[0])
+                place.busy, place.looked_at = _busy(outcomes[-1]), clock.wait_time()
                 return place.busy
+            self._places.unwatch(place)  # it has gone since it was listed
         return Busy()
 
     def _line(self, client: Any, place: Place) -> Steps[Line]:
         """Return the line with our own node in it, which is made if there is none."""
-        if place.creating is not None:
-            self._places.note_created(place, (yield from self._finished(place.creating)))
-        if self._places.is_dead(place):
-            place.leave()
-        if place.is_unsure:
-            yield from self._find(client, place)
+        yield from self._know(client, place)
         if place.node:
-            names = yield from self.names(client, place.folder)
+            names = yield from self._names(client, place.folder)
             if place.node in names:
                 return Line(names)
             place.leave()  # somebody has deleted it
-        return (yield from self._join(client, place))
-
-    def _join(self, client: Any, place: Place) -> Steps[Line]:
-        data = label(place.request)
+        creating = partial(self._places.create, client, place, label(place.request))
         for _ in range(ROUNDS):
-            creating = self._places.create(client, place, data)
-            created, names = yield [creating, client.get_children_async(place.folder)]
-            if not isinstance(created, Silence):
-                self._places.note_created(place, creating)
-            if not isinstance(created, NoNodeError):
-                value(created)
-                # Whoever was deleted in this very moment is none of those who are listed.
-                if place.node in value(names):
-                    return Line(names)
-                place.leave()
-            else:
+            created, names = yield [creating, partial(client.get_children_async, place.folder)]
+            if isinstance(created, NoNodeError):
                 yield from self._make_folder(client, place.folder)
+                continue
+            value(created)
+            # Whoever was deleted in this very moment is none of those who are listed.
+            if place.node in value(names):
+                return Line(names)
+            place.leave()
         raise LockBackendError(self._alias, f"{place.folder} is deleted as often as it is made")
 
     def _make_folder(self, client: Any, folder: str) -> Steps[None]:
         """Make the node of the lock, and those above it."""
         parts = folder.split("/")
         paths = ["/".join(parts[:length]) for length in range(2, len(parts) + 1)]
-        for outcome in (yield [client.create_async(path) for path in paths]):
+        for outcome in (yield [partial(client.create_async, path) for path in paths]):
             if isinstance(outcome, NoNodeError):
-                raise self.no_chroot(client) from outcome
+                raise self._no_chroot(client) from outcome
             if not isinstance(outcome, NodeExistsError):
                 value(outcome)
 
-    def _find(self, client: Any, place: Place) -> Steps[None]:
-        """Find out whether a create whose reply was lost has made our node, in our session."""
-        names = yield from self.names(client, place.folder, newest=True)
+    def _know(self, client: Any, place: Place) -> Steps[None]:
+        """Find out what came of a create whose reply was late or lost; a node of another session is none."""
+        if (creating := place.creating) is not None:
+            [outcome] = yield [lambda: creating]
+            if isinstance(outcome, Silence):
+                raise outcome
+        if self._places.is_dead(place):
+            place.leave()
+        if not place.is_unsure:
+            return
+        names = yield from self._names(client, place.folder, newest=True)
         own = next((name for name in names if name.startswith(place.prefix)), None)
         if own is not None:
-            [outcome] = yield [client.exists_async(f"{place.folder}/{own}")]
+            [outcome] = yield [partial(client.exists_async, f"{place.folder}/{own}")]
             stat = value(outcome)
             if stat is not None and stat.ephemeralOwner == self._session.id:
                 place.node, place.session, place.token = own, stat.ephemeralOwner, stat.czxid
@@ -129,88 +182,56 @@ class Recipe(Questions):
                 return
         place.leave()
 
-    def _watch(self, client: Any, place: Place, path: str, line: Line) -> Steps[bool]:
-        """Be rung when *path* is gone; False if it is gone by now."""
-        asked = [client.get_async(path, self._places.watch(place, path))]
-        first = f"{place.folder}/{line.nodes[0].name}"
-        if first != path:
-            asked.append(client.get_async(first))
-        outcomes = yield asked
-        if isinstance(outcomes[0], NoNodeError):
-            self._places.unwatch(place)
-            return False
-        value(outcomes[0])
-        place.busy, place.looked_at = busy(outcomes[-1]), clock.wait_time()
-        return True
-
-    def _leave(self, client: Any, place: Place, line: Line) -> Steps[Busy]:
-        self._places.drop(place)
-        [outcome] = yield [client.get_async(f"{place.folder}/{line.nodes[0].name}")]
-        return busy(outcome)
-
     # Giving back.
 
     def give_back(self, request: Request, ends: float) -> Steps[Release]:
         """Delete our node, and tell what was found."""
         place = self._places.get(request.owner)
+        if place is None and self._places.has_released(request.owner):
+            return Release.RELEASED
         while True:
             try:
-                return (yield from self._give_back(request, place))
+                client = yield from self._connected()
+                if place is not None and (yield from self._delete(client, place)):
+                    return Release.RELEASED
+                names = yield from self._names(client, self.folder(request.key))
             except BROKEN:
                 if clock.wait_time() >= ends:
                     raise
-
-    def _give_back(self, request: Request, place: Place | None) -> Steps[Release]:
-        if place is None and self._places.has_released(request.owner):
-            return Release.RELEASED
-        client = yield from self.connected()
-        if place is not None and (yield from self._delete(client, place)):
-            return Release.RELEASED
-        names = yield from self.names(client, self.folder(request.key))
-        return Release.TAKEN if Line(names).nodes else Release.GONE
+            else:
+                return Release.TAKEN if Line(names).nodes else Release.GONE
 
     def _delete(self, client: Any, place: Place) -> Steps[bool]:
         """Delete the node of *place*; tell whether it held until now."""
-        if place.creating is not None:
-            self._places.note_created(place, (yield from self._finished(place.creating)))
-        if place.is_unsure:
-            yield from self._find(client, place)
-        if not place.node or self._places.is_dead(place):
+        was_held = place.is_granted
+        yield from self._know(client, place)
+        if not place.node:
             self._places.forget(place)
             return False
-        was_held, place.is_ending = place.is_granted, True
-        [outcome] = yield [client.delete_async(place.path)]
+        place.is_ending = True
+        [outcome] = yield [partial(client.delete_async, place.path)]
         if isinstance(outcome, NoNodeError):
             was_held &= place.is_leaving
         else:
             place.is_leaving = isinstance(outcome, (*UNSURE, Silence))
             value(outcome)
-        if was_held:
-            # First, for whoever asks is_session_over() before the lease knows that it is released.
-            self._places.note_released(place.request.owner)
-        self._places.forget(place)
+        self._places.forget(place, is_released=was_held)
         return was_held
 
-    # Keeping.
+    # Keeping, and looking.
 
     def keep(self, requests: Sequence[Request]) -> Steps[list[bool]]:
         """Look whether the node of each is still there, and of this session."""
         began = clock.lease_time()
-        client = yield from self.connected()
-        places = [self._held(request) for request in requests]
-        asked = [place for place in places if place is not None]
-        outcomes = yield [client.exists_async(place.path) for place in asked]
-        stats = dict(zip(asked, map(value, outcomes), strict=True))
+        client = yield from self._connected()
+        places = [self._places.get(request.owner) for request in requests]
+        held = [p for p in places if p and p.is_granted and not self._places.is_dead(p)]
+        outcomes = yield [partial(client.exists_async, place.path) for place in held]
+        stats = dict(zip(held, map(value, outcomes), strict=True))
         return [
-            place is not None and self._is_kept(place, stats[place], began + wished_ttl(request))
+            place in stats and self._is_kept(place, stats[place], began + wished_ttl(request))
             for place, request in zip(places, requests, strict=True)
         ]
-
-    def _held(self, request: Request) -> Place | None:
-        place = self._places.get(request.owner)
-        if place is None or not place.is_granted or self._places.is_dead(place):
-            return None
-        return place
 
     def _is_kept(self, place: Place, stat: Any, ends: float) -> bool:
         if stat is None and place.is_ending:
@@ -222,8 +243,95 @@ class Recipe(Questions):
         place.ends = max(place.ends, ends)
         return True
 
-    def _finished(self, result: Any) -> Steps[Any]:
-        [outcome] = yield [result]
-        if isinstance(outcome, Silence):
-            raise outcome
-        return result
+    def look(self, key: str) -> Steps[Busy | None]:
+        """Tell who holds *key*."""
+        client = yield from self._connected()
+        folder = self.folder(key)
+        nodes = Line((yield from self._names(client, folder))).nodes
+        if not nodes:
+            return None
+        return _busy(*(yield [partial(client.get_async, f"{folder}/{nodes[0].name}")]))
+
+    # For operators.
+
+    def keys(self) -> Steps[list[str]]:
+        """Return the keys that have a node, in order."""
+        client = yield from self._connected()
+        names = yield from self._names(client, self._options.root)
+        return sorted(key for key in map(unquoted, names) if key is not None)
+
+    def holders(self, keys: Sequence[str]) -> Steps[list[Held]]:
+        """Tell who holds *keys*, and how many wait behind them."""
+        client = yield from self._connected()
+        folders = [self.folder(key) for key in keys]
+        outcomes = yield [partial(client.get_children_async, folder) for folder in folders]
+        shown = [
+            (key, f"{folder}/{node.name}", node, len(line.nodes) - len(line.holders))
+            for key, folder, outcome in zip(keys, folders, outcomes, strict=True)
+            if not isinstance(outcome, NoNodeError)
+            for line in [Line(value(outcome))]
+            for node in line.holders
+        ]
+        outcomes = yield [partial(client.get_async, path) for _, path, _, _ in shown]
+        found = []
+        for (key, _, node, waiters), outcome in zip(shown, outcomes, strict=True):
+            if isinstance(outcome, NoNodeError):
+                continue  # one that has released meanwhile is not held
+            data, stat = value(outcome)
+            said = Label.read(data)
+            held = Held(
+                name=said.name or key,
+                key=key,
+                holder=said.holder,
+                remaining=None,
+                token=stat.czxid,
+                owner_digest=node.owner_digest,
+                shared=node.shared,
+                waiters=waiters,
+            )
+            found.append(held)
+        return found
+
+    def end_holding(self, key: str, owner_digest: str) -> Steps[bool]:
+        """Delete the node of the holder with this digest; tell whether it was there."""
+        client = yield from self._connected()
+        folder = self.folder(key)
+        line = Line((yield from self._names(client, folder, newest=True)))
+        paths = [f"{folder}/{n.name}" for n in line.holders if n.owner_digest == owner_digest]
+        return any(map(_is_deleted, (yield [partial(client.delete_async, path) for path in paths])))
+
+    def now(self) -> Steps[float]:
+        """Return the time by the clock of the ensemble, which a write tells; 0 before the first lock."""
+        client = yield from self._connected()
+        [outcome] = yield [partial(client.set_async, self._options.root, b"")]
+        return 0.0 if isinstance(outcome, NoNodeError) else value(outcome).mtime / 1000
+
+    def purge(self, keys: Sequence[str], before: float, *, dry_run: bool) -> Steps[int]:
+        """Delete the nodes of *keys* from before then where nobody holds or waits; tell how many."""
+        client = yield from self._connected()
+        folders = [self.folder(key) for key in keys]
+        outcomes = yield [partial(client.exists_async, folder) for folder in folders]
+        empty = [
+            folder
+            for folder, stat in zip(folders, map(value, outcomes), strict=True)
+            if stat is not None and not stat.numChildren and stat.ctime / 1000 < before
+        ]
+        if dry_run:
+            return len(empty)
+        outcomes = yield [partial(client.delete_async, folder) for folder in empty]
+        return sum(map(_is_deleted, outcomes))
+
+
+def _busy(outcome: Any) -> Busy:
+    """Return what the node of a holder says; of one that is gone nothing is known."""
+    if isinstance(outcome, NoNodeError):
+        return Busy()
+    data, _ = value(outcome)
+    return Busy(Label.read(data).holder)
+
+
+def _is_deleted(outcome: Any) -> bool:
+    if isinstance(outcome, (NoNodeError, NotEmptyError)):
+        return False
+    value(outcome)
+    return True

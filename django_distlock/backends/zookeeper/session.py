@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
+import math
+import select
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import AuthFailedError, ConnectionClosedError, KazooException
@@ -15,59 +19,141 @@ from kazoo.protocol.serialization import Close, Connect
 from kazoo.protocol.states import KazooState, KeeperState
 
 from django_distlock.engine import clock
+from django_distlock.engine.bells import TaskBell, ThreadBell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .options import ZooKeeperOptions
+
+    #: Sends a request; returns kazoo's result, which is set when the reply comes.
+    Ask = Callable[[], Any]
 
 #: How kazoo tries to connect: without end, and again soon.
 _RETRY = {"max_tries": -1, "delay": 0.05, "max_delay": 1.0}
 #: Seconds that the end of a session is waited for.
 _GOODBYE = 2.0
-#: What select() is asked for: to be read, to be written, to have failed.
-_LISTS = 3
+#: Seconds after which requests that were not sent are handed over again: their client may have ended.
+_SLICE = 1.0
 _OVER = (KeeperState.AUTH_FAILED, KeeperState.CLOSED)
 
 
-class Listener(Protocol):
-    """Who is told of what becomes of the session; called in kazoo's threads, and must not block."""
+class Silence(Exception):
+    """No reply within the time that was given."""
 
-    def session_began(self) -> None:
-        """It is connected, for the first time or again."""
 
-    def session_suspended(self) -> None:
-        """Its server is gone; another may take it on."""
+class _Jobs(SimpleQueue[Any]):
+    """What a thread of kazoo's is to do; an exception from outside cannot stop put() half-way."""
 
-    def session_lost(self, reason: str) -> None:
-        """It is over, and with it all that it held."""
+    def task_done(self) -> None:
+        """Count nothing: kazoo's threads call this after each job."""
 
 
 class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
-    """What runs kazoo: its own threads, whose select() ends for what is ready or for the time alone."""
+    """Kazoo's threads: one reads replies, and one does what is put into `completion_queue`: it sends."""
 
-    def select(self, *lists: Any) -> Any:
-        """Wait as select.select() does.
+    queue_impl = _Jobs
 
-        That of eventlet comes back early and with nothing, for sockets of the call before: kazoo
-        takes this for a server that is silent, and connects anew.
-        """
-        *sockets, timeout = lists if len(lists) > _LISTS else (*lists, None)
-        ends = None if timeout is None else clock.wait_time() + timeout
+    @property
+    def running(self) -> bool:
+        """Have kazoo call back in the thread that reads the reply: it would hand that to another one."""
+        return False
+
+    def dispatch_callback(self, callback: Any) -> None:
+        """Call whoever watches in that thread, too."""
+        callback.func(*callback.args)
+
+    def select(
+        self, reads: Sequence[Any], writes: Sequence[Any], _: Sequence[Any], timeout: float
+    ) -> Any:
+        """Wait as select.select() does. Kazoo asks six times for each request, and would make a selector each time."""
+        ends = clock.wait_time() + timeout
         while True:
-            ready = super().select(*sockets, timeout)
-            if ends is not None:
-                timeout = max(0.0, ends - clock.wait_time())
-            if any(ready) or timeout == 0:
+            left = max(0.0, ends - clock.wait_time())
+            if hasattr(select, "poll"):
+                return _poll(reads, writes, left)
+            # That of eventlet comes back early and with nothing, for sockets of the call before:
+            # kazoo takes this for a server that is silent, and connects anew.
+            ready = super().select(reads, writes, [], left)
+            if any(ready) or left == 0:
                 return ready
 
 
-class Session:
-    """One kazoo client, shared by all threads and tasks, and the id of its session of now."""
+def _poll(reads: Sequence[Any], writes: Sequence[Any], seconds: float) -> Any:
+    poll = select.poll()
+    for sockets, event in ((reads, select.POLLIN), (writes, select.POLLOUT)):
+        for each in sockets:
+            poll.register(each, event)
+    found = dict(poll.poll(math.ceil(seconds * 1000)))
+    return [s for s in reads if s.fileno() in found], [s for s in writes if s.fileno() in found], []
 
-    def __init__(self, options: ZooKeeperOptions, listener: Listener) -> None:
+
+class Exchange:
+    """Requests that are sent back to back, and what each came to; *bell* rings when all are answered."""
+
+    def __init__(self, asks: Sequence[Ask], bell: ThreadBell | TaskBell) -> None:
+        self._asks = asks
+        self._bell = bell
+        self._mutex = threading.Lock()
+        self._results: list[Any] = []
+        self._error: Exception | None = None
+        self._is_begun = False
+        self.is_over = not asks
+
+    def begin(self) -> None:
+        """Send them, unless they were sent or given up before."""
+        with self._mutex:
+            if self._is_begun:
+                return
+            self._is_begun = True
+            try:
+                self._results = [ask() for ask in self._asks]
+            except Exception as error:  # noqa: BLE001 - it is raised where the replies are waited for
+                self._error, self.is_over = error, True
+                self._bell.ring()
+        for result in self._results:
+            result.rawlink(self._note)
+
+    def give_up(self) -> None:
+        """Send none from here on. Whoever is to know of those that were sent knows of them by now."""
+        with self._mutex:
+            self._is_begun = True
+
+    def outcomes(self) -> list[Any]:
+        """Return what each request came to, errors as they are."""
+        if self._error is not None:
+            raise self._error
+        if not self._results:
+            return [Silence() for _ in self._asks]
+        return [_outcome(result) for result in self._results]
+
+    def _note(self, _: Any) -> None:
+        if all(result.ready() for result in self._results):
+            self.is_over = True
+            self._bell.ring()
+
+
+def _outcome(result: Any) -> Any:
+    if not result.ready():
+        return Silence()
+    return result.value if result.successful() else result.exception
+
+
+class Session:
+    """One kazoo client, shared by all threads and tasks, and the id of its session of now.
+
+    *began*, *suspended* and *lost* are called in kazoo's threads, and must not block.
+    """
+
+    def __init__(
+        self,
+        options: ZooKeeperOptions,
+        began: Callable[[], None],
+        suspended: Callable[[], None],
+        lost: Callable[[str], None],
+    ) -> None:
         self._options = options
-        self._listener = listener
+        self._began, self._suspended, self._lost = began, suspended, lost
         self._forget()
 
     def _forget(self) -> None:
@@ -82,7 +168,7 @@ class Session:
     def client(self) -> Any:
         """The client, if it is connected and its session known; else None."""
         client = self._client
-        # It says that it is connected before it tells the listener.
+        # It says that it is connected before it tells _changed().
         is_known = client is not None and client.connected and self.id is not None
         return client if is_known else None
 
@@ -97,6 +183,44 @@ class Session:
             f"({asked:g} s) is over: lower it, or raise maxSessionTimeout"
         )
 
+    # Asking.
+
+    def ask(self, asks: Sequence[Ask], ends: float) -> list[Any]:
+        """Send requests back to back; return what each came to by *ends* (wait time), errors as they are."""
+        exchange = Exchange(asks, bell := ThreadBell())
+        try:
+            while not exchange.is_over and (left := ends - clock.wait_time()) > 0:
+                self.hand_over(exchange.begin)
+                bell.wait(min(left, _SLICE))
+        finally:
+            exchange.give_up()
+        return exchange.outcomes()
+
+    async def aask(self, asks: Sequence[Ask], ends: float) -> list[Any]:
+        """See ask(); the event loop waits, and no thread."""
+        exchange = Exchange(asks, bell := TaskBell())
+        try:
+            while not exchange.is_over and (left := ends - clock.wait_time()) > 0:
+                self.hand_over(exchange.begin)
+                await bell.wait(min(left, _SLICE))
+        finally:
+            exchange.give_up()
+        return exchange.outcomes()
+
+    def hand_over(self, job: Callable[[], None]) -> None:
+        """Have *job* send what it has to, in another thread than this one.
+
+        An exception that a signal handler raises, or that is set on this thread, would be lost where
+        it meets kazoo at work, which catches all, or leave it locked.
+        """
+        if (client := self._client) is not None:
+            client.handler.completion_queue.put(job)
+            return
+        try:
+            _thread.start_new_thread(job, ())
+        except RuntimeError:  # there are no new threads while the interpreter ends
+            job()
+
     def ready(self) -> Any:
         """Return a kazoo result that is set once there is a client that is connected."""
         with self._mutex:
@@ -110,15 +234,17 @@ class Session:
                 ready.set(client)
             return ready
 
-    def close(self) -> None:
-        """End it: the ensemble frees at once all that it held."""
+    # Its beginning and its end.
+
+    def close(self, error: Exception | None = None, seconds: float = _GOODBYE) -> None:
+        """End it, and wait for that so long at most: the ensemble frees at once all that it held."""
         with self._mutex:
             client, ready = self._client, self._ready
             self._client = self._ready = self.id = None
         if ready is not None:
-            ready.set_exception(ConnectionClosedError("closed"))
+            ready.set_exception(error or ConnectionClosedError("closed"))
         if client is not None:
-            _end(client, _GOODBYE)
+            _end(client, seconds)
 
     def say_goodbye(self, seconds: float) -> None:
         """End it at the exit of the process, if the ensemble answers within so many seconds."""
@@ -141,91 +267,72 @@ class Session:
         self._forget()
         if client is not None:
             atexit.unregister(client.handler.stop)
-            _close_sockets(client)
+            connection = client._connection  # noqa: SLF001 - kazoo has nothing for a forked child
+            for name in ("_socket", "_read_sock", "_write_sock"):
+                if (copy := getattr(connection, name, None)) is not None:
+                    copy.close()
 
     def _start(self) -> None:
         arguments = self._options.client_arguments()
         client = KazooClient(handler=_Handler(), connection_retry=dict(_RETRY), **arguments)
         client.add_listener(partial(self._changed, client))
-        _note_connects(client, self._note_negotiated)
+        self._note_negotiated(client)
         # First, since it may be connected before start_async() returns, and nobody else is listened to.
         self._client = client
         try:
             client.start_async()
         except BaseException:
             self._client = None
-            _end(client)
+            _end(client, 0)
             raise
         # Kazoo would end its threads at the exit before what is held is given back.
         atexit.unregister(client.handler.stop)
 
-    def _note_negotiated(self, seconds: float) -> None:
-        self._negotiated = seconds
+    def _note_negotiated(self, client: Any) -> None:
+        """Note with each connect which session timeout the ensemble grants: kazoo keeps that for itself."""
+        connection = client._connection  # noqa: SLF001 - there is no other way to learn it
+        invoke = connection._invoke  # noqa: SLF001 - as above
+
+        def noting(timeout: float, request: Any, xid: int | None = None) -> Any:
+            answer = invoke(timeout, request, xid)
+            if isinstance(request, Connect) and answer[0].time_out > 0:
+                self._negotiated = answer[0].time_out / 1000
+            return answer
+
+        connection._invoke = noting  # noqa: SLF001 - as above
 
     def _changed(self, client: Any, state: str) -> None:
         if client is not self._client:
             return
         if state == KazooState.CONNECTED:
-            self._connected(client)
+            with self._mutex:
+                self.id = client.client_id[0]
+                ready, self._ready = self._ready, None
+            if ready is not None:
+                ready.set(client)
+            self._began()
         elif state == KazooState.SUSPENDED:
-            self._listener.session_suspended()
+            self._suspended()
         else:
-            self._lost(client)
-
-    def _connected(self, client: Any) -> None:
-        with self._mutex:
-            self.id = client.client_id[0]
-            ready, self._ready = self._ready, None
-        if ready is not None:
-            ready.set(client)
-        self._listener.session_began()
-
-    def _lost(self, client: Any) -> None:
-        is_refused, ready = client.client_state == KeeperState.AUTH_FAILED, None
-        with self._mutex:
             self.id = None
             if client.client_state in _OVER:
                 # It will not try again; the next request begins with another one.
-                ready, self._ready, self._client = self._ready, None, None
-                _end(client)
-        if ready is not None:
-            ready.set_exception(AuthFailedError("refused"))
-        reason = "refused its credentials" if is_refused else "ended the session that held it"
-        self._listener.session_lost(f"the ensemble {reason}")
+                self.close(AuthFailedError("refused"), seconds=0)
+            is_refused = client.client_state == KeeperState.AUTH_FAILED
+            reason = "refused its credentials" if is_refused else "ended the session that held it"
+            self._lost(f"the ensemble {reason}")
 
 
-def _note_connects(client: Any, note: Callable[[float], None]) -> None:
-    """Have *note* told which session timeout the ensemble grants: kazoo keeps that for itself."""
-    connection = client._connection  # noqa: SLF001 - there is no other way to learn it
-    invoke = connection._invoke  # noqa: SLF001 - as above
-
-    def noting(timeout: float, request: Any, xid: int | None = None) -> Any:
-        answer = invoke(timeout, request, xid)
-        if isinstance(request, Connect) and answer[0].time_out > 0:
-            note(answer[0].time_out / 1000)
-        return answer
-
-    connection._invoke = noting  # noqa: SLF001 - as above
-
-
-def _end(client: Any, seconds: float = 0.0) -> None:
+def _end(client: Any, seconds: float) -> None:
     """Have the client end its session and its threads, and wait for that so long at most."""
+
+    def stop() -> None:
+        with contextlib.suppress(KazooException, OSError):
+            client.stop()
+            client.close()
+
     # Kazoo waits for its threads, one of which may be in the middle of a connect.
-    goodbye = threading.Thread(target=_stop, args=(client,), name="distlock-goodbye", daemon=True)
+    goodbye = threading.Thread(target=stop, name="distlock-goodbye", daemon=True)
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and the session with it
         goodbye.start()
         goodbye.join(seconds)
-
-
-def _stop(client: Any) -> None:
-    with contextlib.suppress(KazooException, OSError):
-        client.stop()
-        client.close()
-
-
-def _close_sockets(client: Any) -> None:
-    """Close this process's copies of the sockets, with no word to the server."""
-    connection = client._connection  # noqa: SLF001 - kazoo has nothing for a forked child
-    for name in ("_socket", "_read_sock", "_write_sock"):
-        if (copy := getattr(connection, name, None)) is not None:
-            copy.close()
