@@ -220,13 +220,12 @@ def test_what_was_asked_for_while_suspended_is_answered_after_the_reconnect(
 def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("django_distlock.backends.zookeeper.backend.LOOK_AGAIN", 3600.0)
+    monkeypatch.setattr("django_distlock.backends.zookeeper.recipe.LOOK_AGAIN", 3600.0)
     holder = rival("x", "elsewhere")
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, timeout=20)
-        eventually(lambda: backend()._places._watchers)
-
+        eventually(lambda: any(place.looked_at for place in backend()._places._by_owner.values()))
         proxy.cut()
         eventually(lambda: not backend()._places._watchers)
         proxy.pass_through()

@@ -12,7 +12,7 @@ from kazoo.exceptions import KazooException
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.conf import LONGEST
 from django_distlock.engine import clock, steps
-from django_distlock.engine.background import Alarm, background
+from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Purged, Release
 from django_distlock.engine.waiting import Place, Waiting, Way
@@ -20,7 +20,7 @@ from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .options import ZooKeeperOptions, ZooKeeperRequest
 from .places import Places
-from .recipe import BROKEN, LOOK_AGAIN, Recipe
+from .recipe import BROKEN, Recipe
 from .session import Session, Silence
 
 if TYPE_CHECKING:
@@ -68,7 +68,6 @@ class ZooKeeperBackend(BaseLockBackend):
         )
         self._places = Places(self._session)
         self._recipe = Recipe(self.alias, self.options, self._session, self._places)
-        self._ends = Alarm(self._free_ended)
 
     # The verbs.
 
@@ -80,24 +79,17 @@ class ZooKeeperBackend(BaseLockBackend):
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         """Stand in line, and look who is first."""
-        if queued and (busy := self._unchanged(request)):
-            return busy
         ends = self._patience(request, left) if queued else self._soon()
-        taken = self._have(self._recipe.take(request, ends, keeps=queued), changes=True, ends=ends)
-        self._look_at_end(request)
-        return taken
+        take = self._recipe.take(request, ends, queued=queued)
+        return self._have(take, changes=True, ends=ends)
 
     async def atry_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         """See try_acquire()."""
-        if queued and (busy := self._unchanged(request)):
-            return busy
         ends = self._patience(request, left) if queued else self._soon()
-        take = self._recipe.take(request, ends, keeps=queued)
-        taken = await self._ahave(take, changes=True, ends=ends)
-        self._look_at_end(request)
-        return taken
+        take = self._recipe.take(request, ends, queued=queued)
+        return await self._ahave(take, changes=True, ends=ends)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         """Wait until the node before ours has gone."""
@@ -275,15 +267,7 @@ class ZooKeeperBackend(BaseLockBackend):
         place.bell = bell
         return bool(place.watched)
 
-    def _unchanged(self, request: Request) -> Busy | None:
-        """Return what was found last, while nobody has rung: no request is needed to know it."""
-        place = self._places.get(request.owner)
-        if place is None or not place.watched or self._places.is_dead(place):
-            return None
-        is_fresh = clock.wait_time() - place.looked_at < LOOK_AGAIN
-        return place.busy if is_fresh and self._session.client is not None else None
-
-    # What becomes of leases: the session of kazoo calls, whose threads must not block, and the clock.
+    # What becomes of leases. Kazoo's threads call these, and must not be blocked.
 
     def _session_began(self) -> None:
         """Have the leases confirmed, if they are still held, and finish what was broken off."""
@@ -305,21 +289,6 @@ class ZooKeeperBackend(BaseLockBackend):
                     lease.lose(reason)
 
         background.at(clock.lease_time(), lose)
-
-    def _look_at_end(self, request: Request) -> None:
-        """Free, at the end of its ttl, what was not extended: the ensemble keeps it as long as the session."""
-        place = self._places.get(request.owner)
-        if place is not None and place.is_granted:
-            self._ends.at(place.ends)
-
-    def _free_ended(self) -> None:
-        now = clock.lease_time()
-        granted = self._places.granted()
-        for place in granted:
-            if place.ends <= now:
-                self._places.drop(place)
-        if left := [place.ends for place in granted if place.ends > now]:
-            self._ends.at(min(left))
 
     def _leases(self) -> list[Lease]:
         mine = [lease for lease in registry.leases() if lease.backend is self]

@@ -15,6 +15,8 @@ from kazoo.exceptions import (
     SessionMovedError,
 )
 
+from django_distlock.engine import clock
+from django_distlock.engine.background import Alarm
 from django_distlock.engine.values import Busy, Request
 
 from .line import prefix
@@ -87,6 +89,7 @@ class Places:
         self._doomed: set[Place] = set()
         self._watchers: dict[str, set[Place]] = {}
         self._released: dict[str, None] = {}
+        self._ends = Alarm(self._drop_ended)
 
     def get(self, owner: str) -> Place | None:
         """Return the place of *owner*."""
@@ -101,9 +104,23 @@ class Places:
                 place = self._by_owner[request.owner] = Place(request, folder)
             return place
 
+    def grant(self, place: Place) -> None:
+        """Note that *place* holds. At the end of its ttl it is freed: the ensemble keeps it as long as the session."""
+        self.unwatch(place)
+        place.is_granted = True
+        self._ends.at(place.ends)
+
     def granted(self) -> list[Place]:
         """Return the places that hold."""
         return [place for place in list(self._by_owner.values()) if place.is_granted]
+
+    def _drop_ended(self) -> None:
+        now = clock.lease_time()
+        for place in self.granted():
+            if place.ends <= now:
+                self.drop(place)
+        if left := [place.ends for place in self.granted()]:
+            self._ends.at(min(left))
 
     def is_dead(self, place: Place) -> bool:
         """Return whether its node has gone with the session that made it."""

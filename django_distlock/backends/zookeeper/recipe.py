@@ -90,15 +90,18 @@ class Recipe:
 
     # Taking.
 
-    def take(self, request: Request, ends: float, *, keeps: bool) -> Steps[Grant | Busy]:
-        """Stand in line, and tell whether we are served; if not, stay there only if *keeps*."""
+    def take(self, request: Request, ends: float, *, queued: bool) -> Steps[Grant | Busy]:
+        """Stand in line, and tell whether we are served; if not, stay there only if *queued*."""
+        place = self._places.get(request.owner)
+        if queued and place is not None and self._is_unchanged(place):
+            return place.busy
         while True:
             place = self._places.open(request, self.folder(request.key))
             # Before it is granted: what has no end yet would be taken for over.
             place.ends = max(place.ends, clock.lease_time() + wished_ttl(request))
             try:
                 client = yield from self._connected()
-                return (yield from self._stand_in_line(client, place, keeps=keeps))
+                return (yield from self._stand_in_line(client, place, queued=queued))
             except BROKEN:
                 if clock.wait_time() >= ends:
                     raise
@@ -107,27 +110,33 @@ class Recipe:
                     raise LockOutcomeUnknown(*error.args) from error.__cause__
                 raise
 
-    def _stand_in_line(self, client: Any, place: Place, *, keeps: bool) -> Steps[Grant | Busy]:
+    def _is_unchanged(self, place: Place) -> bool:
+        """Return whether what was found last still stands: nobody has rung since."""
+        is_fresh = clock.wait_time() - place.looked_at < LOOK_AGAIN
+        is_watched = bool(place.watched) and self._session.client is not None
+        return is_watched and is_fresh and not self._places.is_dead(place)
+
+    def _stand_in_line(self, client: Any, place: Place, *, queued: bool) -> Steps[Grant | Busy]:
         for _ in range(ROUNDS):
             line = yield from self._line(client, place)
             ahead = line.before(place.node)
             if ahead is None:
-                self._places.unwatch(place)
-                place.is_granted = True
+                self._places.grant(place)
                 return Grant(place.token)
             first = partial(client.get_async, f"{place.folder}/{line.nodes[0].name}")
-            if not keeps:
+            if not queued:
                 self._places.drop(place)
                 return _busy(*(yield [first]))
             path = f"{place.folder}/{ahead.name}"
             self._places.watch(place, path)
             watching = partial(client.get_async, path, self._places.changed)
             outcomes = yield [watching] if ahead is line.nodes[0] else [watching, first]
-            if not isinstance(outcomes[0], NoNodeError):
-                value(outcomes[0])
+            if not isinstance(outcomes[0], Exception):
                 place.busy, place.looked_at = _busy(outcomes[-1]), clock.wait_time()
                 return place.busy
-            self._places.unwatch(place)  # it has gone since it was listed
+            self._places.unwatch(place)
+            if not isinstance(outcomes[0], NoNodeError):  # else it has gone since it was listed
+                raise outcomes[0]
         return Busy()
 
     def _line(self, client: Any, place: Place) -> Steps[Line]:
