@@ -139,7 +139,6 @@ def _give_back(record: Record, owner: bytes, is_final: bytes) -> int:
     record.note(b"ended", owner)
     if is_final:
         record.note(b"revoked", owner)
-    record.keep(record.now)
     record.wake()
     return 1
 

@@ -140,18 +140,21 @@ end
 _ACQUIRE = f"""
 local owner, mode, ttl = ARGV[2], ARGV[3], tonumber(ARGV[4])
 local min_hold, lock_delay = tonumber(ARGV[5]), tonumber(ARGV[6])
-expire()
-local ends = redis.call('ZSCORE', holders, owner)
-if ends then
-  redis.call('ZADD', holders, text(math.max(tonumber(ends), now + ttl)), owner)
-  return {{1, (described(owner))}}
+-- Nearly always there are neither holders nor waiters: then little has to be looked at.
+local is_alone = redis.call('EXISTS', holders, queue) == 0
+if not is_alone then
+  expire()
+  local ends = redis.call('ZSCORE', holders, owner)
+  if ends then
+    redis.call('ZADD', holders, text(math.max(tonumber(ends), now + ttl)), owner)
+    return {{1, (described(owner))}}
+  end
 end
 local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked')
 if string.find(known[4] or '', owner, 1, true) then return busy() end
-local has_queue = redis.call('EXISTS', queue) == 1
 
 local function is_behind()
-  if not has_queue or (mode == 'x' and ARGV[10] == '') then return false end
+  if is_alone or (mode == 'x' and ARGV[10] == '') then return false end
   local behind = false
   each_waiter(function(other, who)
     if who == owner then return true end
@@ -163,7 +166,7 @@ end
 
 local function is_free()
   if number(known[3]) > now then return false end
-  return redis.call('ZCARD', holders) == 0 or (mode == 's' and known[2] == 's')
+  return is_alone or redis.call('ZCARD', holders) == 0 or (mode == 's' and known[2] == 's')
 end
 
 if is_free() and not is_behind() then
@@ -174,7 +177,7 @@ if is_free() and not is_behind() then
     'name', ARGV[7], 'h:' .. owner, holding)
   redis.call('ZADD', holders, text(now + ttl), owner)
   keep(now + ttl + lock_delay)
-  if has_queue then leave(owner) end
+  if not is_alone and redis.call('EXISTS', queue) == 1 then leave(owner) end
   return {{1, token}}
 end
 
@@ -205,7 +208,6 @@ if ends and tonumber(ends) > now then
   hold_back(acquired + min_hold)
   note('ended', owner)
   if is_final then note('revoked', owner) end
-  keep(now)
   wake()
   return 1
 end
