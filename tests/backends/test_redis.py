@@ -17,7 +17,7 @@ from django.core.cache import caches
 
 from django_distlock import LockBackendError, LockNotOwned, lock, locks
 from django_distlock.backends.redis import RedisBackend
-from django_distlock.backends.redis.keys import KeySpace
+from django_distlock.backends.redis.scripts import KeySpace
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy, Grant, Release
@@ -367,7 +367,7 @@ def test_a_forced_release_asks_for_its_lock_alone(
 def test_free_locks_hide_none_that_are_held(
     backend: RedisBackend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("django_distlock.backends.redis.listing.BATCH", 5)
+    monkeypatch.setattr("django_distlock.backends.redis.verbs.BATCH", 5)
     for number in range(50):
         with lock(f"{name}:free:{number}"):
             pass

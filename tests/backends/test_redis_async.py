@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from django_distlock import LockBackendError, LockOutcomeUnknown, lock, locks
-from django_distlock.backends.redis.pool import AsyncPoolLink
+from django_distlock.backends.redis.connections import AsyncPoolLink
 from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
@@ -162,9 +162,9 @@ async def test_whichever_reply_is_lost_nobody_is_locked_out(
 
 async def hang_up() -> None:
     """Close what connections this event loop has."""
-    link = await backend()._loops._links.get()
+    link = await backend()._loops.get()
     assert isinstance(link, AsyncPoolLink)
-    await link._pool.disconnect()
+    await link.aclose()
 
 
 async def live_with_a_lost_reply(name: str) -> str:

@@ -25,8 +25,7 @@ from redis.exceptions import (
 
 from django_distlock import LockBackendError
 from django_distlock.backends.redis import RedisBackend
-from django_distlock.backends.redis.keys import Keys, KeySpace
-from django_distlock.backends.redis.pool import PoolLink
+from django_distlock.backends.redis.connections import PoolLink
 from django_distlock.backends.redis.scripts import (
     ACQUIRE,
     EXTEND,
@@ -34,6 +33,8 @@ from django_distlock.backends.redis.scripts import (
     RELEASE,
     SCRIPTS,
     Call,
+    Keys,
+    KeySpace,
     Script,
 )
 from django_distlock.backends.redis.sources import Source
@@ -47,7 +48,7 @@ from tests.fixtures.redis import Redis
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from django_distlock.backends.redis.conversation import Command, Conversation
+    from django_distlock.backends.redis.connections import Command, Conversation
 
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]

@@ -1,6 +1,6 @@
 """Locks in Redis, or in Valkey."""
 
 from .backend import CacheRedisBackend, RedisBackend
-from .options import RedisCacheOptions, RedisOptions
+from .sources import RedisCacheOptions, RedisOptions
 
 __all__ = ["CacheRedisBackend", "RedisBackend", "RedisCacheOptions", "RedisOptions"]

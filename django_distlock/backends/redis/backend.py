@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.core.cache import caches
@@ -12,17 +13,13 @@ from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 from django_distlock.exceptions import LockOutcomeUnknown
 
-from .checks import check_redis
-from .keys import KeySpace
-from .links import LoopLinks, open_link
+from .checks import check_server
+from .cluster import AsyncClusterLink, ClusterLink
+from .connections import LISTEN, AsyncPoolLink, PerLoop, PoolLink
 from .listeners import STALE, Listeners
-from .listing import listed
-from .options import RedisCacheOptions, RedisOptions, RedisSettings
-from .scripts import RETENTION
-from .sources import Source, source_of_cache
-from .transactions import transact
-from .verbs import BATCH, Verbs
-from .wire import LISTEN
+from .scripts import RETENTION, KeySpace
+from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
+from .verbs import BATCH, Verbs, listed
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 
-    from .keys import MakeKey
+    from .scripts import MakeKey
 
 #: Seconds until a waiter whose connection broke tries again.
 CUT_OFF = 0.05
@@ -64,7 +61,7 @@ class RedisBackend(BaseLockBackend):
         self.place = self.source.url, self._space.pattern
         # The locks of one script must be on one server.
         batch = 1 if self.source.is_cluster else BATCH
-        self._verbs = Verbs(self.alias, self._space, self.options, transact, batch=batch)
+        self._verbs = Verbs(self.alias, self._space, self.options, batch=batch)
         self._open()
 
     def make_source(self) -> Source:
@@ -93,7 +90,7 @@ class RedisBackend(BaseLockBackend):
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         """Ask once."""
-        return self._link.converse(self._verbs.acquire(request, is_queued=queued))
+        return self._link.converse(self._verbs.acquire(request, queued=queued))
 
     def release(self, request: Request) -> Release:
         """Give it back, and ring for who is next."""
@@ -166,7 +163,10 @@ class RedisBackend(BaseLockBackend):
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Say what is wrong with the settings; with *databases*, with the server."""
-        return check_redis(self.alias, self.options, self._link) if databases else []
+        if not databases:
+            return []
+        where = f"DISTLOCK[{self.alias!r}]"
+        return check_server(where, self._link, allow_eviction=self.options.allow_eviction)
 
     def close(self) -> None:
         """Let idle connections go; an event loop takes its own along when it ends."""
@@ -183,28 +183,28 @@ class RedisBackend(BaseLockBackend):
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         """See try_acquire()."""
-        return await self._loops.converse(self._verbs.acquire(request, is_queued=queued))
+        return await (await self._loops.get()).converse(self._verbs.acquire(request, queued=queued))
 
     async def arelease(self, request: Request) -> Release:
         """See release()."""
-        return await self._loops.converse(self._verbs.release(request))
+        return await (await self._loops.get()).converse(self._verbs.release(request))
 
     async def aabandon(self, request: Request) -> None:
         """See abandon()."""
-        await self._loops.converse(self._verbs.leave(request))
+        await (await self._loops.get()).converse(self._verbs.leave(request))
         await self.arelease(request)
 
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """See extend()."""
-        return await self._loops.converse(self._verbs.extend(requests))
+        return await (await self._loops.get()).converse(self._verbs.extend(requests))
 
     async def atake_over(self, request: Request, former: str) -> bool:
         """See take_over()."""
-        return await self._loops.converse(self._verbs.take_over(request, former))
+        return await (await self._loops.get()).converse(self._verbs.take_over(request, former))
 
     async def aprobe(self, request: Request) -> Busy | None:
         """See probe()."""
-        return await self._loops.converse(self._verbs.probe(request))
+        return await (await self._loops.get()).converse(self._verbs.probe(request))
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         """See sleep()."""
@@ -212,9 +212,12 @@ class RedisBackend(BaseLockBackend):
             await self._await_behind(request, bell, seconds)
             return
         try:
-            self._ring(request, await self._loops.hear(self._bells(request), min(seconds, LISTEN)))
+            self._ring(
+                request,
+                await (await self._loops.get()).hear(self._bells(request), min(seconds, LISTEN)),
+            )
             if others := self._listeners.to_keep(request):
-                await self._loops.converse(self._verbs.keep(others))
+                await (await self._loops.get()).converse(self._verbs.keep(others))
         except LockOutcomeUnknown:
             await bell.wait(min(seconds, CUT_OFF))
 
@@ -234,8 +237,12 @@ class RedisBackend(BaseLockBackend):
 
     def _open(self) -> None:
         self._listeners = Listeners()
-        self._link = open_link(self.alias, self.source)
-        self._loops = LoopLinks(self.alias, self.source)
+        link = ClusterLink if self.source.is_cluster else PoolLink
+        self._link = link(self.alias, self.source)
+        async_link = AsyncClusterLink if self.source.is_cluster else AsyncPoolLink
+        self._loops = PerLoop[AsyncClusterLink | AsyncPoolLink](
+            partial(async_link, self.alias, self.source)
+        )
 
     def _bells(self, request: Request) -> list[str]:
         keys = self._space.of(request.key)

@@ -10,21 +10,17 @@ from django_distlock.engine.naming import printable
 from django_distlock.exceptions import LockBackendError
 
 if TYPE_CHECKING:
-    from .conversation import Conversation
-    from .links import Link
-    from .options import RedisSettings
+    from .cluster import ClusterLink
+    from .connections import Conversation, PoolLink
 
 #: BLPOP takes fractions of a second, and EVALSHA's effects are replicated, not the script.
 OLDEST = (6, 0)
 
 
-def check_redis(alias: str, options: RedisSettings, link: Link) -> list[CheckMessage]:
-    """Ask the server for its version, and whether it drops keys when its memory is full."""
-    return check_server(f"DISTLOCK[{alias!r}]", link, allow_eviction=options.allow_eviction)
-
-
-def check_server(where: str, link: Link, *, allow_eviction: bool) -> list[CheckMessage]:
-    """See check_redis(); *where* is what it is called."""
+def check_server(
+    where: str, link: PoolLink | ClusterLink, *, allow_eviction: bool
+) -> list[CheckMessage]:
+    """Ask the server for its version, and whether it drops keys when its memory is full. *where* is what it is called."""
     try:
         facts = link.converse(_facts())
     except LockBackendError as error:

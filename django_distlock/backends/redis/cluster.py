@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import threading
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,69 +12,86 @@ from redis.cluster import RedisCluster
 from redis.exceptions import ResponseError
 
 from django_distlock.engine.bells import timeout
+from django_distlock.engine.steps import arun, run
 
-from .conversation import ask, atalk, talk
-from .opened import Opened
-from .wire import heard, listening, unanswered, unreachable
+from .connections import BROKEN, ask, heard, listening, problem, unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from .conversation import Command, Conversation
+    from .connections import Command, Conversation
     from .sources import Source
 
 _T = TypeVar("_T")
 
 
 class ClusterLink:
-    """A Redis Cluster, for threads."""
+    """See PoolLink; commands go one after the other, each to the server of its keys."""
 
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
         self._source = source
-        self._clients = Opened(partial(_connected, source), _close_idle)
+        self._mutex = threading.Lock()
+        self._client: Any = None
 
     def converse(self, conversation: Conversation[_T]) -> _T:
-        """See Link.converse(); one command after the other: each goes to the server of its keys."""
-        with self._lent() as client:
-            return talk(conversation, lambda commands: self._exchange(client, commands))
+        """See PoolLink.converse()."""
+        client = self._connected()
+        try:
+            return run(conversation, partial(_exchange, client))
+        except BROKEN as error:
+            raise problem(self._alias, self._source.where, error) from error
+        finally:
+            self._give_back(client)
 
     def hear(self, bells: Sequence[str], seconds: float) -> str | None:
-        """See Link.hear(); it may take a little longer."""
+        """See PoolLink.hear(); it may take a little longer."""
         answer = self.converse(ask(listening(bells, seconds)))
         return heard(self._alias, self._source.where, answer)
 
     def keys(self, pattern: str) -> Iterator[str]:
-        """See Link.keys(); on every primary."""
-        with self._lent() as client, unanswered(self._alias, self._source.where):
+        """See PoolLink.keys(); on every primary."""
+        client = self._connected()
+        try:
             for key in client.scan_iter(match=pattern, count=1000):
                 yield key.decode(errors="backslashreplace")
+        except BROKEN as error:
+            raise problem(self._alias, self._source.where, error) from error
+        finally:
+            self._give_back(client)
 
     def server_of(self, key: str) -> Hashable:
-        """See Link.server_of(); by what the client knows of the cluster."""
-        with unreachable(self._alias, self._source.where):
-            node = self._client().get_node_from_key(key)
-            return str(node.name) if node else None
+        """See PoolLink.server_of(); by what the client knows of the cluster."""
+        try:
+            node = self._connected().get_node_from_key(key)
+        except BROKEN as error:
+            raise unreachable(self._alias, self._source.where, error) from error
+        return str(node.name) if node else None
 
     def close(self) -> None:
-        """See Link.close()."""
-        self._clients.close()
+        """See PoolLink.close()."""
+        client, self._client = self._client, None
+        if client is not None:
+            _close_idle(client)
 
-    @contextmanager
-    def _lent(self) -> Iterator[Any]:
-        client = self._client()
-        try:
-            yield client
-        finally:
-            self._clients.give_back(client)
+    def _connected(self) -> Any:
+        with self._mutex:
+            if (client := self._client) is None:
+                try:
+                    # Asks a server for the others, at once.
+                    client = RedisCluster.from_url(
+                        self._source.url, **self._source.cluster_settings
+                    )
+                except BROKEN as error:
+                    raise unreachable(self._alias, self._source.where, error) from error
+                # What is used once more after close() would be left to the garbage collector, which complains.
+                weakref.finalize(self, _close_idle, client).atexit = False
+                self._client = client
+            return client
 
-    def _client(self) -> Any:
-        with unreachable(self._alias, self._source.where):
-            return self._clients.take()
-
-    def _exchange(self, client: Any, commands: Sequence[Command]) -> list[Any]:
-        with unanswered(self._alias, self._source.where):
-            return [_execute(client, command) for command in commands]
+    def _give_back(self, client: Any) -> None:
+        if client is not self._client:  # all were closed meanwhile
+            _close_idle(client)
 
 
 class AsyncClusterLink:
@@ -85,11 +103,16 @@ class AsyncClusterLink:
         self._client = AsyncRedisCluster.from_url(source.url, **source.async_cluster_settings)
 
     async def converse(self, conversation: Conversation[_T]) -> _T:
-        """See Link.converse()."""
-        with unreachable(self._alias, self._source.where):
+        """See PoolLink.converse()."""
+        try:
             async with timeout(self._source.connect_timeout + self._source.io_timeout):
                 await self._client.initialize()
-        return await atalk(conversation, self._exchange)
+        except BROKEN as error:
+            raise unreachable(self._alias, self._source.where, error) from error
+        try:
+            return await arun(conversation, self._exchange)
+        except BROKEN as error:
+            raise problem(self._alias, self._source.where, error) from error
 
     async def hear(self, bells: Sequence[str], seconds: float) -> str | None:
         """See ClusterLink.hear()."""
@@ -97,18 +120,12 @@ class AsyncClusterLink:
         return heard(self._alias, self._source.where, answer)
 
     async def aclose(self) -> None:
-        """See Link.close()."""
+        """See PoolLink.close()."""
         await self._client.aclose()
 
     async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
-        with unanswered(self._alias, self._source.where):
-            async with timeout(self._source.io_timeout):
-                return [await _aexecute(self._client, command) for command in commands]
-
-
-def _connected(source: Source) -> Any:
-    # Asks a server for the others, at once.
-    return RedisCluster.from_url(source.url, **source.cluster_settings)
+        async with timeout(self._source.io_timeout):
+            return [await _aexecute(self._client, command) for command in commands]
 
 
 def _close_idle(client: Any) -> None:
@@ -118,11 +135,14 @@ def _close_idle(client: Any) -> None:
             node.redis_connection.connection_pool.disconnect(inuse_connections=False)
 
 
-def _execute(client: Any, command: Command) -> Any:
-    try:
-        return client.execute_command(*command)
-    except ResponseError as error:
-        return error
+def _exchange(client: Any, commands: Sequence[Command]) -> list[Any]:
+    answers = []
+    for command in commands:
+        try:
+            answers.append(client.execute_command(*command))
+        except ResponseError as error:
+            answers.append(error)
+    return answers
 
 
 async def _aexecute(client: Any, command: Command) -> Any:

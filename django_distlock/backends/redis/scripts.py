@@ -1,4 +1,4 @@
-"""The Lua scripts, each with its contract: what Redis carries out as one step.
+"""The Lua scripts, each with its contract: what Redis carries out as one step; and the keys they work on.
 
 Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (TIME). A lock has
 
@@ -16,7 +16,10 @@ answer can be given twice.
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 #: Seconds for which what is known of a free lock is kept.
 RETENTION = 2 * 3600
@@ -362,3 +365,63 @@ class Call:
     def by_text(self) -> tuple[str | int | bytes, ...]:
         """The command, for one that has not seen it yet."""
         return ("EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
+
+
+#: Makes a key of the cache, with its prefix and version.
+MakeKey = Callable[[str], str]
+_PLACE = "distlock-place"
+#: What the key of the holders ends with.
+_HOLDERS = ":h"
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The keys of one lock: *all* that scripts are given, in their order, and what doorbells begin with."""
+
+    record: str
+    all: tuple[str, str, str, str] = field(init=False)
+    bells: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = self.record, self.record + _HOLDERS, f"{self.record}:q", f"{self.record}:a"
+        object.__setattr__(self, "all", names)
+        object.__setattr__(self, "bells", f"{self.record}:b:")
+
+    def bell(self, owner: str) -> str:
+        """Return the key of the doorbell of a waiter."""
+        return self.bells + owner
+
+
+class KeySpace:
+    """The keys of all the locks of one alias: those of one lock share a slot of a cluster, by what is in braces."""
+
+    def __init__(self, make_key: MakeKey) -> None:
+        """ValueError if *make_key* makes keys that a lock cannot be told by."""
+        made = str(make_key(f"distlock:{{{_PLACE}}}"))
+        self._before, place, self._after = made.partition(_PLACE)
+        if not place or "{}" in made:
+            msg = f"the cache's key function makes {made!r} of a key: it must keep the key as it is, and add no {{}}"
+            raise ValueError(msg)
+        before, after = (
+            re.sub(r"([*?\[\]\\])", r"\\\1", part) for part in (self._before, self._after)
+        )
+        #: What SCAN finds all records by, and other keys of locks; and the holders of all that are not free.
+        self.pattern = f"{before}*{after}"
+        self.holders_pattern = self.pattern + _HOLDERS
+
+    def of(self, key: str) -> Keys:
+        """Return the keys of the lock that servers know as *key*: it has no braces in it."""
+        return _keys(f"{self._before}{key}{self._after}")
+
+    def key_of(self, record: str) -> str | None:
+        """Return what servers know a lock by; None if *record* is no record of this alias."""
+        key = record[len(self._before) : len(record) - len(self._after)]
+        is_record = record == f"{self._before}{key}{self._after}" and not {"{", "}"} & {*key}
+        return key if is_record and key else None
+
+    def key_of_holders(self, holders: str) -> str | None:
+        """key_of(), by the key of its holders."""
+        return self.key_of(holders.removesuffix(_HOLDERS))
+
+
+_keys = lru_cache(1024)(Keys)

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from django.core.cache import caches
 
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.backends.redis.keys import KeySpace
-from django_distlock.backends.redis.listing import listed
-from django_distlock.backends.redis.loops import PerLoop
-from django_distlock.backends.redis.pool import PoolLink
+from django_distlock.backends.redis.connections import PerLoop, PoolLink
+from django_distlock.backends.redis.scripts import KeySpace
 from django_distlock.backends.redis.sources import Source, source_of_cache
+from django_distlock.backends.redis.verbs import listed
 from django_distlock.engine.waiting import Waiting
 from django_distlock.exceptions import LockBackendError
 

@@ -12,8 +12,7 @@ from django_distlock.exceptions import LockBackendError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from django_distlock.backends.redis.conversation import Conversation
-    from django_distlock.backends.redis.links import Link
+    from django_distlock.backends.redis.connections import Conversation, PoolLink
 
     from .options import RedlockOptions
 
@@ -28,7 +27,7 @@ def check_guard(where: str, options: RedlockOptions) -> list[CheckMessage]:
 
 
 def check_servers(
-    where: str, options: RedlockOptions, servers: Sequence[tuple[str, Link]]
+    where: str, options: RedlockOptions, servers: Sequence[tuple[str, PoolLink]]
 ) -> list[CheckMessage]:
     """Ask each server, by its name for people and the way to it."""
     found: list[CheckMessage] = []
@@ -43,7 +42,7 @@ def check_servers(
     return found
 
 
-def _check_disk(where: str, options: RedlockOptions, link: Link) -> list[CheckMessage]:
+def _check_disk(where: str, options: RedlockOptions, link: PoolLink) -> list[CheckMessage]:
     if not options.durable:
         return []
     answer = link.converse(_config("append*"))
@@ -60,7 +59,9 @@ def _check_disk(where: str, options: RedlockOptions, link: Link) -> list[CheckMe
     return [Error(text, hint=hint, id="distlock.E031")]
 
 
-def _check_twice(where: str, place: str, link: Link, runs: dict[str, str]) -> list[CheckMessage]:
+def _check_twice(
+    where: str, place: str, link: PoolLink, runs: dict[str, str]
+) -> list[CheckMessage]:
     run = _run_id(link)
     first = runs.setdefault(run, place)
     if not run or first == place:
@@ -69,7 +70,7 @@ def _check_twice(where: str, place: str, link: Link, runs: dict[str, str]) -> li
     return [Error(text, hint="Name servers that can fail one by one.", id="distlock.E030")]
 
 
-def _run_id(link: Link) -> str:
+def _run_id(link: PoolLink) -> str:
     answer = link.converse(_info())
     text = answer.decode() if isinstance(answer, bytes) else ""
     return dict(line.partition(":")[::2] for line in text.splitlines()).get("run_id", "")

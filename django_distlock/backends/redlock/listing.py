@@ -11,7 +11,7 @@ from django_distlock.engine.values import Held, digest
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from django_distlock.backends.redis.conversation import Conversation
+    from django_distlock.backends.redis.connections import Conversation
     from django_distlock.backends.redis.scripts import Call
 
 

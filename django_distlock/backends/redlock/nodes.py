@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from redis.connection import ConnectionPool
 from redis.exceptions import RedisError
 
-from django_distlock.backends.redis.wire import read
+from django_distlock.backends.redis.connections import read
 from django_distlock.engine import clock
 
 if TYPE_CHECKING:

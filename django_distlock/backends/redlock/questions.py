@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from django_distlock.backends.redis.replies import microseconds
 from django_distlock.backends.redis.scripts import Call, Script
+from django_distlock.backends.redis.verbs import microseconds
 from django_distlock.engine import clock
 from django_distlock.engine.naming import LONGEST_LISTED, printable
 
@@ -16,7 +16,7 @@ from .votes import Election, Question
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from django_distlock.backends.redis.keys import KeySpace
+    from django_distlock.backends.redis.scripts import KeySpace
     from django_distlock.engine.values import Request
 
     from .options import RedlockOptions

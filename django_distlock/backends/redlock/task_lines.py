@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from redis.asyncio.connection import ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from django_distlock.backends.redis.wire import aread
+from django_distlock.backends.redis.connections import aread
 from django_distlock.engine import clock
 from django_distlock.engine.bells import timeout
 

@@ -19,7 +19,7 @@ from .votes import Count, Election
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from django_distlock.backends.redis.keys import KeySpace
+    from django_distlock.backends.redis.scripts import KeySpace
     from django_distlock.engine.values import Request
 
     from .options import RedlockOptions

@@ -1,0 +1,516 @@
+"""Connections to one Redis, or to the master that Sentinels name, for threads and for asyncio.
+
+redis-py makes and greets them; what is asked goes past its pools and parsers, which cost more than the
+socket. Idle connections stand in a stack: who takes or gives back needs no lock, and the oldest are
+those that nobody needs. Nothing is sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import weakref
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
+from redis.asyncio.sentinel import Sentinel as AsyncSentinel, SentinelConnectionPool as AsyncMaster
+from redis.connection import ConnectionPool
+from redis.exceptions import (
+    AuthenticationError,
+    BusyLoadingError,
+    ConnectionError as RedisConnectionError,
+    ReadOnlyError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    TimeoutError as RedisTimeoutError,
+)
+from redis.sentinel import Sentinel, SentinelConnectionPool
+
+from django_distlock.engine import clock
+from django_distlock.engine.bells import timeout
+from django_distlock.engine.steps import arun, run
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
+
+    from .sources import Source
+
+_T = TypeVar("_T")
+Command = tuple[str | int | float | bytes, ...]
+#: Steps that send commands, all of one yield in one go, and are sent their answers; an error is an answer.
+Conversation = Generator[Sequence[Command], list[Any], _T]
+
+#: Seconds for which a waiter listens without a look: less than half its patience.
+LISTEN = 0.2
+#: Seconds after which an idle connection is closed if there are others.
+IDLE = 60.0
+#: What drivers raise.
+BROKEN = (RedisError, RedisClusterException, OSError)
+_CLOSED = "Connection closed by server."
+_CHUNK = 65536
+_NUMBER, _TEXT, _ERROR = b":$-"
+
+
+# What is said, without I/O.
+
+
+def ask(command: Command) -> Conversation[Any]:
+    """Send one command; the result is its answer."""
+    (answer,) = yield (command,)
+    return answer
+
+
+def packed(commands: Sequence[Command]) -> bytes:
+    """Return *commands* as Redis reads them."""
+    parts = []
+    for command in commands:
+        parts.append(b"*%d\r\n" % len(command))
+        for word in command:
+            text = word if type(word) is bytes else str(word).encode()
+            parts.append(b"$%d\r\n%b\r\n" % (len(text), text))
+    return b"".join(parts)
+
+
+def parsed(data: bytes, at: int, error: Callable[[str], Exception]) -> tuple[Any, int]:
+    """Return the answer (RESP 2) that begins in *data* at *at*, and where it ends; IndexError if there is more to come."""
+    if (end := data.find(b"\r\n", at)) < 0:
+        raise IndexError
+    kind, value, end = data[at], data[at + 1 : end], end + 2
+    if kind in b":$*":
+        number = int(value)
+        if kind == _NUMBER:
+            return number, end
+        if number < 0:
+            return None, end
+        if kind == _TEXT:
+            if len(data) < end + number + 2:
+                raise IndexError
+            return data[end : end + number], end + number + 2
+        answers = []
+        for _ in range(number):
+            answer, end = parsed(data, end, error)
+            answers.append(answer)
+        return answers, end
+    return error(value.decode(errors="replace")) if kind == _ERROR else value, end
+
+
+def problem(alias: str, where: str, error: BaseException) -> LockBackendError:
+    """Return what to raise for an *error* of the driver once something was asked."""
+    text = first_line(error)
+    if isinstance(error, BusyLoadingError):
+        return LockBackendError(alias, f"{where} is not ready: {text}")
+    if isinstance(error, (RedisConnectionError, RedisTimeoutError, OSError)) and not isinstance(
+        error, AuthenticationError
+    ):
+        return LockOutcomeUnknown(alias, f"{where} did not answer: {text}")
+    return LockBackendError(alias, f"{where} refused: {text}")
+
+
+def unreachable(alias: str, where: str, error: BaseException) -> LockBackendError:
+    """Return what to raise for an *error* of the driver before anything was asked."""
+    return LockBackendError(alias, f"{where} cannot be reached: {first_line(error)}")
+
+
+def listening(bells: Sequence[str], seconds: float) -> Command:
+    """Return the command that waits on the server for up to *seconds* until one of the lists *bells* has something."""
+    return ("BLPOP", *bells, f"{max(seconds, 0.001):.3f}")
+
+
+def heard(alias: str, where: str, answer: Any) -> str | None:
+    """Return which list had something, or None.
+
+    LockBackendError if it may not be listened to; not if the server has just become a replica.
+    """
+    if isinstance(answer, ResponseError) and not str(answer).startswith("UNBLOCKED"):
+        raise LockBackendError(alias, f"{where} refused BLPOP: {answer}") from answer
+    return answer[0].decode() if isinstance(answer, (list, tuple)) else None
+
+
+class _Answers:
+    """What has arrived on a connection of the driver's, and is not read yet."""
+
+    def __init__(self, driver: Any, born: int) -> None:
+        self.driver = driver
+        #: How often all had been closed before it was made.
+        self.born = born
+        self.used_at = 0.0
+        self._error = driver._parser.parse_error  # noqa: SLF001 - which error a text stands for, only it knows
+        self._knows_master = hasattr(driver, "connection_pool")
+        self._data = b""
+
+    def _next(self) -> tuple[Any] | None:
+        """Return the next answer, alone in a tuple, if all of it is here."""
+        try:
+            answer, end = parsed(self._data, 0, self._error)
+        except IndexError:
+            return None
+        self._data = self._data[end:]
+        if isinstance(answer, RedisConnectionError):
+            raise answer
+        if self._knows_master and isinstance(answer, ReadOnlyError):
+            msg = "the master of before is a replica now"
+            raise RedisConnectionError(msg) from answer
+        return (answer,)
+
+    def _take_in(self, data: bytes) -> None:
+        if not data:
+            raise RedisConnectionError(_CLOSED)
+        self._data += data
+
+
+# For threads.
+
+
+class Connection(_Answers):
+    """A connection, for one thread at a time."""
+
+    def __init__(self, driver: Any, born: int) -> None:
+        super().__init__(driver, born)
+        self._socket = driver._sock  # noqa: SLF001 - the driver's own ways to it are what costs so much
+        #: Tells whether something has arrived, be it the end. Only of a plain socket the kernel can tell.
+        self._has_news: Callable[[int], object] = driver.can_read
+        if type(self._socket).__module__ == "socket" and hasattr(select, "poll"):
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            self._has_news = poll.poll
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether it can be used: nothing has arrived that nobody asked for, nor has the other end closed it."""
+        try:
+            return not self._has_news(0)
+        except BROKEN:
+            return False
+
+    def exchange(self, commands: Sequence[Command]) -> list[Any]:
+        """Send *commands* in one go, and return their answers."""
+        self._socket.sendall(packed(commands))
+        answers: list[Any] = []
+        while len(answers) < len(commands):
+            if answer := self._next():
+                answers += answer
+            else:
+                self._take_in(self._socket.recv(_CHUNK))
+        return answers
+
+    def exchange_within(self, seconds: float, commands: Sequence[Command]) -> list[Any]:
+        """exchange(), with a time limit of its own for each part of the answers."""
+        usual = self._socket.gettimeout()
+        self._socket.settimeout(seconds)
+        answers = self.exchange(commands)
+        self._socket.settimeout(usual)
+        return answers
+
+
+class PoolLink:
+    """One Redis, for threads."""
+
+    def __init__(self, alias: str, source: Source) -> None:
+        self._alias = alias
+        self._where = source.where
+        self._pool = _sync_pool(source)  # which makes connections, and keeps none
+        self._master: object = None
+        self._idle: deque[Connection] = deque()
+        self._closings = 0
+        # What is used once more after close() would be left to the garbage collector, which complains.
+        weakref.finalize(self, _close_all, self._idle, self._pool).atexit = False
+
+    def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
+        """Send what it yields, each in one go and once, and return its result.
+
+        *within*: seconds in which an answer must come; by default those of the source.
+        """
+        connection = self._taken()
+        try:
+            send = connection.exchange
+            answer = run(
+                conversation,
+                send if within is None else partial(connection.exchange_within, within),
+            )
+        except BaseException as error:
+            # What was asked may still be answered: to nobody.
+            connection.driver.disconnect()
+            if isinstance(error, BROKEN):
+                raise problem(self._alias, self._where, error) from error
+            raise
+        connection.used_at = now = clock.wait_time()
+        self._idle.append(connection)
+        if connection.born != self._closings:
+            self.close()
+        elif len(self._idle) > 1:
+            self._close_unneeded(now - IDLE)
+        return answer
+
+    def hear(self, bells: Sequence[str], seconds: float) -> str | None:
+        """Wait for up to *seconds* until something is pushed to one of the lists *bells*, and return which.
+
+        LockOutcomeUnknown if the connection breaks.
+        """
+        # The server, which looks ten times a second, may be a bit late, unless what is waited for is a
+        # deadline; the connection is then given up.
+        within = seconds + 0.3 if seconds >= LISTEN else max(seconds, 0.001)
+        try:
+            answer = self.converse(ask(listening(bells, seconds)), within)
+        except LockOutcomeUnknown as error:
+            if isinstance(error.__cause__, TimeoutError):
+                return None
+            raise
+        return heard(self._alias, self._where, answer)
+
+    def keys(self, pattern: str) -> Iterator[str]:
+        """Go over the keys that match."""
+        cursor = b"0"
+        while True:
+            answer = self.converse(ask(("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)))
+            if isinstance(answer, ResponseError):
+                raise LockBackendError(self._alias, f"{self._where} refused SCAN: {answer}")
+            cursor, found = answer
+            yield from (key.decode(errors="backslashreplace") for key in found)
+            if cursor == b"0":
+                return
+
+    def server_of(self, key: str) -> Hashable:
+        """Tell apart the servers that keep keys: there is but one."""
+        return None
+
+    def close(self) -> None:
+        """Close what is idle now, and what is in use when it is given back."""
+        self._closings += 1
+        _close_all(self._idle, self._pool)
+
+    def _taken(self) -> Connection:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return self._made()
+            if connection.is_fit:
+                return connection
+            connection.driver.disconnect()
+
+    def _made(self) -> Connection:
+        born = self._closings
+        driver = self._pool.connection_class(**self._pool.connection_kwargs)
+        try:
+            driver.connect()
+        except BaseException as error:
+            driver.disconnect()
+            if isinstance(error, BROKEN):
+                raise unreachable(self._alias, self._where, error) from error
+            raise
+        if (master := getattr(self._pool, "master_address", None)) != self._master:
+            self._master = master
+            _close_all(self._idle)
+        return Connection(driver, born)
+
+    def _close_unneeded(self, before: float) -> None:
+        with suppress(IndexError):
+            while (oldest := self._idle.popleft()).used_at < before:
+                oldest.driver.disconnect()
+            self._idle.appendleft(oldest)
+
+
+def _close_all(idle: deque[Connection], pool: Any = None) -> None:
+    with suppress(IndexError):
+        while True:
+            idle.pop().driver.disconnect()
+    for sentinel in _sentinels(pool):
+        sentinel.connection_pool.disconnect(inuse_connections=False)
+
+
+# For asyncio: connections belong to an event loop, and end with it.
+
+
+class AsyncConnection(_Answers):
+    """A connection, for one task at a time. The time limits are ours: the driver's may swallow a cancellation (Python 3.11)."""
+
+    @property
+    def is_fit(self) -> bool:
+        """See Connection.is_fit."""
+        reader = self.driver._reader  # noqa: SLF001 - as for threads
+        return not (reader.at_eof() or reader._buffer)  # noqa: SLF001 - what nobody asked for
+
+    async def exchange(self, within: float, commands: Sequence[Command]) -> list[Any]:
+        """Send *commands* in one go, and return their answers, all of them *within* so many seconds."""
+        reader, answers = self.driver._reader, list[Any]()  # noqa: SLF001 - as for threads
+        async with timeout(within):
+            self.driver._writer.write(packed(commands))  # noqa: SLF001 - as for threads
+            while len(answers) < len(commands):
+                if answer := self._next():
+                    answers += answer
+                else:
+                    self._take_in(await reader.read(_CHUNK))
+        return answers
+
+
+class AsyncPoolLink:
+    """See PoolLink."""
+
+    def __init__(self, alias: str, source: Source) -> None:
+        self._alias = alias
+        self._source = source
+        self._pool = _async_pool(source)
+        self._idle: deque[AsyncConnection] = deque()
+        self._closings = 0
+
+    async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
+        """See PoolLink.converse()."""
+        connection = await self._taken()
+        try:
+            send = partial(
+                connection.exchange, self._source.io_timeout if within is None else within
+            )
+            answer = await arun(conversation, send)
+        except BaseException as error:
+            await connection.driver.disconnect(nowait=True)
+            if isinstance(error, BROKEN):
+                raise problem(self._alias, self._source.where, error) from error
+            raise
+        connection.used_at = now = clock.wait_time()
+        self._idle.append(connection)
+        if connection.born != self._closings:
+            await self.aclose()
+        elif self._idle[0].used_at < now - IDLE:
+            await self._idle.popleft().driver.disconnect(nowait=True)
+        return answer
+
+    async def hear(self, bells: Sequence[str], seconds: float) -> str | None:
+        """See PoolLink.hear()."""
+        within = seconds + 0.3 if seconds >= LISTEN else max(seconds, 0.001)
+        try:
+            answer = await self.converse(ask(listening(bells, seconds)), within)
+        except LockOutcomeUnknown as error:
+            if isinstance(error.__cause__, TimeoutError):
+                return None
+            raise
+        return heard(self._alias, self._source.where, answer)
+
+    async def aclose(self) -> None:
+        """See PoolLink.close()."""
+        self._closings += 1
+        while self._idle:
+            await self._idle.pop().driver.disconnect()
+        for sentinel in _sentinels(self._pool):
+            await sentinel.aclose()
+
+    async def _taken(self) -> AsyncConnection:
+        while self._idle:
+            if (connection := self._idle.pop()).is_fit:
+                return connection
+            await connection.driver.disconnect(nowait=True)
+        born = self._closings
+        driver = self._pool.connection_class(**self._pool.connection_kwargs)
+        try:
+            async with timeout(self._source.connect_timeout + self._source.io_timeout):
+                await driver.connect()
+        except BaseException as error:
+            await driver.disconnect(nowait=True)
+            if isinstance(error, BROKEN):
+                raise unreachable(self._alias, self._source.where, error) from error
+            raise
+        return AsyncConnection(driver, born)
+
+
+class Closable(Protocol):
+    """What an event loop can have one of."""
+
+    async def aclose(self) -> None:
+        """Let go of what it holds."""
+
+
+_C = TypeVar("_C", bound=Closable)
+
+
+class PerLoop(Generic[_C]):
+    """One of what *make* makes for each event loop, closed with it."""
+
+    def __init__(self, make: Callable[[], _C]) -> None:
+        self._make = make
+        self._made: dict[asyncio.AbstractEventLoop, tuple[_C, AsyncGenerator[None]]] = {}
+
+    async def get(self) -> _C:
+        """Return that of the running loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._made:
+            for closed in [each for each in list(self._made) if each.is_closed()]:
+                self._made.pop(closed, None)
+            made = self._make()
+            # The one thing that every event loop ends in order before it is closed: its generators.
+            ending = self._close_with(loop, made)
+            self._made[loop] = made, ending
+            await anext(ending)
+        return self._made[loop][0]
+
+    async def _close_with(self, loop: asyncio.AbstractEventLoop, made: _C) -> AsyncGenerator[None]:
+        try:
+            yield
+        finally:
+            self._made.pop(loop, None)
+            with suppress(Exception):
+                await made.aclose()
+
+
+# What the driver makes connections by. Its classes are only half typed.
+
+
+class _AsyncMaster(AsyncMaster):
+    """Asks the Sentinels once for all tasks that connect at the moment: a thousand questions would take too long."""
+
+    _asking: asyncio.Task[Any] | None = None
+
+    async def get_master_address(self) -> Any:
+        if self._asking is None:
+            asking: Any = super().get_master_address()  # type: ignore[no-untyped-call] # as said
+            self._asking = asyncio.create_task(asking)
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)
+
+    def _asked(self, task: asyncio.Task[Any]) -> None:
+        self._asking = None
+        if not task.cancelled():
+            task.exception()  # those who wait for it are told
+
+
+def _sync_pool(source: Source) -> Any:
+    if not source.sentinels:
+        return ConnectionPool(**source.connection)
+    settings: Any = source.sentinel_settings
+    sentinel: Any = Sentinel(source.sentinels, sentinel_kwargs=settings)  # type: ignore[no-untyped-call] # as above
+    return SentinelConnectionPool(source.service, sentinel, **source.connection)  # type: ignore[no-untyped-call] # as above
+
+
+def _async_pool(source: Source) -> Any:
+    if not source.sentinels:
+        return AsyncConnectionPool(**source.async_connection)
+    settings: Any = source.async_sentinel_settings
+    sentinel: Any = AsyncSentinel(source.sentinels, sentinel_kwargs=settings)  # type: ignore[no-untyped-call] # as above
+    return _AsyncMaster(source.service, sentinel, **source.async_connection)  # type: ignore[no-untyped-call] # as above
+
+
+def _sentinels(pool: Any) -> Sequence[Any]:
+    return pool.sentinel_manager.sentinels if hasattr(pool, "sentinel_manager") else ()
+
+
+# What is asked by redis-py's own way.
+
+
+def read(connection: Any) -> Any:
+    """Return the next answer; an error answered is an answer."""
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+async def aread(connection: Any) -> Any:
+    """See read()."""
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
