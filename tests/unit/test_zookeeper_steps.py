@@ -16,7 +16,9 @@ from django_distlock.engine.bells import ThreadBell
 
 
 def session() -> Session:
-    return Session(ZooKeeperOptions(), began=list, suspended=list, lost=lambda _: None)
+    return Session(
+        ZooKeeperOptions(), began=lambda: None, suspended=lambda: None, lost=lambda _: None
+    )
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
