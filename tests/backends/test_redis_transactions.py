@@ -141,7 +141,10 @@ def interrupted(
             return list(end.value)
         exchanges.append(commands)
         answers = yield commands
-        if commands[0][0] == "WATCH" and commands[-1][0] == "MULTI":
+        first, last = commands[0], commands[-1]
+        assert isinstance(first, tuple)
+        assert isinstance(last, tuple)
+        if first[0] == "WATCH" and last[0] == "MULTI":
             meddle()
 
 

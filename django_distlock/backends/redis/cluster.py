@@ -15,6 +15,7 @@ from django_distlock.engine.bells import timeout
 from django_distlock.engine.steps import arun, run
 
 from .connections import BROKEN, ask, heard, listening, problem, unreachable
+from .scripts import Call
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -139,7 +140,7 @@ def _exchange(client: Any, commands: Sequence[Command]) -> list[Any]:
     answers = []
     for command in commands:
         try:
-            answers.append(client.execute_command(*command))
+            answers.append(client.execute_command(*_words(command)))
         except ResponseError as error:
             answers.append(error)
     return answers
@@ -147,6 +148,10 @@ def _exchange(client: Any, commands: Sequence[Command]) -> list[Any]:
 
 async def _aexecute(client: Any, command: Command) -> Any:
     try:
-        return await client.execute_command(*command)
+        return await client.execute_command(*_words(command))
     except ResponseError as error:
         return error
+
+
+def _words(command: Command) -> tuple[str | int | bytes, ...]:
+    return command.by_sha if isinstance(command, Call) else command

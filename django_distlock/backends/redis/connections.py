@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
@@ -36,13 +36,17 @@ from django_distlock.engine.bells import timeout
 from django_distlock.engine.steps import arun, run
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
+from .scripts import Call
 
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator
+
+    from .scripts import Script
     from .sources import Source
 
 _T = TypeVar("_T")
-Command = tuple[str | int | float | bytes, ...]
+#: What is sent: words, or a script that the server is expected to know.
+Command = tuple[str | int | bytes, ...] | Call
 #: Steps that send commands, all of one yield in one go, and are sent their answers; an error is an answer.
 Conversation = Generator[Sequence[Command], list[Any], _T]
 
@@ -68,13 +72,24 @@ def ask(command: Command) -> Conversation[Any]:
 
 def packed(commands: Sequence[Command]) -> bytes:
     """Return *commands* as Redis reads them."""
-    parts = []
+    parts: list[bytes] = []
     for command in commands:
-        parts.append(b"*%d\r\n" % len(command))
-        for word in command:
-            text = word if type(word) is bytes else str(word).encode()
-            parts.append(b"$%d\r\n%b\r\n" % (len(text), text))
+        if isinstance(command, Call):
+            count = 3 + len(command.keys) + len(command.args)
+            parts += b"*%d\r\n" % count, _head(command.script, command.keys), _words(command.args)
+        else:
+            parts += b"*%d\r\n" % len(command), _words(command)
     return b"".join(parts)
+
+
+def _words(words: Iterable[str | int | bytes]) -> bytes:
+    texts = [word if type(word) is bytes else str(word).encode() for word in words]
+    return b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts])
+
+
+@lru_cache(1024)
+def _head(script: Script, keys: tuple[str, ...]) -> bytes:
+    return _words(("EVALSHA", script.sha, len(keys), *keys))
 
 
 def parsed(data: bytes, at: int, error: Callable[[str], Exception]) -> tuple[Any, int]:
@@ -144,24 +159,25 @@ class _Answers:
         self._knows_master = hasattr(driver, "connection_pool")
         self._data = b""
 
-    def _next(self) -> tuple[Any] | None:
-        """Return the next answer, alone in a tuple, if all of it is here."""
-        try:
-            answer, end = parsed(self._data, 0, self._error)
-        except IndexError:
-            return None
-        self._data = self._data[end:]
-        if isinstance(answer, RedisConnectionError):
-            raise answer
-        if self._knows_master and isinstance(answer, ReadOnlyError):
-            msg = "the master of before is a replica now"
-            raise RedisConnectionError(msg) from answer
-        return (answer,)
-
-    def _take_in(self, data: bytes) -> None:
+    def _read(self, data: bytes, answers: list[Any], count: int) -> bool:
+        """Take in *data*, add to *answers* those that are all here, and return whether all *count* of them are."""
         if not data:
             raise RedisConnectionError(_CLOSED)
-        self._data += data
+        data, at = self._data + data, 0
+        try:
+            while len(answers) < count:
+                answer, at = parsed(data, at, self._error)
+                if isinstance(answer, RedisConnectionError):
+                    raise answer
+                if self._knows_master and isinstance(answer, ReadOnlyError):
+                    msg = "the master of before is a replica now"
+                    raise RedisConnectionError(msg) from answer
+                answers.append(answer)
+        except IndexError:
+            self._data = data[at:]
+            return False
+        self._data = data[at:]
+        return True
 
 
 # For threads.
@@ -192,11 +208,8 @@ class Connection(_Answers):
         """Send *commands* in one go, and return their answers."""
         self._socket.sendall(packed(commands))
         answers: list[Any] = []
-        while len(answers) < len(commands):
-            if answer := self._next():
-                answers += answer
-            else:
-                self._take_in(self._socket.recv(_CHUNK))
+        while not self._read(self._socket.recv(_CHUNK), answers, len(commands)):
+            pass
         return answers
 
     def exchange_within(self, seconds: float, commands: Sequence[Command]) -> list[Any]:
@@ -341,11 +354,8 @@ class AsyncConnection(_Answers):
         reader, answers = self.driver._reader, list[Any]()  # noqa: SLF001 - as for threads
         async with timeout(within):
             self.driver._writer.write(packed(commands))  # noqa: SLF001 - as for threads
-            while len(answers) < len(commands):
-                if answer := self._next():
-                    answers += answer
-                else:
-                    self._take_in(await reader.read(_CHUNK))
+            while not self._read(await reader.read(_CHUNK), answers, len(commands)):
+                pass
         return answers
 
 

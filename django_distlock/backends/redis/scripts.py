@@ -38,6 +38,7 @@ local function number(value) return tonumber(value or 0) or 0 end
 """
 
 # KEYS: record, holders, queue, alive. ARGV[1]: what the names of doorbells begin with.
+# To define a function takes time in each run: here are those that are needed where nobody is in the way.
 _COMMON = f"""{CLOCK}
 local record, holders, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 
@@ -66,6 +67,16 @@ local function forget(owner)
   redis.call('HDEL', record, 'h:' .. owner)
 end
 
+-- Keeps the last eight: as many readers may give back at once, and ask again.
+local function note(list, owner)
+  local noted = redis.call('HGET', record, list) or ''
+  redis.call('HSET', record, list, string.sub(owner .. ' ' .. noted, 1, 8 * (#owner + 1)))
+end
+
+"""
+
+# What only locks need that somebody holds or waits for.
+_MORE = f"""
 local function expire()
   for _, owner in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', text(now))) do
     local _, _, _, lock_delay = described(owner)
@@ -117,12 +128,6 @@ local function leave(owner)
   return left
 end
 
--- Keeps the last eight: as many readers may give back at once, and ask again.
-local function note(list, owner)
-  local noted = redis.call('HGET', record, list) or ''
-  redis.call('HSET', record, list, string.sub(owner .. ' ' .. noted, 1, 8 * (#owner + 1)))
-end
-
 local function is_noted(list, owner)
   return string.find(redis.call('HGET', record, list) or '', owner, 1, true) ~= nil
 end
@@ -141,23 +146,39 @@ end
 # Returns {1, token}, or {0, holder of the lease that ends last, microseconds left or -1}.
 # The same owner again: the same token. An owner that was given back for good: refused.
 _ACQUIRE = f"""
-local owner, mode, ttl = ARGV[2], ARGV[3], tonumber(ARGV[4])
-local min_hold, lock_delay = tonumber(ARGV[5]), tonumber(ARGV[6])
--- Nearly always there are neither holders nor waiters: then little has to be looked at.
-local is_alone = redis.call('EXISTS', holders, queue) == 0
-if not is_alone then
-  expire()
-  local ends = redis.call('ZSCORE', holders, owner)
-  if ends then
-    redis.call('ZADD', holders, text(math.max(tonumber(ends), now + ttl)), owner)
-    return {{1, (described(owner))}}
-  end
-end
+local owner, mode, ttl, min_hold, lock_delay = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked')
-if string.find(known[4] or '', owner, 1, true) then return busy() end
+local is_revoked = string.find(known[4] or '', owner, 1, true)
+
+local function grant()
+  local token, instant = text(math.max(number(known[1]) + 1, now)), text(now)
+  local available = mode == 's' and '0' or min_hold == '0' and instant or text(now + min_hold)
+  local holding = table.concat({{token, instant, min_hold, lock_delay, ARGV[8]}}, ' ')
+  redis.call('HSET', record, 'token', token, 'mode', mode, 'available', available,
+    'name', ARGV[7], 'h:' .. owner, holding)
+  redis.call('ZADD', holders, text(now + ttl), owner)
+  keep(now + ttl + lock_delay)
+  return {{1, tonumber(token)}}
+end
+
+-- Nearly always there are neither holders nor waiters.
+if not is_revoked and number(known[3]) <= now and redis.call('EXISTS', holders, queue) == 0 then return grant() end
+{_MORE}
+expire()
+local ends = redis.call('ZSCORE', holders, owner)
+if ends then
+  redis.call('ZADD', holders, text(math.max(tonumber(ends), now + ttl)), owner)
+  return {{1, (described(owner))}}
+end
+if is_revoked then return busy() end
+
+local function is_free()
+  if number(redis.call('HGET', record, 'available')) > now then return false end
+  return redis.call('ZCARD', holders) == 0 or (mode == 's' and known[2] == 's')
+end
 
 local function is_behind()
-  if is_alone or (mode == 'x' and ARGV[10] == '') then return false end
+  if mode == 'x' and ARGV[10] == '' then return false end
   local behind = false
   each_waiter(function(other, who)
     if who == owner then return true end
@@ -167,21 +188,10 @@ local function is_behind()
   return behind
 end
 
-local function is_free()
-  if number(known[3]) > now then return false end
-  return is_alone or redis.call('ZCARD', holders) == 0 or (mode == 's' and known[2] == 's')
-end
-
 if is_free() and not is_behind() then
-  local token = math.max(number(known[1]) + 1, now)
-  local holding = table.concat({{text(token), text(now), text(min_hold), text(lock_delay), ARGV[8]}}, ' ')
-  local available = mode == 'x' and now + min_hold or 0
-  redis.call('HSET', record, 'token', text(token), 'mode', mode, 'available', text(available),
-    'name', ARGV[7], 'h:' .. owner, holding)
-  redis.call('ZADD', holders, text(now + ttl), owner)
-  keep(now + ttl + lock_delay)
-  if not is_alone and redis.call('EXISTS', queue) == 1 then leave(owner) end
-  return {{1, token}}
+  local granted = grant()
+  if redis.call('EXISTS', queue) == 1 then leave(owner) end
+  return granted
 end
 
 if ARGV[9] == '1' then
@@ -201,15 +211,23 @@ return busy()
 # Gives back what an owner holds, and wakes who is next.
 # ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late, and take it from the queue.
 # Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
-_RELEASE = """
+_RELEASE = f"""
 local owner, is_final = ARGV[2], ARGV[3] == '1'
-if is_final then leave(owner) end
-local ends = redis.call('ZSCORE', holders, owner)
-if ends and tonumber(ends) > now then
+local ends = number(redis.call('ZSCORE', holders, owner))
+
+local function give_back()
   local _, acquired, min_hold = described(owner)
   forget(owner)
   hold_back(acquired + min_hold)
   note('ended', owner)
+  return 1
+end
+
+if ends > now and not is_final and redis.call('EXISTS', queue) == 0 then return give_back() end
+{_MORE}
+if is_final then leave(owner) end
+if ends > now then
+  give_back()
   if is_final then note('revoked', owner) end
   wake()
   return 1
@@ -340,11 +358,11 @@ class Script:
 ACQUIRE = Script("acquire", _COMMON + _ACQUIRE)
 RELEASE = Script("release", _COMMON + _RELEASE)
 EXTEND = Script("extend", _EXTEND)
-TAKE_OVER = Script("take_over", _COMMON + _TAKE_OVER)
-LOOK = Script("look", _COMMON + _LOOK)
-FORCE = Script("force", _COMMON + _FORCE)
-LEAVE = Script("leave", _COMMON + _LEAVE)
-KEEP = Script("keep", _COMMON + _KEEP)
+TAKE_OVER = Script("take_over", _COMMON + _MORE + _TAKE_OVER)
+LOOK = Script("look", _COMMON + _MORE + _LOOK)
+FORCE = Script("force", _COMMON + _MORE + _FORCE)
+LEAVE = Script("leave", _COMMON + _MORE + _LEAVE)
+KEEP = Script("keep", _COMMON + _MORE + _KEEP)
 SCRIPTS = (ACQUIRE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE, KEEP)
 
 

@@ -78,7 +78,7 @@ class Verbs:
             microseconds(request.min_hold),
             microseconds(request.lock_delay),
             _listed_name(request.name),
-            request.holder.to_json(),
+            _holder_text(request.holder),
             "1" if queued else "",
             self._is_fair,
         )
@@ -121,7 +121,7 @@ class Verbs:
 
     def take_over(self, request: Request, former: str) -> Conversation[bool]:
         """Have this owner hold what *former* holds."""
-        args = former, microseconds(request.ttl), request.holder.to_json()
+        args = former, microseconds(request.ttl), _holder_text(request.holder)
         (answer,) = yield from self._answers(self._call(TAKE_OVER, request, *args))
         return bool(answer == 1)
 
@@ -167,7 +167,7 @@ class Verbs:
     def _answers(self, call: Call, *after: Command) -> Conversation[list[Any]]:
         """Carry *call* out, and return its answer and those to *after*; LockBackendError if it is refused."""
         if self._has_scripts:
-            answers = yield (call.by_sha, *after)
+            answers = yield (call, *after)
             if isinstance(answers[0], NoScriptError):
                 answers = yield (call.by_text, *after)
         else:
@@ -182,7 +182,7 @@ class Verbs:
             for call in calls:
                 answers += yield from transact(call)
             return answers
-        answers = yield [call.by_sha for call in calls]
+        answers = yield calls
         if any(isinstance(answer, NoScriptError) for answer in answers):
             answers = yield [call.by_text for call in calls]
         return answers
@@ -209,6 +209,10 @@ def listed(keys: Iterable[str], look: Callable[[list[str]], list[_T]]) -> list[_
     while some := list(islice(rest, BATCH)):
         found += look(some)
     return found
+
+
+# A thread has but few holders, and asks for the same names again.
+_holder_text = lru_cache(256)(Holder.to_json)
 
 
 @lru_cache
