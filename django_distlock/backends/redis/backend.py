@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from django.core.cache import caches
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
-from django_distlock.engine.bells import TaskBell, ThreadBell
+from django_distlock.engine.steps import arun, run
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 from django_distlock.exceptions import LockOutcomeUnknown
 
 from .checks import check_server
 from .cluster import AsyncClusterLink, ClusterLink
-from .connections import LISTEN, AsyncPoolLink, PerLoop, PoolLink
+from .connections import AsyncPoolLink, PerLoop, PoolLink
 from .listeners import STALE, Listeners
 from .scripts import RETENTION, KeySpace
 from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
 from .verbs import BATCH, Verbs, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
 
     from django_distlock.conf import BackendSettings
+    from django_distlock.engine.bells import TaskBell, ThreadBell
+    from django_distlock.engine.steps import Steps
     from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 
+    from .connections import Conversation
     from .scripts import MakeKey
 
+    Act = Callable[[], Any]
+
+_T = TypeVar("_T")
+
+#: Seconds for which a waiter listens without a look: less than half its patience.
+LISTEN = 0.2
 #: Seconds until a waiter whose connection broke tries again.
 CUT_OFF = 0.05
 
@@ -78,7 +87,6 @@ class RedisBackend(BaseLockBackend):
         return str
 
     def request(self, name: str, **wishes: Any) -> Request:
-        """See BaseLockBackend.request(); ValueError for a lock_delay that would be forgotten."""
         if wishes.get("lock_delay", 0.0) > RETENTION:
             msg = f"lock_delay must be at most {RETENTION} seconds in Redis, not {wishes['lock_delay']!r}."
             raise ValueError(msg)
@@ -89,11 +97,9 @@ class RedisBackend(BaseLockBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Ask once."""
         return self._link.converse(self._verbs.acquire(request, queued=queued))
 
     def release(self, request: Request) -> Release:
-        """Give it back, and ring for who is next."""
         return self._link.converse(self._verbs.release(request))
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
@@ -109,72 +115,50 @@ class RedisBackend(BaseLockBackend):
             return [error] * len(requests)
 
     def server_of(self, request: Request) -> Hashable:
-        """Tell apart the servers of a cluster."""
         return self._link.server_of(self._space.of(request.key).record)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Extend many at once."""
         return self._link.converse(self._verbs.extend(requests))
 
     def take_over(self, request: Request, former: str) -> bool:
-        """Change the owner."""
         return self._link.converse(self._verbs.take_over(request, former))
 
     def probe(self, request: Request) -> Busy | None:
-        """Look."""
         return self._link.converse(self._verbs.probe(request))
 
     def dequeue(self, request: Request) -> None:
-        """Leave the queue."""
         self._link.converse(self._verbs.leave(request))
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        """Block on the doorbells that this waiter, and others of this process, have on the server."""
-        if not self._listeners.listens(request, bell):
-            self._wait_behind(request, bell, seconds)
-            return
-        try:
-            self._ring(request, self._link.hear(self._bells(request), min(seconds, LISTEN)))
-            if others := self._listeners.to_keep(request):
-                self._link.converse(self._verbs.keep(others))
-        except LockOutcomeUnknown:
-            # Only listening was broken off: the next try tells how the server is.
-            bell.wait(min(seconds, CUT_OFF))
+        run(self._sleep(self._link, request, bell, seconds), _done)
 
     def is_behind(self, request: Request) -> bool:
-        """Look who listens."""
         return self._listeners.is_behind(request)
 
     def forget_bell(self, request: Request) -> None:
-        """Let somebody else listen."""
         self._listeners.leave(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        """Tell the locks of this alias that are held."""
         keys = self._keys() if key is None else [key]
         found = listed(keys, lambda some: self._link.converse(self._verbs.held(some)))
         return sorted((shown for shown, _ in found), key=lambda shown: shown.key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        """End the holding that *owner_digest* names."""
         found = self._link.converse(self._verbs.held([key]))
         owners = [owner for shown, owner in found if shown.owner_digest == owner_digest]
         return any(self._link.converse(self._verbs.force(key, owner)) for owner in owners)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Say what is wrong with the settings; with *databases*, with the server."""
         if not databases:
             return []
         where = f"DISTLOCK[{self.alias!r}]"
         return check_server(where, self._link, allow_eviction=self.options.allow_eviction)
 
     def close(self) -> None:
-        """Let idle connections go; an event loop takes its own along when it ends."""
         super().close()
         self._link.close()
 
     def abandon_after_fork(self) -> None:
-        """Forget the parent's connections, and say nothing on them."""
         self._open()
 
     # Their twins for asyncio.
@@ -182,58 +166,54 @@ class RedisBackend(BaseLockBackend):
     async def atry_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """See try_acquire()."""
-        return await (await self._loops.get()).converse(self._verbs.acquire(request, queued=queued))
+        return await self._aconverse(self._verbs.acquire(request, queued=queued))
 
     async def arelease(self, request: Request) -> Release:
-        """See release()."""
-        return await (await self._loops.get()).converse(self._verbs.release(request))
+        return await self._aconverse(self._verbs.release(request))
 
     async def aabandon(self, request: Request) -> None:
-        """See abandon()."""
-        await (await self._loops.get()).converse(self._verbs.leave(request))
+        await self._aconverse(self._verbs.leave(request))
         await self.arelease(request)
 
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """See extend()."""
-        return await (await self._loops.get()).converse(self._verbs.extend(requests))
+        return await self._aconverse(self._verbs.extend(requests))
 
     async def atake_over(self, request: Request, former: str) -> bool:
-        """See take_over()."""
-        return await (await self._loops.get()).converse(self._verbs.take_over(request, former))
+        return await self._aconverse(self._verbs.take_over(request, former))
 
     async def aprobe(self, request: Request) -> Busy | None:
-        """See probe()."""
-        return await (await self._loops.get()).converse(self._verbs.probe(request))
+        return await self._aconverse(self._verbs.probe(request))
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        """See sleep()."""
+        await arun(self._sleep(await self._loops.get(), request, bell, seconds), _done)
+
+    async def _aconverse(self, conversation: Conversation[_T]) -> _T:
+        return await (await self._loops.get()).converse(conversation)
+
+    def _sleep(
+        self, link: Any, request: Request, bell: ThreadBell | TaskBell, seconds: float
+    ) -> Steps[Act, None]:
+        """Block on the doorbells that this waiter, and others of this process, have on the server, or behind who does."""
         if not self._listeners.listens(request, bell):
-            await self._await_behind(request, bell, seconds)
+            wait = Wait(seconds)
+            while self._listeners.is_behind(request) and not wait.is_over:
+                if (yield partial(bell.wait, wait.bounded(STALE))):
+                    return
             return
         try:
-            self._ring(
-                request,
-                await (await self._loops.get()).hear(self._bells(request), min(seconds, LISTEN)),
-            )
+            keys = self._space.of(request.key)
+            bells = [keys.bell(owner) for owner in self._listeners.owners(request)]
+            seconds = min(seconds, LISTEN)
+            # The server, which looks ten times a second, may be a bit late, unless a deadline is waited for.
+            within = seconds + 0.3 if seconds == LISTEN else max(seconds, 0.001)
+            heard = yield partial(link.converse, self._verbs.listen(bells, seconds), within)
+            if heard is not None:
+                self._listeners.ring(request, heard.removeprefix(keys.bells))
             if others := self._listeners.to_keep(request):
-                await (await self._loops.get()).converse(self._verbs.keep(others))
+                yield partial(link.converse, self._verbs.keep(others))
         except LockOutcomeUnknown:
-            await bell.wait(min(seconds, CUT_OFF))
-
-    def _wait_behind(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        """Wait while another one listens."""
-        wait = Wait(seconds)
-        while self._listeners.is_behind(request) and not wait.is_over:
-            if bell.wait(wait.bounded(STALE)):
-                return
-
-    async def _await_behind(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        """See _wait_behind()."""
-        wait = Wait(seconds)
-        while self._listeners.is_behind(request) and not wait.is_over:
-            if await bell.wait(wait.bounded(STALE)):
-                return
+            # Only listening was broken off: the next try tells how the server is.
+            yield partial(bell.wait, min(seconds, CUT_OFF))
 
     def _open(self) -> None:
         self._listeners = Listeners()
@@ -243,15 +223,6 @@ class RedisBackend(BaseLockBackend):
         self._loops = PerLoop[AsyncClusterLink | AsyncPoolLink](
             partial(async_link, self.alias, self.source)
         )
-
-    def _bells(self, request: Request) -> list[str]:
-        keys = self._space.of(request.key)
-        return [keys.bell(owner) for owner in self._listeners.owners(request)]
-
-    def _ring(self, request: Request, heard: str | None) -> None:
-        """Pass on to whom it was meant for what was *heard*."""
-        if heard is not None:
-            self._listeners.ring(request, heard.removeprefix(self._space.of(request.key).bells))
 
     def _keys(self) -> Iterator[str]:
         found = map(self._space.key_of_holders, self._link.keys(self._space.holders_pattern))
@@ -264,7 +235,6 @@ class CacheRedisBackend(RedisBackend):
     options_class = RedisCacheOptions
 
     def make_source(self) -> Source:
-        """Return what the cache's settings name."""
         return source_of_cache(
             caches.settings[self.options.cache],
             is_cluster=self.options.cluster,
@@ -273,11 +243,13 @@ class CacheRedisBackend(RedisBackend):
         )
 
     def make_key(self) -> MakeKey:
-        """Return the cache's key function, with its prefix and version."""
         return own_instance(self.options.cache).make_key
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """See RedisBackend.check(); and warn if the cache is cleared together with the default one."""
         if databases is None:
             return check_clearing(self.alias, self.options.cache)
         return super().check(databases)
+
+
+def _done(act: Act) -> Any:
+    return act()

@@ -8,13 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.cluster import RedisCluster
 from redis.exceptions import ResponseError
+from redis.retry import Retry
 
 from django_distlock.engine.bells import timeout
 from django_distlock.engine.steps import arun, run
 
-from .connections import BROKEN, ask, heard, listening, problem, unreachable
+from .connections import BROKEN, problem, unreachable
 from .scripts import Call
 
 if TYPE_CHECKING:
@@ -35,8 +37,8 @@ class ClusterLink:
         self._mutex = threading.Lock()
         self._client: Any = None
 
-    def converse(self, conversation: Conversation[_T]) -> _T:
-        """See PoolLink.converse()."""
+    def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
+        """See PoolLink.converse(); a time limit is always the usual one."""
         client = self._connected()
         try:
             return run(conversation, partial(_exchange, client))
@@ -44,11 +46,6 @@ class ClusterLink:
             raise problem(self._alias, self._source.where, error) from error
         finally:
             self._give_back(client)
-
-    def hear(self, bells: Sequence[str], seconds: float) -> str | None:
-        """See PoolLink.hear(); it may take a little longer."""
-        answer = self.converse(ask(listening(bells, seconds)))
-        return heard(self._alias, self._source.where, answer)
 
     def keys(self, pattern: str) -> Iterator[str]:
         """See PoolLink.keys(); on every primary."""
@@ -81,7 +78,7 @@ class ClusterLink:
                 try:
                     # Asks a server for the others, at once.
                     client = RedisCluster.from_url(
-                        self._source.url, **self._source.cluster_settings
+                        self._source.url, **self._source.cluster_settings(Retry)
                     )
                 except BROKEN as error:
                     raise unreachable(self._alias, self._source.where, error) from error
@@ -101,10 +98,10 @@ class AsyncClusterLink:
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
         self._source = source
-        self._client = AsyncRedisCluster.from_url(source.url, **source.async_cluster_settings)
+        self._client = AsyncRedisCluster.from_url(source.url, **source.cluster_settings(AsyncRetry))
 
-    async def converse(self, conversation: Conversation[_T]) -> _T:
-        """See PoolLink.converse()."""
+    async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
+        """See PoolLink.converse(); a time limit is always the usual one."""
         try:
             async with timeout(self._source.connect_timeout + self._source.io_timeout):
                 await self._client.initialize()
@@ -115,18 +112,19 @@ class AsyncClusterLink:
         except BROKEN as error:
             raise problem(self._alias, self._source.where, error) from error
 
-    async def hear(self, bells: Sequence[str], seconds: float) -> str | None:
-        """See ClusterLink.hear()."""
-        answer = await self.converse(ask(listening(bells, seconds)))
-        return heard(self._alias, self._source.where, answer)
-
     async def aclose(self) -> None:
         """See PoolLink.close()."""
         await self._client.aclose()
 
     async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
         async with timeout(self._source.io_timeout):
-            return [await _aexecute(self._client, command) for command in commands]
+            answers = list[Any]()
+            for command in commands:
+                try:
+                    answers.append(await self._client.execute_command(*_words(command)))
+                except ResponseError as error:
+                    answers.append(error)
+            return answers
 
 
 def _close_idle(client: Any) -> None:
@@ -137,20 +135,13 @@ def _close_idle(client: Any) -> None:
 
 
 def _exchange(client: Any, commands: Sequence[Command]) -> list[Any]:
-    answers = []
+    answers = list[Any]()
     for command in commands:
         try:
             answers.append(client.execute_command(*_words(command)))
         except ResponseError as error:
             answers.append(error)
     return answers
-
-
-async def _aexecute(client: Any, command: Command) -> Any:
-    try:
-        return await client.execute_command(*_words(command))
-    except ResponseError as error:
-        return error
 
 
 def _words(command: Command) -> tuple[str | int | bytes, ...]:

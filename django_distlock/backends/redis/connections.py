@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.asyncio.sentinel import Sentinel as AsyncSentinel, SentinelConnectionPool as AsyncMaster
 from redis.connection import ConnectionPool
 from redis.exceptions import (
@@ -29,6 +30,7 @@ from redis.exceptions import (
     ResponseError,
     TimeoutError as RedisTimeoutError,
 )
+from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
 from django_distlock.engine import clock
@@ -50,13 +52,10 @@ Command = tuple[str | int | bytes, ...] | Call
 #: Steps that send commands, all of one yield in one go, and are sent their answers; an error is an answer.
 Conversation = Generator[Sequence[Command], list[Any], _T]
 
-#: Seconds for which a waiter listens without a look: less than half its patience.
-LISTEN = 0.2
 #: Seconds after which an idle connection is closed if there are others.
 IDLE = 60.0
 #: What drivers raise.
 BROKEN = (RedisError, RedisClusterException, OSError)
-_CLOSED = "Connection closed by server."
 _CHUNK = 65536
 _NUMBER, _TEXT, _ERROR = b":$-"
 
@@ -132,37 +131,25 @@ def unreachable(alias: str, where: str, error: BaseException) -> LockBackendErro
     return LockBackendError(alias, f"{where} cannot be reached: {first_line(error)}")
 
 
-def listening(bells: Sequence[str], seconds: float) -> Command:
-    """Return the command that waits on the server for up to *seconds* until one of the lists *bells* has something."""
-    return ("BLPOP", *bells, f"{max(seconds, 0.001):.3f}")
-
-
-def heard(alias: str, where: str, answer: Any) -> str | None:
-    """Return which list had something, or None.
-
-    LockBackendError if it may not be listened to; not if the server has just become a replica.
-    """
-    if isinstance(answer, ResponseError) and not str(answer).startswith("UNBLOCKED"):
-        raise LockBackendError(alias, f"{where} refused BLPOP: {answer}") from answer
-    return answer[0].decode() if isinstance(answer, (list, tuple)) else None
-
-
-class _Answers:
-    """What has arrived on a connection of the driver's, and is not read yet."""
+class _Conversing:
+    """A connection that the driver made and greeted, and what has arrived on it."""
 
     def __init__(self, driver: Any, born: int) -> None:
         self.driver = driver
-        #: How often all had been closed before it was made.
+        #: How often all had been closed before it was made, and when it was used last.
         self.born = born
         self.used_at = 0.0
-        self._error = driver._parser.parse_error  # noqa: SLF001 - which error a text stands for, only it knows
+        #: Whether all that was asked has been answered.
+        self.is_whole = True
+        self._error = driver._parser.parse_error  # noqa: SLF001 - only the driver knows which error a text stands for
         self._knows_master = hasattr(driver, "connection_pool")
         self._data = b""
 
     def _read(self, data: bytes, answers: list[Any], count: int) -> bool:
         """Take in *data*, add to *answers* those that are all here, and return whether all *count* of them are."""
         if not data:
-            raise RedisConnectionError(_CLOSED)
+            msg = "Connection closed by server."
+            raise RedisConnectionError(msg)
         data, at = self._data + data, 0
         try:
             while len(answers) < count:
@@ -173,17 +160,17 @@ class _Answers:
                     msg = "the master of before is a replica now"
                     raise RedisConnectionError(msg) from answer
                 answers.append(answer)
+            self.is_whole = True
         except IndexError:
-            self._data = data[at:]
-            return False
+            pass
         self._data = data[at:]
-        return True
+        return self.is_whole
 
 
 # For threads.
 
 
-class Connection(_Answers):
+class Connection(_Conversing):
     """A connection, for one thread at a time."""
 
     def __init__(self, driver: Any, born: int) -> None:
@@ -196,28 +183,27 @@ class Connection(_Answers):
             poll.register(self._socket, select.POLLIN)
             self._has_news = poll.poll
 
-    @property
     def is_fit(self) -> bool:
-        """Whether it can be used: nothing has arrived that nobody asked for, nor has the other end closed it."""
+        """Return whether nothing has arrived that nobody asked for, nor has the other end closed it."""
         try:
             return not self._has_news(0)
         except BROKEN:
             return False
 
-    def exchange(self, commands: Sequence[Command]) -> list[Any]:
-        """Send *commands* in one go, and return their answers."""
+    def exchange(self, commands: Sequence[Command], within: float | None = None) -> list[Any]:
+        """Send *commands* in one go, and return their answers; an error answered is an answer.
+
+        *within*: seconds that each part of them may take, if not as long as usual.
+        """
+        self.is_whole, answers = False, list[Any]()
+        usual = self._socket.gettimeout()
+        if within is not None:
+            self._socket.settimeout(within)
         self._socket.sendall(packed(commands))
-        answers: list[Any] = []
         while not self._read(self._socket.recv(_CHUNK), answers, len(commands)):
             pass
-        return answers
-
-    def exchange_within(self, seconds: float, commands: Sequence[Command]) -> list[Any]:
-        """exchange(), with a time limit of its own for each part of the answers."""
-        usual = self._socket.gettimeout()
-        self._socket.settimeout(seconds)
-        answers = self.exchange(commands)
-        self._socket.settimeout(usual)
+        if within is not None:
+            self._socket.settimeout(usual)
         return answers
 
 
@@ -235,16 +221,12 @@ class PoolLink:
         weakref.finalize(self, _close_all, self._idle, self._pool).atexit = False
 
     def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
-        """Send what it yields, each in one go and once, and return its result.
-
-        *within*: seconds in which an answer must come; by default those of the source.
-        """
+        """Send what it yields, each in one go and once, and return its result. *within*: see Connection.exchange()."""
         connection = self._taken()
+        exchange = connection.exchange
         try:
-            send = connection.exchange
             answer = run(
-                conversation,
-                send if within is None else partial(connection.exchange_within, within),
+                conversation, exchange if within is None else partial(exchange, within=within)
             )
         except BaseException as error:
             # What was asked may still be answered: to nobody.
@@ -252,6 +234,9 @@ class PoolLink:
             if isinstance(error, BROKEN):
                 raise problem(self._alias, self._where, error) from error
             raise
+        if not connection.is_whole:
+            connection.driver.disconnect()
+            return answer
         connection.used_at = now = clock.wait_time()
         self._idle.append(connection)
         if connection.born != self._closings:
@@ -259,22 +244,6 @@ class PoolLink:
         elif len(self._idle) > 1:
             self._close_unneeded(now - IDLE)
         return answer
-
-    def hear(self, bells: Sequence[str], seconds: float) -> str | None:
-        """Wait for up to *seconds* until something is pushed to one of the lists *bells*, and return which.
-
-        LockOutcomeUnknown if the connection breaks.
-        """
-        # The server, which looks ten times a second, may be a bit late, unless what is waited for is a
-        # deadline; the connection is then given up.
-        within = seconds + 0.3 if seconds >= LISTEN else max(seconds, 0.001)
-        try:
-            answer = self.converse(ask(listening(bells, seconds)), within)
-        except LockOutcomeUnknown as error:
-            if isinstance(error.__cause__, TimeoutError):
-                return None
-            raise
-        return heard(self._alias, self._where, answer)
 
     def keys(self, pattern: str) -> Iterator[str]:
         """Go over the keys that match."""
@@ -298,16 +267,12 @@ class PoolLink:
         _close_all(self._idle, self._pool)
 
     def _taken(self) -> Connection:
-        while True:
-            try:
+        while self._idle:
+            with suppress(IndexError):
                 connection = self._idle.pop()
-            except IndexError:
-                return self._made()
-            if connection.is_fit:
-                return connection
-            connection.driver.disconnect()
-
-    def _made(self) -> Connection:
+                if connection.is_fit():
+                    return connection
+                connection.driver.disconnect()
         born = self._closings
         driver = self._pool.connection_class(**self._pool.connection_kwargs)
         try:
@@ -340,20 +305,20 @@ def _close_all(idle: deque[Connection], pool: Any = None) -> None:
 # For asyncio: connections belong to an event loop, and end with it.
 
 
-class AsyncConnection(_Answers):
+class AsyncConnection(_Conversing):
     """A connection, for one task at a time. The time limits are ours: the driver's may swallow a cancellation (Python 3.11)."""
 
-    @property
     def is_fit(self) -> bool:
-        """See Connection.is_fit."""
+        """See Connection.is_fit()."""
         reader = self.driver._reader  # noqa: SLF001 - as for threads
         return not (reader.at_eof() or reader._buffer)  # noqa: SLF001 - what nobody asked for
 
-    async def exchange(self, within: float, commands: Sequence[Command]) -> list[Any]:
-        """Send *commands* in one go, and return their answers, all of them *within* so many seconds."""
-        reader, answers = self.driver._reader, list[Any]()  # noqa: SLF001 - as for threads
+    async def exchange(self, commands: Sequence[Command], *, within: float) -> list[Any]:
+        """See Connection.exchange(); all of it takes so many seconds at most."""
+        self.is_whole, answers = False, list[Any]()
+        reader, writer = self.driver._reader, self.driver._writer  # noqa: SLF001 - as for threads
         async with timeout(within):
-            self.driver._writer.write(packed(commands))  # noqa: SLF001 - as for threads
+            writer.write(packed(commands))
             while not self._read(await reader.read(_CHUNK), answers, len(commands)):
                 pass
         return answers
@@ -372,16 +337,17 @@ class AsyncPoolLink:
     async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
         """See PoolLink.converse()."""
         connection = await self._taken()
+        limit = self._source.io_timeout if within is None else within
         try:
-            send = partial(
-                connection.exchange, self._source.io_timeout if within is None else within
-            )
-            answer = await arun(conversation, send)
+            answer = await arun(conversation, partial(connection.exchange, within=limit))
         except BaseException as error:
             await connection.driver.disconnect(nowait=True)
             if isinstance(error, BROKEN):
                 raise problem(self._alias, self._source.where, error) from error
             raise
+        if not connection.is_whole:
+            await connection.driver.disconnect(nowait=True)
+            return answer
         connection.used_at = now = clock.wait_time()
         self._idle.append(connection)
         if connection.born != self._closings:
@@ -389,17 +355,6 @@ class AsyncPoolLink:
         elif self._idle[0].used_at < now - IDLE:
             await self._idle.popleft().driver.disconnect(nowait=True)
         return answer
-
-    async def hear(self, bells: Sequence[str], seconds: float) -> str | None:
-        """See PoolLink.hear()."""
-        within = seconds + 0.3 if seconds >= LISTEN else max(seconds, 0.001)
-        try:
-            answer = await self.converse(ask(listening(bells, seconds)), within)
-        except LockOutcomeUnknown as error:
-            if isinstance(error.__cause__, TimeoutError):
-                return None
-            raise
-        return heard(self._alias, self._source.where, answer)
 
     async def aclose(self) -> None:
         """See PoolLink.close()."""
@@ -411,7 +366,7 @@ class AsyncPoolLink:
 
     async def _taken(self) -> AsyncConnection:
         while self._idle:
-            if (connection := self._idle.pop()).is_fit:
+            if (connection := self._idle.pop()).is_fit():
                 return connection
             await connection.driver.disconnect(nowait=True)
         born = self._closings
@@ -427,14 +382,11 @@ class AsyncPoolLink:
         return AsyncConnection(driver, born)
 
 
-class Closable(Protocol):
-    """What an event loop can have one of."""
-
-    async def aclose(self) -> None:
-        """Let go of what it holds."""
+class _Closable(Protocol):
+    async def aclose(self) -> None: ...
 
 
-_C = TypeVar("_C", bound=Closable)
+_C = TypeVar("_C", bound=_Closable)
 
 
 class PerLoop(Generic[_C]):
@@ -490,17 +442,17 @@ class _AsyncMaster(AsyncMaster):
 def _sync_pool(source: Source) -> Any:
     if not source.sentinels:
         return ConnectionPool(**source.connection)
-    settings: Any = source.sentinel_settings
-    sentinel: Any = Sentinel(source.sentinels, sentinel_kwargs=settings)  # type: ignore[no-untyped-call] # as above
-    return SentinelConnectionPool(source.service, sentinel, **source.connection)  # type: ignore[no-untyped-call] # as above
+    settings: Any = source.sentinel_settings(Retry)
+    sentinel: Any = Sentinel(source.sentinels, sentinel_kwargs=settings)  # type: ignore[no-untyped-call] # as said
+    return SentinelConnectionPool(source.service, sentinel, **source.connection)  # type: ignore[no-untyped-call] # as said
 
 
 def _async_pool(source: Source) -> Any:
     if not source.sentinels:
         return AsyncConnectionPool(**source.async_connection)
-    settings: Any = source.async_sentinel_settings
-    sentinel: Any = AsyncSentinel(source.sentinels, sentinel_kwargs=settings)  # type: ignore[no-untyped-call] # as above
-    return _AsyncMaster(source.service, sentinel, **source.async_connection)  # type: ignore[no-untyped-call] # as above
+    settings: Any = source.sentinel_settings(AsyncRetry)
+    sentinel: Any = AsyncSentinel(source.sentinels, sentinel_kwargs=settings)  # type: ignore[no-untyped-call] # as said
+    return _AsyncMaster(source.service, sentinel, **source.async_connection)  # type: ignore[no-untyped-call] # as said
 
 
 def _sentinels(pool: Any) -> Sequence[Any]:

@@ -76,7 +76,7 @@ end
 """
 
 # What only locks need that somebody holds or waits for.
-_MORE = f"""
+_MORE = """
 local function expire()
   for _, owner in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', text(now))) do
     local _, _, _, lock_delay = described(owner)
@@ -136,7 +136,7 @@ local function busy()
   local last = redis.call('ZREVRANGE', holders, 0, 0, 'WITHSCORES')
   local holder, ends = '', math.max(number(last[2]), number(redis.call('HGET', record, 'available')))
   if last[1] then holder = select(5, described(last[1])) end
-  return {{0, holder, ends > now and ends - now or -1}}
+  return {0, holder, ends > now and ends - now or -1}
 end
 """
 

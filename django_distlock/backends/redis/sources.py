@@ -23,6 +23,8 @@ from django_distlock.conf import seconds
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    AnyRetry = Retry | AsyncRetry
+
 #: What a cache may set for itself and locks decide on their own: how long to wait, how often to ask.
 _OURS = frozenset(
     {
@@ -73,67 +75,47 @@ class Source:
     @property
     def connection(self) -> dict[str, Any]:
         """The arguments of a connection pool."""
-        known = {**self._usable(_read_url(self.url)), **self.settings, **self._limits}
-        if self.sentinels and known.get("connection_class") is SSLConnection:
-            known["connection_class"] = SentinelManagedSSLConnection
-        return self._without_place(known)
+        tls = SSLConnection, SentinelManagedSSLConnection
+        return self._of_pool(_read_url(self.url), self._limits(Retry), tls)
 
     @property
     def async_connection(self) -> dict[str, Any]:
         """See connection."""
-        known = {
-            **self._usable(dict(parse_async_url(self.url))),
-            **self.settings,
-            **self._async_limits,
-            # A crowd of tasks that connect at once keeps its event loop busy for longer than a connect may take.
-            "socket_connect_timeout": None,
-        }
-        if self.sentinels and known.get("connection_class") is AsyncSSLConnection:
-            known["connection_class"] = AsyncMasterSSLConnection
-        return self._without_place(known)
+        tls = AsyncSSLConnection, AsyncMasterSSLConnection
+        # A crowd of tasks that connect at once keeps its event loop busy for longer than a connect may take.
+        limits = {**self._limits(AsyncRetry), "socket_connect_timeout": None}
+        return self._of_pool(dict(parse_async_url(self.url)), limits, tls)
 
-    @property
-    def cluster_settings(self) -> dict[str, Any]:
-        """The arguments of a cluster's client, but the URL."""
-        return {**self.settings, **self._limits, "retry": Retry(NoBackoff(), 0)}
+    def cluster_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
+        """Return the arguments of a cluster's client, but the URL."""
+        return {**self.settings, **self._limits(retry)}
 
-    @property
-    def async_cluster_settings(self) -> dict[str, Any]:
-        """See cluster_settings."""
-        return {**self.settings, **self._async_limits, "retry": AsyncRetry(NoBackoff(), 0)}
+    def sentinel_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
+        """Return the arguments of a Sentinel's connections."""
+        return {**self.sentinel_kwargs, **self._limits(retry)}
 
-    @property
-    def sentinel_settings(self) -> dict[str, Any]:
-        """The arguments of a Sentinel's connections."""
-        return {**self.sentinel_kwargs, **self._limits, "retry": Retry(NoBackoff(), 0)}
-
-    @property
-    def async_sentinel_settings(self) -> dict[str, Any]:
-        """See sentinel_settings."""
-        return {**self.sentinel_kwargs, **self._async_limits, "retry": AsyncRetry(NoBackoff(), 0)}
-
-    @property
-    def _limits(self) -> dict[str, Any]:
-        # Version 2 of the protocol: one greeting less for each connection.
-        limits = {"socket_connect_timeout": self.connect_timeout, "socket_timeout": self.io_timeout}
-        # Each waiter listens on a connection of its own; the driver stops at a hundred.
-        return {**limits, "protocol": 2, "max_connections": MOST_CONNECTIONS}
-
-    @property
-    def _async_limits(self) -> dict[str, Any]:
-        # Whoever uses them sets the limits: see links.
-        return {**self._limits, "socket_timeout": None}
-
-    def _without_place(self, known: dict[str, Any]) -> dict[str, Any]:
+    def _limits(self, retry: type[AnyRetry]) -> dict[str, Any]:
         return {
-            key: value
-            for key, value in known.items()
-            if not (self.sentinels and key in {"host", "port"})
+            "socket_connect_timeout": self.connect_timeout,
+            # For asyncio, whoever uses a connection sets the limits.
+            "socket_timeout": None if retry is AsyncRetry else self.io_timeout,
+            "retry": retry(NoBackoff(), 0),
+            "protocol": 2,  # one greeting less for each connection
+            "max_connections": MOST_CONNECTIONS,
         }
 
-    @staticmethod
-    def _usable(parsed: dict[str, Any]) -> dict[str, Any]:
-        return {k: v for k, v in parsed.items() if k not in _OURS or k == "connection_class"}
+    def _of_pool(
+        self, url: dict[str, Any], limits: dict[str, Any], tls: tuple[Any, Any]
+    ) -> dict[str, Any]:
+        usable = {k: v for k, v in url.items() if k not in _OURS or k == "connection_class"}
+        known = {**usable, **self.settings, **limits}
+        if self.sentinels:
+            if known.get("connection_class") is tls[0]:
+                known["connection_class"] = tls[1]
+            # Sentinels tell the place.
+            known.pop("host", None)
+            known.pop("port", None)
+        return known
 
 
 def source_of_cache(
@@ -204,20 +186,18 @@ class RedisSettings:
                 raise TypeError(msg)
         for name in ("connect_timeout", "io_timeout"):
             seconds(getattr(self, name), f"{name!r}")
-        self._check_replicas()
+        replicas = self.wait_replicas
+        if isinstance(replicas, bool) or not isinstance(replicas, int):
+            msg = f"'wait_replicas' must be a whole number, not {replicas!r}."
+            raise TypeError(msg)
+        if replicas < 0:
+            msg = f"'wait_replicas' must be 0 or more, not {replicas!r}."
+            raise ValueError(msg)
+        if replicas and self.cluster:
+            msg = "'wait_replicas' cannot be used with a cluster."
+            raise ValueError(msg)
         if self.cluster and not self.scripting:
             msg = "'scripting' cannot be False with a cluster."
-            raise ValueError(msg)
-
-    def _check_replicas(self) -> None:
-        if isinstance(self.wait_replicas, bool) or not isinstance(self.wait_replicas, int):
-            msg = f"'wait_replicas' must be a whole number, not {self.wait_replicas!r}."
-            raise TypeError(msg)
-        if self.wait_replicas < 0:
-            msg = f"'wait_replicas' must be 0 or more, not {self.wait_replicas!r}."
-            raise ValueError(msg)
-        if self.wait_replicas and self.cluster:
-            msg = "'wait_replicas' cannot be used with a cluster."
             raise ValueError(msg)
 
 

@@ -155,6 +155,17 @@ class Verbs:
         """Give up its place in the queue."""
         yield from self._answers(self._call(LEAVE, request))
 
+    def listen(self, bells: Sequence[str], seconds: float) -> Conversation[str | None]:
+        """Wait on the server for up to *seconds* until one of the lists *bells* has something, and return which."""
+        try:
+            (answer,) = yield (("BLPOP", *bells, f"{max(seconds, 0.001):.3f}"),)
+        except TimeoutError:  # in our own patience; the connection is given up
+            return None
+        # Not if the server has just become a replica.
+        if isinstance(answer, ResponseError) and not str(answer).startswith("UNBLOCKED"):
+            raise LockBackendError(self._alias, f"Redis refused BLPOP: {answer}") from answer
+        return answer[0].decode() if isinstance(answer, (list, tuple)) else None
+
     def _call(self, script: Script, request: Request, *args: Any) -> Call:
         keys = self._space.of(request.key)
         return Call(script, keys.all, (keys.bells, request.owner, *args))
