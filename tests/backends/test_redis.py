@@ -16,7 +16,7 @@ import redis as driver
 from django.core.cache import caches
 
 from django_distlock import LockBackendError, LockNotOwned, lock, locks
-from django_distlock.backends.redis import RedisBackend
+from django_distlock.backends.redis import RedisBackend, connections
 from django_distlock.backends.redis.scripts import KeySpace
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.holder import Holder
@@ -692,6 +692,43 @@ def test_closing_lets_connections_go_and_they_come_back(
         eventually(lambda: not opened & clients())
         with lock(name):
             assert len(clients() - before - opened) == 1
+
+
+def test_threads_that_come_one_after_the_other_share_a_connection(
+    own: Redis, configure: Configure, name: str
+) -> None:
+    before = connections_to([own])
+    configure(own)
+    for _ in range(5):
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(lambda: take_and_give_back(name)).result()
+
+    assert len(connections_to([own]) - before) == 1
+
+
+def test_connections_that_a_crowd_needed_are_closed_once_nobody_needs_them(
+    own: Redis, configure: Configure, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = connections_to([own])
+    backend = configure(own)
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(8):  # each of them listens for a while, all at once
+            verb = backend._verbs.listen([f"{name}:{number}"], 0.5)
+            threads.submit(backend._link.converse, verb, 5.0)
+    crowd = connections_to([own]) - before
+    assert len(crowd) == 8
+
+    take_and_give_back(name)
+    assert connections_to([own]) - before == crowd
+    monkeypatch.setattr(connections, "IDLE", 0.0)
+    take_and_give_back(name)
+
+    assert len(connections_to([own]) - before) == 1
+
+
+def take_and_give_back(name: str) -> None:
+    with lock(name, reentrant=False):
+        pass
 
 
 @pytest.fixture(params=["one", "sentinel", "cluster"])
