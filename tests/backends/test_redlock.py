@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +22,15 @@ import pytest
 from django.core.checks import Error, Warning as CheckWarning
 
 from django_distlock import InvalidLockBackend, LockBackendError, LockLost, lock, locks
-from django_distlock.backends.redis.scripts import Call, Script
-from django_distlock.backends.redlock import RedlockBackend, scripts
-from django_distlock.backends.redlock.nodes import DEBT, NOTHING, Line, Node
-from django_distlock.backends.redlock.task_lines import TaskLine
-from django_distlock.backends.redlock.validity import validity
+from django_distlock.backends.redis.connections import packed
+from django_distlock.backends.redlock import (
+    RedlockBackend,
+    backend as redlock_backend,
+    scripts,
+    servers as redlock_servers,
+)
+from django_distlock.backends.redlock.servers import DEBT, Servers
+from django_distlock.backends.redlock.votes import Count, Question, validity
 from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
 from django_distlock.engine.bells import ThreadBell
@@ -80,8 +85,7 @@ def make(servers: list[Redis]) -> Iterator[Make]:
     made: list[RedlockBackend] = []
 
     def make(urls: list[str] | None = None, *, ttl: float = 30.0, **options: Any) -> RedlockBackend:
-        named = {"servers": urls or [_url(each) for each in servers], **HURRIED, **options}
-        made.append(RedlockBackend(BackendSettings("made", ttl=ttl, options=named)))
+        made.append(_made(urls or [_url(each) for each in servers], ttl, **options))
         return made[-1]
 
     yield make
@@ -100,6 +104,11 @@ def using(servers: list[Redis], settings: Settings) -> Iterator[Callable[..., st
 
     yield using
     locks.close()
+
+
+def _made(urls: list[str], ttl: float = 30.0, **options: Any) -> RedlockBackend:
+    named = {"servers": urls, **HURRIED, **options}
+    return RedlockBackend(BackendSettings("made", ttl=ttl, options=named))
 
 
 def _url(server: Redis | Proxy) -> str:
@@ -130,7 +139,7 @@ def _connecting_to(proxies: list[Proxy]) -> list[str]:
     """Return the names of the threads that connect to one of these."""
     ends = tuple(f"at {proxy.host}:{proxy.port}" for proxy in proxies)
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.rpartition("_")[0].endswith(ends)]
+    return [name for name in names if name.endswith(ends)]
 
 
 def _forget(servers: list[Redis]) -> None:
@@ -380,154 +389,141 @@ def _warm_up(backend: RedlockBackend, name: str) -> None:
     def is_warm() -> bool:
         with suppress(LockBackendError):
             backend.probe(_request(backend, name, ttl=1.0))
-        return all(node._idle for node in backend._nodes._nodes)
+        return all(each._socket for each in backend._servers._connections)
 
     eventually(is_warm)
 
 
-def _call(server: Redis, script: Script, name: str, *args: object) -> Any:
+def _call(server: Redis, script: str, name: str, *args: str | int) -> Any:
     with server.client() as client:
-        return client.eval(script.text, 1, _record(name), *args)
+        return client.eval(script, 2, _record(name), f"{_record(name)}:q", *args)
 
 
 def _ask_at(server: Redis, name: str, owner: str, sent: int) -> Any:
-    return _call(server, scripts.ACQUIRE, name, owner, sent, 20_000_000, name, "{}", "0", "")
+    return _call(server, scripts.ACQUIRE, name, owner, sent, 20_000_000, name, "{}", "0", "", "")
 
 
-def _saying(word: str) -> Call:
-    return Call(Script("echo", "return ARGV[1]"), (), (word,))
+def _release_at(server: Redis, name: str, owner: str, sent: int) -> Any:
+    return _call(server, scripts.RELEASE, name, owner, sent, "")
 
 
-def _heard(line: Line) -> list[object]:
-    answer = line.hear()
-    return [] if answer is NOTHING else [answer]
+def _saying(word: str, within: float, connecting: float = 5.0) -> Question:
+    """Return a question to the first server, which answers with this *word*."""
+    return Question(
+        {0: packed([("ECHO", word)])}, lambda count: bool(count.answers), within, connecting
+    )
+
+
+def _heard(count: Count) -> object:
+    """Return what the first server answered; LookupError, which tells why, if it did not."""
+    if 0 in count.failures:
+        raise LookupError(count.failures[0])
+    return count.answers[0]
+
+
+@pytest.fixture
+def asking(make: Make) -> Servers:
+    """The way to the servers, with a connection to the first one."""
+    found = make()._servers
+    assert _heard(found.ask(_saying("warm", 5))) == b"warm"
+    return found
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_one(
-    servers: list[Redis], make: Make
+    servers: list[Redis], asking: Servers
 ) -> None:
-    line = Node(make().sources[0]).connect()
-    line.ask(_saying("first"))
-    line.forgo()
+    servers[0].pause()
+    with pytest.raises(LookupError, match=r"it did not answer within 0.05 s"):
+        _heard(asking.ask(_saying("first", 0.05)))
+    servers[0].resume()
 
-    line.ask(_saying("second"))
-
-    assert eventually(lambda: _heard(line)) == [b"second"]
-    line.close()
+    assert _heard(asking.ask(_saying("second", 5))) == b"second"
 
 
-def test_a_connection_that_is_given_back_after_the_close_is_closed_with_its_node(
-    servers: list[Redis], make: Make
+def test_a_connection_that_is_used_after_the_close_is_closed_with_its_backend(
+    servers: list[Redis], name: str
 ) -> None:
-    before, node = connections_to(servers), Node(make().sources[0])
-    line = node.connect()
-    node.close()
-    node.give_back(line)
+    before = connections_to(servers)
+    backend = _made([_url(each) for each in servers])
+    _take(backend, name)
+    backend.close()
+    eventually(lambda: not connections_to(servers) - before)
+    _take(backend, f"{name}:again")
     assert connections_to(servers) - before
 
-    del node
+    del backend
     gc.collect()
 
-    assert not connections_to(servers) - before
+    eventually(lambda: not connections_to(servers) - before)
 
 
-async def test_nor_is_it_for_a_task(servers: list[Redis], make: Make) -> None:
-    line = TaskLine(make().sources[0])
-    await line.open(5)
-    try:
-        servers[0].pause()
-        with pytest.raises(TimeoutError):
-            await line.ask(_saying("first"), 0.05)
-        servers[0].resume()
+async def test_nor_is_it_for_a_task(servers: list[Redis], asking: Servers) -> None:
+    servers[0].pause()
+    with pytest.raises(LookupError, match=r"it did not answer within 0.05 s"):
+        _heard(await asking.aask(_saying("first", 0.05)))
+    servers[0].resume()
 
-        assert await line.ask(_saying("second"), 5) == b"second"
-    finally:
-        await line.aclose()
+    assert _heard(await asking.aask(_saying("second", 5))) == b"second"
 
 
 async def test_a_task_cuts_no_connection_under_questions_that_others_wait_for(
-    servers: list[Redis], make: Make
+    servers: list[Redis], asking: Servers
 ) -> None:
-    line, words = TaskLine(make().sources[0]), [str(number) for number in range(2 * DEBT)]
-    await line.open(5)
-    try:
-        servers[0].pause()
-        asked = [asyncio.create_task(line.ask(_saying(word), 5)) for word in words]
-        await aeventually(lambda: len(line._waiting) == len(words))
+    words = [str(number) for number in range(2 * DEBT)]
+    servers[0].pause()
+    asked = [asyncio.create_task(asking.aask(_saying(word, 5))) for word in words]
+    await aeventually(lambda: len(asking._connections[0]._sent) == len(words))
 
-        await line.open(5)
+    late = asyncio.create_task(asking.aask(_saying("late", 5)))
+    await aeventually(lambda: len(asking._connections[0]._sent) == len(words) + 1)
 
-        servers[0].resume()
-        assert await asyncio.gather(*asked) == [word.encode() for word in words]
-    finally:
-        servers[0].resume()
-        await line.aclose()
+    servers[0].resume()
+    heard = await asyncio.gather(*asked, late)
+    assert [_heard(each) for each in heard] == [word.encode() for word in [*words, "late"]]
 
 
 async def test_a_task_asks_a_silent_server_by_a_new_connection(
-    servers: list[Redis], make: Make
+    servers: list[Redis], asking: Servers
 ) -> None:
-    line = TaskLine(make().sources[0])
-    await line.open(5)
-    try:
-        servers[0].pause()
-        questions = [line.ask(_saying("hello"), 0.05) for _ in range(DEBT + 1)]
-        lost = await asyncio.gather(*questions, return_exceptions=True)
-        assert all(isinstance(each, TimeoutError) for each in lost)
+    servers[0].pause()
+    questions = [asking.aask(_saying("hello", 0.05)) for _ in range(DEBT + 1)]
+    lost = await asyncio.gather(*questions)
+    assert {count.failures[0] for count in lost} == {"it did not answer within 0.05 s"}
 
-        with pytest.raises(TimeoutError):
-            await line.open(0.05)
+    with pytest.raises(LookupError, match=r"no connection to it within 0.05 s"):
+        _heard(await asking.aask(_saying("again", 5, connecting=0.05)))
 
-        servers[0].resume()
-        await line.open(5)
-        assert await line.ask(_saying("again"), 5) == b"again"
-    finally:
-        servers[0].resume()
-        await line.aclose()
+    servers[0].resume()
+    assert _heard(await asking.aask(_saying("again", 5))) == b"again"
 
 
 def test_a_task_gives_a_silent_server_up_while_the_tests_stop_the_clock(
-    servers: list[Redis], make: Make
+    servers: list[Redis], asking: Servers
 ) -> None:
-    source = make().sources[0]
-
     async def ask() -> None:
-        line = TaskLine(source)
-        await line.open(5)
         servers[0].pause()
-        try:
-            with pytest.raises(TimeoutError):
-                await line.ask(_saying("hello"), 0.05)
-        finally:
-            servers[0].resume()
-            await line.aclose()
+        with pytest.raises(LookupError, match=r"it did not answer within 0.05 s"):
+            _heard(await asking.aask(_saying("hello", 0.05)))
 
     with freezegun.freeze_time("2030-01-01"):
         start(lambda: asyncio.run(ask())).result(10)
 
 
 async def test_answers_find_their_questions_after_all_tasks_were_cancelled(
-    servers: list[Redis], make: Make
+    servers: list[Redis], asking: Servers
 ) -> None:
-    line = TaskLine(make().sources[0])
-    await line.open(5)
-    try:
-        servers[0].pause()
-        lost = asyncio.create_task(line.ask(_saying("lost"), 5))
-        await aeventually(lambda: line._waiting)
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for each in others:
-            each.cancel()
-        await asyncio.wait(others)
-        assert lost.cancelled()
+    servers[0].pause()
+    lost = asyncio.create_task(asking.aask(_saying("lost", 5)))
+    await aeventually(lambda: asking._connections[0]._sent)
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for each in others:
+        each.cancel()
+    await asyncio.wait(others)
+    assert lost.cancelled()
 
-        servers[0].resume()
-        await line.open(5)
-        assert await line.ask(_saying("first"), 1) == b"first"
-        assert await line.ask(_saying("second"), 1) == b"second"
-    finally:
-        servers[0].resume()
-        await line.aclose()
+    servers[0].resume()
+    assert _heard(await asking.aask(_saying("first", 1))) == b"first"
+    assert _heard(await asking.aask(_saying("second", 1))) == b"second"
 
 
 def test_a_process_at_its_limit_of_open_files_releases(make: Make, name: str) -> None:
@@ -552,7 +548,7 @@ def test_a_question_overtaken_by_its_own_release_is_refused(
 ) -> None:
     owner = "a" * 32
 
-    assert _call(servers[0], scripts.RELEASE, name, owner, 200) == 0
+    assert _release_at(servers[0], name, owner, 200) == 0
     assert _ask_at(servers[0], name, owner, 100)[0] == 0
     assert _ask_at(servers[0], name, owner, 300)[0] == 1
 
@@ -561,11 +557,11 @@ def test_a_release_overtaken_by_the_next_try_frees_nothing(servers: list[Redis],
     owner = "b" * 32
     assert _ask_at(servers[0], name, owner, 300)[0] == 1
 
-    _call(servers[0], scripts.RELEASE, name, owner, 200)
+    _release_at(servers[0], name, owner, 200)
 
     assert _voters(servers[:1], name) == 1
-    assert _call(servers[0], scripts.RELEASE, name, owner, 400) == 1
-    assert _call(servers[0], scripts.RELEASE, name, owner, 500) == 1
+    assert _release_at(servers[0], name, owner, 400) == 1
+    assert _release_at(servers[0], name, owner, 500) == 1
 
 
 def test_a_token_is_written_down_where_its_owner_holds_the_lock_and_lowers_none(
@@ -616,6 +612,163 @@ def test_an_extension_takes_a_majority_and_makes_nothing_anew(
     assert _voters(servers[:3], name) == 0
     with pytest.raises(LockLost):
         lease.release()
+
+
+# Waiters, and how they are woken.
+
+
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is not woken sleeps for so long that it is seen."""
+    monkeypatch.setattr(redlock_backend, "PAUSE", (15.0, 15.0))
+
+
+def _in_queues(servers: list[Redis], name: str) -> int:
+    """Return at how many of the servers somebody waits."""
+    found = 0
+    for server in servers:
+        with server.client() as client:
+            found += client.exists(f"{_record(name)}:q")
+    return found
+
+
+def _wait_for(using: str, name: str, timeout: float = 30.0) -> float:
+    """Return when the lock was to be had."""
+    with lock(name, using=using, timeout=timeout):
+        return time.monotonic()
+
+
+def _woken_after(servers: list[Redis], using: str, name: str, other: RedlockBackend) -> float:
+    """Have somebody wait for what *other* holds; return the seconds from its release to the grant."""
+    held = _take(other, name)
+    _all_voted(servers, name)
+    waiter = start(lambda: _wait_for(using, name))
+    eventually(lambda: _in_queues(servers, name) == len(servers), what="it stands in the queues")
+    time.sleep(0.2)  # by now it sleeps
+    released = time.monotonic()
+    assert other.release(held) is Release.RELEASED
+    return waiter.result(20) - released
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_a_release_wakes_a_waiter(
+    servers: list[Redis], using: Callable[..., str], make: Make, name: str
+) -> None:
+    alias, other = using(**PATIENT), make(**PATIENT)
+
+    delays = [_woken_after(servers, alias, name, other) for _ in range(3)]
+
+    assert statistics.median(delays) < 1
+    eventually(lambda: _in_queues(servers, name) == 0, what="nobody is left in the queues")
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_a_forced_release_wakes_a_waiter_though_a_minority_is_gone(
+    servers: list[Redis], using: Callable[..., str], make: Make, name: str
+) -> None:
+    alias, other = using(**PATIENT), make(**PATIENT)
+    servers[0].kill()
+    servers[1].kill()
+    _take(other, name)
+    waiter = start(lambda: _wait_for(alias, name))
+    eventually(lambda: _in_queues(servers[2:], name) == 3, what="it stands in the queues")
+    [held] = [each for each in other.held() if each.name == name]
+
+    assert other.force_release(held.key, held.owner_digest)
+
+    waiter.result(10)
+
+
+@pytest.mark.usefixtures("long_pauses")
+async def test_a_release_wakes_a_task(
+    servers: list[Redis], using: Callable[..., str], make: Make, name: str
+) -> None:
+    alias, other = using(**PATIENT), make(**PATIENT)
+    held = _take(other, name)
+    waiter = asyncio.create_task(lock(name, using=alias, timeout=30).aacquire())
+    await aeventually(lambda: _in_queues(servers, name) >= 3)
+
+    other.release(held)
+
+    async with asyncio.timeout(10):
+        lease = await waiter
+    assert lease
+    await lease.arelease()
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_waiters_whose_process_is_gone_are_passed_over(
+    servers: list[Redis], using: Callable[..., str], make: Make, name: str
+) -> None:
+    for server in servers:
+        with server.client() as client:
+            gone = {f"distlock-bells:gone {number}": number for number in range(3)}
+            client.zadd(f"{_record(name)}:q", gone)
+    alias, other = using(**PATIENT), make(**PATIENT)
+
+    assert _woken_after(servers, alias, name, other) < 5
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_a_waiter_that_gives_up_leaves_the_queues_and_wakes_the_next_one(
+    servers: list[Redis], using: Callable[..., str], make: Make, name: str
+) -> None:
+    alias, first = using(**PATIENT), make(**PATIENT)
+    held = _take(first, name)
+    _all_voted(servers, name)
+    rung = ThreadBell()
+    gives_up = _request(first, name)
+    first.enqueue(gives_up, rung)
+    assert isinstance(first.try_acquire(gives_up, queued=True), Busy)
+    waiter = start(lambda: _wait_for(alias, name))
+    eventually(lambda: _places(servers, name) == [2] * 5, what="both stand in the queues")
+    first.release(held)
+    assert rung.wait(10)
+
+    first.dequeue(gives_up)
+
+    waiter.result(10)
+    eventually(lambda: _in_queues(servers, name) == 0)
+
+
+def _places(servers: list[Redis], name: str) -> list[int]:
+    found = []
+    for server in servers:
+        with server.client() as client:
+            found.append(client.zcard(f"{_record(name)}:q"))
+    return found
+
+
+@pytest.mark.usefixtures("long_pauses")
+def test_a_waiter_is_woken_though_its_connections_were_cut(
+    servers: list[Redis],
+    using: Callable[..., str],
+    make: Make,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alias, other = using(**PATIENT), make(**PATIENT)
+    assert _woken_after(servers, alias, name, other) < 5
+    for server in servers:
+        with server.client() as client:
+            client.client_kill_filter(_type="pubsub")
+    monkeypatch.setattr(redlock_servers, "CHECK", 0.0)
+
+    assert _woken_after(servers, alias, name, other) < 5
+
+
+def test_where_no_messages_may_be_sent_a_waiter_asks_again(
+    servers: list[Redis], using: Callable[..., str], make: Make, name: str
+) -> None:
+    for server in servers:
+        with server.client() as client:
+            client.execute_command(
+                "ACL", "SETUSER", "mute", "reset", "on", ">hush", "~*", "+@all", "resetchannels"
+            )
+    urls = [_url(server).replace("//", "//mute:hush@") for server in servers]
+    alias, other = using(urls, **PATIENT), make(urls, **PATIENT)
+
+    assert _woken_after(servers, alias, name, other) < 5
 
 
 # Servers that restart without their data.
@@ -785,17 +938,21 @@ def _about(monitor: Monitor, name: str) -> list[str]:
 def test_threads_are_started_when_they_are_needed_and_gone_after_close(
     make: Make, name: str
 ) -> None:
+    def ours() -> list[threading.Thread]:
+        own = [each for each in threading.enumerate() if each not in before]
+        return [
+            each for each in own if each.name.startswith(("distlock-redlock", "distlock-connect"))
+        ]
+
+    before = threading.enumerate()
     backend = make(**PATIENT)
-    nodes = backend._nodes._nodes
-    assert not any(each._connectors for each in nodes)
+    assert not ours()
 
     backend.release(_take(backend, name))
-    connectors = [each._connectors for each in nodes if each._connectors]
-    ours = [thread for each in connectors for thread in each._threads]
-    assert ours
+    assert ours()
     backend.close()
 
-    eventually(lambda: not any(each.is_alive() for each in ours))
+    eventually(lambda: not ours())
 
 
 def test_servers_that_come_back_vote_again(servers: list[Redis], make: Make, name: str) -> None:

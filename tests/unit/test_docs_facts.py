@@ -30,7 +30,7 @@ from django_distlock.backends.redis import RedisCacheOptions
 from django_distlock.backends.redlock import (
     RedlockOptions,
     backend as redlock_backend,
-    validity as redlock_validity,
+    votes as redlock_votes,
 )
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
 from django_distlock.engine import local_queue, waiting
@@ -158,11 +158,11 @@ def test_options_of_redlock_are_listed_with_their_defaults() -> None:
     assert {key: ast.literal_eval(columns[0].strip("`")) for key, columns in listed.items()} == {
         option.name: option.default for option in fields(RedlockOptions)
     }
-    least, most = redlock_validity.SHORTEST, redlock_validity.LONGEST
+    least, most = redlock_votes.SHORTEST, redlock_votes.LONGEST
     assert f"{most:g}, or a twentieth of the ttl if that is less, but {least:g} at least" in prose(
         SETTINGS
     )
-    assert (redlock_validity.PART, redlock_validity.CONNECTING_PART) == (1 / 20, 1 / 4)
+    assert (redlock_votes.PART, redlock_votes.CONNECTING_PART) == (1 / 20, 1 / 4)
     shortest, longest = (1000 * pause for pause in redlock_backend.PAUSE)
     assert f"a random {shortest:g} to {longest:g} milliseconds" in prose(
         DOCS / "reference" / "backends" / "redlock.md"

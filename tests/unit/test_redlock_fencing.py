@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from django_distlock.backends.redlock.validity import fencing_token, majority
+from django_distlock.backends.redlock.votes import fencing_token, majority
 
 SERVERS = range(3)
 #: Where the counters of the servers stand at first.

@@ -6,15 +6,17 @@ import itertools
 
 import pytest
 
-from django_distlock.backends.redlock.tally import Tally
-from django_distlock.backends.redlock.validity import (
+from django_distlock.backends.redlock.votes import (
+    Count,
+    Election,
+    agreed,
     connect_timeout,
+    election,
     fencing_token,
     majority,
     server_timeout,
     validity,
 )
-from django_distlock.backends.redlock.votes import Count, Election, agreed, election
 from django_distlock.engine.clock import drift
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
@@ -95,18 +97,18 @@ def test_what_is_said_takes_a_majority_either_way(yes: int, no: int, said: bool 
 
 def _refusals(*tries: bytes) -> Count:
     holder = Holder.current().to_json().encode()
-    count = Count(frozenset(range(5)))
+    count = Count(5, frozenset(range(5)))
     for server, its_try in enumerate(tries):
         count.take(server, [0, b"owner", 5_000_000, holder, its_try])
     return count
 
 
 def test_who_is_named_by_a_majority_has_the_lock() -> None:
-    busy = Tally(5).busy(_refusals(b"one", b"one", b"one"))
+    busy = _refusals(b"one", b"one", b"one").busy()
 
     assert busy.holder == Holder.current()
     assert busy.remaining == 5.0
 
 
 def test_votes_of_several_tries_of_one_owner_make_no_majority() -> None:
-    assert Tally(5).busy(_refusals(b"one", b"one", b"two", b"two")) == Busy()
+    assert _refusals(b"one", b"one", b"two", b"two").busy() == Busy()

@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from django.core.cache import caches
 
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.backends.redis.connections import PerLoop, PoolLink
 from django_distlock.backends.redis.scripts import KeySpace
 from django_distlock.backends.redis.sources import Source, source_of_cache
-from django_distlock.backends.redis.verbs import listed
-from django_distlock.engine.waiting import Waiting
-from django_distlock.exceptions import LockBackendError
+from django_distlock.engine.steps import arun, run
+from django_distlock.engine.waiting import Place, Waiting, Way
 
 from .checks import check_guard, check_servers
-from .listing import looks, merged
-from .nodes import Node
 from .options import RedlockOptions
-from .rounds import Nodes
-from .tasks import TaskNodes
-from .validity import LONGEST, LONGEST_CONNECTING, majority
+from .servers import Servers
 from .verbs import Verbs
+from .votes import LONGEST, LONGEST_CONNECTING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     from django.core.checks import CheckMessage
 
     from django_distlock.conf import BackendSettings
+    from django_distlock.engine.bells import TaskBell, ThreadBell
     from django_distlock.engine.values import Busy, Grant, Held, Release, Request
     from django_distlock.engine.waiting import Wait
-
-    from .listing import Seen
 
 #: Seconds until a lock that is busy is asked for again: chosen at random, so that votes split no second time.
 PAUSE = (0.05, 0.2)
@@ -47,7 +40,7 @@ class _Waiting(Waiting):
     __slots__ = ()
 
     def pause(self, wait: Wait, remaining: float | None) -> float:
-        """See Waiting.pause()."""
+        """Return how long to sleep."""
         pause = random.uniform(*PAUSE)  # noqa: S311 - to differ is enough
         return wait.bounded(pause if remaining is None else min(pause, remaining))
 
@@ -59,7 +52,7 @@ class RedlockBackend(BaseLockBackend):
     supports_listing = True
     supports_detach = True
     kind = "redlock"
-    waiting = _Waiting()
+    waiting = _Waiting(way=Way.LISTEN, place=Place.ENQUEUE)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -69,10 +62,8 @@ class RedlockBackend(BaseLockBackend):
         _refuse_duplicates(self.sources)
         self._spaces = [KeySpace(_make_key(server)) for server in self.options.servers]
         self.place = tuple(source.url for source in self.sources), self._spaces[0].pattern
-        self._places = [source.where for source in self.sources]
-        self._verbs = Verbs(
-            self.alias, self._places, self._spaces, self.options, self._guarded_seconds
-        )
+        places = [source.where for source in self.sources]
+        self._verbs = Verbs(self.alias, places, self._spaces, self.options, self._guarded_seconds)
         self._open()
 
     def request(self, name: str, **wishes: Any) -> Request:
@@ -87,64 +78,61 @@ class RedlockBackend(BaseLockBackend):
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         """Ask once."""
-        return self._nodes.hold(self._verbs.acquire(request))
+        return run(self._verbs.acquire(request, self._channel(queued)), self._servers.ask)
 
     def release(self, request: Request) -> Release:
-        """Give it back, on all of them."""
-        return self._nodes.hold(self._verbs.release(request))
+        """Give it back, on all of them, and wake who is next."""
+        return run(self._verbs.release(request, self._servers.channel), self._servers.ask)
+
+    def abandon(self, request: Request) -> Release:
+        """Give it back: whoever does leaves the queue."""
+        return self.release(request)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend many at once."""
-        for request in requests:
-            self._check_ttl(request)
-        return self._nodes.hold(self._verbs.extend(requests))
+        self._check_ttl(*requests)
+        return run(self._verbs.extend(requests), self._servers.ask)
 
     def take_over(self, request: Request, former: str) -> bool:
         """Change the owner, on a majority."""
-        return self._nodes.hold(self._verbs.take_over(request, former))
+        return run(self._verbs.take_over(request, former), self._servers.ask)
 
     def probe(self, request: Request) -> Busy | None:
         """Look."""
-        return self._nodes.hold(self._verbs.probe(request))
+        return run(self._verbs.probe(request), self._servers.ask)
+
+    def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
+        """Have *bell* rung; servers learn of the waiter by its next try."""
+        self._servers.listen(request.owner, bell)
+
+    def dequeue(self, request: Request) -> None:
+        """Leave the queue, as a release does."""
+        self.release(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         """Tell the locks of this alias that a majority has."""
-        found: dict[int, list[Seen]] = {}
-        failures: dict[int, str] = {}
-        servers = range(len(self.sources))
-        with ThreadPoolExecutor(len(servers)) as threads:
-            futures = [threads.submit(partial(self._seen_by, server, key)) for server in servers]
-        for server, future in enumerate(futures):
-            try:
-                found[server] = future.result()
-            except LockBackendError as error:
-                failures[server] = error.problem
-        if len(found) < majority(len(servers)):
-            raise self._verbs.not_enough(failures)
-        return merged(found.values(), majority(len(servers)))
+        return run(self._verbs.held(key, self.keeps), self._servers.ask)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding that *owner_digest* names."""
-        return self._nodes.hold(self._verbs.force(key, owner_digest))
+        return run(self._verbs.force(key, owner_digest), self._servers.ask)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Say what is wrong with the settings; with *databases*, with the servers."""
         where = f"DISTLOCK[{self.alias!r}]"
         found = check_guard(where, self.options)
         if databases:
-            servers = list(zip(self._places, self._links, strict=True))
-            found += check_servers(where, self.options, servers)
+            found += check_servers(where, self.options, self.alias, self.sources)
         return found
 
     def close(self) -> None:
-        """Let idle connections and threads go; an event loop takes its own along when it ends."""
+        """Let connections and threads go."""
         super().close()
-        self._nodes.close()
-        for link in self._links:
-            link.close()
+        self._servers.close()
 
     def abandon_after_fork(self) -> None:
         """Forget the parent's connections, and say nothing on them."""
+        self._close_unused.detach()
         self._open()
 
     # Their twins for asyncio.
@@ -153,11 +141,11 @@ class RedlockBackend(BaseLockBackend):
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         """See try_acquire()."""
-        return await (await self._loops.get()).hold(self._verbs.acquire(request))
+        return await arun(self._verbs.acquire(request, self._channel(queued)), self._servers.aask)
 
     async def arelease(self, request: Request) -> Release:
         """See release()."""
-        return await (await self._loops.get()).hold(self._verbs.release(request))
+        return await arun(self._verbs.release(request, self._servers.channel), self._servers.aask)
 
     async def aabandon(self, request: Request) -> None:
         """See abandon()."""
@@ -165,22 +153,29 @@ class RedlockBackend(BaseLockBackend):
 
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """See extend()."""
-        for request in requests:
-            self._check_ttl(request)
-        return await (await self._loops.get()).hold(self._verbs.extend(requests))
+        self._check_ttl(*requests)
+        return await arun(self._verbs.extend(requests), self._servers.aask)
 
     async def atake_over(self, request: Request, former: str) -> bool:
         """See take_over()."""
-        return await (await self._loops.get()).hold(self._verbs.take_over(request, former))
+        return await arun(self._verbs.take_over(request, former), self._servers.aask)
 
     async def aprobe(self, request: Request) -> Busy | None:
         """See probe()."""
-        return await (await self._loops.get()).hold(self._verbs.probe(request))
+        return await arun(self._verbs.probe(request), self._servers.aask)
+
+    async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
+        """See enqueue()."""
+        self.enqueue(request, bell)
 
     def _open(self) -> None:
-        self._nodes = Nodes([Node(source) for source in self.sources])
-        self._links = [PoolLink(self.alias, source) for source in self.sources]
-        self._loops = PerLoop(partial(TaskNodes, self.sources))
+        self._servers = Servers(self.sources)
+        # A backend that nobody has any more leaves no thread behind.
+        self._close_unused = weakref.finalize(self, self._servers.close)
+        self._close_unused.atexit = False
+
+    def _channel(self, queued: bool) -> str:
+        return self._servers.channel_of_waiters() if queued else ""
 
     def _source(self, server: str) -> Source:
         options = self.options
@@ -203,26 +198,15 @@ class RedlockBackend(BaseLockBackend):
     def _guarded_seconds(self) -> float:
         return self.longest_ttl if self.options.restart_guard else 0.0
 
-    def _check_ttl(self, request: Request) -> None:
+    def _check_ttl(self, *requests: Request) -> None:
         guard = self._guarded_seconds
-        if guard and request.ttl > guard:
-            msg = (
-                f"DISTLOCK[{self.alias!r}]: a ttl of {request.ttl:g} seconds is more than {guard:g} seconds, for "
-                "which servers that restarted grant nothing: set OPTIONS 'longest_ttl'."
-            )
-            raise ValueError(msg)
-
-    def _seen_by(self, server: int, key: str | None) -> list[Seen]:
-        link, space = self._links[server], self._spaces[server]
-
-        def keys() -> Iterator[str]:
-            found = map(space.key_of, link.keys(space.pattern))
-            return (each for each in found if each and self.keeps(each))
-
-        def look(some: list[str]) -> list[Seen]:
-            return link.converse(looks({each: self._verbs.look(each, server) for each in some}))
-
-        return listed(keys() if key is None else [key], look)
+        for request in requests:
+            if guard and request.ttl > guard:
+                msg = (
+                    f"DISTLOCK[{self.alias!r}]: a ttl of {request.ttl:g} seconds is more than {guard:g} seconds, "
+                    "for which servers that restarted grant nothing: set OPTIONS 'longest_ttl'."
+                )
+                raise ValueError(msg)
 
 
 def _make_key(server: str) -> Any:

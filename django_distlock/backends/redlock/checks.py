@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.backends.redis.checks import check_server
+from django_distlock.backends.redis.connections import PoolLink, ask
 from django_distlock.exceptions import LockBackendError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from django_distlock.backends.redis.connections import Conversation, PoolLink
+    from django_distlock.backends.redis.sources import Source
 
     from .options import RedlockOptions
 
@@ -27,25 +30,25 @@ def check_guard(where: str, options: RedlockOptions) -> list[CheckMessage]:
 
 
 def check_servers(
-    where: str, options: RedlockOptions, servers: Sequence[tuple[str, PoolLink]]
+    where: str, options: RedlockOptions, alias: str, sources: Sequence[Source]
 ) -> list[CheckMessage]:
-    """Ask each server, by its name for people and the way to it."""
+    """Ask each server."""
     found: list[CheckMessage] = []
-    runs: dict[str, str] = {}
-    for place, link in servers:
-        found += check_server(f"{where}: {place}", link, allow_eviction=options.allow_eviction)
-        try:
-            found += _check_disk(f"{where}: {place}", options, link)
-            found += _check_twice(where, place, link, runs)
-        except LockBackendError:
-            continue  # which was said above
+    runs: dict[bytes, str] = {}
+    for source in sources:
+        place = f"{where}: {source.where}"
+        # That one cannot be reached is said by the first check.
+        with closing(PoolLink(alias, source)) as link, suppress(LockBackendError):
+            found += check_server(place, link, allow_eviction=options.allow_eviction)
+            found += _check_disk(place, options, link)
+            found += _check_twice(where, source.where, link, runs)
     return found
 
 
 def _check_disk(where: str, options: RedlockOptions, link: PoolLink) -> list[CheckMessage]:
     if not options.durable:
         return []
-    answer = link.converse(_config("append*"))
+    answer = link.converse(ask(("CONFIG", "GET", "append*")))
     hint = "Set appendonly yes and appendfsync always, or leave 'durable' out and rely on 'restart_guard'."
     if not isinstance(answer, list):
         text = f"{where}: 'durable' cannot be checked: CONFIG GET was refused."
@@ -60,27 +63,13 @@ def _check_disk(where: str, options: RedlockOptions, link: PoolLink) -> list[Che
 
 
 def _check_twice(
-    where: str, place: str, link: PoolLink, runs: dict[str, str]
+    where: str, place: str, link: PoolLink, runs: dict[bytes, str]
 ) -> list[CheckMessage]:
-    run = _run_id(link)
+    answer = link.converse(ask(("INFO", "server")))
+    found = re.search(rb"run_id:(\w+)", answer) if isinstance(answer, bytes) else None
+    run = found[1] if found else b""
     first = runs.setdefault(run, place)
     if not run or first == place:
         return []
     text = f"{where}: {first} and {place} are one and the same server."
     return [Error(text, hint="Name servers that can fail one by one.", id="distlock.E030")]
-
-
-def _run_id(link: PoolLink) -> str:
-    answer = link.converse(_info())
-    text = answer.decode() if isinstance(answer, bytes) else ""
-    return dict(line.partition(":")[::2] for line in text.splitlines()).get("run_id", "")
-
-
-def _info() -> Conversation[object]:
-    (answer,) = yield (("INFO", "server"),)
-    return answer
-
-
-def _config(pattern: str) -> Conversation[object]:
-    (answer,) = yield (("CONFIG", "GET", pattern),)
-    return answer

@@ -9,21 +9,25 @@ asking process's clock. A lock has one key, its *record*, a hash:
 - ``ended``: "owner=sent" and r (released) or v (void), for the last owners that ended: what they sent
   before that counts for nothing, however late it arrives.
 
-Scripts are sent as text each time: nobody may be left to read that one was not known (NOSCRIPT).
+and a *queue*, a sorted set: who waits, by the instant at which it was first refused. A waiter is "channel owner",
+and is woken by a message to that channel (PUBLISH). Nothing but the time that a waiter sleeps depends on it: what
+a user of Redis may not do there is left out.
+
+Scripts are sent as text each time: that costs no more than to name them, and there is no NOSCRIPT to answer.
 """
 
 from __future__ import annotations
 
-from django_distlock.backends.redis.scripts import CLOCK, RETENTION, Script
+from django_distlock.backends.redis.scripts import CLOCK, RETENTION
 
 #: How much of the last owners' ends is kept, in bytes: sixteen of them.
 ENDED = 16 * 52
 #: A *sent* that nothing comes after.
 FOR_EVER = 2**53 - 1
 
-# KEYS: record.
+# KEYS: record, queue.
 _COMMON = f"""{CLOCK}
-local record = KEYS[1]
+local record, queue = KEYS[1], KEYS[2]
 
 local function keep(ends)
   local left = math.max(0, math.ceil((ends - now) / 1000)) + {RETENTION * 1000}
@@ -56,11 +60,21 @@ local function bury(owner, sent, how)
   local all = owner .. '=' .. text(sent) .. how .. ' ' .. others
   redis.call('HSET', record, 'ended', string.sub(all, 1, {ENDED}))
 end
+
+-- Wakes who has waited longest, of those that hear it.
+local function ring()
+  repeat
+    local waiter = redis.pcall('ZPOPMIN', queue)[1]
+    if not waiter then return end
+    local channel, owner = string.match(waiter, '^(%S+) (%S+)$')
+    local heard = redis.pcall('PUBLISH', channel, owner)
+  until heard ~= 0
+end
 """
 
 # Asks for this server's vote.
 # ARGV: owner, sent, ttl (microseconds), name, holder, seconds that the server must have been up ('0': none),
-# '1' if that is not asked of a server with an append-only file.
+# '1' if that is not asked of a server with an append-only file, the channel of a waiter ('': does not wait).
 # Returns {1, token, 1 if it was agreed on}; {0, owner, microseconds left, holder, sent} if somebody has it;
 # {2, seconds} if the server started too lately.
 # The same owner again: the same token. Asked before its own release: refused, by nobody.
@@ -74,7 +88,13 @@ if left > 0 and known[2] == owner then
   extend(ttl)
   return {1, number(known[1]), known[6] == known[1] and 1 or 0}
 end
-if left > 0 then return {0, known[2], left, known[4], known[5]} end
+if left > 0 then
+  if ARGV[8] ~= '' then
+    redis.pcall('ZADD', queue, 'NX', text(now), ARGV[8] .. ' ' .. owner)
+    redis.pcall('PEXPIRE', queue, 60000)
+  end
+  return {0, known[2], left, known[4], known[5]}
+end
 
 local function is_durable()
   return ARGV[7] == '1' and string.find(redis.call('INFO', 'persistence'), 'aof_enabled:1', 1, true) ~= nil
@@ -94,7 +114,8 @@ keep(now + ttl)
 return {1, token, 0}
 """
 
-# Gives it back; whatever this owner asked for earlier is void. ARGV: owner, sent.
+# Gives it back; whatever this owner asked for earlier is void. ARGV: owner, sent, and the channel of one that
+# does not want the lock any more: it leaves the queue, and who is next is woken ('': it asks again).
 # Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
 _RELEASE = """
 local owner, sent = ARGV[1], tonumber(ARGV[2])
@@ -111,6 +132,10 @@ else
 end
 bury(owner, sent, how)
 keep(now)
+if ARGV[3] ~= '' and redis.pcall('EXISTS', queue) == 1 then
+  redis.pcall('ZREM', queue, ARGV[3] .. ' ' .. owner)
+  if answer ~= 2 then ring() end
+end
 return answer
 """
 
@@ -148,11 +173,16 @@ redis.call('HSET', record, 'token', text(token), 'agreed', ARGV[2])
 return 1
 """
 
-# Looks, and writes nothing. Returns {} or {owner, microseconds left, holder, name, token agreed on or 0}.
+# Looks, and writes nothing. KEYS: the records.
+# Returns for each {} or {owner, microseconds left, holder, name, token agreed on or 0}.
 _LOOK = """
-local known = redis.call('HMGET', record, 'owner', 'ends', 'holder', 'name', 'agreed')
-if number(known[2]) <= now then return {} end
-return {known[1], number(known[2]) - now, known[3], known[4], number(known[5])}
+local seen = {}
+for i, key in ipairs(KEYS) do
+  local known = redis.call('HMGET', key, 'owner', 'ends', 'holder', 'name', 'agreed')
+  local left = number(known[2]) - now
+  seen[i] = left > 0 and {known[1], left, known[3], known[4], number(known[5])} or {}
+end
+return seen
 """
 
 # Ends a holding for its operator: as if it had expired, and with a higher token.
@@ -163,13 +193,14 @@ redis.call('HSET', record, 'token', text(math.max(number(redis.call('HGET', reco
 forget()
 bury(ARGV[1], {FOR_EVER}, 'v')
 keep(now)
+ring()
 return 1
 """
 
-ACQUIRE = Script("acquire", _COMMON + _ACQUIRE)
-RELEASE = Script("release", _COMMON + _RELEASE)
-EXTEND = Script("extend", _COMMON + _EXTEND)
-TAKE_OVER = Script("take_over", _COMMON + _TAKE_OVER)
-RAISE = Script("raise", _COMMON + _RAISE)
-LOOK = Script("look", _COMMON + _LOOK)
-FORCE = Script("force", _COMMON + _FORCE)
+ACQUIRE = _COMMON + _ACQUIRE
+RELEASE = _COMMON + _RELEASE
+EXTEND = _COMMON + _EXTEND
+TAKE_OVER = _COMMON + _TAKE_OVER
+RAISE = _COMMON + _RAISE
+LOOK = _COMMON + _LOOK
+FORCE = _COMMON + _FORCE

@@ -1,35 +1,53 @@
-"""The verbs of a lock in a majority, as polls: what follows from what all are asked. No I/O."""
+"""The verbs of a lock in a majority: what all servers are asked, and what follows from their answers. No I/O."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from django_distlock.backends.redis.verbs import BATCH
+from django_distlock.backends.redis.connections import packed
+from django_distlock.backends.redis.verbs import BATCH, microseconds
 from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
-from django_distlock.engine.values import Busy, Grant, Release, digest
+from django_distlock.engine.naming import LONGEST_LISTED, printable
+from django_distlock.engine.steps import Steps
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
-from .answers import is_grant, is_yes
-from .failures import Failures
-from .questions import Questions
-from .tally import Tally
-from .validity import fencing_token, validity
-from .votes import Count, Election
+from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RAISE, RELEASE, TAKE_OVER
+from .votes import (
+    GUARDED,
+    NO,
+    TAKEN,
+    YES,
+    Count,
+    Election,
+    Question,
+    connect_timeout,
+    fencing_token,
+    majority,
+    server_timeout,
+    validity,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from django_distlock.backends.redis.scripts import KeySpace
-    from django_distlock.engine.values import Request
 
     from .options import RedlockOptions
-    from .votes import Poll
+
+_T = TypeVar("_T")
+#: Yields questions, and is sent the count of their answers.
+Verb = Steps[Question, _T]
+
+#: A ttl for which servers have as long for their answers as they ever have.
+UNHURRIED = 10.0
 
 
 class Verbs:
     """What one alias asks of its servers: *places* are their names for people, *spaces* their keys.
 
-    *guard*: seconds that a server must have been up before it may grant; 0 for none.
+    *guard*: seconds that a server must have been up before it may grant; 0 for none. *channel* is that
+    of a waiter: see scripts.py.
     """
 
     def __init__(
@@ -40,102 +58,289 @@ class Verbs:
         options: RedlockOptions,
         guard: float,
     ) -> None:
-        self._is_fencing = options.fencing
-        self._tally = Tally(len(places))
-        self._ask = Questions(spaces, options, guard, self._tally)
-        self._failures = Failures(alias, places)
-        self.look = self._ask.look
-        self.not_enough = self._failures.not_enough
+        self._alias = alias
+        self._places = places
+        self._spaces = spaces
+        self._options = options
+        self._guard = guard
+        self._most = majority(len(places))
+        self._everybody = range(len(places))
 
-    def acquire(self, request: Request) -> Poll[Grant | Busy]:
+    def acquire(self, request: Request, channel: str) -> Verb[Grant | Busy]:
         """See BaseLockBackend.try_acquire(). What is not won is given back at once."""
-        start, count = clock.lease_time(), (yield self._ask.for_votes(request))
-        outcome = self._tally.election(count)
-        if outcome is Election.WON and not self._is_fencing:
-            return Grant(None)
+        start = clock.lease_time()
+        calls = self._calls(
+            self._everybody,
+            ACQUIRE,
+            request.key,
+            request.owner,
+            _sent(),
+            microseconds(request.ttl),
+            printable(request.name, LONGEST_LISTED),
+            request.holder.to_json(),
+            f"{self._guard:.3f}",
+            "1" if self._options.durable else "",
+            channel,
+        )
+        votes: Count = yield self._question(calls, Count.is_elected, request.ttl)
+        outcome = votes.election()
         if outcome is Election.WON:
-            return (yield from self._fence(request, count, start))
-        yield from self._give_back(request, count.where(is_grant), count.pending | count.unsure)
+            return (yield from self._fence(request, votes, start))
+        yield from self._give_back(request, votes.where(YES), votes.pending | votes.unsure)
         if outcome is Election.UNREACHABLE:
-            self._failures.fail(count)
-        return self._tally.busy(count)
+            self._fail(votes, were_votes=True)
+        return votes.busy()
 
-    def _fence(self, request: Request, votes: Count, start: float) -> Poll[Grant | Busy]:
+    def _fence(self, request: Request, votes: Count, start: float) -> Verb[Grant | Busy]:
         """Have a majority take note of the token before anybody uses it: so no later one is lower."""
-        if (known := self._tally.agreed_token(votes)) is not None:
+        if not self._options.fencing:
+            return Grant(None)
+        if (known := votes.agreed_token()) is not None:
             return Grant(known)
-        token = fencing_token(votes.answers[server][1] for server in votes.where(is_grant))
-        voters = votes.where(is_grant) | votes.pending
-        count = yield self._ask.to_note(request, token, voters)
-        outcome = self._tally.written(count)
+        token = fencing_token(votes.answers[server][1] for server in votes.where(YES))
+        voters = votes.where(YES) | votes.pending
+        # Those who vote later than that are asked to take note of it, too.
+        calls = self._calls(voters, RAISE, request.key, request.owner, token)
+        count: Count = yield self._question(calls, _is_written, request.ttl)
+        outcome = count.written()
         if outcome is Election.WON and validity(request.ttl, clock.lease_time() - start) > 0:
             return Grant(token)
         yield from self._give_back(request, voters, ())
         if outcome is Election.UNREACHABLE:
-            self._failures.fail(count)
+            self._fail(count)
         return Busy()
 
-    def release(self, request: Request) -> Poll[Release]:
-        """See BaseLockBackend.release(); that it was lost takes a majority to say."""
-        count = yield self._ask.to_release(request)
-        if self._tally.says_released(count) is False:
-            taken = count.where(lambda answer: answer == 2)
-            return Release.TAKEN if taken else Release.GONE
+    def release(self, request: Request, channel: str) -> Verb[Release]:
+        """See BaseLockBackend.release(); that it was lost takes a majority to say. A waiter leaves the queue."""
+        calls = self._calls(self._everybody, RELEASE, request.key, request.owner, _sent(), channel)
+        count: Count = yield self._question(calls, _has_agreed, request.ttl)
+        if count.says_yes() is False:
+            return Release.TAKEN if count.where(TAKEN) else Release.GONE
         self._need_most(count)
         return Release.RELEASED
 
-    def extend(self, requests: Sequence[Request]) -> Poll[list[bool]]:
+    def extend(self, requests: Sequence[Request]) -> Verb[list[bool]]:
         """See BaseLockBackend.extend(); nothing is made anew."""
         kept: list[bool] = []
         for first in range(0, len(requests), BATCH):
             some = requests[first : first + BATCH]
-            count = yield self._ask.to_extend(some)
-            said = [self._tally.says_kept(count, place) for place in range(len(some))]
-            if None in said:
-                self._failures.fail(count)
-            kept += [bool(each) for each in said]
+            args = [arg for each in some for arg in (each.owner, microseconds(each.ttl))]
+            calls = {
+                server: _pack("EVAL", EXTEND, len(some), *self._records(server, some), *args)
+                for server in self._everybody
+            }
+            ttl = min(request.ttl for request in some)
+            count: Count = yield self._question(calls, _is_said, ttl)
+            said = count.says_kept()
+            if not said or None in said:
+                self._fail(count)
+            kept += map(bool, said)
         return kept
 
-    def take_over(self, request: Request, former: str) -> Poll[bool]:
+    def take_over(self, request: Request, former: str) -> Verb[bool]:
         """See BaseLockBackend.take_over(); what it gets of less than a majority is given back."""
-        count = yield self._ask.to_take_over(request, former)
-        said = self._tally.says_yes(count)
+        ttl, holder = microseconds(request.ttl), request.holder.to_json()
+        calls = self._calls(
+            self._everybody, TAKE_OVER, request.key, request.owner, former, ttl, holder, _sent()
+        )
+        count: Count = yield self._question(calls, _has_agreed, request.ttl)
+        said = count.says_yes()
         if said:
             return True
-        yield from self._give_back(request, count.where(is_yes), count.pending | count.unsure)
+        yield from self._give_back(request, count.where(YES), count.pending | count.unsure)
         if said is None:
-            self._failures.fail(count)
+            self._fail(count)
         return False
 
-    def probe(self, request: Request) -> Poll[Busy | None]:
+    def probe(self, request: Request) -> Verb[Busy | None]:
         """See BaseLockBackend.probe()."""
-        count = yield self._ask.who_has(request)
+        count: Count = yield self._question(self._looks(request.key), Count.is_seen, request.ttl)
         self._need_most(count)
-        owner, votes = self._tally.favourite(count)
-        # Those who say nothing may be with him.
-        if not votes or votes + len(count.failures) < self._tally.most:
+        seen = count.favourite()
+        # Those who say nothing may have seen the same.
+        if not seen or len(seen) + len(count.failures) < self._most:
             return None
-        seen = [answer for answer in count.answers.values() if answer and answer[0] == owner]
         return Busy(Holder.from_json(seen[0][2]), max(answer[1] for answer in seen) / 1e6)
 
-    def force(self, key: str, owner_digest: str) -> Poll[bool]:
+    def force(self, key: str, owner_digest: str) -> Verb[bool]:
         """End the holding that *owner_digest* names; tell whether it was there."""
-        count = yield self._ask.what_each_has(key)
-        owners = {answer[0] for answer in count.answers.values() if answer}
+        count: Count = yield self._question(self._looks(key), _never)
+        owners = {answer[0] for (answer,) in count.answers.values() if answer}
         ended = 0
         for owner in owners:
             if digest(owner.decode()) == owner_digest:
-                count = yield self._ask.to_force(key, owner)
-                ended += len(count.where(is_yes))
+                count = yield self._question(
+                    self._calls(self._everybody, FORCE, key, owner), _never
+                )
+                ended += len(count.where(YES))
         self._need_most(count)
         return ended > 0
 
+    def held(self, key: str | None, is_ours: Callable[[str], bool]) -> Verb[list[Held]]:
+        """Return the locks that a majority has: all that are ours, or the one with this *key*."""
+        failures: dict[int, str] = {}
+        if key is None:
+            keys = yield from self._keys(is_ours, failures)
+        else:
+            keys = {server: [key] for server in self._everybody}
+        seen: dict[tuple[str, str], list[list[Any]]] = {}
+        for first in range(0, max(map(len, keys.values()), default=0), BATCH):
+            some = {
+                server: each[first : first + BATCH]
+                for server, each in keys.items()
+                if len(each) > first and server not in failures
+            }
+            calls = {
+                server: _pack("EVAL", LOOK, len(each), *(self._record(server, key) for key in each))
+                for server, each in some.items()
+            }
+            if not calls:
+                break
+            count: Count = yield self._question(calls, _never)
+            failures |= count.failures
+            for server, answers in count.answers.items():
+                for its_key, answer in zip(some[server], answers, strict=True):
+                    if answer:
+                        owner = answer[0].decode(errors="backslashreplace")
+                        seen.setdefault((its_key, digest(owner)), []).append(answer)
+        if len(self._everybody) - len(failures) < self._most:
+            raise LockBackendError(self._alias, self._missing(failures), self._causes(failures))
+        return [_held(*lock, seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= self._most]
+
+    def _keys(
+        self, is_ours: Callable[[str], bool], failures: dict[int, str]
+    ) -> Verb[dict[int, list[str]]]:
+        """Return the keys of our locks that each server has."""
+        # SCAN may return a key twice.
+        keys: dict[int, dict[str, None]] = {server: {} for server in self._everybody}
+        cursors = dict.fromkeys(self._everybody, b"0")
+        while cursors:
+            calls = {
+                server: _pack("SCAN", at, "MATCH", self._spaces[server].pattern, "COUNT", 1000)
+                for server, at in cursors.items()
+            }
+            count: Count = yield self._question(calls, _never)
+            failures |= count.failures
+            cursors = {}
+            for server, (cursor, records) in count.answers.items():
+                if cursor != b"0":
+                    cursors[server] = cursor
+                texts = (record.decode(errors="backslashreplace") for record in records)
+                found = map(self._spaces[server].key_of, texts)
+                keys[server].update((each, None) for each in found if each and is_ours(each))
+        return {server: list(found) for server, found in keys.items()}
+
     def _give_back(
         self, request: Request, granted: set[int], others: Collection[int]
-    ) -> Poll[None]:
-        if granted or others:
-            yield self._ask.to_give_back(request, granted, others)
+    ) -> Verb[None]:
+        """Have *granted* give back what they have, and *others* what they may have yet; keep places in queues.
+
+        The others are told when the question reaches them at last: they are not waited for.
+        """
+        if servers := granted.union(others):
+            calls = self._calls(servers, RELEASE, request.key, request.owner, _sent(), "")
+            yield self._question(calls, lambda count: not granted & count.pending, request.ttl)
+
+    def _question(
+        self,
+        calls: dict[int, bytes],
+        is_decided: Callable[[Count], bool],
+        ttl: float = UNHURRIED,
+    ) -> Question:
+        within = server_timeout(ttl, self._options.server_timeout)
+        return Question(
+            calls, is_decided, within, connect_timeout(ttl, self._options.connect_timeout)
+        )
+
+    def _calls(
+        self, servers: Iterable[int], script: str, key: str, *args: str | bytes | int
+    ) -> dict[int, bytes]:
+        """Return what *servers* are asked. Most often all have the same keys."""
+        records = {server: self._record(server, key) for server in servers}
+        packed = {
+            record: _pack("EVAL", script, 2, record, f"{record}:q", *args)
+            for record in set(records.values())
+        }
+        return {server: packed[record] for server, record in records.items()}
+
+    def _looks(self, key: str) -> dict[int, bytes]:
+        return {
+            server: _pack("EVAL", LOOK, 1, self._record(server, key)) for server in self._everybody
+        }
+
+    def _record(self, server: int, key: str) -> str:
+        return self._spaces[server].of(key).record
+
+    def _records(self, server: int, requests: Sequence[Request]) -> list[str]:
+        return [self._record(server, request.key) for request in requests]
+
+    # Why a majority could not be had, in words.
 
     def _need_most(self, count: Count) -> None:
-        if len(count.answers) < self._tally.most:
-            self._failures.fail(count)
+        if len(count.answers) < self._most:
+            self._fail(count)
+
+    def _fail(self, count: Count, *, were_votes: bool = False) -> NoReturn:
+        """Raise LockBackendError, or LockOutcomeUnknown where a server may have done what it was asked."""
+        said = dict.fromkeys(count.answers, "it answered")
+        failures = dict(count.failures)
+        if were_votes:
+            said |= dict.fromkeys(count.where(YES), "it granted the lock, and had it back")
+            said |= dict.fromkeys(count.where(NO), "it refused: somebody has the lock")
+            for server in count.where(GUARDED):
+                left = count.answers[server][1]
+                failures[server] = f"it started lately, and grants nothing for {left} s more"
+        kind = LockOutcomeUnknown if count.unsure else LockBackendError
+        error = kind(self._alias, self._missing(failures), self._causes({**said, **failures}))
+        errors = count.errors
+        raise error from ExceptionGroup("what the servers' drivers say", errors) if errors else None
+
+    def _missing(self, failures: dict[int, str]) -> str:
+        total = len(self._places)
+        good = total - len(failures)
+        return f"{good} of {total} Redis servers can be used, {self._most} must be"
+
+    def _causes(self, causes: dict[int, str]) -> dict[str, str]:
+        nothing = "was not waited for"
+        return {place: causes.get(server, nothing) for server, place in enumerate(self._places)}
+
+
+def _pack(*words: str | bytes | int) -> bytes:
+    return packed([words])
+
+
+def _sent() -> int:
+    """Return what tells later questions of one owner from earlier ones: all are asked by one machine."""
+    return int(clock.wait_time() * 1_000_000)
+
+
+def _never(_: Count) -> bool:
+    """Wait for each of them."""
+    return False
+
+
+def _has_agreed(count: Count) -> bool:
+    """Whether a majority did what it was asked, or did not."""
+    return count.says_yes() is not None
+
+
+def _is_written(count: Count) -> bool:
+    """Whether a majority has taken note of a token, or cannot."""
+    return count.written() is not Election.OPEN
+
+
+def _is_said(count: Count) -> bool:
+    """Whether it is clear of each lock if it was extended."""
+    return len(count.answers) > 0 and None not in count.says_kept()
+
+
+def _held(key: str, owner_digest: str, answers: Sequence[list[Any]]) -> Held:
+    _, left, holder, name, _ = max(answers, key=lambda answer: answer[1])
+    return Held(
+        name=name.decode(errors="backslashreplace"),
+        key=key,
+        holder=Holder.from_json(holder),
+        remaining=left / 1e6,
+        token=max(answer[4] for answer in answers) or None,
+        owner_digest=owner_digest,
+    )

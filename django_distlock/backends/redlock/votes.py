@@ -1,18 +1,56 @@
-"""What the servers have said so far, and what follows from it; no I/O."""
+"""How many votes are enough, what the servers' answers mean together, and how long a grant is good. No I/O."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from .validity import majority
+from django_distlock.engine.clock import drift
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy
 
 if TYPE_CHECKING:
-    from django_distlock.backends.redis.scripts import Call
+    from collections.abc import Iterable
 
-_T = TypeVar("_T")
+#: Seconds that a server has for its answer: at most, and at least; and a new connection to it: at most.
+LONGEST, SHORTEST, LONGEST_CONNECTING = 0.05, 0.005, 0.25
+#: The part of a ttl that a server may take, and that getting a new connection may take.
+PART, CONNECTING_PART = 1 / 20, 1 / 4
+
+
+def majority(servers: int) -> int:
+    """Return how many of so many *servers* are more than half."""
+    return servers // 2 + 1
+
+
+def server_timeout(ttl: float, wish: float | None = None) -> float:
+    """Return the seconds that one server has for its answer: a small part of the *ttl*, unless *wish* says else."""
+    return max(SHORTEST, min(LONGEST, ttl * PART)) if wish is None else wish
+
+
+def connect_timeout(ttl: float, wish: float | None = None) -> float:
+    """Return the seconds that a new connection is waited for. See server_timeout()."""
+    return max(SHORTEST, min(LONGEST_CONNECTING, ttl * CONNECTING_PART)) if wish is None else wish
+
+
+def validity(ttl: float, elapsed: float) -> float:
+    """Return how many seconds of a grant are left to its holder, if it took *elapsed* seconds to get it.
+
+    The clock starts before the first question. The same as Holding.grant() reckons.
+    """
+    return ttl - elapsed - drift(ttl)
+
+
+def fencing_token(votes: Iterable[int]) -> int:
+    """Return the token of a grant: the highest of what those who voted for it have counted to."""
+    return max(votes)
+
+
+#: What a server answers, or what its answer begins with. See scripts.py.
+YES, NO, TAKEN, GUARDED = 1, 0, 2, 2
 
 
 class Election(enum.Enum):
@@ -24,14 +62,37 @@ class Election(enum.Enum):
     UNREACHABLE = "unreachable"
 
 
+def election(servers: int, *, granted: int, refused: int, failed: int) -> Election:
+    """Return where a vote stands: won or lost as soon as nothing can change it any more.
+
+    Busy: a majority answered, and the rest cannot make up for those who refused.
+    """
+    needed = majority(servers)
+    if granted >= needed:
+        return Election.WON
+    if servers - refused - failed >= needed:
+        return Election.OPEN
+    if granted + refused >= needed:
+        return Election.BUSY
+    return Election.UNREACHABLE if servers - failed < needed else Election.OPEN
+
+
+def agreed(servers: int, *, yes: int, no: int) -> bool | None:
+    """Return what a majority says; None while it has not."""
+    if yes >= majority(servers):
+        return True
+    return False if no >= majority(servers) else None
+
+
 @dataclass(slots=True)
 class Count:
-    """The answers to one question, by the number of the server.
+    """What those of *total* servers that were *asked* have answered to one question, by their numbers.
 
-    *failures* tells why a server gave none; *unsure* are those among them that were asked all the same.
-    *errors* are what drivers raised.
+    *failures* tells why a server gave no answer; *unsure* are those among them that were asked all the
+    same. *errors* are what drivers raised.
     """
 
+    total: int
     asked: frozenset[int]
     answers: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
@@ -60,55 +121,90 @@ class Count:
         if was_asked:
             self.unsure.add(server)
 
-    def closed(self) -> Count:
-        """Return it as it is now: answers that come later change it no more."""
-        return replace(
-            self,
-            answers=dict(self.answers),
-            failures=dict(self.failures),
-            unsure=set(self.unsure),
-            errors=list(self.errors),
-        )
+    def where(self, answer: int) -> set[int]:
+        """Return the servers that gave this *answer*, or one that begins with it. See scripts.py."""
+        return {
+            server
+            for server, each in self.answers.items()
+            if (each[0] if isinstance(each, list) else each) == answer
+        }
 
-    def where(self, is_it: Callable[[Any], bool]) -> set[int]:
-        """Return the servers whose answer *is_it*."""
-        return {server for server, answer in self.answers.items() if is_it(answer)}
+    # Who has the lock.
+
+    def election(self) -> Election:
+        """Return how the vote for us stands."""
+        granted, refused = len(self.where(YES)), len(self.where(NO))
+        failed = len(self.failures) + len(self.where(GUARDED))
+        return election(self.total, granted=granted, refused=refused, failed=failed)
+
+    def is_elected(self) -> bool:
+        """Whether it is decided who has the lock, and with which token if we have it."""
+        if self.election() is Election.OPEN:
+            return False
+        # Asked again after a lost reply: the others may know the token that was agreed on.
+        return not self.pending or self.agreed_token() != 0
+
+    def agreed_token(self) -> int | None:
+        """Return the token that a majority wrote down for this very grant; 0 if fewer did, None if nobody."""
+        grants = [self.answers[server] for server in self.where(YES)]
+        tokens = Counter(token for _, token, has_agreed in grants if has_agreed)
+        token, votes = next(iter(tokens.most_common(1)), (None, 0))
+        return token if token is None or votes >= majority(self.total) else 0
+
+    def busy(self) -> Busy:
+        """Return who has the lock, if a majority names one holder."""
+        refusals = [self.answers[server] for server in self.where(NO)]
+        # By owner and try: the votes of several tries, given at several moments, make no majority.
+        tries = Counter((owner, sent) for _, owner, _, _, sent in refusals if owner)
+        for best, votes in tries.most_common(1):
+            if votes >= majority(self.total):
+                seen = [answer for answer in refusals if (answer[1], answer[4]) == best]
+                return Busy(Holder.from_json(seen[0][3]), max(answer[2] for answer in seen) / 1e6)
+        return Busy()  # they were split: nobody has it
+
+    def favourite(self) -> list[list[Any]]:
+        """Return what was seen of the owner that most of them name, once for each who does."""
+        seen = [answer for (answer,) in self.answers.values() if answer]
+        owner, _ = next(iter(Counter(answer[0] for answer in seen).most_common(1)), (b"", 0))
+        return [answer for answer in seen if answer[0] == owner]
+
+    def is_seen(self) -> bool:
+        """Whether it is clear if somebody has the lock."""
+        votes, most = len(self.favourite()), majority(self.total)
+        may_be_held = votes + len(self.pending) + len(self.failures) >= most
+        return votes >= most or (not may_be_held and len(self.answers) >= most)
+
+    # What they did.
+
+    def written(self) -> Election:
+        """Return how far a majority has taken note of the token."""
+        # Who was not asked cannot agree.
+        refused = len(self.where(NO)) + self.total - len(self.asked)
+        granted, failed = len(self.where(YES)), len(self.failures)
+        return election(self.total, granted=granted, refused=refused, failed=failed)
+
+    def says_yes(self) -> bool | None:
+        """Whether a majority did what it was asked; None while it is open."""
+        done = len(self.where(YES))
+        return agreed(self.total, yes=done, no=len(self.answers) - done)
+
+    def says_kept(self) -> list[bool | None]:
+        """Whether each of the locks asked for is still ours; None while it is open."""
+        answers = [*self.answers.values()]
+        return [
+            agreed(self.total, yes=sum(kept), no=len(answers) - sum(kept))
+            for kept in zip(*answers, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What each server is asked, by its number; it is over when *is_decided*.
+    """What each server is asked, by its number: a packed command. It is over when *is_decided*.
 
     A server has *within* seconds for its answer, and a new connection to it *connecting* seconds before.
     """
 
-    calls: Mapping[int, Call]
+    calls: Mapping[int, bytes]
     is_decided: Callable[[Count], bool]
     within: float
     connecting: float
-
-
-#: A generator that does no I/O: it yields questions, is sent their counts, and returns a result.
-Poll = Generator[Question, Count, _T]
-
-
-def election(servers: int, *, granted: int, refused: int, failed: int) -> Election:
-    """Return where a vote stands: won or lost as soon as nothing can change it any more.
-
-    Busy: a majority answered, and the rest cannot make up for those who refused.
-    """
-    needed = majority(servers)
-    if granted >= needed:
-        return Election.WON
-    if servers - refused - failed >= needed:
-        return Election.OPEN
-    if granted + refused >= needed:
-        return Election.BUSY
-    return Election.UNREACHABLE if servers - failed < needed else Election.OPEN
-
-
-def agreed(servers: int, *, yes: int, no: int) -> bool | None:
-    """Return what a majority says; None while it has not."""
-    if yes >= majority(servers):
-        return True
-    return False if no >= majority(servers) else None
