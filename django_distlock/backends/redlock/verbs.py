@@ -82,7 +82,7 @@ class Verbs:
             "1" if self._options.durable else "",
             channel,
         )
-        votes: Count = yield self._question(calls, Count.is_elected, request.ttl)
+        votes: Count = yield self._question(calls, request.ttl, Count.is_elected)
         outcome = votes.election()
         if outcome is Election.WON:
             return (yield from self._fence(request, votes, start))
@@ -101,7 +101,7 @@ class Verbs:
         voters = votes.where(YES) | votes.pending
         # Those who vote later than that are asked to take note of it, too.
         calls = self._calls(voters, RAISE, request.key, request.owner, token)
-        count: Count = yield self._question(calls, _is_written, request.ttl)
+        count: Count = yield self._question(calls, request.ttl, _is_written)
         outcome = count.written()
         if outcome is Election.WON and validity(request.ttl, clock.lease_time() - start) > 0:
             return Grant(token)
@@ -113,7 +113,7 @@ class Verbs:
     def release(self, request: Request, channel: str) -> Verb[Release]:
         """See BaseLockBackend.release(); that it was lost takes a majority to say. A waiter leaves the queue."""
         calls = self._calls(self._everybody, RELEASE, request.key, request.owner, _sent(), channel)
-        count: Count = yield self._question(calls, _has_agreed, request.ttl)
+        count: Count = yield self._question(calls, request.ttl, _has_agreed)
         if count.says_yes() is False:
             return Release.TAKEN if count.where(TAKEN) else Release.GONE
         self._need_most(count)
@@ -130,7 +130,7 @@ class Verbs:
                 for server in self._everybody
             }
             ttl = min(request.ttl for request in some)
-            count: Count = yield self._question(calls, _is_said, ttl)
+            count: Count = yield self._question(calls, ttl, _is_said)
             said = count.says_kept()
             if not said or None in said:
                 self._fail(count)
@@ -143,7 +143,7 @@ class Verbs:
         calls = self._calls(
             self._everybody, TAKE_OVER, request.key, request.owner, former, ttl, holder, _sent()
         )
-        count: Count = yield self._question(calls, _has_agreed, request.ttl)
+        count: Count = yield self._question(calls, request.ttl, _has_agreed)
         said = count.says_yes()
         if said:
             return True
@@ -154,7 +154,7 @@ class Verbs:
 
     def probe(self, request: Request) -> Verb[Busy | None]:
         """See BaseLockBackend.probe()."""
-        count: Count = yield self._question(self._looks(request.key), Count.is_seen, request.ttl)
+        count: Count = yield self._question(self._looks(request.key), request.ttl, Count.is_seen)
         self._need_most(count)
         seen = count.favourite()
         # Those who say nothing may have seen the same.
@@ -164,52 +164,44 @@ class Verbs:
 
     def force(self, key: str, owner_digest: str) -> Verb[bool]:
         """End the holding that *owner_digest* names; tell whether it was there."""
-        count: Count = yield self._question(self._looks(key), _never)
+        count: Count = yield self._question(self._looks(key))
         owners = {answer[0] for (answer,) in count.answers.values() if answer}
         ended = 0
         for owner in owners:
             if digest(owner.decode()) == owner_digest:
-                count = yield self._question(
-                    self._calls(self._everybody, FORCE, key, owner), _never
-                )
+                calls = self._calls(self._everybody, FORCE, key, owner)
+                count = yield self._question(calls)
                 ended += len(count.where(YES))
         self._need_most(count)
         return ended > 0
 
     def held(self, key: str | None, is_ours: Callable[[str], bool]) -> Verb[list[Held]]:
         """Return the locks that a majority has: all that are ours, or the one with this *key*."""
-        failures: dict[int, str] = {}
+        lost = Count(len(self._places), frozenset())
+        keys = {server: [key or ""] for server in self._everybody}
         if key is None:
-            keys = yield from self._keys(is_ours, failures)
-        else:
-            keys = {server: [key] for server in self._everybody}
+            keys = yield from self._keys(is_ours, lost)
         seen: dict[tuple[str, str], list[list[Any]]] = {}
-        for first in range(0, max(map(len, keys.values()), default=0), BATCH):
-            some = {
-                server: each[first : first + BATCH]
-                for server, each in keys.items()
-                if len(each) > first and server not in failures
-            }
+        for first in range(0, max(map(len, keys.values())), BATCH):
+            some = {server: each[first : first + BATCH] for server, each in keys.items()}
             calls = {
                 server: _pack("EVAL", LOOK, len(each), *(self._record(server, key) for key in each))
                 for server, each in some.items()
+                if each and server not in lost.failures
             }
-            if not calls:
-                break
-            count: Count = yield self._question(calls, _never)
-            failures |= count.failures
-            for server, answers in count.answers.items():
-                for its_key, answer in zip(some[server], answers, strict=True):
-                    if answer:
-                        owner = answer[0].decode(errors="backslashreplace")
-                        seen.setdefault((its_key, digest(owner)), []).append(answer)
-        if len(self._everybody) - len(failures) < self._most:
-            raise LockBackendError(self._alias, self._missing(failures), self._causes(failures))
+            if calls:
+                count: Count = yield self._question(calls)
+                lost.lose(count)
+                for server, answers in count.answers.items():
+                    for each, answer in zip(some[server], answers, strict=True):
+                        if answer:
+                            owner = answer[0].decode(errors="backslashreplace")
+                            seen.setdefault((each, digest(owner)), []).append(answer)
+        if len(self._places) - len(lost.failures) < self._most:
+            self._fail(lost)
         return [_held(*lock, seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= self._most]
 
-    def _keys(
-        self, is_ours: Callable[[str], bool], failures: dict[int, str]
-    ) -> Verb[dict[int, list[str]]]:
+    def _keys(self, is_ours: Callable[[str], bool], lost: Count) -> Verb[dict[int, list[str]]]:
         """Return the keys of our locks that each server has."""
         # SCAN may return a key twice.
         keys: dict[int, dict[str, None]] = {server: {} for server in self._everybody}
@@ -219,15 +211,14 @@ class Verbs:
                 server: _pack("SCAN", at, "MATCH", self._spaces[server].pattern, "COUNT", 1000)
                 for server, at in cursors.items()
             }
-            count: Count = yield self._question(calls, _never)
-            failures |= count.failures
-            cursors = {}
-            for server, (cursor, records) in count.answers.items():
-                if cursor != b"0":
-                    cursors[server] = cursor
+            count: Count = yield self._question(calls)
+            lost.lose(count)
+            found = count.answers.items()
+            cursors = {server: cursor for server, (cursor, _) in found if cursor != b"0"}
+            for server, (_, records) in found:
                 texts = (record.decode(errors="backslashreplace") for record in records)
-                found = map(self._spaces[server].key_of, texts)
-                keys[server].update((each, None) for each in found if each and is_ours(each))
+                ours = filter(is_ours, filter(None, map(self._spaces[server].key_of, texts)))
+                keys[server] |= dict.fromkeys(ours)
         return {server: list(found) for server, found in keys.items()}
 
     def _give_back(
@@ -239,18 +230,18 @@ class Verbs:
         """
         if servers := granted.union(others):
             calls = self._calls(servers, RELEASE, request.key, request.owner, _sent(), "")
-            yield self._question(calls, lambda count: not granted & count.pending, request.ttl)
+            yield self._question(calls, request.ttl, lambda count: not granted & count.pending)
 
     def _question(
         self,
         calls: dict[int, bytes],
-        is_decided: Callable[[Count], bool],
         ttl: float = UNHURRIED,
+        is_decided: Callable[[Count], bool] = lambda _: False,
     ) -> Question:
+        """Return a question that is over when *is_decided*; by default each server is waited for."""
         within = server_timeout(ttl, self._options.server_timeout)
-        return Question(
-            calls, is_decided, within, connect_timeout(ttl, self._options.connect_timeout)
-        )
+        connecting = connect_timeout(ttl, self._options.connect_timeout)
+        return Question(calls, is_decided, within, connecting)
 
     def _calls(
         self, servers: Iterable[int], script: str, key: str, *args: str | bytes | int
@@ -274,8 +265,6 @@ class Verbs:
     def _records(self, server: int, requests: Sequence[Request]) -> list[str]:
         return [self._record(server, request.key) for request in requests]
 
-    # Why a majority could not be had, in words.
-
     def _need_most(self, count: Count) -> None:
         if len(count.answers) < self._most:
             self._fail(count)
@@ -290,19 +279,17 @@ class Verbs:
             for server in count.where(GUARDED):
                 left = count.answers[server][1]
                 failures[server] = f"it started lately, and grants nothing for {left} s more"
+        said |= failures
+        good, total, errors = len(self._places) - len(failures), len(self._places), count.errors
+        causes = {
+            place: said.get(server, "was not waited for")
+            for server, place in enumerate(self._places)
+        }
         kind = LockOutcomeUnknown if count.unsure else LockBackendError
-        error = kind(self._alias, self._missing(failures), self._causes({**said, **failures}))
-        errors = count.errors
-        raise error from ExceptionGroup("what the servers' drivers say", errors) if errors else None
-
-    def _missing(self, failures: dict[int, str]) -> str:
-        total = len(self._places)
-        good = total - len(failures)
-        return f"{good} of {total} Redis servers can be used, {self._most} must be"
-
-    def _causes(self, causes: dict[int, str]) -> dict[str, str]:
-        nothing = "was not waited for"
-        return {place: causes.get(server, nothing) for server, place in enumerate(self._places)}
+        problem = f"{good} of {total} Redis servers can be used, {self._most} must be"
+        raise kind(self._alias, problem, causes) from (
+            ExceptionGroup("what the servers' drivers say", errors) if errors else None
+        )
 
 
 def _pack(*words: str | bytes | int) -> bytes:
@@ -312,11 +299,6 @@ def _pack(*words: str | bytes | int) -> bytes:
 def _sent() -> int:
     """Return what tells later questions of one owner from earlier ones: all are asked by one machine."""
     return int(clock.wait_time() * 1_000_000)
-
-
-def _never(_: Count) -> bool:
-    """Wait for each of them."""
-    return False
 
 
 def _has_agreed(count: Count) -> bool:

@@ -121,6 +121,11 @@ class Count:
         if was_asked:
             self.unsure.add(server)
 
+    def lose(self, later: Count) -> None:
+        """Take note of those that did not answer a later question, which nothing depends on but knowledge."""
+        self.failures |= later.failures
+        self.errors += later.errors
+
     def where(self, answer: int) -> set[int]:
         """Return the servers that gave this *answer*, or one that begins with it. See scripts.py."""
         return {
