@@ -175,7 +175,7 @@ class RedlockBackend(BaseLockBackend):
         self._close_unused.atexit = False
 
     def _channel(self, queued: bool) -> str:
-        return self._servers.channel_of_waiters() if queued else ""
+        return self._servers.subscribed_channel() if queued else ""
 
     def _source(self, server: str) -> Source:
         options = self.options

@@ -1,4 +1,4 @@
-"""One thread that talks to all servers, for the threads and the tasks of a process alike."""
+"""One thread that talks to all servers, for the threads and the asyncio tasks of a process."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("django_distlock")
 
-#: What drivers raise when there is no connection, or not any more.
-BROKEN = (RedisError, OSError)
-#: What sockets raise instead of waiting.
+#: What a broken connection raises; ValueError: the other end is no Redis.
+BROKEN = (RedisError, OSError, ValueError)
+#: What a socket raises instead of blocking.
 NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-#: Seconds after which a connection that still owes answers is given up, and how many it may owe.
+#: A connection is closed after so many seconds without an answer, or with more than so many answers missing.
 DEBT_SECONDS, DEBT = 1.0, 64
 #: Seconds between two checks that the servers can still wake the waiters of this process.
 CHECK = 1.0
 #: Bytes that are read at once.
 CHUNK = 65536
-#: Seconds between two looks of a thread that cannot be woken.
+#: Seconds between two looks for work, where the thread cannot be woken.
 UNWOKEN = 0.005
 
 
 class Round:
-    """One question to the servers; *bell* is rung when it is over: from then on the count is not changed any more."""
+    """A question under way. *bell* is rung when it is over; its count does not change after that."""
 
     __slots__ = ("bell", "count", "is_over", "question")
 
@@ -60,17 +60,17 @@ class Round:
         self.count = Count(total, frozenset(question.calls))
         self.is_over = False
 
-    def look(self) -> None:
-        """Be over if it is decided, or nobody is left to answer."""
+    def end_if_decided(self) -> None:
+        """End it if it is decided, or if all have answered or failed."""
         try:
             self.is_over = self.question.is_decided(self.count) or not self.count.pending
-        except Exception:  # noqa: BLE001 - an answer makes no sense: whoever asks meets it as well
+        except Exception:  # noqa: BLE001 - a server answers nonsense: the caller gets this error when it counts
             self.is_over = True
         if self.is_over:
             self.bell.ring()
 
 
-class Asked:
+class Query:
     """What one server is asked in a round."""
 
     __slots__ = ("deadline", "round", "sent_at", "server")
@@ -78,7 +78,7 @@ class Asked:
     def __init__(self, its_round: Round, server: int, deadline: float) -> None:
         self.round = its_round
         self.server = server
-        #: Until when to wait for the connection, and from when it is *sent_at*, for the answer.
+        #: Of the connection; once the query is sent, of the answer.
         self.deadline = deadline
         self.sent_at = 0.0
 
@@ -86,52 +86,52 @@ class Asked:
     def is_open(self) -> bool:
         """Whether somebody waits for the answer."""
         count = self.round.count
-        is_heard = self.server in count.answers or self.server in count.failures
-        return not (self.round.is_over or is_heard)
+        is_known = self.server in count.answers or self.server in count.failures
+        return not (self.round.is_over or is_known)
 
     def answer(self, answer: Any) -> None:
-        """Take the answer in."""
+        """Count the answer."""
         if self.is_open:
             self.round.count.take(self.server, answer)
-            self.round.look()
+            self.round.end_if_decided()
 
-    def miss(self, what: str, error: Exception | None = None) -> None:
-        """Take note that there will be no answer."""
+    def fail(self, what: str, error: Exception | None = None) -> None:
+        """Count it as failed."""
         if self.is_open:
             cause = f"{what}: {first_line(error)}" if error else what
             self.round.count.miss(self.server, cause, error, was_asked=self.sent_at > 0)
-            self.round.look()
+            self.round.end_if_decided()
 
 
 class Connection:
-    """A connection to one server, used by one thread: questions are sent as they come, and answered in that order.
+    """A connection to one server. All queries are sent at once, and answered in that order.
 
-    So what is sent after a question that timed out is carried out after it, whenever that is.
+    A query is therefore carried out after those that were sent before it, even if nobody waits for them any more.
     """
 
     def __init__(self, servers: Servers, source: Source) -> None:
         self._servers = servers
         self._source = source
-        self._driver: Any = None  # redis-py's connection, which knows how to connect
+        self._driver: Any = None  # redis-py's connection
         self._socket: Any = None
         self.is_connecting = False
-        self._waiting: list[Asked] = []
-        self._sent: deque[Asked] = deque()
+        self._waiting: list[Query] = []
+        self._sent: deque[Query] = deque()
         self._unsent, self._unread = b"", b""
         self._events = selectors.EVENT_READ
         self._heard_at = 0.0
-        #: Whether waiters can be woken by it.
+        #: Whether the server sends messages for waiters on it.
         self.is_subscribed = False
 
-    def ask(self, asked: Asked) -> None:
-        """Send a question, once there is a connection."""
+    def ask(self, query: Query) -> None:
+        """Send *query*, now or when there is a connection."""
         if self._is_silent():
             self.close()
         if self._socket is not None:
-            self._send(asked)
+            self._send(query)
             return
-        self._waiting.append(asked)
-        self._servers.watch(self, asked)
+        self._waiting.append(query)
+        self._servers.watch(self, query)
         if not self.is_connecting:
             self.is_connecting = True
             try:
@@ -139,20 +139,20 @@ class Connection:
             except NoThreadError:
                 self._connect()
 
-    def give_up(self, asked: Asked, now: float) -> None:
-        """Wait no longer for the answer; but a server that answers others meanwhile is at work: it has a second."""
-        within = asked.round.question.within
-        if not asked.sent_at:
-            limit = asked.round.question.connecting
-            asked.miss(f"no connection to it within {limit:.3g} s")
-        elif self._heard_at > asked.deadline - within and now < asked.sent_at + DEBT_SECONDS:
-            asked.deadline = now + within
-            self._servers.watch(self, asked)
+    def end_overdue(self, query: Query, now: float) -> None:
+        """Stop waiting for the answer. A server that answers other queries is at work: it has a second."""
+        within = query.round.question.within
+        if not query.sent_at:
+            limit = query.round.question.connecting
+            query.fail(f"no connection to it within {limit:.3g} s")
+        elif self._heard_at > query.deadline - within and now < query.sent_at + DEBT_SECONDS:
+            query.deadline = now + within
+            self._servers.watch(self, query)
         else:
-            asked.miss(f"it did not answer within {within:.3g} s")
+            query.fail(f"it did not answer within {within:.3g} s")
 
     def close(self, error: Exception | None = None) -> None:
-        """Close it; the next question opens another one."""
+        """Close it; the next query opens another one."""
         if self._socket is None:
             return
         self._servers.selector.unregister(self._socket)
@@ -161,45 +161,54 @@ class Connection:
         self._unsent, self._unread, self.is_subscribed = b"", b"", False
         sent, self._sent = self._sent, deque()
         error = error or RedisConnectionError("the connection was lost")
-        for asked in sent:
-            asked.miss("it did not answer", error)
+        for query in sent:
+            query.fail("it did not answer", error)
+
+    def _is_silent(self) -> bool:
+        """Return whether answers are missing for too long, or too many, and nobody waits for any of them."""
+        if not self._sent:
+            return False
+        oldest = self._sent[0]
+        silent = clock.wait_time() - max(self._heard_at, oldest.sent_at)
+        is_full = len(self._sent) > DEBT and silent > oldest.round.question.within
+        return (is_full or silent > DEBT_SECONDS) and not any(each.is_open for each in self._sent)
 
     def _connect(self) -> None:
-        """In another thread: get a connection, greetings and all."""
-        # Not the pool's: that keeps all it has ever made.
+        """Connect and log in; in a thread of its own, as it takes long."""
+        # Not the pool's own connections: it keeps all that it has ever made.
         pool = ConnectionPool(**self._source.connection)
         driver: Any = pool.connection_class(**pool.connection_kwargs)
         failed: Exception | None = None
         try:
             driver.connect()
-        except Exception as error:  # noqa: BLE001 - also what gives passwords may fail
+        except Exception as error:  # noqa: BLE001 - settings may have code of users, for passwords
             driver.disconnect()
             failed = error
-        self._servers.do(partial(self._connected, driver, failed))
+        self._servers.submit(partial(self._use, driver, failed))
 
-    def _connected(self, driver: Any, failed: Exception | None) -> None:
+    def _use(self, driver: Any, failed: Exception | None) -> None:
         self.is_connecting = False
         waiting, self._waiting = self._waiting, []
         if failed is not None:
-            for asked in waiting:
-                asked.miss("it cannot be reached", failed)
+            for query in waiting:
+                query.fail("it cannot be reached", failed)
             return
         self._driver, self._socket = driver, driver._sock  # noqa: SLF001 - redis-py waits for one connection only
         self._socket.setblocking(False)
         self._events = selectors.EVENT_READ
         self._servers.selector.register(self._socket, self._events, self._be_ready)
         now = clock.wait_time()
-        for asked in waiting:
-            # Also what is decided by now: the more votes, the better.
-            if asked.deadline > now and self._socket is not None:
-                self._send(asked)
+        for query in waiting:
+            # Even if its round is over: the more servers have a lock, the better.
+            if query.deadline > now and self._socket is not None:
+                self._send(query)
 
-    def _send(self, asked: Asked) -> None:
-        now = clock.wait_time()
-        asked.sent_at, asked.deadline = now, now + asked.round.question.within
-        self._sent.append(asked)
-        self._servers.watch(self, asked)
-        self._unsent += asked.round.question.calls[asked.server]
+    def _send(self, query: Query) -> None:
+        question, now = query.round.question, clock.wait_time()
+        query.sent_at, query.deadline = now, now + question.within
+        self._sent.append(query)
+        self._servers.watch(self, query)
+        self._unsent += question.calls[query.server]
         self._go_on_sending()
 
     def _be_ready(self, events: int) -> None:
@@ -222,16 +231,16 @@ class Connection:
             self._servers.selector.modify(self._socket, events, self._be_ready)
 
     def _read(self) -> None:
+        parse_error = self._driver._parser.parse_error  # noqa: SLF001 - only redis-py knows all errors
         try:
             self._receive()
             while self._unread:
-                parse_error = self._driver._parser.parse_error  # noqa: SLF001 - only it knows all its errors
                 answer, end = parsed(self._unread, 0, parse_error)
                 self._unread = self._unread[end:]
                 self._take(answer)
         except IndexError:
-            pass  # more of it comes later
-        except (*BROKEN, ValueError) as error:
+            pass  # the rest has not arrived yet
+        except BROKEN as error:
             self.close(error)
 
     def _receive(self) -> None:
@@ -239,7 +248,7 @@ class Connection:
             while data := self._socket.recv(CHUNK):
                 self._unread += data
                 self._heard_at = clock.wait_time()
-                # What TLS has decrypted already is no news to a selector.
+                # A selector does not see what TLS has read and not returned yet.
                 if len(data) < CHUNK and not getattr(self._socket, "pending", int)():
                     return
             raise RedisConnectionError("it closed the connection")
@@ -254,72 +263,63 @@ class Connection:
                 self.is_subscribed = True
                 self._servers.note_subscription()
 
-    def _is_silent(self) -> bool:
-        """Return whether it owes answers for too long, or too many; nobody may be waiting for any of them."""
-        if not self._sent:
-            return False
-        oldest = self._sent[0]
-        silent = clock.wait_time() - max(self._heard_at, oldest.sent_at)
-        is_full = len(self._sent) > DEBT and silent > oldest.round.question.within
-        return (is_full or silent > DEBT_SECONDS) and not any(each.is_open for each in self._sent)
-
 
 class Servers:
-    """All the servers. Its thread starts with the first question and ends with close(); it alone uses connections."""
+    """All servers. The thread starts with the first question and ends with close(); only it uses connections."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._total = len(sources)
         self._connections = [Connection(self, source) for source in sources]
-        #: Messages come by connections of their own: a server must not wait for answers to send one.
-        self._listening = [Connection(self, source) for source in sources]
-        #: Servers know the waiters of this process by it.
+        #: On which messages for waiters arrive.
+        self._subscriptions = [Connection(self, source) for source in sources]
+        #: By which servers know the waiters of this process.
         self.channel = f"distlock-bells:{token_hex(8)}"
         self._bells: WeakValueDictionary[str, Bell] = WeakValueDictionary()
         self._checked_at = -CHECK
-        #: Who has it is the one thread that serves.
-        self._post = threading.Lock()
+        #: Held by the one thread that does the work.
+        self._thread = threading.Lock()
         self._jobs: deque[Callable[[], object]] = deque()
-        self._due: list[tuple[float, int, Connection, Asked]] = []
+        self._watched: list[tuple[float, int, Connection, Query]] = []
         self._numbers = itertools.count()
         self._is_asleep = self._is_closing = False
         self._waker: tuple[socket.socket, socket.socket] | None = None
 
     def ask(self, question: Question) -> Count:
-        """Return what was answered until it was decided, or everybody's time was over."""
+        """Return the answers, as soon as they decide the question, or when all have answered or failed."""
         bell = ThreadBell()
-        asked = Round(question, bell, self._total)
-        self.do(partial(self._begin, asked, self._connections))
+        begun = Round(question, bell, self._total)
+        self.submit(partial(self._begin, begun, self._connections))
         bell.wait(None)
-        return asked.count
+        return begun.count
 
     async def aask(self, question: Question) -> Count:
         """See ask()."""
         bell = TaskBell()
-        asked = Round(question, bell, self._total)
-        self.do(partial(self._begin, asked, self._connections))
+        begun = Round(question, bell, self._total)
+        self.submit(partial(self._begin, begun, self._connections))
         await bell.wait(None)
-        return asked.count
+        return begun.count
 
     def listen(self, owner: str, bell: Bell) -> None:
-        """Have *bell* rung when a server says that it is worth to ask again for *owner*."""
+        """Have *bell* rung when a server has a message for *owner*."""
         self._bells[owner] = bell
 
-    def channel_of_waiters(self) -> str:
-        """Return what servers know the waiters of this process by, and see to it that they can be woken."""
-        self.do(self._subscribe)
+    def subscribed_channel(self) -> str:
+        """Return the channel for waiters, and make sure that messages on it arrive."""
+        self.submit(self._subscribe)
         return self.channel
 
     def close(self) -> None:
-        """End the thread and close all connections, once nobody waits for an answer. They come back if need be."""
+        """Close connections and end the thread, when nobody waits for an answer; the next question starts it again."""
         self._is_closing = True
-        self._wake()
+        self._wake_thread()
 
-    def do(self, job: Callable[[], object]) -> None:
-        """Run *job* in the thread; here, if there can be no thread, as at the exit of the interpreter."""
+    def submit(self, job: Callable[[], object]) -> None:
+        """Run *job* in the thread, or here if no thread can start, as at the exit of the interpreter."""
         self._jobs.append(job)
-        if self._post.locked():
+        if self._thread.locked():
             if self._is_asleep:
-                self._wake()
+                self._wake_thread()
             return
         self._is_closing = False
         try:
@@ -328,57 +328,65 @@ class Servers:
             self._is_closing = True
             self._run()
 
-    def watch(self, connection: Connection, asked: Asked) -> None:
-        """Have *asked* given up at its deadline."""
-        heapq.heappush(self._due, (asked.deadline, next(self._numbers), connection, asked))
+    # For connections, in the thread.
+
+    def watch(self, connection: Connection, query: Query) -> None:
+        """Look at *query* again at its deadline."""
+        heapq.heappush(self._watched, (query.deadline, next(self._numbers), connection, query))
 
     def wake(self, owner: str) -> None:
-        """Wake one waiter, if it is there."""
+        """Wake one waiter, if it is still here."""
         if (bell := self._bells.get(owner)) is not None:
             bell.ring()
 
     def note_subscription(self) -> None:
-        """Wake all waiters once most servers can: what they said before was not heard."""
-        if sum(each.is_subscribed for each in self._listening) == majority(self._total):
-            for bell in self._bells.valuerefs():
-                if (its := bell()) is not None:
-                    its.ring()
+        """Wake all waiters when most servers can send messages: earlier ones did not arrive."""
+        if sum(each.is_subscribed for each in self._subscriptions) == majority(self._total):
+            for known in self._bells.valuerefs():
+                if (bell := known()) is not None:
+                    bell.ring()
 
-    def _begin(self, its_round: Round, connections: Sequence[Connection]) -> None:
-        until = clock.wait_time() + its_round.question.connecting
-        for server in its_round.question.calls:
-            connections[server].ask(Asked(its_round, server, until))
+    def _begin(self, begun: Round, connections: Sequence[Connection]) -> None:
+        until = clock.wait_time() + begun.question.connecting
+        for server in begun.question.calls:
+            connections[server].ask(Query(begun, server, until))
 
     def _subscribe(self) -> None:
-        """Have servers send messages to this process; look now and then whether they still can."""
+        """Subscribe to the channel at all servers; again now and then, as connections may break silently."""
         now = clock.wait_time()
-        if now < self._checked_at + CHECK:
-            return
-        self._checked_at = now
-        calls = dict.fromkeys(range(self._total), packed([("SUBSCRIBE", self.channel)]))
-        question = Question(calls, lambda _: False, LONGEST, LONGEST_CONNECTING)
-        self._begin(Round(question, ThreadBell(), self._total), self._listening)
+        if now >= self._checked_at + CHECK:
+            self._checked_at = now
+            calls = dict.fromkeys(range(self._total), packed([("SUBSCRIBE", self.channel)]))
+            question = Question(calls, lambda _: False, LONGEST, LONGEST_CONNECTING)
+            self._begin(Round(question, ThreadBell(), self._total), self._subscriptions)
+
+    # The thread.
 
     def _run(self) -> None:
-        # Whoever comes while another thread serves has nothing to do: that one does all jobs before it ends.
-        while self._jobs and self._post.acquire(blocking=False):
+        # Two may have been started; a job that comes while one ends is not forgotten.
+        while self._jobs and self._thread.acquire(blocking=False):
             try:
-                self._serve()
+                self._work()
             finally:
-                self._post.release()
+                self._thread.release()
 
-    def _serve(self) -> None:
+    def _work(self) -> None:
         self.selector = _selector()
-        with suppress(OSError):  # there may be no more files: then it looks often
+        with suppress(OSError):  # too many open files
             self._waker = socket.socketpair()
             self._waker[1].setblocking(False)
-            self.selector.register(self._waker[0], selectors.EVENT_READ, self._wake_up)
-        connections = [*self._connections, *self._listening]
-        while not self._is_closing or self._jobs or self._is_waited_for(connections):
+            self.selector.register(self._waker[0], selectors.EVENT_READ, self._empty_waker)
+        connections = [*self._connections, *self._subscriptions]
+        while (
+            not self._is_closing
+            or self._jobs
+            or any(each.is_connecting for each in connections)
+            or any(query.is_open for *_, query in self._watched)
+        ):
             try:
-                self._turn()
+                self._work_once()
             except Exception as error:
-                logger.exception("Redlock: what a server said was not understood")
+                logger.exception("Redlock: connections are closed after an unexpected error")
                 for connection in connections:
                     connection.close(error)
         for connection in connections:
@@ -388,45 +396,40 @@ class Servers:
         for end in waker or ():
             end.close()
 
-    def _is_waited_for(self, connections: Sequence[Connection]) -> bool:
-        is_connecting = any(each.is_connecting for each in connections)
-        return is_connecting or any(asked.is_open for *_, asked in self._due)
-
-    def _turn(self) -> None:
-        while self._due and not self._due[0][-1].is_open:
-            heapq.heappop(self._due)
+    def _work_once(self) -> None:
+        """Wait for something to do, and do it."""
+        while self._watched and not self._watched[0][-1].is_open:
+            heapq.heappop(self._watched)
         now = clock.wait_time()
-        left = self._due[0][0] - now if self._due else None
+        left = self._watched[0][0] - now if self._watched else None
         if self._waker is None:
             left = UNWOKEN if left is None else min(left, UNWOKEN)
         self._is_asleep = True
-        if self._jobs:
-            left = 0.0
-        events = self.selector.select(left)
+        events = self.selector.select(0.0 if self._jobs else left)
         self._is_asleep = False
         for key, mask in events:
             key.data(mask)
         while self._jobs:
             self._jobs.popleft()()
-        # Late by then: what has arrived since was heard, however long this thread was held up.
-        while self._due and self._due[0][0] <= now:
-            *_, connection, asked = heapq.heappop(self._due)
-            if asked.is_open and asked.deadline <= now:
-                connection.give_up(asked, now)
+        # By the time before: answers that arrived since have been read, even if this thread had to wait its turn.
+        while self._watched and self._watched[0][0] <= now:
+            *_, connection, query = heapq.heappop(self._watched)
+            if query.is_open and query.deadline <= now:
+                connection.end_overdue(query, now)
 
-    def _wake(self) -> None:
+    def _wake_thread(self) -> None:
         if (waker := self._waker) is not None:
             with suppress(OSError):
                 waker[1].send(b".")
 
-    def _wake_up(self, _: int) -> None:
+    def _empty_waker(self, _: int) -> None:
         if self._waker is not None:
             self._waker[0].recv(CHUNK)
 
 
 def _selector() -> selectors.BaseSelector:
-    """Return a selector; with those of eventlet and gevent, which take poll() away, other greenlets run meanwhile."""
+    """Return a selector that lets other greenlets run: eventlet and gevent replace poll()."""
     if selectors.DefaultSelector is getattr(selectors, "EpollSelector", None):
-        # Not that one: a forked child would share it, and it opens one more file.
+        # Not epoll: forked children would share it.
         return selectors.PollSelector()
     return selectors.DefaultSelector()
