@@ -8,7 +8,7 @@ import pytest
 from django.db import connections
 
 from django_distlock import locks
-from django_distlock.backends.database.session_backend import SessionBackend
+from django_distlock.backends.session.backend import SessionBackend
 
 KINDS = {
     "rowlock": "django_distlock.backends.rowlock.RowLockBackend",

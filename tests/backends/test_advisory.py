@@ -13,8 +13,8 @@ import pytest
 from django.db import connections
 
 from django_distlock import LockBackendError, NotSupported, lock, locks
-from django_distlock.backends.database.advisory_mysql import lock_name
-from django_distlock.backends.database.advisory_postgresql import lock_number
+from django_distlock.backends.session.mysql import lock_name
+from django_distlock.backends.session.postgresql import lock_number
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Grant, Release
 from tests.fixtures.eventually import eventually
@@ -176,16 +176,15 @@ def test_locks_of_other_applications_on_the_same_server_are_others(
 
     assert -(2**63) <= lock_number(key) < 2**63
     assert lock_number(key) != lock_number(name)
-    with backend()._own.cursor() as cursor:
-        assert len(lock_name(cursor, key)) <= 64
+    assert len(lock_name(connections[database].settings_dict["NAME"], key)) <= 64
 
 
 def test_the_lock_is_in_the_servers_own_list_while_it_is_held(database: str, name: str) -> None:
     def is_listed() -> bool:
         if database == "postgres":
             return bool(ask(database, "SELECT 1 FROM pg_locks WHERE locktype = 'advisory'"))
-        with backend("site0")._own.cursor() as cursor:
-            return ask(database, "SELECT IS_USED_LOCK(%s)", lock_name(cursor, key)) != [(None,)]
+        used = lock_name(connections[database].settings_dict["NAME"], key)
+        return ask(database, "SELECT IS_USED_LOCK(%s)", used) != [(None,)]
 
     with lock(name, using="locks") as lease:
         key = lease.request.key

@@ -17,7 +17,7 @@ from django.urls import reverse
 
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.admin import MethodLockAdmin
-from django_distlock.backends.database import transaction_taker
+from django_distlock.backends.session import transaction as transaction_taker
 from django_distlock.engine.holder import acting_for
 from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Held

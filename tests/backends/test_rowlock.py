@@ -67,27 +67,29 @@ def test_the_row_is_held_by_no_more_than_a_lock(database: str, name: str) -> Non
 
 @pytest.mark.server
 def test_begin_limits_and_lock_are_one_request(
-    postgres: PostgreSQL, settings: Settings, name: str
+    postgres: PostgreSQL, settings: Settings, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    psycopg = pytest.importorskip("psycopg")
     settings.DISTLOCK = aliases("postgres", "rowlock")
     with lock(name, using="locks"):
         pass
     statements: list[str] = []
+    execute = psycopg.Cursor.execute
 
-    def note(execute: Any, sql: str, *rest: Any) -> Any:
+    def note(cursor: Any, sql: str, *rest: Any, **more: Any) -> Any:
         statements.append(sql)
-        return execute(sql, *rest)
+        return execute(cursor, sql, *rest, **more)
 
-    for pool in (backend()._own, backend()._sessions._pool):
-        for _, connection in pool._idle:
-            connection.execute_wrappers.append(note)
+    monkeypatch.setattr(psycopg.Cursor, "execute", note)
     with lock(name, using="locks"):
         assert len(statements) == 2
-    for pool in (backend()._own, backend()._sessions._pool):
-        for _, connection in pool._idle:
-            connection.execute_wrappers.clear()
+    monkeypatch.undo()
 
-    assert ["BEGIN" in sql and "FOR UPDATE" in sql for sql in statements] == [True, False, False]
+    assert ["BEGIN" in sql and "distlock_update" in sql for sql in statements] == [
+        True,
+        False,
+        False,
+    ]
     assert statements[2] == "COMMIT"
 
 

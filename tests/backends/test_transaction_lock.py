@@ -23,7 +23,7 @@ from django_distlock import (
     locks,
     transaction_lock,
 )
-from django_distlock.backends.database import transaction_taker
+from django_distlock.backends.session import transaction as transaction_taker
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time, never
 

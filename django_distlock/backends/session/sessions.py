@@ -7,26 +7,26 @@ import threading
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
-from weakref import WeakSet
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
 
+from django_distlock.backends.database import bounds
+from django_distlock.backends.database.connections import abandon
 from django_distlock.engine.caller import current_task, thread_number
 from django_distlock.engine.forks import forks
 from django_distlock.engine.values import Request, digest
 from django_distlock.exceptions import LockBackendError
 
-from . import bounds
-from .connections import abandon
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+    from django_distlock.backends.database.connections import OwnConnections
     from django_distlock.engine.values import Grant
 
-    from .connections import OwnConnections
+    from .server import Link, SessionServer
 
 #: How many of the owners that released or were interrupted last are remembered.
 REMEMBERED = 1000
@@ -44,12 +44,13 @@ class _Process:
 
 _process = _Process()
 forks.in_child(_process.renew)
+_caller = lru_cache(maxsize=1000)(digest)
 
 
 def this_caller() -> str:
     """Return a short text for the running thread or task, different from all others anywhere."""
     task = current_task()
-    return digest(f"{_process.secret}:{thread_number()}:{0 if task is None else id(task)}")
+    return _caller(f"{_process.secret}:{thread_number()}:{0 if task is None else id(task)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,57 +61,54 @@ class SessionRequest(Request):
 
 
 class Session:
-    """One connection and the one lock that it holds or waits for."""
+    """One connection, and the one lock that it holds or waits for. Made without one; see Sessions.open()."""
 
-    def __init__(
-        self, request: Request, connection: BaseDatabaseWrapper, *, was_idle: bool
-    ) -> None:
+    connection: BaseDatabaseWrapper
+    link: Link
+
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.connection = connection
+        #: The thread or task that it is for.
+        self.caller: str = getattr(request, "caller", "")
         #: Whether its connection came from the pool, and whether the server had closed it at its end.
-        self.was_idle = was_idle
-        self.was_cut = False
+        self.was_idle = self.was_cut = False
         #: Held by whoever makes a request on the connection.
         self.mutex = threading.Lock()
         self.grant: Grant | None = None
         #: Until when the server keeps it at least, on ``clock.lease_time()``.
         self.ends = 0.0
-        #: For how many milliseconds the server bears its silence.
-        self.limit = 0
         #: Set by who ends the wait; why, if that is for people.
-        self.interrupted = threading.Event()
+        self.is_interrupted = False
         self.deadlock = ""
+        #: Whether the server makes it wait now.
+        self.is_waiting = False
         self._state = threading.Lock()
-        self._is_waiting = False
 
-    @property
-    def caller(self) -> str:
-        """The thread or task that it is for."""
-        return getattr(self.request, "caller", "")
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the server makes it wait now."""
-        return self._is_waiting
+    def execute(self, statement: str, parameters: Any = None) -> Any:
+        """Execute *statement* on the session; return the driver's cursor, with the answer."""
+        cursor = self.link.cursor
+        with self.connection.wrap_database_errors:
+            cursor.execute(statement, parameters)
+        return cursor
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Let interrupt() end what is done inside."""
         with self._state:
-            self._is_waiting = True
-            if self.interrupted.is_set():
+            self.is_waiting = True
+            if self.is_interrupted:
                 bounds.cut(self.connection)
         try:
             yield
         finally:
             with self._state:
-                self._is_waiting = False
+                self.is_waiting = False
 
     def interrupt(self) -> None:
         """Have a waiting thread return at once, by cutting its connection; no I/O that blocks."""
         with self._state:
-            self.interrupted.set()
-            if self._is_waiting:
+            self.is_interrupted = True
+            if self.is_waiting:
                 bounds.cut(self.connection)
 
     @property
@@ -129,8 +127,9 @@ class Sessions:
 
     everywhere: ClassVar[WeakSet[Sessions]] = WeakSet()
 
-    def __init__(self, pool: OwnConnections) -> None:
+    def __init__(self, pool: OwnConnections, server: SessionServer) -> None:
         self._pool = pool
+        self._server = server
         self._forget()
         self.everywhere.add(self)
 
@@ -138,24 +137,41 @@ class Sessions:
         self._mutex = threading.Lock()
         self._by_owner: dict[str, Session] = {}
         self._ended: OrderedDict[str, bool] = OrderedDict()
-        self._seen: WeakSet[BaseDatabaseWrapper] = WeakSet()
+        self._links: WeakKeyDictionary[BaseDatabaseWrapper, Link] = WeakKeyDictionary()
+        self.translated = self._pool.translated
 
     @property
     def in_use(self) -> int:
         """How many locks are held and waited for."""
         return len(self._by_owner)
 
-    def open(self, request: Request) -> Session:
-        """Return a session for *request*; LockBackendError if there is no connection for it."""
-        connection = self._borrow()
-        session = Session(request, connection, was_idle=connection in self._seen)
+    def open(self, session: Session) -> None:
+        """Give *session* its connection; LockBackendError if there is none for it. close() takes it back."""
+        try:
+            connection = self._pool.borrow()
+        except LockBackendError:
+            # Sessions that the server has ended are nobody's any more, and take places.
+            ended = [session for session in list(self._by_owner.values()) if session.is_over]
+            for each in ended:
+                self.close(each, is_sound=False)
+            if not ended:
+                raise
+            connection = self._pool.borrow()
+        while bounds.is_cut(connection):
+            self._pool.give_back(connection, is_sound=False)
+            connection = self._pool.borrow()
+        session.connection = connection
+        owner = session.request.owner
         with self._mutex:
-            self._seen.add(connection)
-            self._by_owner[request.owner] = session
+            self._by_owner[owner] = session
             # It may have been interrupted before it began; one that was released may ask again.
-            if self._ended.pop(request.owner, None) is False:
-                session.interrupted.set()
-        return session
+            if self._ended and self._ended.pop(owner, None) is False:
+                session.is_interrupted = True
+        link = self._links.get(connection)
+        session.was_idle = link is not None
+        if link is None:
+            link = self._links[connection] = self._server.begin(connection)
+        session.link = link
 
     def get(self, owner: str) -> Session | None:
         """Return the session of *owner*, whether it holds or waits."""
@@ -169,12 +185,11 @@ class Sessions:
     def close(self, session: Session, *, is_sound: bool) -> None:
         """Forget *session*; its connection is used again if it *is_sound*, else closed."""
         with self._mutex:
-            known = self._by_owner.get(session.request.owner) is session
-            if known:
-                del self._by_owner[session.request.owner]
-        if known:
-            session.was_cut = not is_sound and bounds.is_cut(session.connection)
-            self._pool.give_back(session.connection, is_sound=is_sound)
+            if self._by_owner.get(session.request.owner) is not session:
+                return
+            del self._by_owner[session.request.owner]
+        session.was_cut = not is_sound and bounds.is_cut(session.connection)
+        self._pool.give_back(session.connection, is_sound=is_sound)
 
     def note_release(self, owner: str) -> None:
         """Remember that *owner* has released."""
@@ -191,10 +206,6 @@ class Sessions:
             session.interrupt()
         elif owner not in self._ended:
             self._note(owner, is_released=False)
-
-    def translated(self) -> AbstractContextManager[None]:
-        """See OwnConnections.translated()."""
-        return self._pool.translated()
 
     @classmethod
     def holds_any(cls, caller: str) -> bool:
@@ -215,25 +226,6 @@ class Sessions:
             abandon(session.connection)
         self._pool.abandon()
         self._forget()
-
-    def _borrow(self) -> BaseDatabaseWrapper:
-        try:
-            connection = self._pool.borrow()
-        except LockBackendError:
-            # Sessions that the server has ended are nobody's any more, and take places.
-            if not self._drop_ended():
-                raise
-            connection = self._pool.borrow()
-        while bounds.is_cut(connection):
-            self._pool.give_back(connection, is_sound=False)
-            connection = self._pool.borrow()
-        return connection
-
-    def _drop_ended(self) -> bool:
-        ended = [session for session in list(self._by_owner.values()) if session.is_over]
-        for session in ended:
-            self.close(session, is_sound=False)
-        return bool(ended)
 
     def _note(self, owner: str, *, is_released: bool) -> None:
         with self._mutex:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from django_distlock.backends.database.engine import COUNTER, LOCK
+from django_distlock.backends.database.portable import short_transaction
+from django_distlock.backends.database.records import raise_counter
 from django_distlock.engine.naming import shown
 from django_distlock.engine.values import digest
 
-from .engine import COUNTER, LOCK
 from .occupants import READER, Counted, Occupant, reader_key
-from .portable import short_transaction
-from .records import raise_counter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from django_distlock.engine.values import Held
 
-    from .session_engine import SessionEngine
+    from .server import SessionServer
 
 _COUNTERS = f"""
 SELECT c.method_name, c.value, c.holder, l.description
@@ -33,7 +33,7 @@ def occupant(cursor: CursorWrapper, key: str) -> Occupant | None:
     return None if row is None else Occupant.from_json(row[0])
 
 
-def note_reader(cursor: CursorWrapper, *, server: SessionEngine, known: dict[str, Any]) -> None:
+def note_reader(cursor: CursorWrapper, *, server: SessionServer, known: dict[str, Any]) -> None:
     """Write a reader down: its key, token and holder; for the second time, nothing."""
     cursor.execute(server.note_reader, known)
 
@@ -45,7 +45,7 @@ def forget_readers(cursor: CursorWrapper, *, keys: Collection[str]) -> None:
 
 
 def held(
-    cursor: CursorWrapper, *, server: SessionEngine, keeps: Callable[[str], bool], key: str | None
+    cursor: CursorWrapper, *, server: SessionServer, keeps: Callable[[str], bool], key: str | None
 ) -> list[Held]:
     """Return the locks that are held, of those whose key one *keeps*, or this one; forget readers that died."""
     one = "" if key is None else " WHERE c.method_name = %(key)s OR c.method_name LIKE %(readers)s"
@@ -63,7 +63,7 @@ def held(
 
 
 def end_holding(
-    cursor: CursorWrapper, *, server: SessionEngine, key: str, owner_digest: str
+    cursor: CursorWrapper, *, server: SessionServer, key: str, owner_digest: str
 ) -> bool:
     """End the session that holds the lock, and raise the token past it; tell whether there was one."""
     keys = {"key": key, "reader": reader_key(key, owner_digest)}

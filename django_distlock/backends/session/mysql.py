@@ -1,0 +1,271 @@
+"""Rows and GET_LOCK of MariaDB and MySQL, held by a session: its limits, and what its neighbours do."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import time
+from typing import TYPE_CHECKING, Any
+
+from django.db.utils import OperationalError
+
+from django_distlock.backends.database.base import SHORT_PAUSE
+from django_distlock.backends.database.bounds import keep_alive
+from django_distlock.backends.database.connections import Unusable
+from django_distlock.backends.database.engine import COUNTER, LOCK
+from django_distlock.backends.database.mysql import CREATE, MICROSECONDS
+from django_distlock.engine.naming import stored
+from django_distlock.engine.values import Busy, Grant
+
+from .occupants import PREFIX, Occupant, as_held
+from .server import Link, SessionServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from django_distlock.engine.values import Held
+    from django_distlock.engine.waiting import Wait
+
+    from .deadlocks import Edge
+    from .occupants import Counted
+    from .sessions import Session
+
+#: The longest limit, in seconds, that the server takes: a year.
+LONGEST = 31_536_000
+
+# Raises the fencing token of %(key)s, which LAST_INSERT_ID tells; matches no row before its first use.
+_COUNT = f"""
+UPDATE {COUNTER} SET value = LAST_INSERT_ID(GREATEST(value + 1, {MICROSECONDS})), holder = %(holder)s
+WHERE method_name = %(key)s
+"""
+
+# Statements that wait begin with who waits and for what: everybody sees those of the same user.
+_WAITING = f"SELECT info FROM information_schema.processlist WHERE info LIKE '/*{PREFIX}%%'"
+_WAITS = re.compile(rf"/\*{PREFIX}(\w+) (\S+)\*/")
+_SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
+
+
+class MySQLSessions(SessionServer):
+    """What row locks and GET_LOCK have in common."""
+
+    note_reader = (
+        f"INSERT IGNORE INTO {COUNTER} (method_name, value, holder)"
+        " VALUES (%(key)s, %(token)s, %(holder)s)"
+    )
+    is_mariadb = False
+
+    def begin(self, connection: BaseDatabaseWrapper) -> Link:
+        """Lift the limits that an operator may have set for everybody; find a dead server soon."""
+        keep_alive(connection)
+        self.is_mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]  # of Django's MySQL
+        limits = (
+            "max_statement_time = 0, idle_write_transaction_timeout = 0, idle_readonly_transaction_timeout = 0"
+            if self.is_mariadb
+            else "max_execution_time = 0"
+        )
+        with connection.cursor() as cursor:
+            cursor.execute(f"SET SESSION {limits}")
+        cursor = connection.connection.cursor()
+        return Link(cursor, cursor, self.session_number(connection))
+
+    def session_number(self, connection: BaseDatabaseWrapper) -> int:
+        """Return the id of the connection."""
+        number: int = connection.connection.thread_id()
+        return number
+
+    def keep(self, session: Session, seconds: float) -> None:
+        """A word is enough, unless the limit is another."""
+        if not self._limit(session, seconds):
+            session.execute("SELECT 1")
+
+    def _limit(self, session: Session, seconds: float) -> bool:
+        """Have the server end the session after *seconds* without a word; tell whether that was sent."""
+        wanted = min(LONGEST, math.ceil(seconds))
+        if session.link.limit == wanted:
+            return False
+        more = f", idle_transaction_timeout = {wanted}" if self.is_mariadb else ""
+        session.execute(f"SET SESSION wait_timeout = {wanted}{more}")
+        session.link.limit = wanted
+        return True
+
+    def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
+        """One statement, or three at the first use of a name."""
+        known = {"key": key, "holder": holder}
+        # MySQL waits for a second at least: its engine says so.
+        now = "SET STATEMENT innodb_lock_wait_timeout = 0 FOR" if self.is_mariadb else ""
+        if not cursor.execute(now + _COUNT, known):
+            cursor.execute(CREATE[1], known)
+            cursor.execute(now + _COUNT, known)
+        token: int = cursor.lastrowid
+        return token
+
+    def make_row(self, cursor: Any, key: str, name: str) -> bool:
+        return make_row(cursor, key, name)
+
+    def waits(self, cursor: Any) -> Iterator[Edge]:
+        """Who waits stands in the statement, who holds beside the token."""
+        cursor.execute(_WAITING)
+        waiting = [found.groups() for (text,) in cursor.fetchall() if (found := _WAITS.match(text))]
+        for caller, key in waiting:
+            cursor.execute(f"SELECT holder FROM {COUNTER} WHERE method_name = %s", [key])
+            row = cursor.fetchone()
+            if row and (occupant := Occupant.from_json(row[0])):
+                yield caller, occupant.caller
+
+    def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
+        """Kill the one that is written beside the token, if the lock is held still."""
+        occupant = counted.by(owner_digest).occupant
+        if occupant is None or occupant.owner_digest != owner_digest:
+            return False
+        if not self.is_held(cursor, counted.key):
+            return False
+        number = occupant.session
+        cursor.execute("SELECT 1 FROM information_schema.processlist WHERE id = %s", [number])
+        if cursor.fetchone() is None:
+            return False
+        cursor.execute("KILL %s", [number])
+        return True
+
+
+class MySQLRows(MySQLSessions):
+    """Rows kept locked by SELECT FOR UPDATE, with autocommit off: the first statement begins the transaction."""
+
+    def begin(self, connection: BaseDatabaseWrapper) -> Link:
+        link = super().begin(connection)
+        with connection.wrap_database_errors:
+            link.cursor.execute("SET SESSION autocommit = 0")
+        return link
+
+    def take(self, session: Session, patience: float) -> Grant | Busy:
+        """NOWAIT: a refusal is an error, and its transaction must be ended all the same."""
+        self._limit(session, session.request.ttl)
+        return Grant(None) if self._lock(session, "NOWAIT") else Busy()
+
+    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
+        """The server counts whole seconds; what is left of them is waited by looking again."""
+        self._limit(session, session.request.ttl)
+        seconds = LONGEST if wait.left is None else min(LONGEST, int(wait.left))
+        if seconds and not self.is_mariadb:
+            session.execute(f"SET SESSION innodb_lock_wait_timeout = {seconds}")
+        how = f"WAIT {seconds}" if self.is_mariadb else ""
+        is_taken = self._lock(session, how if seconds else "NOWAIT")
+        while is_taken is False and not (wait.is_over or session.is_interrupted):
+            time.sleep(wait.next_pause(longest=SHORT_PAUSE))
+            is_taken = self._lock(session, "NOWAIT")
+        return Grant(None) if is_taken else Busy()
+
+    def free(self, session: Session) -> bool:
+        """Nothing is written: there is nothing to flush."""
+        session.execute("COMMIT")
+        return True
+
+    def is_held(self, cursor: Any, key: str) -> bool:
+        """Try it for a moment, in autocommit."""
+        try:
+            cursor.execute(f"{_SELECT} FOR UPDATE NOWAIT", {"key": key})
+        except OperationalError as error:
+            if not self.engine.is_wait_over(error):
+                raise
+            return True
+        return False
+
+    def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
+        """Try each for a moment; a reader holds as long as its session is there."""
+        cursor.execute("SELECT id FROM information_schema.processlist")
+        sessions = {number for (number,) in cursor.fetchall()}
+        for key, counted in known.items():
+            if (last := counted.occupant) is None or not self.is_held(cursor, key):
+                continue
+            readers = [each.occupant for each in counted.readers if last.shared and each.occupant]
+            for occupant in [one for one in readers if one.session in sessions] or [last]:
+                yield as_held(counted, occupant.owner_digest, shared=occupant.shared)
+
+    def _lock(self, session: Session, how: str) -> bool | None:
+        """Return whether the row is locked now; None if it is missing. Nothing is left behind else."""
+        mode = "FOR UPDATE"
+        if session.request.shared:  # MariaDB has no FOR SHARE
+            mode = "LOCK IN SHARE MODE" if self.is_mariadb else "FOR SHARE"
+        statement = f"{_who_waits(session)}{_SELECT} {mode} {how}"
+        is_taken = None
+        try:
+            if session.execute(statement, {"key": session.request.key}).fetchone() is not None:
+                return True
+        except OperationalError as error:
+            if not self.engine.is_wait_over(error):
+                raise
+            is_taken = False
+        session.execute("ROLLBACK")
+        return is_taken
+
+
+class MySQLAdvisory(MySQLSessions):
+    """Locks by names, for the whole server."""
+
+    supports_shared = False
+
+    def take(self, session: Session, patience: float) -> Grant | Busy:
+        self._limit(session, session.request.ttl)
+        return Grant(None) if self._get(session, 0) else Busy()
+
+    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
+        """MariaDB knows fractions of seconds; with MySQL what is left of them is waited by looking again."""
+        self._limit(session, session.request.ttl)
+        left = LONGEST if wait.left is None else min(LONGEST, wait.left)
+        is_taken = self._get(session, left if self.is_mariadb else int(left))
+        while not (is_taken or wait.is_over or session.is_interrupted):
+            time.sleep(wait.next_pause(longest=SHORT_PAUSE))
+            is_taken = self._get(session, 0)
+        return Grant(None) if is_taken else Busy()
+
+    def free(self, session: Session) -> bool:
+        """1: freed; 0: not ours; NULL: nobody's."""
+        name = lock_name(self.name(), session.request.key)
+        return bool(session.execute("SELECT RELEASE_LOCK(%s)", [name]).fetchone()[0] == 1)
+
+    def is_held(self, cursor: Any, key: str) -> bool:
+        """The server tells by whom."""
+        return self._user(cursor, key) is not None
+
+    def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
+        """Ask for each."""
+        for key, counted in known.items():
+            if counted.occupant and self._user(cursor, key) == counted.occupant.session:
+                occupant = counted.occupant
+                yield as_held(counted, occupant.owner_digest, shared=occupant.shared)
+
+    def _user(self, cursor: Any, key: str) -> int | None:
+        cursor.execute("SELECT IS_USED_LOCK(%s)", [lock_name(self.name(), key)])
+        found: int | None = cursor.fetchone()[0]
+        return found
+
+    def _get(self, session: Session, seconds: float) -> bool:
+        name = lock_name(self.name(), session.request.key)
+        statement = f"{_who_waits(session)}SELECT GET_LOCK(%s, %s)"
+        answer = session.execute(statement, [name, seconds]).fetchone()[0]
+        if answer is None:
+            problem = "GET_LOCK failed: the server is out of memory, or the session was killed"
+            raise Unusable(problem)
+        return bool(answer)
+
+
+def _who_waits(session: Session) -> str:
+    """Return the comment that a waiting statement begins with."""
+    return f"/*{PREFIX}{session.caller} {session.request.key}*/ "
+
+
+def make_row(cursor: Any, key: str, name: str) -> bool:
+    """See SessionServer.make_row(). Look first: even an INSERT IGNORE waits for a row that is held."""
+    known = {"key": key, "name": stored(name)}
+    cursor.execute(_SELECT, known)
+    if cursor.fetchone() is not None:
+        return False
+    cursor.execute(CREATE[0], known)
+    return True
+
+
+def lock_name(database: str, key: str) -> str:
+    """Return a name of at most 64 characters for *key*: its locks are the whole server's, not the database's."""
+    return f"distlock:{hashlib.sha256(f'{database}|{key}'.encode()).hexdigest()[:48]}"

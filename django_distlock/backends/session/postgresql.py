@@ -1,0 +1,376 @@
+"""PostgreSQL's rows and advisory locks, held by a session: its limits, its label, and what its neighbours do."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from django.db import DatabaseError
+from django.db.utils import OperationalError
+
+from django_distlock.backends.database.connections import Unusable
+from django_distlock.backends.database.engine import COUNTER, LOCK
+from django_distlock.backends.database.postgresql import HAS_PSYCOPG3, MICROSECONDS, is_direct
+from django_distlock.engine import clock
+from django_distlock.engine.naming import stored
+from django_distlock.engine.values import Busy, Grant, digest
+
+from .occupants import (
+    PREFIX,
+    Counted,
+    Label,
+    Occupant,
+    as_held,
+)
+from .server import Link, SessionServer, stay
+
+if HAS_PSYCOPG3:
+    from psycopg import ClientCursor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+    from django_distlock.engine.values import Held
+    from django_distlock.engine.waiting import Wait
+
+    from .deadlocks import Edge
+    from .sessions import Session
+
+#: The longest time, in milliseconds, that a limit of the server takes; 0 stands for none.
+LONGEST = 2**31 - 1
+
+# Lifts the limits that an operator may have set for everybody, none of which a healthy lock may end
+# by; has the server find a dead client soon. By name, as not every version has them all.
+_SETTLE = """
+SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
+    ('statement_timeout', '0'), ('lock_timeout', '0'), ('transaction_timeout', '0'),
+    ('idle_in_transaction_session_timeout', '0'), ('idle_session_timeout', '0'),
+    ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3'),
+    ('default_transaction_isolation', 'read committed'),
+    ('default_transaction_read_only', 'off'), ('synchronous_commit',
+        CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END)
+) AS v (name, value) ON v.name = s.name
+"""
+
+# Looks after clients that wait, and died: not every platform can.
+_LOOK_AFTER_CLIENT = "SET client_connection_check_interval = '200ms'"
+
+# Raises the fencing token of %(key)s. One row: the token; none before its first use.
+# "settled" makes it durable, and impatient: guard() may hold the row.
+_COUNT = f"""
+WITH settled AS MATERIALIZED (
+    SELECT set_config('lock_timeout', %(row_wait)s, true),
+           set_config('synchronous_commit', CASE current_setting('synchronous_commit')
+               WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)
+)
+INSERT INTO {COUNTER} AS c (method_name, value, holder)
+SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM settled
+ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
+RETURNING value
+"""
+
+_CREATE = f"""
+INSERT INTO {LOCK} (method_name, description, fencing_token, available_at, updated_at)
+VALUES (%(key)s, %(name)s, 0, clock_timestamp(), clock_timestamp()) ON CONFLICT (method_name) DO NOTHING
+"""
+
+# The sessions of this kind: process id, label, and whom they wait for. Other users' states are hidden.
+_NEIGHBOURS = f"""
+SELECT pid, application_name, CASE WHEN wait_event_type = 'Lock' OR state IS NULL THEN pg_blocking_pids(pid) END
+FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '{PREFIX}%%'
+"""
+
+_END = (
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE %(label)s"
+)
+
+# Rows. Planned once for each session; the first part is said by each take.
+_PREPARE = "".join(
+    f"PREPARE distlock_{mode}{len(how)}(text) AS SELECT 1 FROM {LOCK} WHERE method_name = $1 FOR {mode} {how};"
+    for mode in ("update", "share")
+    for how in ("", "SKIP LOCKED")
+)
+_BEGIN = "BEGIN; SET LOCAL application_name = %(label)s;"
+_SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
+
+# Advisory locks. Takes the lock %(number)s if it is free; only then lets the server end the session
+# when it is silent for %(limit)s ms, labels it, and raises the fencing token.
+# One row: taken, token, who had it last.
+_TAKE = f"""
+WITH taken AS MATERIALIZED (
+    SELECT pg_try_advisory_lock{{shared}}(%(number)s) AS ok
+), settled AS MATERIALIZED (
+    SELECT set_config('idle_session_timeout', %(limit)s, false), set_config('application_name', %(label)s, false),
+           set_config('lock_timeout', %(patience)s, true)
+    FROM taken WHERE ok
+), counted AS (
+    INSERT INTO {COUNTER} AS c (method_name, value, holder) SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM settled
+    ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
+    RETURNING value
+)
+SELECT ok, (SELECT value FROM counted), (SELECT holder FROM {COUNTER} WHERE method_name = %(key)s AND NOT ok) FROM taken
+"""
+_TAKE_BARE = """
+WITH taken AS MATERIALIZED (SELECT pg_try_advisory_lock{shared}(%(number)s) AS ok)
+SELECT ok, CASE WHEN ok THEN left(set_config('idle_session_timeout', %(limit)s, false)
+    || set_config('application_name', %(label)s, false), 0) END, NULL FROM taken
+"""
+_WAIT = """
+BEGIN; SET LOCAL lock_timeout = %(patience)s; SET LOCAL application_name = %(label)s;
+SET LOCAL idle_in_transaction_session_timeout = %(limit)s; SELECT pg_advisory_xact_lock{shared}(%(number)s)
+"""
+_FREE = f"""
+SELECT pg_advisory_unlock{{shared}}(%(number)s), set_config('idle_session_timeout', '0', false),
+       set_config('application_name', '{PREFIX}', false)
+"""
+_IS_HELD = """
+SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
+AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+AND classid = %(high)s::bigint::oid AND objid = %(low)s::bigint::oid LIMIT 1
+"""
+
+
+#: By whether the lock is shared.
+_SUFFIX = {False: "", True: "_shared"}
+_TAKES, _BARE_TAKES, _WAITS, _FREES = (
+    {shared: text.format(shared=suffix) for shared, suffix in _SUFFIX.items()}
+    for text in (_TAKE, _TAKE_BARE, _WAIT, _FREE)
+)
+
+
+class PostgreSQLSessions(SessionServer):
+    """What row locks and advisory locks have in common."""
+
+    note_reader = f"""
+INSERT INTO {COUNTER} (method_name, value, holder) VALUES (%(key)s, %(token)s, %(holder)s)
+ON CONFLICT (method_name) DO NOTHING"""
+
+    def begin(self, connection: BaseDatabaseWrapper) -> Link:
+        """Refuse a pooler, which would hand the session with its lock to others; lift the limits."""
+        if not is_direct(connection):
+            problem = (
+                f"the database {connection.alias!r} is reached through a pooler such as PgBouncer, where a session "
+                "does not stay with its holder: give an alias of DATABASES that is direct (OPTIONS 'using')"
+            )
+            raise Unusable(problem)
+        with connection.cursor() as cursor:
+            cursor.execute(_SETTLE)
+            with suppress(DatabaseError):
+                cursor.execute(_LOOK_AFTER_CLIENT)
+        raw: Any = connection.connection
+        cursor = raw.cursor()
+        batch = ClientCursor(raw) if HAS_PSYCOPG3 else cursor
+        return Link(cursor, batch, self.session_number(connection))
+
+    def session_number(self, connection: BaseDatabaseWrapper) -> int:
+        """Return the id of the server process."""
+        number: int = connection.connection.info.backend_pid
+        return number
+
+    def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
+        known = {"key": key, "holder": holder, "row_wait": f"{milliseconds(patience)}ms"}
+        cursor.execute(_COUNT, known)
+        token: int = cursor.fetchone()[0]
+        return token
+
+    def make_row(self, cursor: Any, key: str, name: str) -> bool:
+        return make_row(cursor, key, name)
+
+    def waits(self, cursor: Any) -> Iterator[Edge]:
+        """The server tells who stands in whose way, the label who they are."""
+        neighbours = _neighbours(cursor)
+        callers = {pid: label.caller for pid, label, _ in neighbours}
+        for _, label, ahead in neighbours:
+            for pid in ahead or ():
+                if pid in callers:
+                    yield label.caller, callers[pid]
+
+    def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
+        """Who has a label and waits for nobody, holds."""
+        by_digest = {digest(key): counted for key, counted in known.items()}
+        for _, label, ahead in _neighbours(cursor):
+            if not ahead and (counted := by_digest.get(label.key_digest)):
+                yield as_held(counted, label.owner_digest, shared=label.shared)
+
+    def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
+        """Terminate the one that has this label."""
+        cursor.execute(_END, {"label": f"{PREFIX}%:{owner_digest}:%"})
+        return any(is_ended for (is_ended,) in cursor.fetchall())
+
+    def _in_one_trip(self, session: Session, statements: str, parameters: dict[str, Any]) -> Any:
+        """Execute several *statements*; return a cursor with the result of the last one.
+
+        None if others have the lock still after as long a wait as was allowed: all is rolled back.
+        """
+        batch = session.link.batch
+        try:
+            with session.connection.wrap_database_errors:
+                batch.execute(statements, parameters)
+                while HAS_PSYCOPG3 and batch.nextset():  # psycopg2 is at the last one already
+                    pass
+        except OperationalError as error:
+            if not self.engine.is_wait_over(error):
+                raise
+            session.execute("ROLLBACK")
+            return None
+        return batch
+
+
+class PostgreSQLRows(PostgreSQLSessions):
+    """Rows kept locked by SELECT FOR UPDATE: begin and lock are one round trip."""
+
+    def begin(self, connection: BaseDatabaseWrapper) -> Link:
+        link = super().begin(connection)
+        # psycopg would throw all plans away at each ROLLBACK.
+        connection.connection.prepare_threshold = None
+        link.cursor = link.batch
+        with connection.wrap_database_errors:
+            link.cursor.execute(_PREPARE)
+        return link
+
+    def take(self, session: Session, patience: float) -> Grant | Busy:
+        """SKIP LOCKED: a refusal is no error, for which the server would keep a log."""
+        return self._lock(session, _BEGIN, "SKIP LOCKED", {})
+
+    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
+        """The server counts in milliseconds."""
+        begin = f"{_BEGIN} SET LOCAL lock_timeout = %(patience)s;"
+        return self._lock(session, begin, "", {"patience": milliseconds(wait.left)})
+
+    def _lock(self, session: Session, begin: str, how: str, known: dict[str, Any]) -> Grant | Busy:
+        request = session.request
+        self._limit(session, request.ttl)
+        mode = "share" if request.shared else "update"
+        known |= {"key": request.key, "label": str(Label.of(session))}
+        statements = f"{begin} EXECUTE distlock_{mode}{len(how)}(%(key)s)"
+        found = self._in_one_trip(session, statements, known)
+        if found is None:
+            return Busy()
+        if found.fetchone() is None:
+            session.execute("ROLLBACK")
+            return Busy()
+        return Grant(None)
+
+    def free(self, session: Session) -> bool:
+        """A transaction that has failed is rolled back by its commit: its locks were gone before."""
+        return bool(session.execute("COMMIT").statusmessage == "COMMIT")
+
+    def keep(self, session: Session, seconds: float) -> None:
+        """A word is enough, unless the limit is another."""
+        if not self._limit(session, seconds):
+            session.execute("SELECT 1")
+
+    def _limit(self, session: Session, seconds: float) -> bool:
+        """Have the server end a transaction after *seconds* without a word; tell whether that was sent."""
+        limit = milliseconds(seconds)
+        if limit == session.link.limit:
+            return False
+        session.execute(f"SET idle_in_transaction_session_timeout = {limit}")
+        session.link.limit = limit
+        return True
+
+    def is_held(self, cursor: Any, key: str) -> bool:
+        """Try it for a moment: what is skipped is held."""
+        cursor.execute(f"{_SELECT} FOR UPDATE SKIP LOCKED", {"key": key})
+        if cursor.fetchone() is not None:
+            return False
+        cursor.execute(_SELECT, {"key": key})
+        return cursor.fetchone() is not None
+
+
+class PostgreSQLAdvisory(PostgreSQLSessions):
+    """Locks by numbers of 64 bits, in one statement with the token."""
+
+    def take(self, session: Session, patience: float) -> Grant | Busy:
+        known = _known(session)
+        if self.fencing:
+            holder = Occupant.of(session, session.link.number).to_json()
+            known |= {"holder": holder, "patience": str(milliseconds(patience))}
+        statements = _TAKES if self.fencing else _BARE_TAKES
+        try:
+            found = session.execute(statements[session.request.shared], known)
+        except OperationalError as error:
+            if not self.engine.is_wait_over(error):
+                raise
+            # A guard() holds the token: the statement has failed, and what it had locked is locked still.
+            session.execute("ROLLBACK")
+            self.free(session)
+            return Busy()
+        is_taken, token, holder = found.fetchone()
+        session.link.limit = int(known["limit"])
+        if is_taken:
+            return Grant(token if self.fencing else None)
+        occupant = Occupant.from_json(holder)
+        return Busy(None if occupant is None else occupant.holder)
+
+    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
+        """In a transaction, whose end frees what was granted *and* timed out; then take it for the session."""
+        known = {**_known(session), "patience": milliseconds(wait.left)}
+        known["limit"] = int(known["limit"])
+        if self._in_one_trip(session, _WAITS[session.request.shared], known) is None:
+            return Busy()
+        start = clock.lease_time()
+        answer = self.take(session, stay(wait))
+        if isinstance(answer, Busy):
+            return answer
+        session.execute("COMMIT")
+        return Grant(answer.token, start)
+
+    def free(self, session: Session) -> bool:
+        """The server tells whether it was ours."""
+        found = session.execute(_FREES[session.request.shared], _known(session))
+        return bool(found.fetchone()[0])
+
+    def keep(self, session: Session, seconds: float) -> None:
+        """A word is enough, unless the limit is another."""
+        limit = milliseconds(seconds)
+        if limit == session.link.limit:
+            session.execute("SELECT 1")
+        else:
+            session.execute("SELECT set_config('idle_session_timeout', %s, false)", [str(limit)])
+            session.link.limit = limit
+
+    def is_held(self, cursor: Any, key: str) -> bool:
+        """The server lists them, by halves of their numbers."""
+        number = lock_number(key) % 2**64
+        cursor.execute(_IS_HELD, {"high": number >> 32, "low": number % 2**32})
+        return cursor.fetchone() is not None
+
+
+def _neighbours(cursor: Any) -> list[tuple[int, Label, list[int] | None]]:
+    cursor.execute(_NEIGHBOURS, {})
+    found = [(pid, Label.parse(text), ahead) for pid, text, ahead in cursor.fetchall()]
+    return [(pid, label, ahead) for pid, label, ahead in found if label is not None]
+
+
+def make_row(cursor: Any, key: str, name: str) -> bool:
+    """See SessionServer.make_row()."""
+    cursor.execute(_CREATE, {"key": key, "name": stored(name)})
+    return bool(cursor.rowcount)
+
+
+def milliseconds(seconds: float | None) -> int:
+    """Return a limit as the server takes it, never too short; 0, which is none, for None or too long a time."""
+    if seconds is None or seconds * 1000 > LONGEST:
+        return 0
+    return max(1, math.ceil(seconds * 1000))
+
+
+def lock_number(key: str) -> int:
+    """Return 64 bits, with a sign, for *key*: by SHA-256, as other applications number by other means."""
+    text = hashlib.sha256(f"django_distlock|{key}".encode()).digest()
+    return int.from_bytes(text[:8], "big", signed=True)
+
+
+def _known(session: Session) -> dict[str, Any]:
+    request = session.request
+    return {
+        "number": lock_number(request.key),
+        "key": request.key,
+        "label": str(Label.of(session)),
+        "limit": str(milliseconds(request.ttl)),
+    }
