@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections
+from django.db.backends.utils import CursorWrapper
 
 from django_distlock import locks
 from django_distlock.backends.database.backend import DatabaseBackend
@@ -108,14 +109,36 @@ def counted_statements(alias: str) -> Iterator[list[str]]:
     """
     statements: list[str] = []
 
-    def count(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
+    def note(statement: str) -> None:
         if threading.current_thread().name != "distlock-io":
-            statements.append(sql)
+            statements.append(statement)
+
+    def count(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: Any) -> Any:
+        note(sql)
         return execute(sql, params, many, context)
 
-    own = backend(alias)._own
-    for _, connection in own._idle:
+    before = []
+    for _, connection in backend(alias)._own._idle:
         connection.execute_wrappers.append(count)
+        before.append((connection, connection.distlock_cursor))  # type: ignore[attr-defined]  # the engine's
+        if not isinstance(before[-1][1], CursorWrapper):
+            connection.distlock_cursor = _Counted(before[-1][1], note)  # type: ignore[attr-defined]  # as above
     yield statements
-    for _, connection in own._idle:
+    for connection, cursor in before:
         connection.execute_wrappers.clear()
+        connection.distlock_cursor = cursor  # type: ignore[attr-defined]  # as above
+
+
+class _Counted:
+    """A driver's cursor that notes its statements."""
+
+    def __init__(self, cursor: Any, note: Callable[[str], None]) -> None:
+        self._cursor = cursor
+        self._note = note
+
+    def execute(self, statement: str, *args: Any, **kwargs: Any) -> Any:
+        self._note(statement)
+        return self._cursor.execute(statement, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cursor, name)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
-
-from django.db import DatabaseError
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.engine.waiting import Place, Waiting, Way
@@ -23,10 +21,9 @@ from .postgresql import PostgreSQL
 from .sqlite import SQLite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
-    from django.db.backends.utils import CursorWrapper
 
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
 
     from .engine import Engine
 
+_T = TypeVar("_T")
 _ENGINES: dict[str, type[Engine]] = {"postgresql": PostgreSQL, "mysql": MySQL, "sqlite": SQLite}
 #: Requests in one statement.
 BATCH = 500
@@ -76,12 +74,26 @@ class DatabaseBackend(BaseDatabaseBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Ask once."""
-        return self._press(partial(self._try, request=request, queued=queued))
+        def take(cursor: Any) -> Grant | Busy:
+            answer = self.engine.try_acquire(cursor, request, queued=queued)
+            if answer is None:
+                problem = f"the database {self.options.using!r} is busy with other writers"
+                raise Contended(self.alias, problem)
+            return answer
+
+        # A guard() locks the counter, but not the row of the lock.
+        return self._persist(
+            partial(self._own.ask, take),
+            is_repeatable=False,
+            instead=partial(self._busy_if_guarded, request.key),
+        )
+
+    def _busy_if_guarded(self, key: str) -> Busy | None:
+        return Busy() if self._ask(partial(is_guarded, engine=self.engine, key=key)) else None
 
     def release(self, request: Request) -> Release:
         """Give it back, and wake who is next."""
-        released = self._insist(lambda cursor: self.engine.release(cursor, request), request.ttl)
+        released = self._verb(lambda cursor: self.engine.release(cursor, request), request.ttl)
         self._places.ring_first(request.key)
         return released
 
@@ -90,7 +102,7 @@ class DatabaseBackend(BaseDatabaseBackend):
         kept: list[bool] = []
         for begin in range(0, len(requests), BATCH):
             batch = requests[begin : begin + BATCH]
-            kept += self._insist(
+            kept += self._verb(
                 partial(self.engine.extend, requests=batch),
                 min(request.ttl for request in batch),
             )
@@ -99,11 +111,11 @@ class DatabaseBackend(BaseDatabaseBackend):
     def take_over(self, request: Request, former: str) -> bool:
         """Change the owner."""
         verb = partial(self.engine.take_over, request=request, former=former)
-        return self._insist(verb, request.ttl)
+        return self._verb(verb, request.ttl)
 
     def probe(self, request: Request) -> Busy | None:
         """Look."""
-        return self._insist(lambda cursor: self.engine.probe(cursor, request))
+        return self._verb(lambda cursor: self.engine.probe(cursor, request))
 
     def enqueue(self, request: Request, bell: Bell) -> None:
         """Take a place in the queue, where a release finds it."""
@@ -111,7 +123,7 @@ class DatabaseBackend(BaseDatabaseBackend):
         if self.wakes_waiters:
             self._listener.expect(request.owner, bell)
             channel = self._listener.channel
-        ticket = self._insist(lambda cursor: self.engine.enqueue(cursor, request, channel))
+        ticket = self._verb(lambda cursor: self.engine.enqueue(cursor, request, channel))
         self._listener.ring_for(request.owner, ticket)
         if self.options.fair:
             self._places.add(request, ticket, bell)
@@ -134,7 +146,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def dequeue(self, request: Request) -> None:
         """Give the place up."""
         self.forget_bell(request)
-        self._insist(lambda cursor: self.engine.dequeue(cursor, request))
+        self._verb(lambda cursor: self.engine.dequeue(cursor, request))
 
     def forget_bell(self, request: Request) -> None:
         """Ring no more."""
@@ -177,20 +189,8 @@ class DatabaseBackend(BaseDatabaseBackend):
         with suppress(LockBackendError):
             for begin in range(0, len(owners), BATCH):
                 batch = owners[begin : begin + BATCH]
-                self._ask(partial(self.engine.keep_places, owners=batch))
+                self._own.ask(partial(self.engine.keep_places, owners=batch))
 
-    def _try(self, cursor: CursorWrapper, *, request: Request, queued: bool) -> Grant | Busy:
-        """Ask; Contended if nobody has it and others are at work on its rows. A guard() has it."""
-        try:
-            answer = self.engine.try_acquire(cursor, request, queued=queued)
-            error = None
-        except DatabaseError as found:
-            if not self.engine.is_contention(found):
-                raise
-            answer, error = None, found
-        if answer is None and is_guarded(self.engine, cursor, request.key):
-            return Busy()
-        if answer is None:
-            problem = f"the database {self.options.using!r} is busy with other writers"
-            raise Contended(self.alias, problem) from error
-        return answer
+    def _verb(self, verb: Callable[[Any], _T], patience: float = 0.0) -> _T:
+        """Return the answer of a verb of the engine that may be carried out twice."""
+        return self._persist(partial(self._own.ask, verb), patience)

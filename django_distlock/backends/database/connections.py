@@ -6,7 +6,7 @@ import copy
 import os
 import threading
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from django.db import DatabaseError, Error, connections
@@ -26,13 +26,14 @@ from django_distlock.exceptions import (
 from .bounds import bound_requests, descriptor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
     from .engine import Engine
 
+_T = TypeVar("_T")
 #: Seconds after which an idle connection is closed.
 IDLE = 30.0
 #: Connections of a parent process: kept, as closing them would say goodbye in the parent's name.
@@ -66,9 +67,27 @@ class OwnConnections:
         self._has_place = threading.Condition(self._mutex)
         self._closes_idle = False
 
+    def ask(self, verb: Callable[[Any], _T]) -> _T:
+        """Return what *verb* returns for the engine's cursor of a connection; database errors become lock errors."""
+        connection: Any = self.borrow()
+        try:
+            answer = verb(connection.distlock_cursor)
+        except BaseException:  # noqa: BLE001 - whatever it is, it goes on
+            is_sound = False
+            try:
+                with self.translated(), connection.wrap_database_errors:
+                    raise
+            except Contended:
+                is_sound = connection.get_autocommit()
+                raise
+            finally:
+                self.give_back(connection, is_sound=is_sound)
+        self.give_back(connection, is_sound=True)
+        return answer
+
     @contextmanager
     def cursor(self) -> Iterator[CursorWrapper]:
-        """Lend a cursor on a connection of our own; database errors become lock errors."""
+        """Lend Django's cursor on a connection; database errors become lock errors."""
         connection = self.borrow()
         is_sound = False
         try:
@@ -83,7 +102,7 @@ class OwnConnections:
 
     def open(self, *, bounded: bool = True) -> BaseDatabaseWrapper:
         """Open a connection; a bounded one gives up a request that has no answer in time."""
-        connection = self._new()
+        connection = connections.create_connection(self._database)
         self._connect(connection, bounded=bounded)
         return connection
 
@@ -102,18 +121,14 @@ class OwnConnections:
 
     def borrow(self) -> BaseDatabaseWrapper:
         """Return a connection for one caller alone; LockBackendError if none comes free in time."""
-        wait = Wait(self._io_timeout)
         with self._mutex:
-            while not self._idle and len(self._all) >= self._limit:
-                if wait.is_over:
-                    problem = (
-                        f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
-                    )
-                    raise LockBackendError(self._alias, problem)
-                self._has_place.wait(wait.left)
             if self._idle:
                 return self._idle.pop()[1]
-            connection = self._new()
+            if len(self._all) >= self._limit:
+                self._await_place()
+                if self._idle:
+                    return self._idle.pop()[1]
+            connection = connections.create_connection(self._database)
             self._all.add(connection)
         try:
             self._connect(connection)
@@ -124,27 +139,47 @@ class OwnConnections:
 
     def give_back(self, connection: BaseDatabaseWrapper, *, is_sound: bool) -> None:
         """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones."""
-        if is_sound:
-            with self._mutex:
-                self._idle.append((clock.wait_time(), connection))
-                self._has_place.notify()
-            self._close_idle_later()
-        else:
+        if not is_sound:
             # What broke one connection has broken the idle ones too, mostly: a restarted server.
             self._close(connection)
             self.close()
+            return
+        with self._mutex:
+            self._idle.append((clock.wait_time(), connection))
+            self._has_place.notify()
+        if not self._closes_idle:
+            self._closes_idle = True
+            background.submit(self._alias, self._close_idle, IDLE)
 
-    def _new(self) -> BaseDatabaseWrapper:
-        connection = connections.create_connection(self._database)
+    def _await_place(self) -> None:
+        wait = Wait(self._io_timeout)
+        while not self._idle and len(self._all) >= self._limit:
+            if wait.is_over:
+                problem = (
+                    f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
+                )
+                raise LockBackendError(self._alias, problem)
+            self._has_place.wait(wait.left)
+
+    def _connect(self, connection: Any, *, bounded: bool = True) -> None:
         connection.settings_dict = self._settings()
         connection.inc_thread_sharing()
-        return connection
-
-    def _connect(self, connection: BaseDatabaseWrapper, *, bounded: bool = True) -> None:
-        with self._explaining(), _closed_if_it_fails(connection):
+        try:
             connection.ensure_connection()
             bound_requests(connection, self._io_timeout if bounded else None)
             self._engine.prepare(connection)
+            connection.distlock_cursor = self._engine.cursor(connection)
+        except (DatabaseError, InterfaceError, TimeoutError) as error:
+            _close_quietly(connection)
+            if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
+                raise self._contended(error) from error
+            problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
+            raise LockBackendError(self._alias, problem) from error
+        except BaseException as error:  # an exception from outside, too
+            _close_quietly(connection)
+            if isinstance(error, Unusable):
+                raise LockBackendError(self._alias, str(error)) from error
+            raise
 
     def _close(self, connection: BaseDatabaseWrapper) -> None:
         try:
@@ -157,21 +192,16 @@ class OwnConnections:
             self._all.discard(connection)
             self._has_place.notify()
 
-    def _close_idle_later(self) -> None:
-        if not self._closes_idle:
-            self._closes_idle = True
-            background.submit(self._alias, self._close_idle, IDLE)
-
     def _close_idle(self) -> None:
         oldest = clock.wait_time() - IDLE
         with self._mutex:
             old = [connection for since, connection in self._idle if since <= oldest]
             self._idle = [entry for entry in self._idle if entry[0] > oldest]
-            self._closes_idle = False
+            self._closes_idle = are_left = bool(self._idle)
         for connection in old:
             self._close(connection)
-        if self._idle:
-            self._close_idle_later()
+        if are_left:
+            background.submit(self._alias, self._close_idle, IDLE)
 
     def _settings(self) -> dict[str, Any]:
         settings = copy.deepcopy(connections[self._database].settings_dict)
@@ -182,32 +212,20 @@ class OwnConnections:
         return settings
 
     @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Raise LockBackendError for what keeps a connection from being opened."""
-        try:
-            yield
-        except (DatabaseError, InterfaceError, TimeoutError) as error:
-            if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
-                raise self._contended(error) from error
-            problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
-            raise LockBackendError(self._alias, problem) from error
-        except Unusable as error:
-            raise LockBackendError(self._alias, str(error)) from error
-
-    @contextmanager
     def translated(self) -> Iterator[None]:
         """Raise lock errors for database errors: Contended, LockOutcomeUnknown, LockBackendError."""
         try:
             yield
         except LockError:
             raise  # LockNotAcquired is a TimeoutError
-        except (OperationalError, InterfaceError, TimeoutError) as error:
-            if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
-                raise self._contended(error) from error
+        except TimeoutError as error:
             raise self._lost(error) from error
-        except DatabaseError as error:
+        except (DatabaseError, InterfaceError) as error:
             if self._engine.is_contention(error):
                 raise self._contended(error) from error
+            is_of_server = isinstance(error, (OperationalError, InterfaceError))
+            if is_of_server and not self._engine.is_missing_table(error):
+                raise self._lost(error) from error
             raise LockBackendError(self._alias, _explained(error, self._database)) from error
         except Unusable as error:
             raise LockBackendError(self._alias, str(error)) from error
@@ -216,9 +234,7 @@ class OwnConnections:
         problem = f"the database {self._database!r} is busy with other writers: {first_line(error)}"
         return Contended(self._alias, problem)
 
-    def _lost(self, error: Exception) -> LockBackendError:
-        if self._engine.is_missing_table(error):
-            return LockBackendError(self._alias, _explained(error, self._database))
+    def _lost(self, error: Exception) -> LockOutcomeUnknown:
         problem = f"the database {self._database!r} did not answer: {first_line(error)}"
         return LockOutcomeUnknown(self._alias, problem)
 
@@ -231,15 +247,6 @@ def abandon(connection: BaseDatabaseWrapper) -> None:
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, found)
         os.close(nowhere)
-
-
-@contextmanager
-def _closed_if_it_fails(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:  # an exception from outside, too
-        _close_quietly(connection)
-        raise
 
 
 def _close_quietly(connection: BaseDatabaseWrapper) -> None:

@@ -23,14 +23,6 @@ LOCK = "django_distlock_methodlock"
 COUNTER = "django_distlock_fencingcounter"
 WAITER = "django_distlock_lockwaiter"
 
-
-# A row that is stale already changes its owner too, and is then not extended.
-_TAKE_OVER = f"""
-UPDATE {LOCK} SET owner = %(owner)s, holder = %(holder)s
-WHERE method_name = %(key)s AND owner = %(former)s
-"""
-
-
 _SCHEMA = {
     "postgresql": f"""SELECT quote_ident(n.nspname) FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
         WHERE c.oid = to_regclass('{COUNTER}')""",
@@ -39,10 +31,14 @@ _SCHEMA = {
 
 
 class Engine(ABC):
-    """The verbs in the SQL of one kind of server. A verb is given a cursor in autocommit."""
+    """The verbs in the SQL of one kind of server. A verb is given the cursor() of a connection in autocommit."""
 
     #: Whether a retry should look, read-only, before it writes.
     looks_before_retry: ClassVar[bool] = True
+    #: How its driver writes a parameter, by name.
+    parameter: ClassVar[str] = "%({})s"
+    #: The instant so many seconds from now, as SQL.
+    after: ClassVar[str]
 
     def __init__(self, *, fair: bool) -> None:
         self.fair = fair
@@ -53,6 +49,10 @@ class Engine(ABC):
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Set a new connection up."""
+
+    def cursor(self, connection: BaseDatabaseWrapper) -> Any:
+        """Return the one cursor of a connection for all verbs: the driver's, which costs least."""
+        return connection.connection.cursor()
 
     @abstractmethod
     def is_contention(self, error: Exception) -> bool:
@@ -71,55 +71,58 @@ class Engine(ABC):
         return False
 
     @abstractmethod
-    def try_acquire(
-        self, cursor: CursorWrapper, request: Request, *, queued: bool
-    ) -> Grant | Busy | None:
+    def try_acquire(self, cursor: Any, request: Request, *, queued: bool) -> Grant | Busy | None:
         """See BaseLockBackend.try_acquire(). None: nobody has it, but others are at work on its rows."""
 
     @abstractmethod
-    def release(self, cursor: CursorWrapper, request: Request) -> Release:
+    def release(self, cursor: Any, request: Request) -> Release:
         """See BaseLockBackend.release()."""
 
     @abstractmethod
-    def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
+    def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
         """See BaseLockBackend.extend()."""
 
-    def take_over(self, cursor: CursorWrapper, request: Request, former: str) -> bool:
+    def take_over(self, cursor: Any, request: Request, former: str) -> bool:
         """See BaseLockBackend.take_over()."""
-        cursor.execute(_TAKE_OVER, {**parameters(request), "former": former})
+        known = {**parameters(request), "former": former}
+        names = ("owner", "holder", "key", "former")
+        # A row that is stale already changes its owner too, and is then not extended.
+        statement = "UPDATE {} SET owner = {}, holder = {} WHERE method_name = {} AND owner = {}"
+        marks = [self.parameter.format(name) for name in names]
+        cursor.execute(statement.format(LOCK, *marks), {name: known[name] for name in names})
         return self.extend(cursor, [request])[0]
 
     @abstractmethod
-    def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
+    def probe(self, cursor: Any, request: Request) -> Busy | None:
         """See BaseLockBackend.probe()."""
 
     @abstractmethod
-    def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
+    def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
         """Take a place in the queue and return the ticket; *channel* is where to be woken."""
 
-    @abstractmethod
-    def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
-        """Have the places of *owners* count for PATIENCE from now."""
+    def keep_places(self, cursor: Any, owners: Sequence[str]) -> None:
+        """Have the places of *owners* count for PATIENCE from now, those that have less than half of it left."""
+        known: dict[str, Any] = {f"owner{number}": owner for number, owner in enumerate(owners)}
+        marks = ", ".join(map(self.parameter.format, known))
+        until, soon = self.after.format(PATIENCE), self.after.format(PATIENCE / 2)
+        cursor.execute(
+            f"UPDATE {WAITER} SET expires_at = {until} WHERE owner IN ({marks}) AND expires_at < {soon}",
+            known,
+        )
 
-    def dequeue(self, cursor: CursorWrapper, request: Request) -> None:
+    def dequeue(self, cursor: Any, request: Request) -> None:
         """Give the place up."""
-        cursor.execute(f"DELETE FROM {WAITER} WHERE owner = %(owner)s", {"owner": request.owner})
+        mark = self.parameter.format("owner")
+        cursor.execute(f"DELETE FROM {WAITER} WHERE owner = {mark}", {"owner": request.owner})
 
     @abstractmethod
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Lock the token of *key* until the caller's transaction ends; return it as it is now.
 
-        *schema* is what schema_of_tables() said of a connection of our own. Raises StaleSnapshot if
-        the transaction reads from before the lock was taken, OutOfReach if it may not use the tables.
+        *cursor* is Django's, of the caller's connection. *schema* is what schema_of_tables() said of a
+        connection of our own. Raises StaleSnapshot if the transaction reads from before the lock was
+        taken, OutOfReach if it may not use the tables.
         """
-
-
-def keep_places(cursor: CursorWrapper, owners: Sequence[str], until: str, value: Any) -> None:
-    """See Engine.keep_places(): *until* is the instant as SQL, with one parameter that is *value*."""
-    marks = ", ".join(["%s"] * len(owners))
-    cursor.execute(
-        f"UPDATE {WAITER} SET expires_at = {until} WHERE owner IN ({marks})", [value, *owners]
-    )
 
 
 class StaleSnapshot(Exception):
@@ -140,8 +143,16 @@ def schema_of_tables(cursor: CursorWrapper) -> str:
     return f"{row[0].replace('%', '%%')}." if row else ""
 
 
-def parameters(request: Request, **more: Any) -> dict[str, Any]:
-    """Return what the statements name: texts and seconds."""
+def turn(clock: str, parameter: str) -> str:
+    """Return as SQL that nobody alive stands before us in the queue."""
+    key, owner = parameter.format("key"), parameter.format("owner")
+    return f"""NOT EXISTS (
+        SELECT 1 FROM {WAITER} AS w WHERE w.method_name = {key} AND w.expires_at > {clock} AND w.owner <> {owner}
+          AND w.ticket < coalesce((SELECT m.ticket FROM {WAITER} AS m WHERE m.owner = {owner}), 9223372036854775807))"""
+
+
+def parameters(request: Request) -> dict[str, Any]:
+    """Return what an acquire names: texts and seconds."""
     return {
         "key": request.key,
         "name": stored(request.name),
@@ -150,8 +161,6 @@ def parameters(request: Request, **more: Any) -> dict[str, Any]:
         "ttl": request.ttl,
         "min_hold": request.min_hold,
         "lock_delay": request.lock_delay,
-        "patience": PATIENCE,
-        **more,
     }
 
 

@@ -17,9 +17,9 @@ from .engine import (
     OutOfReach,
     StaleSnapshot,
     busy,
-    keep_places,
     missed,
     parameters,
+    turn,
 )
 
 if TYPE_CHECKING:
@@ -30,36 +30,27 @@ if TYPE_CHECKING:
 
 # SYSDATE is read when it is reached, NOW when the statement began: before a wait for the row.
 _AFTER = "SYSDATE(6) + INTERVAL CAST({} * 1000000 AS SIGNED) MICROSECOND"
+_TURN = turn("SYSDATE(6)", "%({})s")
 MICROSECONDS = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS SIGNED)"
-
-# Nobody alive stands before us in the queue.
-_TURN = f"""NOT EXISTS (
-        SELECT 1 FROM {WAITER} AS w
-        WHERE w.method_name = %(key)s AND w.expires_at > SYSDATE(6) AND w.owner <> %(owner)s
-          AND w.ticket < COALESCE((SELECT m.ticket FROM {WAITER} AS m WHERE m.owner = %(owner)s),
-                                  9223372036854775807))"""
 
 # Takes the lock for %(owner)s if it is free, and raises its fencing token.
 #
-# "free" is read first: so a refused statement writes nothing, and does not lock the counter, which
-# guard() may hold. LIMIT keeps the optimizer from merging it into the join, which would lock it.
-# MariaDB reads the row of the lock with a shared lock, for this statement: of two that find it free
-# at once, one is ended as a deadlock. What decides is the last line, on the row as it is then.
-# Each assignment reads but its own old column and the clock of the statement, as their order across
-# tables is not defined. LAST_INSERT_ID: the token; 0: refused, or there is no row yet.
+# The row of the lock is locked and read first. Only if it is free is there a row of the counter to join,
+# so that a refused statement does not lock that one, which guard() may hold. Until when the lock is taken
+# is compared with the begin of the statement there, as a key must be known before the rows are read; what
+# decides is the last line, by the clock as it is then.
+# Each assignment reads but its own old column and the clock, as their order across tables is not
+# defined. LAST_INSERT_ID: the token; 0: refused, or there is no row yet.
 _ACQUIRE = f"""
-UPDATE (
-    SELECT method_name FROM {LOCK} WHERE method_name = %(key)s AND available_at <= SYSDATE(6) AND {{turn}} LIMIT 1
-) AS free
-STRAIGHT_JOIN {LOCK} AS l ON l.method_name = free.method_name
-STRAIGHT_JOIN {COUNTER} AS c ON c.method_name = free.method_name
+UPDATE {LOCK} AS l STRAIGHT_JOIN {COUNTER} AS c
+    ON c.method_name = IF(l.available_at <= NOW(6), %(key)s, NULL)
 SET l.owner = %(owner)s, l.holder = %(holder)s,
     l.fencing_token = GREATEST(l.fencing_token + 1, {MICROSECONDS}),
     l.acquired_at = SYSDATE(6), l.updated_at = SYSDATE(6),
     l.expires_at = {_AFTER.format("%(ttl)s")},
     l.available_at = GREATEST({_AFTER.format("%(min_hold)s")}, {_AFTER.format("(%(ttl)s + %(lock_delay)s)")}),
     c.value = LAST_INSERT_ID(GREATEST(c.value + 1, {MICROSECONDS})), c.holder = %(holder)s
-WHERE l.available_at <= SYSDATE(6)
+WHERE l.method_name = %(key)s AND l.available_at <= SYSDATE(6) AND {{turn}}
 """
 
 # One row: is it ours, its token, who has it, seconds until others may have it.
@@ -105,15 +96,10 @@ FROM {LOCK} WHERE method_name = %(key)s AND available_at > SYSDATE(6)
 
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
-VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format("%(patience)s")})
+VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format(PATIENCE)})
 ON DUPLICATE KEY UPDATE expires_at = VALUES(expires_at)
 """
 _TICKET = f"SELECT ticket FROM {WAITER} WHERE owner = %(owner)s"
-_KEEP_PLACE = f"""
-UPDATE {WAITER} SET expires_at = {_AFTER.format("%(patience)s")}
-WHERE owner = %(owner)s AND expires_at < {_AFTER.format("%(patience)s / 2")}
-"""
-
 #: Lock wait timeout, lock not available at once.
 _LOCK_NOT_AVAILABLE = {1205, 3572}
 #: Those, deadlock, record changed since the snapshot.
@@ -127,6 +113,8 @@ _OUT_OF_REACH = {1044, 1142, _NO_SUCH_TABLE}
 
 class MySQL(Engine):
     """One statement a verb where it succeeds; a refused one asks a second time who has it."""
+
+    after = _AFTER
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
@@ -156,50 +144,77 @@ class MySQL(Engine):
         """Return whether the server says that there is no such table."""
         return code(error) == _NO_SUCH_TABLE
 
-    def try_acquire(
-        self, cursor: CursorWrapper, request: Request, *, queued: bool
-    ) -> Grant | Busy | None:
-        """Ask once; the row is made at the first use of a name."""
+    def try_acquire(self, cursor: Any, request: Request, *, queued: bool) -> Grant | Busy | None:
         known = parameters(request)
-        answer = self._take(cursor, known)
-        if answer is None:
-            for statement in CREATE:
-                cursor.execute(statement, known)
-            answer = self._take(cursor, known)
-        if queued:
-            self._mind_place(cursor, known, is_granted=isinstance(answer, Grant))
+        name = known.pop("name")
+        cursor.execute(self._acquire, known)
+        if cursor.lastrowid:
+            answer: Grant | Busy | None = Grant(cursor.lastrowid)
+        else:
+            answer = self._after_refusal(cursor, known, name)
+        if queued and isinstance(answer, Grant):
+            self.dequeue(cursor, request)
+        elif queued:
+            self.keep_places(cursor, [request.owner])
         return answer
 
-    def release(self, cursor: CursorWrapper, request: Request) -> Release:
-        """Give it back."""
-        known = parameters(request)
-        cursor.execute(_RELEASE, known)
+    def _after_refusal(self, cursor: Any, known: dict[str, Any], name: str) -> Grant | Busy | None:
+        """Return who has the lock. If nobody has, it came free meanwhile, or has no rows yet: ask again."""
+        for _ in range(2):
+            cursor.execute(_LOOK, {"key": known["key"], "owner": known["owner"]})
+            row = cursor.fetchone()
+            if row is not None:
+                is_ours, token, holder, remaining = row
+                if is_ours:
+                    return Grant(token)
+                if remaining > 0 or self.fair:
+                    return busy(holder, remaining)
+            else:
+                for statement in CREATE:
+                    cursor.execute(statement, {"key": known["key"], "name": name})
+            cursor.execute(self._acquire, known)
+            if cursor.lastrowid:
+                return Grant(cursor.lastrowid)
+        return None
+
+    def release(self, cursor: Any, request: Request) -> Release:
+        cursor.execute(
+            _RELEASE,
+            {"key": request.key, "owner": request.owner, "min_hold": request.min_hold},
+        )
         if cursor.lastrowid:
             return Release.RELEASED if cursor.lastrowid == 2 else Release.GONE
-        cursor.execute(_MISSED, known)
+        cursor.execute(_MISSED, {"key": request.key, "owner": request.owner})
         return missed(cursor.fetchone())
 
-    def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
-        """Extend each: Django has the server count rows matched, not changed."""
-        return [bool(cursor.execute(_EXTEND, parameters(request))) for request in requests]
+    def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
+        # Django has the server count rows matched, not changed.
+        return [
+            bool(
+                cursor.execute(
+                    _EXTEND,
+                    {
+                        "key": request.key,
+                        "owner": request.owner,
+                        "ttl": request.ttl,
+                        "lock_delay": request.lock_delay,
+                    },
+                )
+            )
+            for request in requests
+        ]
 
-    def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
-        """Look."""
+    def probe(self, cursor: Any, request: Request) -> Busy | None:
         cursor.execute(_PROBE, {"key": request.key})
         row = cursor.fetchone()
         return None if row is None else busy(*row)
 
-    def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
-        """Take a place, or keep the one that this owner has."""
-        known = parameters(request, channel=channel, patience=PATIENCE)
+    def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
+        known = {"key": request.key, "owner": request.owner, "channel": channel}
         cursor.execute(_ENQUEUE, known)
-        cursor.execute(_TICKET, known)
+        cursor.execute(_TICKET, {"owner": request.owner})
         ticket: int = cursor.fetchone()[0]
         return ticket
-
-    def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
-        """One statement."""
-        keep_places(cursor, owners, _AFTER.format("%s"), PATIENCE)
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Lock in share mode: it reads the newest value, where a plain read gives the snapshot's."""
@@ -218,25 +233,6 @@ class MySQL(Engine):
         if now is not None and now[0] == token and seen != now:
             raise StaleSnapshot
         return None if now is None else now[0]
-
-    def _take(self, cursor: CursorWrapper, known: dict[str, Any]) -> Grant | Busy | None:
-        """Return the answer, or None if a row is missing."""
-        cursor.execute(self._acquire, known)
-        if cursor.lastrowid:
-            return Grant(cursor.lastrowid)
-        cursor.execute(_LOOK, known)
-        row = cursor.fetchone()
-        if row is None:
-            return None
-        is_ours, token, holder, remaining = row
-        return Grant(token) if is_ours else busy(holder, remaining)
-
-    def _mind_place(
-        self, cursor: CursorWrapper, known: dict[str, Any], *, is_granted: bool
-    ) -> None:
-        cursor.execute(
-            f"DELETE FROM {WAITER} WHERE owner = %(owner)s" if is_granted else _KEEP_PLACE, known
-        )
 
 
 def settle(connection: BaseDatabaseWrapper) -> None:

@@ -12,7 +12,7 @@ from django.db.utils import DatabaseError, Error, IntegrityError
 from django_distlock.engine.values import Busy, Grant, Release, Request
 
 from . import mysql, postgresql
-from .engine import COUNTER, LOCK, PATIENCE, WAITER, Engine, busy, keep_places, missed, parameters
+from .engine import COUNTER, LOCK, PATIENCE, WAITER, Engine, busy, missed, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -73,6 +73,10 @@ class Portable(Engine):
         super().__init__(fair=fair)
         self._clock = ""
         self._for_update = ""
+
+    def cursor(self, connection: BaseDatabaseWrapper) -> CursorWrapper:
+        """Return Django's, which knows what differs between drivers."""
+        return connection.cursor()
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
         """Leave the options as they are, but for the isolation: what else a driver takes is not known here."""
@@ -149,9 +153,9 @@ class Portable(Engine):
 
     def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
         """Take a place, or keep the one that this owner has."""
-        known = parameters(
-            request, channel=channel, until=self._now(cursor) + timedelta(seconds=PATIENCE)
-        )
+        until = self._now(cursor) + timedelta(seconds=PATIENCE)
+        known: dict[str, Any] = {"key": request.key, "owner": request.owner}
+        known |= {"channel": channel, "until": until}
         cursor.execute(_KEEP_PLACE, known)
         if not cursor.rowcount:
             cursor.execute(_ENQUEUE, known)
@@ -160,8 +164,12 @@ class Portable(Engine):
         return ticket
 
     def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
-        """One statement, and one for the time."""
-        keep_places(cursor, owners, "%s", self._now(cursor) + timedelta(seconds=PATIENCE))
+        marks, until = (
+            ", ".join(["%s"] * len(owners)),
+            self._now(cursor) + timedelta(seconds=PATIENCE),
+        )
+        statement = f"UPDATE {WAITER} SET expires_at = %s WHERE owner IN ({marks})"
+        cursor.execute(statement, [until, *owners])
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """FOR UPDATE on the counter, which an acquire of somebody else locks too."""
@@ -250,7 +258,7 @@ class Portable(Engine):
             )
 
 
-def is_guarded(engine: Engine, cursor: CursorWrapper, key: str) -> bool:
+def is_guarded(cursor: CursorWrapper, engine: Engine, key: str) -> bool:
     """Return whether a guard() is what is in the way of an acquire: all others lock the lock's own row too."""
     if not cursor.db.features.has_select_for_update_nowait:
         return False

@@ -25,9 +25,9 @@ from .engine import (
     OutOfReach,
     StaleSnapshot,
     busy,
-    keep_places,
     missed,
     parameters,
+    turn,
 )
 
 if TYPE_CHECKING:
@@ -42,12 +42,10 @@ MICROSECONDS = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 #: insufficient_privilege, undefined_table
 _OUT_OF_REACH = {"42501", "42P01"}
 _AFTER = "clock_timestamp() + make_interval(secs => {})"
-
-# Nobody alive stands before us in the queue.
-_TURN = f"""NOT EXISTS (
-        SELECT FROM {WAITER} AS w
-        WHERE w.method_name = %(key)s AND w.expires_at > clock_timestamp() AND w.owner <> %(owner)s
-          AND w.ticket < coalesce((SELECT ticket FROM {WAITER} WHERE owner = %(owner)s), 9223372036854775807))"""
+_AVAILABLE = (
+    f"greatest({_AFTER.format('%(min_hold)s')}, {_AFTER.format('%(ttl)s + %(lock_delay)s')})"
+)
+_TURN = turn("clock_timestamp()", "%({})s")
 
 # Takes the lock for %(owner)s if it is free for it, and raises its fencing token.
 #
@@ -70,7 +68,7 @@ WITH seen AS (
     SELECT value FROM {COUNTER}
     WHERE method_name = %(key)s AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
 ), settled AS MATERIALIZED (
-    SELECT set_config('lock_timeout', %(row_wait)s, true),
+    SELECT set_config('lock_timeout', '{ROW_WAIT:g}s', true),
            set_config('synchronous_commit', CASE current_setting('synchronous_commit')
                WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)
     FROM allowed
@@ -81,9 +79,7 @@ WITH seen AS (
                              expires_at, available_at, updated_at)
     SELECT %(key)s, %(name)s, %(owner)s, %(holder)s,
            greatest(coalesce((SELECT value FROM counter), 0) + 1, {MICROSECONDS}), clock_timestamp(),
-           {_AFTER.format("%(ttl)s")},
-           greatest({_AFTER.format("%(min_hold)s")}, {_AFTER.format("%(ttl)s + %(lock_delay)s")}),
-           clock_timestamp()
+           {_AFTER.format("%(ttl)s")}, {_AVAILABLE}, clock_timestamp()
     FROM settled
     ON CONFLICT (method_name) DO UPDATE SET
         owner = excluded.owner, holder = excluded.holder,
@@ -91,8 +87,7 @@ WITH seen AS (
             greatest(l.fencing_token + 1, coalesce((SELECT value FROM counter), 0) + 1, {MICROSECONDS}) END,
         acquired_at = CASE WHEN l.owner = %(owner)s THEN l.acquired_at ELSE clock_timestamp() END,
         expires_at = {_AFTER.format("%(ttl)s")},
-        available_at = greatest({_AFTER.format("%(min_hold)s")}, {_AFTER.format("%(ttl)s + %(lock_delay)s")}),
-        updated_at = clock_timestamp()
+        available_at = {_AVAILABLE}, updated_at = clock_timestamp()
     WHERE l.owner = %(owner)s OR l.available_at <= clock_timestamp()
     RETURNING fencing_token, holder
 ), counted AS (
@@ -109,9 +104,8 @@ SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT r
 _QUEUE = f""", gone AS (
     DELETE FROM {WAITER} WHERE owner = %(owner)s AND EXISTS (SELECT FROM granted)
 ), kept AS (
-    UPDATE {WAITER} SET expires_at = {_AFTER.format("%(patience)s")}
-    WHERE owner = %(owner)s AND NOT EXISTS (SELECT FROM granted)
-      AND expires_at < {_AFTER.format("%(patience)s / 2")}
+    UPDATE {WAITER} SET expires_at = {_AFTER.format(PATIENCE)}
+    WHERE owner = %(owner)s AND NOT EXISTS (SELECT FROM granted) AND expires_at < {_AFTER.format(PATIENCE / 2)}
 )"""
 
 # Frees the lock if %(owner)s has it, but a late one from no lock_delay, and rings the first live waiter, if there is one:
@@ -156,7 +150,7 @@ FROM {LOCK} WHERE method_name = %(key)s AND available_at > clock_timestamp()
 
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
-VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format("%(patience)s")})
+VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format(PATIENCE)})
 ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING ticket
 """
 
@@ -170,6 +164,7 @@ class PostgreSQL(Engine):
     """One statement, one round trip a verb."""
 
     looks_before_retry = False
+    after = _AFTER
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
@@ -205,54 +200,42 @@ class PostgreSQL(Engine):
         """Return whether it is a lock timeout."""
         return sqlstate(error) == _LOCK_NOT_AVAILABLE
 
-    def try_acquire(
-        self, cursor: CursorWrapper, request: Request, *, queued: bool
-    ) -> Grant | Busy | None:
-        """Ask once."""
-        statement = self._acquire_queued if queued else self._acquire
-        cursor.execute(statement, parameters(request, row_wait=f"{round(ROW_WAIT * 1000)}ms"))
+    def try_acquire(self, cursor: Any, request: Request, *, queued: bool) -> Grant | Busy | None:
+        cursor.execute(self._acquire_queued if queued else self._acquire, parameters(request))
         token, holder, remaining, is_free = cursor.fetchone()
         if token is not None:
             return Grant(token)
         return None if is_free else busy(holder, remaining)
 
-    def release(self, cursor: CursorWrapper, request: Request) -> Release:
-        """Give it back."""
-        cursor.execute(_RELEASE, parameters(request))
+    def release(self, cursor: Any, request: Request) -> Release:
+        known = {"key": request.key, "owner": request.owner, "min_hold": request.min_hold}
+        cursor.execute(_RELEASE, known)
         in_time, was_released, is_taken, _ = cursor.fetchone()
         if in_time is None:
             return missed((bool(was_released), bool(is_taken)))
         return Release.RELEASED if in_time else Release.GONE
 
-    def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
-        """Extend all in one statement."""
-        cursor.execute(
-            _EXTEND,
-            {
-                "keys": [request.key for request in requests],
-                "owners": [request.owner for request in requests],
-                "ttls": [request.ttl for request in requests],
-                "delays": [request.lock_delay for request in requests],
-            },
-        )
+    def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
+        known = {
+            "keys": [request.key for request in requests],
+            "owners": [request.owner for request in requests],
+            "ttls": [request.ttl for request in requests],
+            "delays": [request.lock_delay for request in requests],
+        }
+        cursor.execute(_EXTEND, known)
         kept = {owner for (owner,) in cursor.fetchall()}
         return [request.owner in kept for request in requests]
 
-    def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
-        """Look."""
+    def probe(self, cursor: Any, request: Request) -> Busy | None:
         cursor.execute(_PROBE, {"key": request.key})
         row = cursor.fetchone()
         return None if row is None else busy(*row)
 
-    def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
-        """Take a place, or keep the one that this owner has."""
-        cursor.execute(_ENQUEUE, parameters(request, channel=channel, patience=PATIENCE))
+    def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
+        known = {"key": request.key, "owner": request.owner, "channel": channel}
+        cursor.execute(_ENQUEUE, known)
         ticket: int = cursor.fetchone()[0]
         return ticket
-
-    def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
-        """One statement."""
-        keep_places(cursor, owners, _AFTER.format("%s"), PATIENCE)
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """FOR SHARE: renewals write another row, an acquire of somebody else skips a locked one."""

@@ -15,9 +15,9 @@ from .engine import (
     Engine,
     StaleSnapshot,
     busy,
-    keep_places,
     missed,
     parameters,
+    turn,
 )
 
 if TYPE_CHECKING:
@@ -30,72 +30,68 @@ if TYPE_CHECKING:
 SLICE = 0.1
 
 # Instants are text that sorts; 'now' stands still within one statement, after any wait for the file.
-_NOW = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now')"
-_AFTER = "strftime('%%Y-%%m-%%d %%H:%%M:%%f', 'now', ({}) || ' seconds')"
+_NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now')"
+_AFTER = "strftime('%Y-%m-%d %H:%M:%f', 'now', ({}) || ' seconds')"
 _MICROSECONDS = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000"
 _LEFT = "(julianday(available_at) - julianday('now')) * 86400.0"
 
-_TURN = f"""NOT EXISTS (
-        SELECT 1 FROM {WAITER} AS w
-        WHERE w.method_name = %(key)s AND w.expires_at > {_NOW} AND w.owner <> %(owner)s
-          AND w.ticket < coalesce((SELECT ticket FROM {WAITER} WHERE owner = %(owner)s), 9223372036854775807))"""
+_TURN = turn(_NOW, ":{}")
+_UNTIL = f"{_NOW}, {_AFTER.format(':ttl')}, max({_AFTER.format(':min_hold')}, {_AFTER.format(':ttl + :lock_delay')})"
 
-# Takes the lock for %(owner)s if it is free for it, and raises its fencing token.
+# Takes the lock for :owner if it is free for it, and raises its fencing token.
 # A row with the token, or none: refused. The same owner again gets the same token.
 _ACQUIRE = f"""
 INSERT INTO {LOCK} (method_name, description, owner, holder, fencing_token, acquired_at, expires_at,
                     available_at, updated_at)
-SELECT %(key)s, %(name)s, %(owner)s, %(holder)s, {_MICROSECONDS}, {_NOW}, {_AFTER.format("%(ttl)s")},
-       max({_AFTER.format("%(min_hold)s")}, {_AFTER.format("%(ttl)s + %(lock_delay)s")}), {_NOW}
-WHERE {{turn}} OR EXISTS (SELECT 1 FROM {LOCK} WHERE method_name = %(key)s AND owner = %(owner)s)
+SELECT :key, :name, :owner, :holder, {_MICROSECONDS}, {_UNTIL}, {_NOW}
+WHERE {{turn}} OR EXISTS (SELECT 1 FROM {LOCK} WHERE method_name = :key AND owner = :owner)
 ON CONFLICT (method_name) DO UPDATE SET
     holder = excluded.holder, expires_at = excluded.expires_at,
     available_at = excluded.available_at, updated_at = excluded.updated_at,
-    acquired_at = CASE WHEN owner = %(owner)s THEN acquired_at ELSE excluded.acquired_at END,
-    fencing_token = CASE WHEN owner = %(owner)s THEN fencing_token
+    acquired_at = CASE WHEN owner = :owner THEN acquired_at ELSE excluded.acquired_at END,
+    fencing_token = CASE WHEN owner = :owner THEN fencing_token
                     ELSE max(fencing_token + 1, excluded.fencing_token) END,
     owner = excluded.owner
-WHERE owner = %(owner)s OR available_at <= {_NOW}
+WHERE owner = :owner OR available_at <= {_NOW}
 RETURNING fencing_token
 """
 
-_LOOK = f"SELECT holder, {_LEFT} FROM {LOCK} WHERE method_name = %(key)s"
+_LOOK = f"SELECT holder, {_LEFT} FROM {LOCK} WHERE method_name = :key"
 _PROBE = f"{_LOOK} AND available_at > {_NOW}"
 
-# Frees the lock if %(owner)s has it, but a late one from no lock_delay. A row that tells if it was in time, or none: it was not ours.
+# Frees the lock if :owner has it, but a late one from no lock_delay. A row that tells if it was in time, or none: it was not ours.
 _RELEASE = f"""
-UPDATE {LOCK} SET owner = NULL, last_owner = %(owner)s, holder = NULL, updated_at = {_NOW},
+UPDATE {LOCK} SET owner = NULL, last_owner = :owner, holder = NULL, updated_at = {_NOW},
     available_at = CASE WHEN expires_at > {_NOW}
-        THEN strftime('%%Y-%%m-%%d %%H:%%M:%%f', acquired_at, %(min_hold)s || ' seconds')
+        THEN strftime('%Y-%m-%d %H:%M:%f', acquired_at, :min_hold || ' seconds')
         ELSE available_at END
-WHERE method_name = %(key)s AND owner = %(owner)s RETURNING expires_at > {_NOW}
+WHERE method_name = :key AND owner = :owner RETURNING expires_at > {_NOW}
 """
 
 _MISSED = f"""
-SELECT last_owner IS %(owner)s, owner IS NOT NULL AND expires_at > {_NOW}
-FROM {LOCK} WHERE method_name = %(key)s
+SELECT last_owner IS :owner, owner IS NOT NULL AND expires_at > {_NOW}
+FROM {LOCK} WHERE method_name = :key
 """
 
 # Gives a lease that is still its owner's more time, never less. Matches one row, or none.
 _EXTEND = f"""
-UPDATE {LOCK} SET updated_at = {_NOW}, expires_at = max(expires_at, {_AFTER.format("%(ttl)s")}),
-    available_at = max(available_at, {_AFTER.format("%(ttl)s + %(lock_delay)s")})
-WHERE method_name = %(key)s AND owner = %(owner)s AND expires_at > {_NOW}
+UPDATE {LOCK} SET updated_at = {_NOW}, expires_at = max(expires_at, {_AFTER.format(":ttl")}),
+    available_at = max(available_at, {_AFTER.format(":ttl + :lock_delay")})
+WHERE method_name = :key AND owner = :owner AND expires_at > {_NOW}
 """
 
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
-VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format("%(patience)s")})
+VALUES (:key, :owner, :channel, {_AFTER.format(PATIENCE)})
 ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING ticket
-"""
-_KEEP_PLACE = f"""
-UPDATE {WAITER} SET expires_at = {_AFTER.format("%(patience)s")}
-WHERE owner = %(owner)s AND expires_at < {_AFTER.format("%(patience)s / 2")}
 """
 
 
 class SQLite(Engine):
     """One statement a verb; the file has one writer at a time, so there is nothing else to lock."""
+
+    parameter = ":{}"
+    after = _AFTER
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
@@ -127,48 +123,45 @@ class SQLite(Engine):
         """Return whether there is no such table."""
         return "no such table" in str(error)
 
-    def try_acquire(self, cursor: CursorWrapper, request: Request, *, queued: bool) -> Grant | Busy:
-        """Ask once."""
-        known = parameters(request)
-        cursor.execute(self._acquire, known)
+    def try_acquire(self, cursor: Any, request: Request, *, queued: bool) -> Grant | Busy:
+        cursor.execute(self._acquire, parameters(request))
         row = cursor.fetchone()
-        if queued:
-            done = f"DELETE FROM {WAITER} WHERE owner = %(owner)s"
-            cursor.execute(_KEEP_PLACE if row is None else done, known)
-        return self._refusal(cursor, known) if row is None else Grant(row[0])
+        if queued and row is not None:
+            self.dequeue(cursor, request)
+        elif queued:
+            self.keep_places(cursor, [request.owner])
+        if row is not None:
+            return Grant(row[0])
+        cursor.execute(_LOOK, {"key": request.key})
+        row = cursor.fetchone()
+        return Busy() if row is None else busy(*row)
 
-    def release(self, cursor: CursorWrapper, request: Request) -> Release:
-        """Give it back."""
-        known = parameters(request)
+    def release(self, cursor: Any, request: Request) -> Release:
+        known = {"key": request.key, "owner": request.owner, "min_hold": request.min_hold}
         cursor.execute(_RELEASE, known)
         if (row := cursor.fetchone()) is not None:
             return Release.RELEASED if row[0] else Release.GONE
         cursor.execute(_MISSED, known)
         return missed(cursor.fetchone())
 
-    def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
-        """Extend each."""
+    def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
         kept = []
         for request in requests:
-            cursor.execute(_EXTEND, parameters(request))
+            known = {"key": request.key, "owner": request.owner}
+            cursor.execute(_EXTEND, {**known, "ttl": request.ttl, "lock_delay": request.lock_delay})
             kept.append(cursor.rowcount == 1)
         return kept
 
-    def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
-        """Look."""
+    def probe(self, cursor: Any, request: Request) -> Busy | None:
         cursor.execute(_PROBE, {"key": request.key})
         row = cursor.fetchone()
         return None if row is None else busy(*row)
 
-    def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
-        """Take a place, or keep the one that this owner has."""
-        cursor.execute(_ENQUEUE, parameters(request, channel=channel, patience=PATIENCE))
+    def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
+        known = {"key": request.key, "owner": request.owner, "channel": channel}
+        cursor.execute(_ENQUEUE, known)
         ticket: int = cursor.fetchone()[0]
         return ticket
-
-    def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
-        """One statement."""
-        keep_places(cursor, owners, _AFTER.format("%s"), PATIENCE)
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Write the token as it is: the caller is the file's one writer until its transaction ends."""
@@ -187,11 +180,6 @@ class SQLite(Engine):
         )
         row = cursor.fetchone()
         return None if row is None else row[0]
-
-    def _refusal(self, cursor: CursorWrapper, known: dict[str, Any]) -> Busy:
-        cursor.execute(_LOOK, known)
-        row = cursor.fetchone()
-        return Busy() if row is None else busy(*row)
 
 
 def _has_written(raw: sqlite3.Connection) -> bool:
