@@ -1,4 +1,4 @@
-"""Locks in the admin: who holds what, since when, and for how long still."""
+"""Locks in the admin: who holds each lock, since when, and the remaining time."""
 
 from __future__ import annotations
 
@@ -29,36 +29,34 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
     from django.http import HttpRequest
 
-#: Seconds from which on a time is told in minutes, hours or days.
+#: Seconds from which a time is shown in minutes, hours or days.
 LONG = 120
-#: What no query may be narrowed by: it could be guessed letter by letter.
+#: Fields that no query may filter by: their values could be guessed letter by letter.
 SECRETS = {"owner", "last_owner"}
 
 
 class StateFilter(admin.SimpleListFilter):
-    """Held, stale, held until min_hold, or free: at this moment of the server's clock."""
+    """Filters by state: held, stale, held until min_hold, or free, by the server's current time."""
 
     title = gettext_lazy("state")
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        """Offer every state."""
         return State.choices
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """Keep the locks in the chosen state."""
         return queryset.filter(state=self.value()) if self.value() else queryset
 
 
 @admin.register(MethodLock)
 class MethodLockAdmin(ForcedRelease):
-    """The locks in one database: to be looked at, and to be freed by those who are permitted.
+    """Shows the locks in one database; users with the permission can free them.
 
-    To show those of another database as well, register a subclass with its *using*: on another
-    admin site, or for a proxy model.
+    To show the locks of another database too, register a subclass with another *using*, on
+    another admin site or for a proxy model.
     """
 
-    #: The database; None: where the first database alias of DISTLOCK has its locks.
+    #: The alias in DATABASES; None: the one of the first database backend in DISTLOCK.
     using: str | None = None
 
     list_display = (
@@ -89,17 +87,17 @@ class MethodLockAdmin(ForcedRelease):
 
     @admin.display(description=gettext_lazy("key"))
     def key(self, lock: MethodLock) -> str:
-        """Return what the server knows the lock by."""
+        """Return the key of the lock on the server."""
         return _wrapped(lock.method_name)
 
     @admin.display(description=gettext_lazy("state"), ordering="state")
     def state(self, lock: Any) -> str:
-        """Return what the row says."""
+        """Return the state of the row."""
         return str(State(lock.state).label)
 
     @admin.display(description=gettext_lazy("holder"))
     def held_by(self, lock: MethodLock) -> str:
-        """Return who holds it: host, process, thread or task, purpose."""
+        """Return the holder: host, process, thread or task, purpose."""
         return str(records.holder_of(lock) or self.get_empty_value_display())
 
     @admin.display(description=gettext_lazy("since"), ordering="acquired_at")
@@ -116,7 +114,7 @@ class MethodLockAdmin(ForcedRelease):
 
     @admin.display(description=gettext_lazy("remaining"), ordering="available_at")
     def remaining(self, lock: Any) -> str:
-        """Return for how long it is held still, or since when a stale one is not."""
+        """Return the remaining time, or how long ago a stale lease ended."""
         if lock.state == State.FREE:
             return self.get_empty_value_display()
         if lock.state == State.STALE:
@@ -126,60 +124,58 @@ class MethodLockAdmin(ForcedRelease):
 
     @admin.display(description=gettext_lazy("waiters"), ordering="waiters")
     def waiters(self, lock: Any) -> int:
-        """Return how many wait for it with a place in the server's queue."""
+        """Return how many waiters have a place in the server's queue."""
         number: int = lock.waiters
         return number
 
     @admin.display(description=gettext_lazy("alias"))
     def alias(self, lock: MethodLock) -> str:
-        """Return the aliases of DISTLOCK whose lock it is; of a stranger's, its kind and prefix."""
+        """Return the aliases of DISTLOCK that have this lock; if there are none, its kind and prefix."""
         aliases = [backend.alias for backend in self.backends_of(lock)]
         prefix = lock.method_name.rpartition("|")[0]
         return ", ".join(aliases) or printable(prefix) or self.get_empty_value_display()
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Refuse: acquire makes the rows."""
+        """Refuse: only acquiring a lock makes a row."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: MethodLock | None = None) -> bool:
-        """Refuse: the rows are the server's memory."""
+        """Refuse: only the backend changes rows."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: MethodLock | None = None) -> bool:
-        """Refuse: it would free a held lock and not raise its token. For old ones there is purge_stale_locks."""
+        """Refuse: it would free a held lock without raising its token. Use purge_stale_locks for old rows."""
         return False
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest) -> bool:
-        """Refuse to narrow by what must not be known."""
+        """Refuse filters by secret fields."""
         is_secret = lookup.partition("__")[0] in SECRETS
         return not is_secret and super().lookup_allowed(lookup, value, request)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[MethodLock]:
-        """Return the rows, with what the server's clock makes of them."""
+        """Return the rows with their state by the server's clock."""
         return records.described(self.database).order_by(*self.ordering)
 
     @property
     def database(self) -> str:
-        """The database that is shown."""
+        """The database whose locks are shown."""
         first = next((backend.options.using for backend in _database_backends()), None)
         return self.using or first or router.db_for_write(MethodLock)
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """Look for names as their column keeps them."""
+        """Search for names in the form in which their column stores them."""
         if not search_term.isascii():
             search_term = json.dumps(search_term)[1:-1]
         return super().get_search_results(request, queryset, search_term)
 
     def backends_of(self, lock: MethodLock) -> Iterator[DatabaseBackend]:
-        """See ForcedRelease.backends_of()."""
         for backend in _database_backends():
             if backend.options.using == self.database and backend.keeps(lock.method_name):
                 yield backend
 
     def columns(self, lock: MethodLock) -> dict[str, Any]:
-        """See ForcedRelease.columns()."""
         names = ("name", "state", "held_by", "since", "remaining")
         shown = {name: getattr(self, name)(lock) for name in names}
         return {**shown, "fencing_token": lock.fencing_token}
@@ -187,14 +183,14 @@ class MethodLockAdmin(ForcedRelease):
 
 def _database_backends() -> Iterator[DatabaseBackend]:
     for alias in locks:
-        # One alias with wrong settings must not hide the locks of the others.
+        # An alias with wrong settings must not hide the locks of the others.
         with suppress(InvalidLockBackend):
             if isinstance(backend := locks[alias], DatabaseBackend):
                 yield backend
 
 
 def _here(instant: datetime, server_now: datetime) -> str:
-    """Return an instant of the server on the clock and in the zone of this machine."""
+    """Return a time of the server by the clock and in the time zone of this machine."""
     here = to_current_timezone(timezone.now() - (server_now - instant))
     return formats.date_format(here, "SHORT_DATETIME_FORMAT")
 

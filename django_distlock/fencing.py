@@ -1,7 +1,7 @@
 """Fenced data: rows that refuse a writer whose fencing token is not the newest.
 
-Raising the fence before the first read is what makes this sound: with a fenced write alone,
-a new holder can read, the old one write, and the new one overwrite it.
+The fence must be raised before the first read. With a fenced write alone, the new holder can
+read, the old one can write after that, and the new one then overwrites it.
 """
 
 # ruff: noqa: SLF001 - Django documents _meta, _state and _base_manager
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from .lease import Lease
 
-#: Rows in one statement: SQLite took no more than 999 parameters for long.
+#: Rows in one statement: older SQLite takes at most 999 parameters.
 BATCH = 500
 _NEWER = "a later holder has claimed this data"
 _UNCLAIMED = "this data is not claimed by this lease: call lease.claim() before reading it"
 
 
 def claim(lease: Lease, target: models.Model | models.QuerySet[Any]) -> Any:
-    """See Lease.claim()."""
+    """Raise the fences of *target*, and return it read again; see Lease.claim()."""
     if isinstance(target, models.QuerySet):
         rows = target.using(_database(target))
         with transaction.atomic(using=rows.db):
@@ -34,24 +34,24 @@ def claim(lease: Lease, target: models.Model | models.QuerySet[Any]) -> Any:
                 _pass_fences(lease, rows, keys, claims=True)
         return rows.all()
     model = type(target)
-    # The base manager: a custom one may hide the very row that is to be protected.
+    # The base manager: a custom manager may hide the row.
     mine = model._base_manager.using(_database_of(target)).filter(pk=target.pk)
     with transaction.atomic(using=mine.db):
         keys = [target.pk] if _shares_key(model) else _keys(mine)
         if not _pass_fences(lease, mine, keys, claims=True):
             raise _deleted(model)
-        # FOR UPDATE reads past a snapshot that is older than the claim.
+        # FOR UPDATE reads the newest data, even if the transaction has an older snapshot.
         return mine.select_for_update().get()
 
 
 def save(lease: Lease, instance: models.Model, **kwargs: Any) -> None:
-    """See Lease.save()."""
+    """Save *instance* if its fence is the token of *lease*; see Lease.save()."""
     token = lease.checked_token()
     using = kwargs.get("using") or _database_of(instance)
     rows: models.QuerySet[Any] = models.QuerySet(type(instance), using=using)
     key = _written_key(instance)
     with transaction.atomic(using=using):
-        # The row that has the fence is locked by this: what save() writes below is inside it.
+        # This locks the row that has the fence until save() below has written.
         if key is not None and not _pass_fences(lease, rows, [key]):
             kwargs = _with_insert(instance, kwargs)
         instance.fence = token  # type: ignore[attr-defined]  # a FencedModel
@@ -59,16 +59,16 @@ def save(lease: Lease, instance: models.Model, **kwargs: Any) -> None:
 
 
 def update(lease: Lease, queryset: models.QuerySet[Any], values: dict[str, Any]) -> int:
-    """See Lease.update()."""
+    """Update the rows whose fence is the token of *lease*; see Lease.update()."""
     if "fence" in values:
-        msg = "update() sets the fence itself, to the token of the lease: leave fence=... out."
+        msg = "update() sets the fence to the token of the lease; do not give it fence=..."
         raise ValueError(msg)
     rows = queryset.using(_database(queryset))
     key, updated = _owner(rows.model)._meta.pk.name, 0
     with transaction.atomic(using=rows.db):
         for keys in _batches(rows):
             _pass_fences(lease, rows, keys)
-            # Once more by what the queryset asks for: only now can no other holder change it.
+            # Filter again: only now can no other holder change these rows.
             updated += rows.filter(**{f"{key}__in": keys}).update(**values)
     return updated
 
@@ -76,19 +76,18 @@ def update(lease: Lease, queryset: models.QuerySet[Any], values: dict[str, Any])
 def _pass_fences(
     lease: Lease, rows: models.QuerySet[Any], keys: Sequence[Any], *, claims: bool = False
 ) -> int:
-    """Write our token into the fences with these keys, and return how many there are.
+    """Write our token into the fences with these keys, and return the number of them.
 
-    StaleFencingToken if one has another token, or, for a claim, a later one.
-
-    One statement compares and writes, on the table that has the fence. Django would update a
-    column of a parent by keys that it has read before, and compare nothing as it writes.
+    Raise StaleFencingToken if one has another token or, for a claim, a later one.
+    One statement compares and writes, on the table that has the fence. Django itself would first
+    read the keys, and then update a column of a parent model without comparing.
     """
     token = lease.checked_token()
     owned: models.QuerySet[Any] = models.QuerySet(_owner(rows.model), using=rows.db)
     fences = owned.filter(pk__in=keys)
     ours = fences.filter(fence__lte=token) if claims else fences.filter(fence=token)
     passed = ours.update(fence=token)
-    if passed < len(keys):  # the others refuse, or were deleted
+    if passed < len(keys):  # the others have another fence, or were deleted
         refusing = fences.exclude(fence=token).aggregate(highest=models.Max("fence"))
         fence = refusing["highest"]
         if fence is not None:
@@ -98,32 +97,32 @@ def _pass_fences(
 
 
 def _owner(model: type[models.Model]) -> type[Any]:
-    """Return the model whose table has the fence: *model*, or one that it inherits from."""
+    """Return the model whose table has the fence: *model* or one of its parents."""
     owner: type[Any] = model._meta.get_field("fence").model
     return owner
 
 
 def _shares_key(model: type[models.Model]) -> bool:
-    """Return whether the row of *model* and the one that has the fence have the same key."""
+    """Return whether the row of *model* and the row with the fence have the same key."""
     path = model._meta.get_path_to_parent(_owner(model))
     return all(step.join_field.primary_key for step in path)
 
 
 def _batches(rows: models.QuerySet[Any]) -> list[list[Any]]:
-    """Return _keys(), as many at a time as every server takes in one statement."""
+    """Return _keys() in batches that every server accepts in one statement."""
     keys = _keys(rows)
     return [keys[first : first + BATCH] for first in range(0, len(keys), BATCH)]
 
 
 def _keys(rows: models.QuerySet[Any]) -> list[Any]:
-    """Return the keys of the rows that have the fences of *rows*, each once."""
+    """Return the keys of the rows with the fences of *rows*, without duplicates."""
     keys = rows.values_list(_owner(rows.model)._meta.pk.name, flat=True)
     keys.query.select_for_update = False  # outer joins cannot be locked
     return list(dict.fromkeys(keys))
 
 
 def _written_key(instance: models.Model) -> Any:
-    """Return the key of the row that has the fence, by which save() writes it; None if there is none yet."""
+    """Return the key by which save() writes the row with the fence; None if it has none yet."""
     owner = _owner(type(instance))
     key = getattr(instance, owner._meta.pk.attname)
     meta: Any = instance._meta
@@ -132,7 +131,7 @@ def _written_key(instance: models.Model) -> Any:
 
 
 def _with_insert(instance: models.Model, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Have save() make a row, and not overwrite one that somebody else makes meanwhile."""
+    """Make save() insert a row, so that it does not overwrite one that somebody else has just made."""
     forced = kwargs.get("force_insert")
     if not (forced or instance._state.adding):
         raise _deleted(type(instance))
@@ -157,5 +156,5 @@ def _database_of(instance: models.Model) -> str:
 
 
 def _database(queryset: models.QuerySet[Any]) -> str:
-    # A queryset without using() would be read from a replica.
+    # A queryset without using() might read from a replica.
     return queryset._db or router.db_for_write(queryset.model)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The admin's forced release: it asks, compares with what it showed, frees, and tells."""
+"""The admin's forced release: it asks for confirmation, and frees only the leases that it showed."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from .engine.values import Held
 
 _Page = TypeVar("_Page")
-#: Locks on one confirmation page: more than anybody reads is more than anybody means.
+#: Locks on one confirmation page: more than this would be confirmed without reading.
 MOST_AT_ONCE = 100
-#: Digits that are sure to fit into 64 bits.
+#: Digits that always fit into 64 bits.
 LONGEST_KEY = 18
 
 
 def on_a_live_connection(view: Callable[..., _Page]) -> Callable[..., _Page]:
-    """Show a page on a connection that is alive; where there is none, say so on the index."""
+    """Show a page on a working connection; without one, show an error on the index page."""
 
     @wraps(view)
     def page(self: ForcedRelease, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
@@ -66,26 +66,26 @@ def on_a_live_connection(view: Callable[..., _Page]) -> Callable[..., _Page]:
 
 
 class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
-    """An admin of lock rows with an action and a button that free what others hold."""
+    """An admin of lock rows with an action and a button that free held locks."""
 
     actions = ("force_release",)
     change_form_template = "admin/django_distlock/change_form.html"
 
     @property
     def database(self) -> str:
-        """The database that is shown."""
+        """The database whose locks are shown."""
         raise NotImplementedError
 
     def backends_of(self, lock: MethodLock) -> Iterator[DatabaseBackend]:
-        """Yield those whose lock it is."""
+        """Yield the backends to which this lock belongs."""
         raise NotImplementedError
 
     def columns(self, lock: MethodLock) -> dict[str, Any]:
-        """Return what the confirmation page shows."""
+        """Return the columns of a lock on the confirmation page."""
         raise NotImplementedError
 
     def has_force_release_permission(self, request: HttpRequest) -> bool:
-        """Return whether this user may free what others hold."""
+        """Return whether this user may free locks of others."""
         return request.user.has_perm("django_distlock.force_release_methodlock")
 
     @admin.action(
@@ -95,7 +95,7 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
     def force_release(
         self, request: HttpRequest, queryset: QuerySet[MethodLock]
     ) -> HttpResponse | None:
-        """Ask for confirmation."""
+        """Show the confirmation page."""
         return self._confirmation(request, queryset)
 
     @on_a_live_connection
@@ -108,7 +108,7 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
 
     @on_a_live_connection
     def force_release_view(self, request: HttpRequest) -> HttpResponse:
-        """Ask for confirmation (GET), or free what was confirmed (POST)."""
+        """Show the confirmation page (GET), or free the confirmed locks (POST)."""
         if not (self.has_force_release_permission(request) and self.has_view_permission(request)):
             raise PermissionDenied
         page = None
@@ -123,7 +123,7 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         """Add the confirmation page."""
         view = self.admin_site.admin_view(self.force_release_view)
         for database in connections:
-            # What ATOMIC_REQUESTS begins has read the session: SQLite may not let it write any more.
+            # A transaction of ATOMIC_REQUESTS has read the session; then SQLite may not let it write.
             transaction.non_atomic_requests(database)(view)
         name = self._url_name("force_release")
         return [path("force-release/", view, name=name), *super().get_urls()]
@@ -138,7 +138,7 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         return super().render_change_form(request, context, *args, **kwargs)
 
     def log_change(self, request: HttpRequest, obj: MethodLock, message: Any) -> LogEntry:
-        """Write the name in ASCII where the table of log entries does not take it as it is."""
+        """Log the change; with the name in ASCII if the table of log entries cannot store it unchanged."""
         try:
             with transaction.atomic(using=router.db_for_write(LogEntry)):
                 return super().log_change(request, obj, message)
@@ -152,7 +152,7 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
     def _confirmation(
         self, request: HttpRequest, queryset: QuerySet[MethodLock]
     ) -> TemplateResponse | None:
-        """Return the page that asks, or None after saying why there is nothing to ask."""
+        """Return the confirmation page, or None after a message that says why there is none."""
         held = list(queryset.filter(owner__isnull=False)[: MOST_AT_ONCE + 1])
         if not held:
             self.message_user(request, _("Nobody holds what was selected."), messages.WARNING)
@@ -162,21 +162,18 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
             self.message_user(request, refusal, messages.ERROR)
             return None
         request.current_app = self.admin_site.name
-        context = {**self.admin_site.each_context(request), **self._question(held)}
-        return TemplateResponse(request, "admin/django_distlock/force_release.html", context)
-
-    def _question(self, held: list[MethodLock]) -> dict[str, Any]:
-        # The page carries a digest of each owner: the owner itself is nobody else's to know.
-        values = [f"{lock.pk}:{digest(lock.owner or '')}" for lock in held]
-        return {
+        context = {
+            **self.admin_site.each_context(request),
             "title": _("Force release"),
             "opts": self.opts,
             "rows": [self.columns(lock) for lock in held],
-            "values": values,
+            # A digest of each owner: the owner itself is secret.
+            "values": [f"{lock.pk}:{digest(lock.owner or '')}" for lock in held],
             "action_url": self._url("force_release"),
             "changelist_url": self._url("changelist"),
             "has_listed_breadcrumbs": django.VERSION >= (6, 1),
         }
+        return TemplateResponse(request, "admin/django_distlock/force_release.html", context)
 
     def _force_all(self, request: HttpRequest, confirmed: list[str]) -> None:
         freed = sum(self._force(request, *value.partition(":")[::2]) for value in confirmed)
@@ -185,16 +182,16 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
             self.message_user(request, text % {"count": freed}, messages.SUCCESS)
 
     def _force(self, request: HttpRequest, key: str, owner_digest: str) -> bool:
-        """Free the lock if its holder is still the one who was shown; else say that it is not."""
+        """Free the lock if it still has the holder that was shown; else show a message."""
         lock = self.get_queryset(request).filter(pk=key).first() if _is_key(key) else None
         if lock and records.is_holding(lock, owner_digest) and self._free(request, lock):
             return True
-        refusal = _("“%s” was not released: who was shown to hold it does not hold it any more.")
+        refusal = _("“%s” was not released: the holder that was shown does not hold it any more.")
         self.message_user(request, refusal % (lock or printable(key)), messages.WARNING)
         return False
 
     def _free(self, request: HttpRequest, lock: MethodLock) -> bool:
-        """Free the lock and write down who did it; if that cannot be written, do not."""
+        """Free the lock and log who did it, both or neither."""
         facts = {"holder": records.holder_of(lock) or "-", "token": lock.fencing_token}
         with transaction.atomic(using=self.database):
             with connections[self.database].cursor() as cursor:

@@ -1,4 +1,4 @@
-"""The tables of the database backend, and the model that fenced data inherits."""
+"""The tables of the database backend, and the base class for models with fenced data."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from django.utils.translation import gettext_lazy as _
 
 from .engine.naming import printable, shown
 
-#: Characters of a name where there is little place.
+#: Characters of a name where there is little space.
 LONGEST_SHOWN = 60
 
 
 class MethodLock(models.Model):
-    """A lock that somebody holds or has held; the row stays at release, with no owner."""
+    """A lock that somebody holds or has held; a release only clears the owner of the row."""
 
     method_name = models.CharField(
         _("method name"),
         max_length=255,
         unique=True,
         help_text=_(
-            "What the server knows the lock by: kind, prefix and name, or a digest of them."
+            "The key of the lock on the server: kind, prefix and name, or a digest of them."
         ),
     )
     description = models.TextField(_("name"), blank=True)
     owner = models.CharField(max_length=64, null=True, editable=False)  # noqa: DJ001 - null: free
-    # Text and no JSONField: with a blob, MariaDB's UPDATE of two tables goes over the disk.
+    # Not a JSONField: with a blob, MariaDB's UPDATE of two tables uses a temporary table on disk.
     holder = models.CharField(_("holder"), max_length=1000, null=True, editable=False)  # noqa: DJ001 - as owner
     fencing_token = models.BigIntegerField(_("fencing token"), default=0, editable=False)
     acquired_at = models.DateTimeField(_("acquired at"), null=True, editable=False)
@@ -37,7 +37,7 @@ class MethodLock(models.Model):
         _("available at"),
         default=timezone.now,
         editable=False,
-        help_text=_("From when on somebody else may have it."),
+        help_text=_("The time from which somebody else can acquire it."),
     )
     last_owner = models.CharField(max_length=64, null=True, editable=False)  # noqa: DJ001 - as owner
     updated_at = models.DateTimeField(_("updated at"), default=timezone.now, editable=False)
@@ -53,14 +53,14 @@ class MethodLock(models.Model):
 
     @property
     def name(self) -> str:
-        """The name of the lock, which the column keeps in ASCII."""
+        """The name of the lock; the column stores it in ASCII."""
         return shown(self.description)
 
 
 class FencingCounter(models.Model):
-    """The last fencing token of a lock. Acquire alone writes it, so guard() can hold it still.
+    """The last fencing token of a lock. Only acquire writes it, so guard() can lock it.
 
-    Of locks that several readers hold by sessions, each reader has one of its own meanwhile.
+    Each reader of a row lock or advisory lock has its own row while it holds the lock.
     """
 
     method_name = models.CharField(max_length=255, unique=True)
@@ -75,7 +75,7 @@ class FencingCounter(models.Model):
 
 
 class LockWaiter(models.Model):
-    """A place in the queue for a lock; it counts until *expires_at*, each look renews it."""
+    """A place in the queue for a lock; it counts until *expires_at*, and each look renews it."""
 
     ticket = models.BigAutoField(primary_key=True)
     method_name = models.CharField(max_length=255)
@@ -94,9 +94,9 @@ class LockWaiter(models.Model):
 
 
 class FencedModel(models.Model):
-    """Inherit this in a model whose rows must refuse late writers.
+    """Base class for models whose rows must refuse late writers.
 
-    Use ``lease.claim(row)``, which gives the row read fresh, then ``lease.save(row)``.
+    Call ``lease.claim(row)``, which returns the row read again, then ``lease.save(row)``.
     """
 
     fence = models.BigIntegerField(default=0, editable=False)

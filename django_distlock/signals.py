@@ -1,11 +1,11 @@
-"""What happens to locks, as Django signals: a receiver's error never breaks a lock.
+"""Django signals about locks; the error of a receiver never affects a lock.
 
-Senders are backend classes. Every signal has *name* and *using* (the alias), and:
+The sender is the class of the backend. Every signal has *name* and *using* (the alias), and:
 
 ``lock_acquired``, ``lock_released``, ``lock_extended``: *lease*
 ``lock_busy``: *waited* (seconds), *holder*, *remaining* (seconds)
 ``lock_lost``: *lease*, *reason*
-``lock_forced``: *holder*, the one whose lease was ended by an operator
+``lock_forced``: *holder*, whose lease an operator has ended
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ lock_lost = Signal()
 lock_extended = Signal()
 lock_forced = Signal()
 
-#: The lane of receivers: no alias is called like this.
+#: The lane of receivers; no alias has this name.
 _RECEIVERS = ("receivers",)
 
 
 def announce(signal: Signal, sender: Hashable, **facts: Any) -> None:
-    """Send *signal* to its receivers; their errors are logged by Django and go no further.
+    """Send *signal* to its receivers; Django logs their errors.
 
-    From code that an event loop runs it is sent by another thread: a receiver may block, and the
-    one thread in which Django runs synchronous code may be waiting for this very lock.
+    In an event loop another thread sends it: a receiver may block, and the one thread in which
+    Django runs synchronous code may be waiting for this lock.
     """
     if not signal.has_listeners(sender):
         return

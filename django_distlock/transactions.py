@@ -1,4 +1,4 @@
-"""Locks and the caller's transactions: releasing after their end, and telling when it is before."""
+"""Locks and the caller's transactions: releasing after their end, warning about a release before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 
 def open_blocks() -> dict[str, Any]:
-    """Return the outermost atomic block that is open on each database of this thread."""
+    """Return the outermost open atomic block of each database in this thread."""
     found = {}
     for connection in connections.all(initialized_only=True):
         if connection.in_atomic_block and (block := _outermost(connection)) is not None:
@@ -34,10 +34,10 @@ def open_blocks() -> dict[str, Any]:
 
 
 def release_at_end(lease: Lease) -> bool:
-    """Have *lease* released after the transactions of this thread have ended; False if there is none.
+    """Release *lease* after all open transactions of this thread have ended; False if none is open.
 
-    Django calls what waits for the commit after it, and drops it on rollback and when the
-    connection is closed: then its finalizer releases.
+    Django calls its on-commit functions after a commit, and drops them at a rollback and when the
+    connection is closed. A finalizer then releases the lease.
     """
     open_ones = [c for c in connections.all(initialized_only=True) if _has_transaction(c)]
     if open_ones:
@@ -46,7 +46,7 @@ def release_at_end(lease: Lease) -> bool:
 
 
 def warn_if_before_commit(lease: Lease, began_in: dict[str, Any], *, strict: bool) -> None:
-    """Warn, once per call site, if a block that *lease* was taken in is still open."""
+    """Warn, once for each place in the code, if a block around the acquire of *lease* is still open."""
     now = open_blocks() if began_in else {}
     for alias, block in began_in.items():
         if now.get(alias) is block:
@@ -57,7 +57,7 @@ def warn_if_before_commit(lease: Lease, began_in: dict[str, Any], *, strict: boo
 
 
 class _LastEnd:
-    """Releases a lease once, when the last of the transactions has ended that were open."""
+    """Releases a lease once, when the last of the open transactions has ended."""
 
     def __init__(self, lease: Lease, open_ones: int) -> None:
         self._lease = lease
@@ -70,7 +70,7 @@ class _LastEnd:
                 waiting.append((set(), _ManualEnd(self), False))
                 _tell_of_commits(connection)
             else:
-                # As by on_commit() in the outermost block: what an inner one leaves goes with its savepoint.
+                # As on_commit() in the outermost block: an inner block's function is dropped with its savepoint.
                 outside = connection.atomic_blocks.index(_outermost(connection))
                 savepoints = set(connection.savepoint_ids[:outside])
                 waiting.append((savepoints, _End(self), False))
@@ -83,7 +83,7 @@ class _LastEnd:
         try:
             self._lease.release_now()
         except LockError:
-            # The data is committed: an error now would tell the caller that it was not.
+            # The data is committed; an error would look as if it was not.
             logger.exception(
                 "Lock %s could not be released after the commit", printable(self._lease.name)
             )
@@ -94,11 +94,11 @@ class _LastEnd:
 
 
 class _End:
-    """The end of one transaction: called at its commit, else dropped."""
+    """The end of one transaction: Django calls it at the commit, or drops it."""
 
     def __init__(self, last: _LastEnd) -> None:
         self._last = last
-        # A finalizer may run anywhere, so it only hands over: no I/O in it.
+        # A finalizer can run in any thread at any moment, so it does no I/O itself.
         self._dropped = weakref.finalize(self, last.drop)
         self._dropped.atexit = False
 
@@ -109,13 +109,13 @@ class _End:
 
 
 class _ManualEnd(_End):
-    """The end of a transaction that the caller commits himself."""
+    """The end of a transaction that the caller commits without Django."""
 
 
 class _TellingCommit:
-    """commit() of a connection that tells the ends of manual transactions.
+    """A connection's commit() that also calls the ends of manual transactions.
 
-    Django calls what waits for a commit only once autocommit is on again, maybe never.
+    Django calls on-commit functions only when autocommit is on again, which may be never.
     """
 
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
@@ -146,12 +146,12 @@ def _has_transaction(connection: BaseDatabaseWrapper) -> bool:
     driver: Any = connection.connection
     if connection.vendor == "postgresql":
         return bool(driver.info.transaction_status)
-    # The drivers of MySQL do not tell whether a statement has begun it.
+    # The drivers of MySQL do not show whether a statement has begun one.
     return connection.vendor != "sqlite" or bool(driver.in_transaction)
 
 
 def _is_manual(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the caller commits himself, around any atomic block: set_autocommit(False)."""
+    """Return whether the caller uses set_autocommit(False) and commits, also around an atomic block."""
     if connection.in_atomic_block:
         return not connection.commit_on_exit
     return connection.connection is not None and not connection.autocommit
@@ -160,13 +160,13 @@ def _is_manual(connection: BaseDatabaseWrapper) -> bool:
 def _outermost(connection: BaseDatabaseWrapper) -> Any:
     if not connection.in_atomic_block:
         return None
-    # A TestCase runs in atomic blocks of its own, which are no transactions of the code under test.
+    # The atomic blocks of a TestCase are not transactions of the code under test.
     blocks = (b for b in connection.atomic_blocks if not getattr(b, "_from_testcase", False))
     return next(blocks, None)
 
 
 def _frames_to_caller() -> int:
-    """Return how many frames up the code is that used the lock."""
+    """Return the number of stack frames between here and the code that used the lock."""
     frame, level = sys._getframe(1), 1  # noqa: SLF001 - what warnings does itself
     while frame.f_back and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "contextlib")):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""AddBackend: locks by nothing but add(), get() and delete() of a cache that is trusted to be atomic."""
+"""AddBackend: keeps locks by add(), get() and delete() of a cache whose add() is trusted to be atomic."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.values import Request
 
-#: Seconds of its ttl that a lock must have left to be deleted, else it is left to expire: between
-#: the look whose it is and the delete() it may become another's.
+#: A lock is deleted only if this many seconds of its ttl are left; otherwise it expires, because
+#: somebody else might get it between the get() and the delete().
 MARGIN = 1.0
-#: Seconds for which the cache keeps what it is tried with.
+#: Seconds for which the cache keeps the keys that are used to test it.
 TRIAL = 10.0
-#: Caches of a parent process: kept, as who drops one may say goodbye in the parent's name.
+#: Caches of a parent process: kept, because dropping one may close the parent's connection.
 _OF_PARENTS: list[BaseCache] = []
 
 
 @dataclass(frozen=True, slots=True)
 class AddOptions:
-    """OPTIONS for an alias whose class is not known, but trusted.
+    """OPTIONS for an alias of an unknown class that is trusted.
 
     cache: the alias in CACHES.
-    trust_add: the classes, by dotted path, whose add() has one winner.
+    trust_add: dotted paths of the classes whose add() succeeds for one caller only.
     """
 
     cache: str = "default"
@@ -61,7 +61,7 @@ class AddOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a key holds. *ends* is on the lease clock of the owner's machine."""
+    """The value of a key. *ends* is a time of the lease clock of the owner's machine."""
 
     owner: str
     ends: float
@@ -81,12 +81,12 @@ class _Found:
 
 
 class AddBackend(BaseLockBackend):
-    """The least that a lock can be: taken by add(), given back by delete(), never extended."""
+    """Acquires by add(), releases by delete(), and never extends."""
 
     options_class = AddOptions
     options: AddOptions
     kind = "distlock"
-    #: A cache cannot compare and touch in one step: a lease ends with its ttl.
+    #: A cache cannot compare and extend in one step, so a lease ends with its ttl.
     supports_extend = False
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -99,11 +99,10 @@ class AddBackend(BaseLockBackend):
         self._is_proved = False
 
     def check_ttl(self, ttl: float) -> None:
-        """Raise ValueError for a ttl that the cache cannot be trusted with."""
         check_ttl(ttl)
 
     def request(self, name: str, **wishes: Any) -> Request:
-        """Return a request whose key the cache takes with what it puts before it."""
+        """Return a request whose key fits into the cache together with its prefix."""
         request = super().request(name, **wishes)
         room = LONGEST_KEY - len(self._keys.make_key(""))
         return replace(request, key=plain_key(request.key, room))
@@ -111,7 +110,7 @@ class AddBackend(BaseLockBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Add it; if it is there, look whether it is our own, of a request whose reply was lost."""
+        """Add the key; if it exists, it may be our own, from a request whose reply was lost."""
         self._prove()
         mine = _Found(request.owner, clock.lease_time() + request.ttl, request.holder)
         if self._add(request.key, mine.pack(), request.ttl):
@@ -122,7 +121,7 @@ class AddBackend(BaseLockBackend):
         return Grant(None) if found.owner == request.owner else Busy(found.holder)
 
     def release(self, request: Request) -> Release:
-        """Delete it if it is ours for long enough; else let it expire."""
+        """Delete the key if it stays ours for MARGIN seconds; otherwise let it expire."""
         found = self._look(request.key)
         if found is None or found.owner != request.owner:
             if request.owner in self._released:
@@ -135,7 +134,7 @@ class AddBackend(BaseLockBackend):
         return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Tell which are still there; none lives longer for it."""
+        """Return which leases still exist; none is extended."""
         found = [self._look(request.key) for request in requests]
         return [
             there is not None and there.owner == request.owner
@@ -143,38 +142,36 @@ class AddBackend(BaseLockBackend):
         ]
 
     def probe(self, request: Request) -> Busy | None:
-        """Look who has it."""
         found = self._look(request.key)
         return None if found is None else Busy(found.holder)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Warn of what clears the locks."""
         return check_clearing(self.alias, self.options.cache) if databases is None else []
 
     def abandon_after_fork(self) -> None:
-        """Leave the parent's connection alone: the cache of this thread is made anew."""
+        """Keep the parent's connection open; this thread gets a new cache."""
         _OF_PARENTS.append(caches[self.options.cache])
         del caches[self.options.cache]
 
     def _add(self, key: str, value: str, ttl: float) -> bool:
-        """Return whether it was added; anything but True and False is an error that was hidden."""
+        """Return whether the key was added; an answer that is not a bool hides an error."""
         with self._translated("add") as cache:
             answer = cache.add(key, value, timeout=whole_seconds(ttl))
         if answer is True or answer is False:
             return answer
-        raise LockOutcomeUnknown(self.alias, f"add() answered {answer!r}, not True or False")
+        raise LockOutcomeUnknown(self.alias, f"add() returned {answer!r} instead of True or False")
 
     def _look(self, key: str) -> _Found | None:
         with self._translated("get") as cache:
             text = cache.get(key)
         if text is None:
-            # A cache that hides its errors says None for them too.
+            # A cache that hides its errors returns None for them too.
             self._add(f"{self.kind}-trial", "", TRIAL)
             return None
         return _Found.unpack(text)
 
     def _prove(self) -> None:
-        """See once that a second add() is refused: a cache that takes all would exclude nobody."""
+        """Check once that the cache refuses a second add(); otherwise it would exclude nobody."""
         if self._is_proved:
             return
         key = f"{self.kind}-trial-{secrets.token_hex(8)}"
@@ -185,7 +182,7 @@ class AddBackend(BaseLockBackend):
 
     @contextmanager
     def _translated(self, verb: str) -> Iterator[BaseCache]:
-        """Lend the cache of this thread; whatever it raises is an error of ours."""
+        """Yield the cache of this thread; its errors become LockOutcomeUnknown."""
         try:
             yield caches[self.options.cache]
         except Exception as error:
@@ -201,7 +198,7 @@ def _check_trust(options: AddOptions) -> None:
 
 
 def is_trusted(kind: type, trusted: object) -> bool:
-    """Return whether *trusted* names *kind*; TypeError if it is no list of names."""
+    """Return whether *trusted* names *kind*; TypeError if it is not a list of dotted paths."""
     if not (isinstance(trusted, list | tuple) and all(isinstance(path, str) for path in trusted)):
         msg = f"'trust_add' must be a list of dotted paths, not {trusted!r}."
         raise TypeError(msg)

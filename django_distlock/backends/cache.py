@@ -1,4 +1,4 @@
-"""CacheBackend: an alias of CACHES; what it is decides the way in which locks are kept there."""
+"""CacheBackend: keeps locks on the server of an alias in CACHES; the class of the alias decides how."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from django_distlock.conf import BackendSettings
 
-#: Classes, or the packages that they come from, whose server is a Redis or speaks as one.
+#: Classes, or their packages, whose server speaks the protocol of Redis.
 REDIS = (
     "django_redis.cache.RedisCache",
     "django.core.cache.backends.redis.RedisCache",
@@ -29,18 +29,18 @@ MEMCACHED = (
     "django.core.cache.backends.memcached.PyLibMCCache",
 )
 LOCMEM = "django.core.cache.backends.locmem.LocMemCache"
-#: Classes that no option makes fit, and what to use instead.
+#: Classes that cannot keep locks, and what to use instead.
 REFUSED = {
     "django.core.cache.backends.db.DatabaseCache": (
-        "it grants an expired lock to two at once, and drops locks that are held when it is full. "
+        "it can give an expired lock to two callers at once, and deletes held locks when it is full. "
         "Use django_distlock.backends.database.DatabaseBackend, which keeps locks in the same database."
     ),
     "django.core.cache.backends.filebased.FileBasedCache": (
-        "it grants a lock to several at once. On one machine, use "
+        "it can give a lock to several callers at once. On one machine, use "
         "django_distlock.backends.database.DatabaseBackend with SQLite."
     ),
     "django.core.cache.backends.dummy.DummyCache": (
-        "it grants every lock to everybody. For tests, use "
+        "it gives every lock to everybody. For tests, use "
         "django_distlock.backends.locmem.LocMemBackend or django_distlock.backends.dummy.DummyBackend."
     ),
 }
@@ -48,9 +48,9 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """OPTIONS of CacheBackend that the choice depends on; the way that is chosen has others.
+    """OPTIONS by which CacheBackend chooses; the chosen backend has its own.
 
-    cache: the alias in CACHES that the locks are kept in.
+    cache: the alias in CACHES where the locks are kept.
     single_process: see SingleProcessOptions.
     trust_add: see AddOptions.
     """
@@ -65,7 +65,7 @@ class SingleProcessOptions:
     """OPTIONS for an alias in the memory of one process.
 
     cache: the alias in CACHES.
-    single_process: that no other process needs to be excluded.
+    single_process: whether it is enough to exclude the threads and tasks of one process.
     """
 
     cache: str = "default"
@@ -73,28 +73,28 @@ class SingleProcessOptions:
 
 
 class SingleProcessBackend(LocMemBackend):
-    """Locks of one process, in memory of their own: neither culled nor cleared with the cache."""
+    """Locks of one process, in memory but not in the cache, so they are not deleted with it."""
 
     options_class = SingleProcessOptions
     options: SingleProcessOptions
 
 
 class CacheBackend(BaseLockBackend):
-    """Chooses, by what the alias is, the backend that keeps the locks; none of its own is made."""
+    """Chooses the backend by the class of the alias; it has no instances itself."""
 
     options_class = CacheOptions
 
     @classmethod
     def for_settings(cls, found: BackendSettings) -> BaseLockBackend:
-        """Return the backend for the alias; ValueError or TypeError for one that can hold no locks."""
+        """Return the backend for the alias; ValueError or TypeError if it cannot keep locks."""
         name = checked_cache(found.options.get("cache", CacheOptions().cache))
         try:
-            way = _chosen(name, found)
+            chosen = _chosen(name, found)
         except ValueError:
-            # A misspelt 'cache' leaves the default alias, which then is not what is wrong.
+            # If the option 'cache' is misspelt, the default alias is not the problem: say that first.
             checked_options(cls, found)
             raise
-        return way.for_settings(found)
+        return chosen.for_settings(found)
 
 
 def _chosen(name: str, found: BackendSettings) -> type[BaseLockBackend]:
@@ -104,31 +104,23 @@ def _chosen(name: str, found: BackendSettings) -> type[BaseLockBackend]:
         if refused in known:
             raise ValueError(_refusal(name, kind, why))
     if LOCMEM in known:
-        return _in_one_process(name, kind, found)
+        if found.options.get("single_process") is True:
+            return SingleProcessBackend
+        why = (
+            "each process has a separate one, so other processes are not excluded. Use an alias on Redis "
+            "or memcached; if there is only one process, set OPTIONS 'single_process': True."
+        )
+        raise ValueError(_refusal(name, kind, why))
     if any(path.startswith(REDIS) for path in known):
         return _redis()
     if known.intersection(MEMCACHED):
         return CacheMemcachedBackend
-    return _trusted(name, kind, found)
-
-
-def _in_one_process(name: str, kind: type, found: BackendSettings) -> type[BaseLockBackend]:
-    if found.options.get("single_process") is True:
-        return SingleProcessBackend
-    why = (
-        "each process has one of its own, so nobody else is excluded. Use an alias on Redis or memcached; "
-        "if there is but one process, say so with OPTIONS 'single_process': True."
-    )
-    raise ValueError(_refusal(name, kind, why))
-
-
-def _trusted(name: str, kind: type, found: BackendSettings) -> type[BaseLockBackend]:
     if is_trusted(kind, found.options.get("trust_add", ())):
         return AddBackend
     why = (
-        "whether its add() has one winner is not known. Use an alias on Redis or memcached, or another "
-        "backend; if its add() is atomic on a server that all processes share, and nothing is dropped "
-        f"there before its time, say so with OPTIONS 'trust_add': [{dotted_path(kind)!r}]."
+        "it is not known whether its add() succeeds for one caller only. Use an alias on Redis or memcached, "
+        "or another backend; if its add() is atomic on a server that all processes share, and nothing is "
+        f"deleted there before it expires, set OPTIONS 'trust_add': [{dotted_path(kind)!r}]."
     )
     raise ValueError(_refusal(name, kind, why))
 
@@ -137,10 +129,10 @@ def _redis() -> type[BaseLockBackend]:
     try:
         from .redis import CacheRedisBackend
     except ImportError as error:
-        msg = f"the cache is on Redis, whose driver is not installed: {error}."
+        msg = f"the cache uses Redis, but its driver is not installed: {error}."
         raise ValueError(msg) from error
     return CacheRedisBackend
 
 
 def _refusal(name: str, kind: type, why: str) -> str:
-    return f"'cache' names {name!r}, a {kind.__name__}, which can hold no locks: {why}"
+    return f"'cache' names {name!r}, a {kind.__name__}, which cannot keep locks: {why}"

@@ -1,4 +1,4 @@
-"""What an alias of CACHES is: its class, its keys, and what clears it. Nothing is asked of its server."""
+"""The alias in CACHES: its class, its keys, and what clears it. Sends nothing to its server."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from django_distlock.conf import BackendSettings
 
-#: Seconds between which a server that counts in whole ones keeps a ttl as it is meant: memcached
-#: takes more than 30 days for a date.
+#: The limits of a ttl in seconds, on servers that count in whole seconds: memcached takes more
+#: than 30 days for a date.
 LEAST_TTL, LONGEST_TTL = 2.0, 29 * 86_400.0
-#: What every cache takes as it is: memcached's limits, which Django warns of for all of them.
+#: The longest key that every cache accepts: memcached's limit, about which Django warns for all caches.
 LONGEST_KEY = 250
 _PLAIN = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _UNSAFE = re.compile(r"[^\x21-\x7e]+", re.ASCII)
@@ -52,17 +52,17 @@ def cache_class(name: str) -> type[BaseCache]:
 
 
 def dotted_path(kind: type[Any]) -> str:
-    """Return where *kind* is to be found."""
+    """Return the dotted path of *kind*."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def paths(kind: type[Any]) -> set[str]:
-    """Return the dotted paths of *kind* and of the classes that it is made from."""
+    """Return the dotted paths of *kind* and its base classes."""
     return set(map(dotted_path, kind.__mro__))
 
 
 def own_instance(name: str) -> BaseCache:
-    """Return an instance of the alias *name* for its settings and keys alone: it is never connected."""
+    """Return an instance of the alias *name* for its settings and keys only; it never connects."""
     try:
         made: BaseCache = caches.create_connection(name)
     except ImportError as error:
@@ -72,7 +72,7 @@ def own_instance(name: str) -> BaseCache:
 
 
 def plain_key(key: str, room: int = LONGEST_KEY) -> str:
-    """Return *key* if it is plain and fits into *room*, else a readable stub and its SHA-256."""
+    """Return *key* if it has only plain characters, at most *room*; else a readable stub and its SHA-256."""
     if len(key) <= room and _PLAIN.fullmatch(key):
         return key
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
@@ -80,22 +80,22 @@ def plain_key(key: str, room: int = LONGEST_KEY) -> str:
 
 
 def whole_seconds(ttl: float) -> int:
-    """Return what to ask for so that *ttl* is kept by servers that expire up to a second early."""
+    """Return the ttl to send to a server that may expire a value up to a second early."""
     return math.ceil(ttl) + 1
 
 
 def check_ttl(ttl: float) -> None:
-    """Raise ValueError for a ttl that cannot be kept in whole seconds."""
+    """Raise ValueError if a server that counts in whole seconds cannot keep *ttl*."""
     if not LEAST_TTL <= ttl <= LONGEST_TTL:
         msg = (
             f"a ttl (and max_hold) must be {LEAST_TTL:g} seconds to {LONGEST_TTL / 86_400:g} days "
-            f"here, where the server counts in whole seconds, not {ttl!r}."
+            f"because the server counts in whole seconds, not {ttl!r}."
         )
         raise ValueError(msg)
 
 
 def check_ttl_setting(settings: BackendSettings) -> None:
-    """See check_ttl(); InvalidLockBackend names the alias."""
+    """Raise InvalidLockBackend if check_ttl() refuses the TTL of the alias."""
     try:
         check_ttl(settings.ttl)
     except ValueError as error:
@@ -103,23 +103,19 @@ def check_ttl_setting(settings: BackendSettings) -> None:
 
 
 def check_clearing(alias: str, name: str, *, server: str | None = None) -> list[CheckMessage]:
-    """Warn if the locks of *alias* are lost when the default cache is cleared.
+    """Warn if clearing the default cache deletes the locks of *alias*.
 
-    *server* is where they live, if not where the cache *name* does.
+    *server* has the locks, if they are not on all servers of the cache *name*.
     """
-    if name != DEFAULT_CACHE_ALIAS and not _is_cleared(server or _location(name)):
+    own, cleared = _places(server or _location(name)), _places(_location(DEFAULT_CACHE_ALIAS))
+    if name != DEFAULT_CACHE_ALIAS and not own & cleared:
         return []
     text = (
-        f"DISTLOCK[{alias!r}]: its locks live in the cache {name!r}, where "
-        f"the {DEFAULT_CACHE_ALIAS!r} cache lives too: cache.clear() drops them while they are held."
+        f"DISTLOCK[{alias!r}]: its locks are in the cache {name!r}, on the same server as "
+        f"the {DEFAULT_CACHE_ALIAS!r} cache: cache.clear() deletes them while they are held."
     )
-    hint = "Give locks an alias in CACHES and a server (on Redis, a database) of their own."
+    hint = "Give locks a separate alias in CACHES and a separate server (on Redis, a database)."
     return [CheckWarning(text, hint=hint, id="distlock.W010")]
-
-
-def _is_cleared(location: object) -> bool:
-    """Return whether the default cache has one of these servers: cleared are all that it has."""
-    return bool(_places(location) & _places(_location(DEFAULT_CACHE_ALIAS)))
 
 
 def _location(name: str) -> object:
@@ -127,7 +123,7 @@ def _location(name: str) -> object:
 
 
 def _places(location: object) -> set[str]:
-    """Return the servers that a LOCATION names, in whatever form."""
+    """Return the servers in a LOCATION, which may be a list or a text."""
     if isinstance(location, list | tuple):
         return set(map(str, location))
     return set(re.split("[;,]", str(location))) if location else set()

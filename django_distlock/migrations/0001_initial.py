@@ -39,7 +39,7 @@ class Migration(migrations.Migration):
                 (
                     "method_name",
                     models.CharField(
-                        help_text="What the server knows the lock by: kind, prefix and name, or a digest of them.",
+                        help_text="The key of the lock on the server: kind, prefix and name, or a digest of them.",
                         max_length=255,
                         unique=True,
                         verbose_name="method name",
@@ -70,7 +70,7 @@ class Migration(migrations.Migration):
                     models.DateTimeField(
                         default=django.utils.timezone.now,
                         editable=False,
-                        help_text="From when on somebody else may have it.",
+                        help_text="The time from which somebody else can acquire it.",
                         verbose_name="available at",
                     ),
                 ),

@@ -118,7 +118,7 @@ def test_a_cache_that_can_hold_no_locks_is_refused_with_what_to_use_instead(
     text = str(caught.value)
     kind = path.rpartition(".")[2]
     assert text.startswith(
-        f"DISTLOCK['locks']: OPTIONS: 'cache' names 'locks', a {kind}, which can hold no locks: "
+        f"DISTLOCK['locks']: OPTIONS: 'cache' names 'locks', a {kind}, which cannot keep locks: "
     )
     assert REFUSED[path] in text
     [error] = run_checks(tags=["distlock"])
@@ -129,7 +129,7 @@ def test_a_cache_that_can_hold_no_locks_is_refused_with_what_to_use_instead(
 def test_trust_makes_no_unfit_cache_fit(settings: Settings, path: str) -> None:
     configure(settings, path, trust_add=[path])
 
-    with pytest.raises(InvalidLockBackend, match="can hold no locks"):
+    with pytest.raises(InvalidLockBackend, match="cannot keep locks"):
         locks["locks"]
 
 
@@ -141,7 +141,7 @@ def test_a_class_made_from_an_unfit_one_is_unfit(
     monkeypatch.setattr(f"{OURS}.Own", type("Own", (DatabaseCache,), {}), raising=False)
     configure(settings, f"{OURS}.Own", trust_add=[f"{OURS}.Own"])
 
-    with pytest.raises(InvalidLockBackend, match="a Own, which can hold no locks: it grants"):
+    with pytest.raises(InvalidLockBackend, match="a Own, which cannot keep locks: it can give"):
         locks["locks"]
 
 
@@ -168,7 +168,7 @@ def test_memory_of_one_process_holds_locks_if_there_is_but_one(settings: Setting
         (alias("127.0.0.1:1"), {"cahce": "locks"}, "unknown OPTIONS 'cahce'"),
         ({"BACKEND": f"{DJANGO}.dummy.DummyCache"}, {"fair": True}, "unknown OPTIONS 'fair'"),
         ({"BACKEND": f"{OURS}.SoundCache"}, {"trust_add": f"{OURS}.SoundCache"}, "must be a list"),
-        ({"BACKEND": f"{DJANGO}.locmem.LocMemCache"}, {"single_process": 1}, "has one of its own"),
+        ({"BACKEND": f"{DJANGO}.locmem.LocMemCache"}, {"single_process": 1}, "has a separate one"),
     ],
 )
 def test_wrong_settings_are_named(
@@ -241,10 +241,10 @@ def test_a_default_cache_in_the_same_place_is_warned_of(
     found = run_checks(tags=["distlock"])
 
     text = (
-        "DISTLOCK['locks']: its locks live in the cache 'locks', where the 'default' cache lives too: "
-        "cache.clear() drops them while they are held."
+        "DISTLOCK['locks']: its locks are in the cache 'locks', on the same server as the 'default' cache: "
+        "cache.clear() deletes them while they are held."
     )
-    hint = "Give locks an alias in CACHES and a server (on Redis, a database) of their own."
+    hint = "Give locks a separate alias in CACHES and a separate server (on Redis, a database)."
     assert found == [CheckWarning(text, hint=hint, id="distlock.W010")] * is_cleared
 
 

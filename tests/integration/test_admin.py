@@ -436,7 +436,7 @@ def test_old_confirmation_page_does_not_free_the_next_holder(
 
         assert row_of(database, name).owner == lease.request.owner
     assert messages(done) == [
-        f"“{name}” was not released: who was shown to hold it does not hold it any more."
+        f"“{name}” was not released: the holder that was shown does not hold it any more."
     ]
     assert not LogEntry.objects.filter(object_repr=name)
 

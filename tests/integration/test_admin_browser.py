@@ -209,7 +209,7 @@ def test_second_operators_old_confirmation_spares_the_next_holder(
 
         assert first.message() == "1 lock was released."
         assert second.message() == (
-            f"“{name}” was not released: who was shown to hold it does not hold it any more."
+            f"“{name}” was not released: the holder that was shown does not hold it any more."
         )
         assert row_of(name).owner == lease.request.owner
 

@@ -566,8 +566,8 @@ def test_command_purges_only_what_is_asked_for(prefix: str, settings: Settings) 
         (["--using=nope"], "DISTLOCK has no alias 'nope'; it has purge."),
         (["--older-than=5"], "10 seconds or more"),
         (["--batch-size=0"], "batch_size must be from 1"),
-        (["--older-than=soon"], "'soon' is no time"),
-        (["--older-than=-1d"], "no time"),
+        (["--older-than=soon"], "'soon' is not a time"),
+        (["--older-than=-1d"], "not a time"),
     ],
 )
 def test_command_refuses_wrong_arguments(arguments: list[str], complaint: str) -> None:

@@ -1,4 +1,4 @@
-"""``manage.py purge_stale_locks``, for cron: deletes what locks have left behind."""
+"""``manage.py purge_stale_locks``, for cron: deletes rows and nodes that locks have left behind."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ WRONG_ARGUMENTS = 2
 class Command(BaseCommand):
     help = (
         "Delete the records of locks that have been stale or free for longer than a day (or "
-        "--older-than) and that nobody waits for, and the places of waiters that died. Safe beside itself and beside traffic. "
+        "--older-than) and that nobody waits for, and the places of waiters that died. "
+        "Several can run at once, and while locks are in use. "
         "Exit codes: 0 done, 1 some aliases failed (the others are done), 2 wrong arguments."
     )
-    # A wrong setting of one alias must not keep the others from being purged.
+    # Wrong settings of one alias must not stop the purge of the others.
     requires_system_checks = ()
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -39,7 +40,7 @@ class Command(BaseCommand):
             "--using",
             action="append",
             metavar="ALIAS",
-            help="an alias of DISTLOCK; may be repeated (default: each that can be purged)",
+            help="an alias of DISTLOCK; can be given several times (default: every alias that can be purged)",
         )
         parser.add_argument(
             "--older-than",
@@ -56,7 +57,7 @@ class Command(BaseCommand):
             help="records in one transaction (default: %(default)s)",
         )
         parser.add_argument(
-            "--dry-run", action="store_true", help="tell what would be deleted, delete nothing"
+            "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -86,21 +87,15 @@ class Command(BaseCommand):
         batches = locks[alias].purge(options["older_than"], batch_size=size, dry_run=dry_run)
         for batch in _giving_way(batches):
             looked_at, deleted = looked_at + batch.looked_at, deleted + batch.deleted
-            self._show_progress(alias, batch)
+            if self.stdout.isatty():
+                bar = "#" * round(batch.progress * WIDTH)
+                self.stdout.write(f"\r{alias}: [{bar:.<{WIDTH}}] {batch.progress:4.0%}", ending="")
+                self.stdout.flush()
         done = "would be deleted" if dry_run else "deleted"
         spent = clock.wait_time() - began
-        self._clear_progress()
-        self.stdout.write(f"{alias}: {deleted:,} of {looked_at:,} records {done} in {spent:.1f} s")
-
-    def _show_progress(self, alias: str, batch: Purged) -> None:
-        if self.stdout.isatty():
-            bar = "#" * round(batch.progress * WIDTH)
-            self.stdout.write(f"\r{alias}: [{bar:.<{WIDTH}}] {batch.progress:4.0%}", ending="")
-            self.stdout.flush()
-
-    def _clear_progress(self) -> None:
         if self.stdout.isatty():
             self.stdout.write("\r\x1b[K", ending="")
+        self.stdout.write(f"{alias}: {deleted:,} of {looked_at:,} records {done} in {spent:.1f} s")
 
 
 def _known(aliases: list[str] | None) -> list[str]:
@@ -114,7 +109,7 @@ def _known(aliases: list[str] | None) -> list[str]:
 
 
 def _giving_way(batches: Iterator[Purged]) -> Iterator[Purged]:
-    """Leave half of the time to others: SQLite lets whoever asks next write, not who waits longest."""
+    """Pause between batches: SQLite gives the file to whoever asks next, not to the longest waiter."""
     while True:
         began = clock.wait_time()
         batch = next(batches, None)
@@ -128,7 +123,9 @@ def _giving_way(batches: Iterator[Purged]) -> Iterator[Purged]:
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip().lower())
     if found is None:
-        msg = f"{text!r} is no time: write seconds, or a number with s, m, h, d or w, like 12h."
+        msg = (
+            f"{text!r} is not a time: write seconds, or a number with s, m, h, d or w, such as 12h."
+        )
         raise ArgumentTypeError(msg)
     number, unit = found.groups()
     return float(number) * UNITS[unit]
