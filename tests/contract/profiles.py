@@ -17,6 +17,7 @@ LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
 BY_CACHE = "django_distlock.backends.cache.CacheBackend"
 ZOOKEEPER = "django_distlock.backends.zookeeper.ZooKeeperBackend"
+ETCD = "testproject.etcd.EtcdBackend"
 
 #: Traits that are flags of the backend: test_traits.py compares what is declared here with them.
 FLAGS = {
@@ -206,4 +207,6 @@ PROFILES = (
     _redlock("redlock", MAJORITY),
     _redlock("redlock-fencing", MAJORITY | {"fencing"}, fencing=True),
     _zookeeper(),
+    # The example of docs/howto/write-a-backend.md.
+    Profile("etcd", {"BACKEND": ETCD}, LEASED - {"delays"} | {"wakes_waiters"}),
 )

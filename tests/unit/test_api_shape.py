@@ -90,7 +90,7 @@ def test_what_takes_terms_takes_the_same_ones() -> None:
         assert [str(p.annotation) for p in terms] == ["Unpack[LockTerms]"]
 
 
-@pytest.mark.parametrize("kind", [Lock, LockSet, Lease])
+@pytest.mark.parametrize("kind", [Lock, LockSet, Lease, BaseLockBackend])
 def test_every_public_method_is_documented(kind: type) -> None:
     public = {n: m for n, m in vars(kind).items() if not n.startswith("_") and callable(m)}
 

@@ -15,6 +15,7 @@ from django.dispatch import Signal
 import django_distlock
 from django_distlock import conf, forced_release, lease, locks, signals
 from django_distlock.backends import add, cache_alias
+from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache import CacheOptions
 from django_distlock.backends.database import (
     backend,
@@ -35,6 +36,7 @@ from django_distlock.backends.redlock import (
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
 from django_distlock.engine import local_queue, waiting
 from django_distlock.engine.clock import drift
+from django_distlock.engine.waiting import Way
 from django_distlock.lock import Lock, LockTerms, Terms
 from django_distlock.management.commands.purge_stale_locks import Command as PurgeCommand
 from tests.fixtures.pages import DOCS, ROOT, prose, table
@@ -48,7 +50,9 @@ API = DOCS / "reference" / "api.md"
 ERRORS = DOCS / "reference" / "errors.md"
 SETTINGS = DOCS / "reference" / "settings.md"
 PURGE = DOCS / "howto" / "purge.md"
+WRITE = DOCS / "howto" / "write-a-backend.md"
 STUCK = DOCS / "howto" / "free-a-stuck-lock.md"
+WRITE_PAGE = "docs/howto/write-a-backend.md"
 DATABASE_PAGE = "docs/reference/backends/database.md"
 CACHE_PAGE = "docs/reference/backends/cache.md"
 MEMCACHED_PAGE = "docs/reference/backends/memcached.md"
@@ -227,6 +231,28 @@ def test_every_error_stands_in_the_tree() -> None:
     assert drawn - {"RuntimeWarning", "ImproperlyConfigured"} == errors
 
 
+def test_what_a_backend_is_made_of_is_listed() -> None:
+    verbs = table(WRITE, "## Write the four verbs")
+    ways = " ".join(table(WRITE, "## Choose how waiters wait"))
+    features = table(WRITE, "## Add what your server can do")
+
+    assert {verb.partition("(")[0] for verb in verbs} == BaseLockBackend.__abstractmethods__
+    assert set(re.findall(r"Way\.\w+", ways)) == {str(way) for way in Way}
+    assert {feature.partition(" ")[0] for feature in features} == {
+        name for name in vars(BaseLockBackend) if name.startswith("supports_")
+    }
+    for columns in features.values():
+        for method in re.findall(r"(\w+)\(", columns[0]):
+            assert callable(getattr(BaseLockBackend, method))
+
+
+def test_the_profile_of_the_example_is_that_of_the_contract() -> None:
+    profiles = (ROOT / "tests" / "contract" / "profiles.py").read_text()
+    [shown] = re.findall(r"^ *(Profile\(.*)$", WRITE.read_text(), re.MULTILINE)
+
+    assert shown in profiles
+
+
 # Numbers in sentences.
 
 TTL, TIMEOUT = conf.DEFAULT_TTL, conf.DEFAULT_TIMEOUT
@@ -252,6 +278,7 @@ FACTS = [
     ("docs/explanation/guarantees.md", "1 % of the ttl and 2 milliseconds are taken off"),
     ("docs/reference/settings.md", f"at least {conf.LEAST_TTL:g}."),
     ("docs/reference/settings.md", f"at most {conf.LONGEST:.0f} of them"),
+    (WRITE_PAGE, f"tries again after pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (DATABASE_PAGE, f"a place counts for {engine.PATIENCE:g} seconds"),
     (DATABASE_PAGE, f"when its place has expired, after {engine.PATIENCE:g} seconds"),
     (DATABASE_PAGE, f"at most `max_connections` of them ({OPTIONS.max_connections})"),
