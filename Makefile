@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help demo demo-server test test-fast see-red lint docs clean
+.PHONY: help demo demo-server test test-fast see-red mutants lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -27,6 +27,10 @@ test-fast: $(VENV)/.installed-dev ## no servers, nothing slow, under a minute
 see-red: $(VENV)/.installed-dev ## take each protection out of a copy, and see its tests fail (ONLY="words of its name")
 	$(BIN)/python -m tests.protections $(if $(ONLY),"$(ONLY)")
 
+mutants: $(VENV)/.installed-dev ## change the pure core in small ways, and see its tests fail (ONLY="django_distlock.engine.naming*")
+	$(BIN)/mutmut run $(if $(ONLY),"$(ONLY)")
+	$(BIN)/mutmut results
+
 lint: $(VENV)/.installed-dev ## style, types, layers, spelling
 	tools/lint
 
@@ -34,7 +38,7 @@ docs: $(VENV)/.installed-dev ## build the documentation into docs/_build
 	tools/build-docs
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage .coverage.* htmlcov dist docs/_build
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage .coverage.* htmlcov mutants dist docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml

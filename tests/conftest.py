@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
@@ -83,6 +84,8 @@ def _is_quick(test: str) -> bool:
 
 
 # The interpreter waits for ever for a thread that some test left behind: rather show it, and fail.
+# mutmut's process goes on after pytest, and its forked children would wait for the watching thread.
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    faulthandler.dump_traceback_later(30, exit=True, file=sys.__stderr__ or sys.stderr)
+    if "MUTANT_UNDER_TEST" not in os.environ:
+        faulthandler.dump_traceback_later(30, exit=True, file=sys.__stderr__ or sys.stderr)
