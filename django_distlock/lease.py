@@ -101,7 +101,7 @@ class Lease:
         renew: bool = True,
         max_hold: float | None = None,
     ) -> None:
-        """Made pending; begin() comes before anything is sent."""
+        """Made pending; it is registered before anything is sent."""
         self.backend = backend
         self.request = request
         self.renews = renew
@@ -428,6 +428,7 @@ class Lease:
     def _conclude(self, outcome: Release) -> None:
         if outcome is not Release.RELEASED:
             self.lose(f"the server says that it is {outcome.value}")
+        forget_here(self)
         if not self._end(State.RELEASED):
             if outcome is Release.TAKEN:
                 raise LockNotOwned(self.name)
@@ -491,10 +492,6 @@ class Lease:
         }
 
     # What the machinery around it does.
-
-    def begin(self) -> None:
-        """Be known to forks and to the exit, until it ends: whoever calls this sees to that."""
-        registry.add(self)
 
     def grant(self, start: float, token: int | None) -> bool:
         """Become held, by a grant asked for at *start*; False if it is past its deadline already."""
@@ -675,7 +672,7 @@ class _Handed:
     def attach(self) -> Lease:
         """Return the lease, held; LockLost if it had ended, or another process has attached it."""
         try:
-            self.lease.begin()
+            registry.add(self.lease)
             is_ours = settled(partial(self.backend.take_over, self.lease.request, self.former))
         except BaseException:
             self._give_up()
@@ -685,7 +682,7 @@ class _Handed:
     async def aattach(self) -> Lease:
         """See attach()."""
         try:
-            self.lease.begin()
+            registry.add(self.lease)
             take_over = partial(self.backend.atake_over, self.lease.request, self.former)
             is_ours = await asettled(take_over)
         except BaseException:
@@ -712,7 +709,7 @@ class Awaited:
     def __init__(self) -> None:
         self.is_over = False
         self._known: Known | None = None
-        _held_here.set((*_still_held(), self))
+        _held_here.set((*_still_held(_held_here.get()), self))
 
     def bring(self, lease: Lease) -> None:
         """Have the caller's context know *lease*."""
@@ -724,29 +721,32 @@ class Awaited:
 
 def held_here() -> list[Lease]:
     """Return the leases that this chain of contexts knows of, the last one last; some may have ended."""
-    return alive(_held_here.get())
+    return [lease for known in _held_here.get() if (lease := known()) is not None]
 
 
 def note_held_here(lease: Lease) -> None:
     """Have re-entry look at *lease* from now on, in this chain of contexts."""
-    _held_here.set((*_still_held(), lease.ref))
+    known = _held_here.get()
+    _held_here.set((*_still_held(known), lease.ref) if known else (lease.ref,))
 
 
-def alive(leases: Iterable[Known]) -> list[Lease]:
-    """Return those that there still are."""
-    return [lease for known in leases if (lease := known()) is not None]
+def forget_here(lease: Lease) -> None:
+    """Have re-entry look at *lease* no more, which has ended: most often it is the last one."""
+    known = _held_here.get()
+    if known and known[-1] is lease.ref:
+        _held_here.set(known[:-1])
 
 
-def _still_held() -> Iterable[Known]:
+def _still_held(known: Iterable[Known]) -> Iterable[Known]:
     """Return what re-entry is to look at from now on, each lease once."""
     kept: dict[int, Known] = {}
-    for known in _held_here.get():
-        lease = known()
+    for each in known:
+        lease = each()
         if lease is not None:
             if lease.is_kept:
                 kept[id(lease)] = lease.ref
-        elif isinstance(known, Awaited) and not known.is_over:
-            kept[id(known)] = known
+        elif isinstance(each, Awaited) and not each.is_over:
+            kept[id(each)] = each
     return kept.values()
 
 

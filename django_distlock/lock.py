@@ -19,10 +19,10 @@ from .engine.naming import checked_name, printable
 from .engine.settling import asettled, settled
 from .exceptions import LockDeadlock, LockNotAcquired, LockNotHeld, NotSupported
 from .handler import locks
-from .lease import Awaited, Lease, alive, held_here, note_held_here
+from .lease import Awaited, Lease, held_here, note_held_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterable
     from datetime import timedelta
     from types import TracebackType
 
@@ -357,7 +357,7 @@ class Lock:
     def _recall(self) -> Lease:
         """Return the last lease of this caller; others release theirs."""
         with self._mutex:
-            mine = [lease for lease in alive(self._acquired) if lease.is_of_caller()]
+            mine = [lease for lease in _alive(self._acquired) if lease.is_of_caller()]
             if not mine:
                 raise LockNotHeld(self.name)
             _remove_last(self._acquired, mine[-1])
@@ -369,7 +369,7 @@ class Lock:
             if len(self._entered) == 1 and (only := self._entered[0]()) is not None:
                 self._entered.clear()
                 return only
-            entered = alive(self._entered)
+            entered = _alive(self._entered)
             if not entered:
                 raise LockNotHeld(self.name)
             mine = [lease for lease in entered if lease.is_of_caller()]
@@ -396,6 +396,11 @@ def current_lease(name: str | None = None) -> Lease | None:
         if lease.is_mine() and wanted in (None, lease.name):
             return lease
     return None
+
+
+def _alive(leases: Iterable[Known]) -> list[Lease]:
+    """Return those that there still are."""
+    return [lease for known in leases if (lease := known()) is not None]
 
 
 def _remove_last(leases: list[Known], lease: Lease) -> None:

@@ -17,6 +17,7 @@ from django_distlock.signals import announce, lock_acquired, lock_busy
 from . import clock
 from .bells import TaskBell, ThreadBell
 from .naming import LONGEST_SHOWN, printable
+from .registry import registry
 from .settling import is_worth_asking_again
 from .steps import Steps, arun, run
 from .values import Busy, Grant, new_owner
@@ -51,20 +52,23 @@ def acquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Le
     answer: Answer | None = None
     start = 0.0
     try:
-        lease.begin()
+        registry.add(lease)
         if _may_ask_at_once(backend, lease):
-            queued, start = _takes_place(backend, timeout), clock.lease_time()
+            queued = timeout != 0 and backend.waiting.place is Place.BY_TRYING
+            start = clock.lease_time()
             try:
                 answer = backend.try_acquire(lease.request, queued=queued, left=timeout)
             except LockBackendError as error:
                 answer = error
-        if not _is_granted_at_once(lease, start, answer):
+        is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
+        if not is_granted:
             attempt = Attempt(backend, lease, Wait(timeout, came), ThreadBell())
             run(attempt.steps(start, answer), attempt.carry_out)
     except BaseException as error:
         _end(attempt or Attempt(backend, lease, Wait(timeout, came)), error)
         raise
-    _tell_acquired(backend, lease)
+    if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
+        _tell_acquired(backend, lease)
     return lease
 
 
@@ -75,20 +79,23 @@ async def aacquire(backend: BaseLockBackend, lease: Lease, timeout: float | None
     answer: Answer | None = None
     start = 0.0
     try:
-        lease.begin()
+        registry.add(lease)
         if _may_ask_at_once(backend, lease):
-            queued, start = _takes_place(backend, timeout), clock.lease_time()
+            queued = timeout != 0 and backend.waiting.place is Place.BY_TRYING
+            start = clock.lease_time()
             try:
                 answer = await backend.atry_acquire(lease.request, queued=queued, left=timeout)
             except LockBackendError as error:
                 answer = error
-        if not _is_granted_at_once(lease, start, answer):
+        is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
+        if not is_granted:
             attempt = Attempt(backend, lease, Wait(timeout, came), TaskBell())
             await arun(attempt.steps(start, answer), attempt.await_carried_out)
     except BaseException as error:
         _end(attempt or Attempt(backend, lease, Wait(timeout, came)), error)
         raise
-    _tell_acquired(backend, lease)
+    if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
+        _tell_acquired(backend, lease)
     return lease
 
 
@@ -103,20 +110,9 @@ def _may_ask_at_once(backend: BaseLockBackend, lease: Lease) -> bool:
     return True
 
 
-def _takes_place(backend: BaseLockBackend, timeout: float | None) -> bool:
-    return timeout != 0 and backend.waiting.place is Place.BY_TRYING
-
-
-def _is_granted_at_once(lease: Lease, start: float, answer: Answer | None) -> bool:
-    return isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
-
-
 def _tell_acquired(backend: BaseLockBackend, lease: Lease) -> None:
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("Lock %s acquired, token %s", printable(lease.name), lease.fencing_token)
-    if lock_acquired.receivers:
-        facts = {"name": lease.name, "using": backend.alias, "lease": lease}
-        announce(lock_acquired, type(backend), **facts)
+    logger.debug("Lock %s acquired, token %s", printable(lease.name), lease.fencing_token)
+    announce(lock_acquired, type(backend), name=lease.name, using=backend.alias, lease=lease)
 
 
 def _end(attempt: Attempt, error: BaseException) -> None:

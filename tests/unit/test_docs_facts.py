@@ -67,7 +67,6 @@ MACHINERY = {
     "aleave",
     "leave_line",
     "stand_in",
-    "begin",
     "confirm",
     "disown",
     "end_unowned",
