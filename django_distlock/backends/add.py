@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections import deque
 from contextlib import contextmanager
@@ -12,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from django.core.cache import BaseCache, caches
 
 from django_distlock.engine import clock
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .base import BaseLockBackend
 from .cache_alias import (
     LONGEST_KEY,
+    Record,
     cache_class,
     check_clearing,
     check_ttl,
@@ -59,27 +58,6 @@ class AddOptions:
     trust_add: Sequence[str] = field(default=())
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The value of a key. *ends* is a time of the lease clock of the owner's machine."""
-
-    owner: str
-    ends: float
-    holder: Holder | None
-
-    def pack(self) -> str:
-        holder = self.holder.to_json() if self.holder else ""
-        return json.dumps([self.owner, self.ends, holder])
-
-    @classmethod
-    def unpack(cls, text: object) -> _Found:
-        try:
-            owner, ends, holder = json.loads(text)  # type: ignore[arg-type]  # TypeError is caught
-            return cls(owner, float(ends), Holder.from_json(holder))
-        except (TypeError, ValueError, RecursionError):
-            return cls("", 0.0, None)
-
-
 class AddBackend(BaseLockBackend):
     """Acquires by add(), releases by delete(), and never extends."""
 
@@ -112,7 +90,7 @@ class AddBackend(BaseLockBackend):
     ) -> Grant | Busy:
         """Add the key; if it exists, it may be our own, from a request whose reply was lost."""
         self._prove()
-        mine = _Found(request.owner, clock.lease_time() + request.ttl, request.holder)
+        mine = Record(request.owner, clock.lease_time() + request.ttl, request.name, request.holder)
         if self._add(request.key, mine.pack(), request.ttl):
             return Grant(None)
         found = self._look(request.key)
@@ -161,14 +139,14 @@ class AddBackend(BaseLockBackend):
             return answer
         raise LockOutcomeUnknown(self.alias, f"add() returned {answer!r} instead of True or False")
 
-    def _look(self, key: str) -> _Found | None:
+    def _look(self, key: str) -> Record | None:
         with self._translated("get") as cache:
             text = cache.get(key)
         if text is None:
             # A cache that hides its errors returns None for them too.
             self._add(f"{self.kind}-trial", "", TRIAL)
             return None
-        return _Found.unpack(text)
+        return Record.unpack(text)
 
     def _prove(self) -> None:
         """Check once that the cache refuses a second add(); otherwise it would exclude nobody."""

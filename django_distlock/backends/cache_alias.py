@@ -1,16 +1,20 @@
-"""The alias in CACHES: its class, its keys, and what clears it. Sends nothing to its server."""
+"""The alias in CACHES: its class, its keys and values, and what clears it. Sends nothing to its server."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from django.core.cache import DEFAULT_CACHE_ALIAS, caches
 from django.core.checks import Warning as CheckWarning
 from django.utils.module_loading import import_string
 
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.naming import printable
 from django_distlock.exceptions import InvalidLockBackend
 
 if TYPE_CHECKING:
@@ -27,6 +31,34 @@ LONGEST_KEY = 250
 _PLAIN = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _UNSAFE = re.compile(r"[^\x21-\x7e]+", re.ASCII)
 _STUB = 60
+#: Characters of a lock's name that are kept for people who look into the cache.
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the value of a key says. *ends* is on the lease clock of the owner's machine."""
+
+    owner: str
+    ends: float
+    name: str
+    holder: Holder | None
+
+    def pack(self) -> str:
+        """Return it as a value."""
+        holder = self.holder.to_json() if self.holder else ""
+        known = {"owner": self.owner, "ends": self.ends, "holder": holder}
+        return json.dumps({**known, "name": printable(self.name, _LONGEST_NAME)})
+
+    @classmethod
+    def unpack(cls, value: Any) -> Record:
+        """Return what *value* says; what is no record of ours is held by nobody known."""
+        try:
+            known = json.loads(value)
+            holder = Holder.from_json(known["holder"])
+            return cls(str(known["owner"]), float(known["ends"]), str(known["name"]), holder)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return cls("", 0.0, "", None)
 
 
 def checked_cache(name: object) -> str:

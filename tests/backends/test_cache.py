@@ -22,8 +22,9 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.backends.add import MARGIN, AddBackend, _Found
+from django_distlock.backends.add import MARGIN, AddBackend
 from django_distlock.backends.cache import SingleProcessBackend
+from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import CacheMemcachedBackend
 from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
@@ -371,7 +372,7 @@ def test_a_lock_with_little_left_is_not_deleted_but_expires(settings: Settings, 
     holder.takes()
     key = holder.request.key
     ends = clock.lease_time() + MARGIN - 0.01
-    late = _Found(holder.request.owner, ends, Holder.current())
+    late = Record(holder.request.owner, ends, name, Holder.current())
     caches["locks"].delete(key)
     caches["locks"].add(key, late.pack(), timeout=2)
 

@@ -23,7 +23,8 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.backends.memcached.record import Record
+from django_distlock.backends.cache_alias import Record
+from django_distlock.backends.memcached.connections import Connection
 from django_distlock.engine import clock
 from django_distlock.engine.values import Release
 from tests.contract.rivals import Rival
@@ -297,18 +298,19 @@ def test_a_killed_or_frozen_holder_loses_the_lock_after_its_ttl_and_frees_nobody
 
 @pytest.fixture
 def pause(using: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Have something happen, once, between the look whose the lock is and what follows."""
+    """Have something happen, once, between the look whose the lock is and the change that follows."""
 
     def pause(happens: Callable[[], object]) -> None:
-        look = backend(using)._look
+        pool = backend(using)._pool
+        ask = pool.ask
 
-        def look_and_pause(request: Any) -> Any:
-            found = look(request)
-            monkeypatch.setattr(backend(using), "_look", look)
-            happens()
-            return found
+        def pause_and_ask(verb: Callable[..., Any], *args: Any, **more: Any) -> Any:
+            if verb in {Connection.cas, Connection.delete_known}:
+                monkeypatch.setattr(pool, "ask", ask)
+                happens()
+            return ask(verb, *args, **more)
 
-        monkeypatch.setattr(backend(using), "_look", look_and_pause)
+        monkeypatch.setattr(pool, "ask", pause_and_ask)
 
     return pause
 
@@ -393,6 +395,67 @@ def test_an_uncontended_holding_takes_three_requests_on_one_connection(
     locks.close()
 
 
+@pytest.fixture
+def asked(using: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The verbs that connections are asked for, each a round trip at most."""
+    pool, asked = backend(using)._pool, list[object]()
+    ask = pool.ask
+
+    def note_and_ask(verb: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        asked.append(verb)
+        return ask(verb, *args, **more)
+
+    monkeypatch.setattr(pool, "ask", note_and_ask)
+    return asked
+
+
+def test_an_uncontended_holding_takes_two_round_trips(
+    using: str, name: str, asked: list[object]
+) -> None:
+    with lock(name, using=using):
+        pass
+
+    assert asked == [Connection.add, Connection.delete_known]
+
+
+@pytest.mark.parametrize("why", ["late", "by another connection"])
+def test_who_cannot_know_the_number_looks_first(
+    using: str, name: str, asked: list[object], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The server behind a proxy may be another one by then, which gives out the same numbers again."""
+    holder = rival(name, using)
+    holder.takes()
+    if why == "late":
+        monkeypatch.setattr("django_distlock.backends.memcached.connections.FRESH", -1.0)
+    else:
+        backend(using)._pool.close()
+
+    assert holder.leaves() is Release.RELEASED
+
+    assert asked[1:] == [Connection.delete_known, Connection.gets, Connection.cas]
+    assert rival(name, using).tries()
+
+
+def test_a_number_of_before_a_restart_frees_nobody(
+    server: Memcached, settings: Settings, driver: str, name: str
+) -> None:
+    """Each run of a server counts its values from 1."""
+    configure(settings, server.alias(driver))
+    late = rival(name)
+    late.takes()
+    server.kill()
+    server.start()
+    other = another("locks")
+    after = Rival.of(other, name)
+    after.takes()
+
+    assert late.leaves() is Release.TAKEN
+
+    assert after.holds
+    other.close()
+    locks.close()
+
+
 # The wire.
 
 
@@ -426,14 +489,14 @@ def test_the_lost_reply_of_the_deletion_is_no_loss(
 ) -> None:
     lease = lock(name, using="locks").acquire()
     assert lease
-    change = backend()._change
+    delete = backend()._delete
 
-    def drop_and_change(*arguments: Any, **more: Any) -> bool:
-        monkeypatch.setattr(backend(), "_change", change)
+    def drop_and_delete(*arguments: Any) -> bool:
+        monkeypatch.setattr(backend(), "_delete", delete)
         proxy.drop_reply()
-        return change(*arguments, **more)
+        return delete(*arguments)
 
-    monkeypatch.setattr(backend(), "_change", drop_and_change)
+    monkeypatch.setattr(backend(), "_delete", drop_and_delete)
 
     lease.release()
 
@@ -531,8 +594,8 @@ def _contradict(listener: socket.socket) -> None:
     for _ in range(2):  # it is asked once more
         link, _ = listener.accept()
         with link:
-            while asked := link.recv(4096):
-                link.sendall(b"EXISTS\r\n" if asked.startswith(b"cas") else b"END\r\n")
+            while link.recv(4096):
+                link.sendall(b"EXISTS\r\n")
 
 
 def test_what_is_lost_with_the_server_is_told(
@@ -743,7 +806,7 @@ def _reads_its_own(using: str, key: str) -> bool:
     # A new connection takes longest, and the other threads run meanwhile.
     writer, reader = backend(using)._connect(), backend(using)._connect()
     try:
-        assert writer.add(key, key.encode(), 30)
+        assert writer.add(key, key.encode(), 30, "owner") == key.encode()
         found = reader.gets(key)
         return found is not None and found[0] == key.encode()
     finally:

@@ -25,8 +25,8 @@ from django_distlock.backends.database import (
     records,
 )
 from django_distlock.backends.database.options import DatabaseOptions
-from django_distlock.backends.memcached import pool
-from django_distlock.backends.memcached.options import MemcachedOptions
+from django_distlock.backends.memcached import connections
+from django_distlock.backends.memcached.backend import MemcachedOptions
 from django_distlock.backends.redis import RedisCacheOptions
 from django_distlock.backends.redlock import (
     RedlockOptions,
@@ -293,7 +293,7 @@ FACTS = [
     (CACHE_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (MEMCACHED_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (MEMCACHED_PAGE, f"at least {cache_alias.LEAST_TTL:g} seconds and at most {DAYS:g} days"),
-    (MEMCACHED_PAGE, f"keeps up to {pool.KEPT} connections open"),
+    (MEMCACHED_PAGE, f"keeps up to {connections.KEPT} connections open"),
     (MEMCACHED_PAGE, f"given up after `io_timeout` ({MEMCACHED.io_timeout:g} second)"),
     (MEMCACHED_PAGE, f"after `connect_timeout` ({MEMCACHED.connect_timeout:g} seconds)"),
 ]

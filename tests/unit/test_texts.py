@@ -35,7 +35,7 @@ from django_distlock import (
     lock_all,
     transaction_lock,
 )
-from django_distlock.backends.memcached.record import Record
+from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.session.occupants import Occupant
 from django_distlock.backends.zookeeper.line import Label
 from django_distlock.engine.holder import Holder

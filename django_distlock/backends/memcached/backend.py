@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import (
+    Record,
     cache_class,
     check_clearing,
     check_ttl,
@@ -18,31 +19,49 @@ from django_distlock.backends.cache_alias import (
     plain_key,
     whole_seconds,
 )
+from django_distlock.conf import seconds
 from django_distlock.engine import clock
-from django_distlock.engine.values import Busy, Grant, Release
+from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
-from .options import MemcachedOptions
-from .pool import SOON, Pool
-from .record import Record
+from .connections import AT_ONCE, SOON, Connection, Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from django.core.checks import CheckMessage
 
     from django_distlock.conf import BackendSettings
-    from django_distlock.engine.values import Request
-
-    from .client import Client
 
 MEMCACHED = "django.core.cache.backends.memcached.BaseMemcachedCache"
 PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
 #: How often a value is looked at anew that a renewal of the same lease has just changed.
 LOOKS = 5
-#: An expiry that is over: the key is gone with the reply.
-AT_ONCE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class MemcachedOptions:
+    """OPTIONS for an alias of CACHES on memcached.
+
+    cache: the alias in CACHES.
+    server: the one server that the locks live on, written as in LOCATION, where that has several.
+    connect_timeout: seconds until a server that lets nobody connect is given up.
+    io_timeout: seconds until a request that has no answer is given up.
+    """
+
+    cache: str = "default"
+    server: str | None = None
+    connect_timeout: float = 0.25
+    io_timeout: float = 1.0
+
+    def __post_init__(self) -> None:
+        server: object = self.server
+        if server is not None and not isinstance(server, str):
+            msg = f"'server' must be a str, not {server!r}."
+            raise TypeError(msg)
+        seconds(self.connect_timeout, "'connect_timeout'")
+        seconds(self.io_timeout, "'io_timeout'")
 
 
 class CacheMemcachedBackend(BaseLockBackend):
@@ -60,12 +79,10 @@ class CacheMemcachedBackend(BaseLockBackend):
         self._cache = _memcached(self.options.cache)
         #: Its OPTIONS, as they are given to the driver.
         self._given: dict[str, Any] = self._cache._options  # noqa: SLF001 - there is no other way
-        self._is_pylibmc = PYLIBMC in paths(type(self._cache))
-        if self._is_pylibmc:
+        if PYLIBMC in paths(type(self._cache)):
             _check_protocol(self._given)
+        self._prefix = _client_prefix(self._given)
         self._server = _only_server(self.options, self._cache.client_servers)
-        if self._is_pylibmc and isinstance(self._server, str):
-            self._server = self._server.removeprefix("unix:")
         self._pool = Pool(self.alias, self._server, self._connect)
         self._released: deque[str] = deque(maxlen=256)
 
@@ -75,30 +92,32 @@ class CacheMemcachedBackend(BaseLockBackend):
 
     def request(self, name: str, **wishes: Any) -> Request:
         """Return a request with the key that the alias makes of the name."""
-        request = super().request(name, **wishes)
-        key = _client_prefix(self._given) + self._cache.make_key(request.key)
-        return replace(request, key=plain_key(key))
+        key = self._cache.make_key(self.key_of(name))
+        return Request(name, plain_key(self._prefix + key), **wishes)
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Add it; if it is there, look whether it is our own, of a request whose reply was lost."""
-        value, lives = self._record(request, request.ttl)
-        if self._pool.ask(lambda client: client.add(request.key, value, lives)):
+        """Add it, and look who has it: also we may, by a request whose reply was lost."""
+        value = self._value(request, request.ttl)
+        lives = whole_seconds(request.ttl)
+        found = self._pool.ask(Connection.add, request.key, value, lives, request.owner)
+        if found == value:
             return Grant(None)
-        found = self._look(request)
-        if found is None:
-            return Busy()
-        record, _ = found
+        record = Record.unpack(found)
         return Grant(None) if record.owner == request.owner else Busy(record.holder)
 
     def release(self, request: Request) -> Release:
         """Delete it if it is ours, in one step: what was seen is let expire at once."""
+        if self._delete(request, Connection.delete_known, request.owner):
+            return Release.RELEASED
         for _ in range(LOOKS):
-            found = self._look(request)
-            if found is None or found[0].owner != request.owner:
-                return self._missed(request, is_there=found is not None)
-            if self._delete(request, found[1]):
+            record, number = self._look(request)
+            if record is None or record.owner != request.owner:
+                if request.owner in self._released:
+                    return Release.RELEASED
+                return Release.TAKEN if record else Release.GONE
+            if self._delete(request, Connection.cas, b"", number, AT_ONCE):
                 return Release.RELEASED
         raise self._restless()
 
@@ -108,8 +127,8 @@ class CacheMemcachedBackend(BaseLockBackend):
 
     def probe(self, request: Request) -> Busy | None:
         """Look who has it."""
-        found = self._look(request)
-        return None if found is None else Busy(found[0].holder)
+        record, _ = self._look(request)
+        return Busy(record.holder) if record else None
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Warn of what clears the locks."""
@@ -123,34 +142,26 @@ class CacheMemcachedBackend(BaseLockBackend):
         self._pool.close()
 
     def abandon_after_fork(self) -> None:
-        """Drop the parent's connections."""
-        self._pool.abandon()
+        """Drop the parent's connections: closed here, they stay open there."""
+        self._pool.close()
 
     def _extend(self, request: Request) -> bool:
         for _ in range(LOOKS):
-            found = self._look(request)
-            if found is None or found[0].owner != request.owner:
+            record, number = self._look(request)
+            if record is None or record.owner != request.owner:
                 return False
             # Never less than it has: a longer extension was asked for before.
-            ttl = max(request.ttl, found[0].ends - clock.lease_time())
-            if self._change(request, found[1], *self._record(request, ttl)):
+            ttl = max(request.ttl, record.ends - clock.lease_time())
+            value, lives = self._value(request, ttl), whole_seconds(ttl)
+            if self._pool.ask(Connection.cas, request.key, value, number, lives):
                 return True
         raise self._restless()
 
-    def _record(self, request: Request, ttl: float) -> tuple[bytes, int]:
-        """Return the value, and for how many seconds the server is asked to keep it."""
-        record = Record(request.owner, clock.lease_time() + ttl, request.name, request.holder)
-        return record.pack(), whole_seconds(ttl)
-
-    def _look(self, request: Request) -> tuple[Record, Any] | None:
-        found = self._pool.ask(lambda client: client.gets(request.key))
-        return None if found is None else (Record.unpack(found[0]), found[1])
-
-    def _delete(self, request: Request, unique: Any) -> bool:
-        """Delete what *unique* identifies. If the reply is lost, who looks again knows that it was us."""
+    def _delete(self, request: Request, verb: Callable[..., bool], *args: object) -> bool:
+        """Delete it, if it is what *verb* takes it for. If the reply is lost, who looks again knows that it was us."""
         began = clock.wait_time()
         try:
-            is_deleted = self._change(request, unique, b"", AT_ONCE, twice=False)
+            is_deleted = self._pool.ask(verb, request.key, *args, twice=False)
         except LockOutcomeUnknown:
             self._released.append(request.owner)
             if clock.wait_time() - began > SOON:
@@ -160,30 +171,20 @@ class CacheMemcachedBackend(BaseLockBackend):
             self._released.append(request.owner)
         return is_deleted
 
-    def _change(
-        self, request: Request, unique: Any, value: bytes, lives: int, *, twice: bool = True
-    ) -> bool:
-        return self._pool.ask(
-            lambda client: client.cas(request.key, value, unique, lives), twice=twice
-        )
+    def _look(self, request: Request) -> tuple[Record | None, bytes]:
+        found = self._pool.ask(Connection.gets, request.key)
+        return (Record.unpack(found[0]), found[1]) if found else (None, b"")
 
-    def _missed(self, request: Request, *, is_there: bool) -> Release:
-        if request.owner in self._released:
-            return Release.RELEASED
-        return Release.TAKEN if is_there else Release.GONE
+    def _value(self, request: Request, ttl: float) -> bytes:
+        ends = clock.lease_time() + ttl
+        return Record(request.owner, ends, request.name, request.holder).pack().encode()
 
     def _restless(self) -> LockBackendError:
         return LockBackendError(self.alias, f"its value changed at each of {LOOKS} looks")
 
-    def _connect(self) -> Client:
-        # Neither driver is needed where the other one is used.
-        if self._is_pylibmc:
-            from .pylibmc_client import PyLibMCClient
-
-            return PyLibMCClient(self._server, self._given, self.options)
-        from .pymemcache_client import PyMemcacheClient
-
-        return PyMemcacheClient(self._server, self._given, self.options)
+    def _connect(self) -> Connection:
+        options = self.options
+        return Connection(self._server, self._given, options.connect_timeout, options.io_timeout)
 
 
 def _memcached(name: str) -> Any:
@@ -205,8 +206,8 @@ def _client_prefix(given: dict[str, Any]) -> str:
 def _check_protocol(given: dict[str, Any]) -> None:
     if given.get("binary") or given.get("username"):
         msg = (
-            "the cache uses pylibmc with the binary protocol, in which a lock cannot be compared and "
-            "deleted in one step. Give locks an alias without 'binary' and 'username', or pymemcache."
+            "the cache uses pylibmc with the binary protocol, which locks do not speak. "
+            "Give locks an alias without 'binary' and 'username', or pymemcache."
         )
         raise ValueError(msg)
 
