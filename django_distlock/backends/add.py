@@ -96,7 +96,7 @@ class AddBackend(BaseLockBackend):
         found = self._look(request.key)
         if found is None:
             return Busy()
-        return Grant(None) if found.owner == request.owner else Busy(found.holder)
+        return Grant(None) if found.owner == request.owner else Busy(found.holder, mark=found.owner)
 
     def release(self, request: Request) -> Release:
         """Delete the key if it stays ours for MARGIN seconds; otherwise let it expire."""
@@ -121,7 +121,7 @@ class AddBackend(BaseLockBackend):
 
     def probe(self, request: Request) -> Busy | None:
         found = self._look(request.key)
-        return None if found is None else Busy(found.holder)
+        return None if found is None else Busy(found.holder, mark=found.owner)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         return check_clearing(self.alias, self.options.cache) if databases is None else []

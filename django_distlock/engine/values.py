@@ -55,10 +55,14 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Somebody else has it; what is not known is None. *remaining* is seconds."""
+    """Somebody else has it; what is not known is None. *remaining* is seconds.
+
+    *mark* tells this holding from the next one, also of the same holder; it may be its owner.
+    """
 
     holder: Holder | None = None
     remaining: float | None = None
+    mark: object = field(default=None, repr=False, compare=False)
 
 
 class Release(enum.Enum):

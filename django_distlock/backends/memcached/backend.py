@@ -105,7 +105,7 @@ class CacheMemcachedBackend(BaseLockBackend):
         if found == value:
             return Grant(None)
         record = Record.unpack(found)
-        return Grant(None) if record.owner == request.owner else Busy(record.holder)
+        return Grant(None) if record.owner == request.owner else _busy(record)
 
     def release(self, request: Request) -> Release:
         """Delete it if it is ours, in one step: what was seen is let expire at once."""
@@ -128,7 +128,7 @@ class CacheMemcachedBackend(BaseLockBackend):
     def probe(self, request: Request) -> Busy | None:
         """Look who has it."""
         record, _ = self._look(request)
-        return Busy(record.holder) if record else None
+        return _busy(record) if record else None
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Warn of what clears the locks."""
@@ -185,6 +185,10 @@ class CacheMemcachedBackend(BaseLockBackend):
     def _connect(self) -> Connection:
         options = self.options
         return Connection(self._server, self._given, options.connect_timeout, options.io_timeout)
+
+
+def _busy(record: Record) -> Busy:
+    return Busy(record.holder, mark=record.owner)
 
 
 def _memcached(name: str) -> Any:

@@ -1,0 +1,128 @@
+"""How long waiters pause where nothing wakes them, and who lets others go first: the arithmetic."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from django_distlock.engine import pauses
+from django_distlock.engine.pauses import LONGEST, MOST_KNOWN, SHORTEST, TURNS, Pauses, Turns
+
+
+@pytest.mark.parametrize("seen", [0.0, 0.05, 1.0, 2.5, 3600.0])
+def test_a_pause_is_about_a_tenth_of_the_time_that_the_holder_was_seen_for(seen: float) -> None:
+    longest = min(LONGEST, max(SHORTEST, seen / 10))
+
+    drawn = [pauses.pause(seen) for _ in range(1_000)]
+
+    assert longest / 2 <= min(drawn) < longest * 0.55
+    assert longest * 0.95 < max(drawn) <= longest
+
+
+def test_the_pauses_of_a_wait_grow_while_the_holder_stays() -> None:
+    wait, now, asked = Pauses(), 100.0, 0
+    while now < 110.0:
+        now += wait.next(now, "the holder")
+        asked += 1
+
+    assert wait.next(now, "the holder") >= LONGEST / 2
+    assert asked < 150
+
+
+@pytest.mark.parametrize("after", ["another holder", None])
+def test_they_are_short_again_when_it_changes_hands(after: object) -> None:
+    wait = Pauses()
+    wait.next(100.0, "the holder")
+    assert wait.next(110.0, "the holder") > SHORTEST
+
+    assert wait.next(110.2, after) <= SHORTEST
+    assert wait.next(110.21, after) <= SHORTEST
+
+
+def test_nobody_lets_others_go_first_who_was_never_refused() -> None:
+    turns = Turns()
+
+    assert "key" not in turns
+    turns.granted("key", 1.0)
+    turns.released("key", 2.0)
+
+    assert turns.first_pause("key", 2.0) == 0.0
+
+
+def hold(turns: Turns, begins: float, ends: float) -> None:
+    """Hold the lock for so long."""
+    assert "key" in turns
+    turns.granted("key", begins)
+    turns.released("key", ends)
+
+
+def test_who_was_refused_lets_others_go_first_after_each_hold_as_one_of_them() -> None:
+    turns = Turns()
+    turns.refused("key")
+    assert turns.first_pause("key", 1.0) == 0.0, "it had no turn yet"
+    hold(turns, 1.0, 3.0)
+
+    assert 0.1 <= turns.first_pause("key", 3.0) <= 0.2
+    assert turns.first_pause("another", 3.0) == 0.0
+
+
+def test_the_time_since_the_release_counts() -> None:
+    turns = Turns()
+    turns.refused("key")
+    hold(turns, 1.0, 3.0)
+
+    assert turns.first_pause("key", 3.2) == 0.0
+
+
+def test_it_does_so_for_some_turns_and_anew_when_it_is_refused_again() -> None:
+    turns = Turns()
+    for _ in range(2):
+        turns.refused("key")
+        for _ in range(TURNS - 1):
+            hold(turns, 1.0, 3.0)
+            assert turns.first_pause("key", 3.0) > 0.0
+    hold(turns, 1.0, 3.0)
+    assert turns.first_pause("key", 3.0) > 0.0
+
+    assert "key" not in turns
+
+
+def test_while_it_is_held_here_there_is_nobody_to_let_go_first() -> None:
+    turns = Turns()
+    turns.refused("key")
+    hold(turns, 1.0, 3.0)
+    turns.granted("key", 4.0)
+
+    assert turns.first_pause("key", 5.0) == 0.0
+
+
+def test_not_more_locks_are_known_than_a_process_can_bear() -> None:
+    turns = Turns()
+    for number in range(3 * MOST_KNOWN):
+        turns.refused(f"key:{number}")
+
+    assert 0 < len(turns) <= MOST_KNOWN
+
+
+def test_of_eight_who_want_it_at_once_each_has_it_about_as_often() -> None:
+    """Simulated: holds of a millisecond, by processes that want it again a moment after they had it."""
+    random.seed(1)
+    turns, waits = [Turns() for _ in range(8)], [Pauses() for _ in range(8)]
+    next_look, counts = [0.0] * 8, [0] * 8
+    holding, ends, owner = -1, 0.0, 0
+    while sum(counts) < 2_000:
+        who = min(range(8), key=next_look.__getitem__)
+        now = next_look[who]
+        if now < ends:
+            turns[who].refused("key")
+            next_look[who] = now + waits[who].next(now, (holding, owner))
+            continue
+        holding, ends, owner = who, now + 0.001, owner + 1
+        counts[who] += 1
+        waits[who] = Pauses()
+        turns[who].granted("key", now)
+        turns[who].released("key", ends)
+        next_look[who] = ends + max(0.0002, turns[who].first_pause("key", ends))
+
+    assert sum(counts) ** 2 / (8 * sum(count**2 for count in counts)) > 0.95
