@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from django_distlock.backends.base import BaseLockBackend
@@ -38,6 +39,8 @@ MEMCACHED = "django.core.cache.backends.memcached.BaseMemcachedCache"
 PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
 #: How often a value is looked at anew that a renewal of the same lease has just changed.
 LOOKS = 5
+#: What a value says: waiters read the same one again and again.
+_record = lru_cache(64)(Record.unpack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,7 @@ class CacheMemcachedBackend(BaseLockBackend):
         found = self._pool.ask(Connection.add, request.key, value, lives, request.owner)
         if found == value:
             return Grant(None)
-        record = Record.unpack(found)
+        record = _record(found)
         return Grant(None) if record.owner == request.owner else _busy(record)
 
     def release(self, request: Request) -> Release:
@@ -173,7 +176,7 @@ class CacheMemcachedBackend(BaseLockBackend):
 
     def _look(self, request: Request) -> tuple[Record | None, bytes]:
         found = self._pool.ask(Connection.gets, request.key)
-        return (Record.unpack(found[0]), found[1]) if found else (None, b"")
+        return (_record(found[0]), found[1]) if found else (None, b"")
 
     def _value(self, request: Request, ttl: float) -> bytes:
         ends = clock.lease_time() + ttl
