@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from django.core.cache import BaseCache, caches
 
 from django_distlock.engine import clock
-from django_distlock.engine.values import Busy, Grant, Release
+from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .base import BaseLockBackend
@@ -30,12 +30,11 @@ from .cache_alias import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from django.core.checks import CheckMessage
 
     from django_distlock.conf import BackendSettings
-    from django_distlock.engine.values import Request
 
 #: A lock is deleted only if this many seconds of its ttl are left; otherwise it expires, because
 #: somebody else might get it between the get() and the delete().
@@ -66,12 +65,16 @@ class AddBackend(BaseLockBackend):
     kind = "distlock"
     #: A cache cannot compare and extend in one step, so a lease ends with its ttl.
     supports_extend = False
+    waiting = Waiting(way=Way.LOOK)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         self.place = "cache", self.options.cache
         check_ttl_setting(settings)
-        _check_trust(self.options)
+        kind = cache_class(checked_cache(self.options.cache))
+        if not is_trusted(kind, self.options.trust_add):
+            msg = f"'trust_add' does not name {dotted_path(kind)}, the class of the cache {self.options.cache!r}."
+            raise ValueError(msg)
         self._keys = own_instance(self.options.cache)
         self._released: deque[str] = deque(maxlen=256)
         self._is_proved = False
@@ -81,9 +84,8 @@ class AddBackend(BaseLockBackend):
 
     def request(self, name: str, **wishes: Any) -> Request:
         """Return a request whose key fits into the cache together with its prefix."""
-        request = super().request(name, **wishes)
         room = LONGEST_KEY - len(self._keys.make_key(""))
-        return replace(request, key=plain_key(request.key, room))
+        return Request(name, plain_key(self.key_of(name), room), **wishes)
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
@@ -107,17 +109,12 @@ class AddBackend(BaseLockBackend):
             return Release.GONE if found is None else Release.TAKEN
         self._released.append(request.owner)
         if found.ends - clock.lease_time() > MARGIN:
-            with self._translated("delete") as cache:
-                cache.delete(request.key)
+            self._ask("delete", request.key)
         return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Return which leases still exist; none is extended."""
-        found = [self._look(request.key) for request in requests]
-        return [
-            there is not None and there.owner == request.owner
-            for there, request in zip(found, requests, strict=True)
-        ]
+        return [self._is_there(request) for request in requests]
 
     def probe(self, request: Request) -> Busy | None:
         found = self._look(request.key)
@@ -133,20 +130,22 @@ class AddBackend(BaseLockBackend):
 
     def _add(self, key: str, value: str, ttl: float) -> bool:
         """Return whether the key was added; an answer that is not a bool hides an error."""
-        with self._translated("add") as cache:
-            answer = cache.add(key, value, timeout=whole_seconds(ttl))
+        answer = self._ask("add", key, value, timeout=whole_seconds(ttl))
         if answer is True or answer is False:
             return answer
         raise LockOutcomeUnknown(self.alias, f"add() returned {answer!r} instead of True or False")
 
     def _look(self, key: str) -> Record | None:
-        with self._translated("get") as cache:
-            text = cache.get(key)
+        text = self._ask("get", key)
         if text is None:
             # A cache that hides its errors returns None for them too.
             self._add(f"{self.kind}-trial", "", TRIAL)
             return None
         return Record.unpack(text)
+
+    def _is_there(self, request: Request) -> bool:
+        found = self._look(request.key)
+        return found is not None and found.owner == request.owner
 
     def _prove(self) -> None:
         """Check once that the cache refuses a second add(); otherwise it would exclude nobody."""
@@ -158,21 +157,13 @@ class AddBackend(BaseLockBackend):
             raise LockBackendError(self.alias, problem)
         self._is_proved = True
 
-    @contextmanager
-    def _translated(self, verb: str) -> Iterator[BaseCache]:
-        """Yield the cache of this thread; its errors become LockOutcomeUnknown."""
+    def _ask(self, verb: str, *args: Any, **options: Any) -> Any:
+        """Call the cache of this thread; its errors become LockOutcomeUnknown."""
         try:
-            yield caches[self.options.cache]
+            return getattr(caches[self.options.cache], verb)(*args, **options)
         except Exception as error:
             problem = f"{verb}() of the cache {self.options.cache!r} failed: {error}"
             raise LockOutcomeUnknown(self.alias, problem) from error
-
-
-def _check_trust(options: AddOptions) -> None:
-    kind = cache_class(checked_cache(options.cache))
-    if not is_trusted(kind, options.trust_add):
-        msg = f"'trust_add' does not name {dotted_path(kind)}, the class of the cache {options.cache!r}."
-        raise ValueError(msg)
 
 
 def is_trusted(kind: type, trusted: object) -> bool:

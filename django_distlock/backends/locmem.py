@@ -114,7 +114,11 @@ class LocMemBackend(BaseLockBackend):
                     record.wake()  # those who stand before it may be gone
                 if not record.admits(request, now):
                     return record.busy(now)
-                self._take(record, request, now)
+                self._token = token = max(self._token + 1, time.time_ns() // 1000)
+                record.holdings[request.owner] = _Holding(request, token, now, now + request.ttl)
+                in_hold = max(record.available, now + request.min_hold)
+                record.available = 0.0 if request.shared else in_hold
+                record.waiters.pop(request.owner, None)
             return Grant(record.holdings[request.owner].token)
 
     def release(self, request: Request) -> Release:
@@ -123,12 +127,15 @@ class LocMemBackend(BaseLockBackend):
             record = self._records.get(request.key, _Record())
             record.expire(clock.lease_time())
             holding = record.holdings.pop(request.owner, None)
+            if holding is None and request.owner in self._released:
+                return Release.RELEASED
             if holding is None:
-                return self._missed(record, request)
+                return Release.TAKEN if record.holdings else Release.GONE
             self._released.append(request.owner)
             record.available = max(record.available, holding.acquired + request.min_hold)
             record.wake()
-            self._tidy(request.key, record)
+            if not (record.holdings or record.waiters or record.available > clock.lease_time()):
+                del self._records[request.key]
             return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
@@ -154,31 +161,36 @@ class LocMemBackend(BaseLockBackend):
     def enqueue(self, request: Request, bell: Bell) -> None:
         """Stand in line."""
         with self._mutex:
-            self._records.setdefault(request.key, _Record()).waiters[request.owner] = (
-                request,
-                bell,
-            )
+            record = self._records.setdefault(request.key, _Record())
+            record.waiters[request.owner] = request, bell
 
     def dequeue(self, request: Request) -> None:
-        """Leave the line; who was behind us may be first now."""
-        self.forget_bell(request)
-
-    def forget_bell(self, request: Request) -> None:
-        """See dequeue(): here both are one."""
+        """Leave the line; who was behind may be first now."""
         with self._mutex:
             record = self._records.get(request.key)
             if record and record.waiters.pop(request.owner, None):
                 record.wake()
+
+    forget_bell = dequeue
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         """Tell the locks that are held."""
         with self._mutex:
             now = clock.lease_time()
             return [
-                _as_held(each, record, holding, now)
+                Held(
+                    holding.request.name,
+                    each,
+                    holding.request.holder,
+                    holding.expires - now,
+                    holding.token,
+                    digest(owner),
+                    holding.request.shared,
+                    len(record.waiters),
+                )
                 for each, record in self._records.items()
                 if key in {None, each}
-                for holding in record.holdings.values()
+                for owner, holding in record.holdings.items()
             ]
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -197,14 +209,6 @@ class LocMemBackend(BaseLockBackend):
         """Begin empty: the parent's locks are the parent's."""
         self._mutex, self._records = threading.Lock(), {}
 
-    def _take(self, record: _Record, request: Request, now: float) -> None:
-        self._token = max(self._token + 1, time.time_ns() // 1000)
-        record.holdings[request.owner] = _Holding(request, self._token, now, now + request.ttl)
-        record.available = (
-            max(record.available, now + request.min_hold) if not request.shared else 0.0
-        )
-        record.waiters.pop(request.owner, None)
-
     def _extend(self, request: Request) -> bool:
         record, now = self._records.get(request.key, _Record()), clock.lease_time()
         record.expire(now)
@@ -212,21 +216,3 @@ class LocMemBackend(BaseLockBackend):
         if holding is not None:
             holding.expires = max(holding.expires, now + request.ttl)
         return holding is not None
-
-    def _missed(self, record: _Record, request: Request) -> Release:
-        if request.owner in self._released:
-            return Release.RELEASED
-        return Release.TAKEN if record.holdings else Release.GONE
-
-    def _tidy(self, key: str, record: _Record) -> None:
-        if not (record.holdings or record.waiters or record.available > clock.lease_time()):
-            del self._records[key]
-
-
-def _as_held(key: str, record: _Record, holding: _Holding, now: float) -> Held:
-    request = holding.request
-    left, waiters = holding.expires - now, len(record.waiters)
-    shown = digest(request.owner)
-    return Held(
-        request.name, key, request.holder, left, holding.token, shown, request.shared, waiters
-    )
