@@ -104,6 +104,8 @@ def _may_ask_at_once(backend: BaseLockBackend, lease: Lease) -> bool:
     request = lease.request
     if request.shared or not backend.waiting.in_line:
         return True
+    if backend.queue.turns and request.key in backend.queue.turns:
+        return False  # others may be let go first
     if backend.queue.lines.setdefault(request.key, lease.ref) is not lease.ref:
         return False
     lease.stand_in(backend.queue, lease.ref)
@@ -210,6 +212,7 @@ class Attempt:
         self.backend.forget_bell(self.request)
         if self.lease.is_in_line:
             self.backend.queue.hold(self.request.key, self.bell, self.lease.ref)
+            self.backend.queue.turns.granted(self.request.key, clock.wait_time())
 
     # The line of this process.
 
@@ -219,6 +222,8 @@ class Attempt:
                 self._begin_to_wait(has_place=False)
                 is_woken_only = self._way is not Way.ON_SERVER
                 yield Pause(self.wait.left if is_woken_only else self.wait.bounded(IN_LINE))
+        elif pause := self.backend.queue.turns.first_pause(self.request.key, clock.wait_time()):
+            yield Pause(self.wait.bounded(pause))
         if self.lease.is_in_line and self.backend.queue.gives_way(self.request.key):
             yield Pause(self.wait.bounded(GIVE_WAY))
 
@@ -323,6 +328,8 @@ class Attempt:
         queue, waiting = self.backend.queue, self.backend.waiting
         if self.lease.is_in_line:
             queue.contest(self.request.key)
+            if waiting.polls:
+                queue.turns.refused(self.request.key)
         if not self._is_queued and waiting.place is not Place.NONE:
             # The next try follows at once: a release may have slipped in.
             self._is_queued = True
@@ -336,6 +343,7 @@ class Attempt:
         if self._way is not Way.ON_SERVER:
             behind = self.backend.is_behind(self.request)
             pause = self.wait.bounded(BEHIND) if behind else None
+            self.wait.holder = self.busy.mark or self.busy.holder
             seconds = waiting.pause(self.wait, self.busy.remaining) if pause is None else pause
             yield _verb("sleep", self.request, self.bell, seconds)
 

@@ -8,6 +8,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import ref
 
+from . import clock
+from .pauses import Turns
+
 if TYPE_CHECKING:
     from django_distlock.lease import Lease
 
@@ -54,6 +57,8 @@ class LocalQueue:
 
     def __init__(self) -> None:
         self.lines: dict[str, Place | _Line] = {}
+        #: Of the locks that other processes were seen to want, where nothing tells them that one is free.
+        self.turns = Turns()
         self._mutex = threading.Lock()
 
     def join(self, key: str, bell: Bell) -> bool:
@@ -79,6 +84,8 @@ class LocalQueue:
         with self._mutex:
             line = self.lines.get(key)
             if isinstance(line, _Line):
+                if self.turns and line.places and line.places[0] is place:
+                    self.turns.released(key, clock.wait_time())
                 with suppress(ValueError):
                     line.places.remove(place)
                 line.pass_on()

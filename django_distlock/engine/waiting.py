@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from django_distlock.conf import LONGEST
 
 from . import clock
+from .pauses import Pauses
 
 SHORTEST_PAUSE = 0.005
 LONGEST_PAUSE = 0.25
@@ -18,7 +19,7 @@ LONGEST_WAKEABLE_PAUSE = 1.0
 class Way(enum.Enum):
     """How a waiter learns that it is worth to try again."""
 
-    #: It does not: it tries again after pauses that grow.
+    #: It does not: it tries again after pauses, short ones while the lock changes hands.
     POLL = "poll"
     #: As before, but with a look first: on this server a try writes even if it is refused.
     LOOK = "look, then try"
@@ -49,19 +50,26 @@ class Waiting:
     #: Whether a reader that comes while a writer has a place on the server is served after it.
     writers_first: bool = False
 
+    @property
+    def polls(self) -> bool:
+        """Whether nothing tells a waiter that the lock is free."""
+        return self.look_again is None and self.way in {Way.POLL, Way.LOOK}
+
     def pause(self, wait: Wait, remaining: float | None) -> float:
         """Return how many seconds to sleep before the next try; the holder's lease has *remaining* seconds left."""
+        if self.polls:
+            seconds = wait.pauses.next(clock.wait_time(), wait.holder)
+            return wait.bounded(seconds if remaining is None else min(seconds, remaining))
         if self.look_again is not None:
             bound = self.look_again if remaining is None else min(self.look_again, remaining)
             return wait.bounded(bound)
-        longest = LONGEST_WAKEABLE_PAUSE if self.way is Way.LISTEN else LONGEST_PAUSE
-        return wait.next_pause(remaining, longest=longest)
+        return wait.next_pause(remaining, longest=LONGEST_WAKEABLE_PAUSE)
 
 
 class Wait:
     """One caller's wait: until when it lasts, and how long its next pause is."""
 
-    __slots__ = ("_began", "_ends", "_pause")
+    __slots__ = ("_began", "_ends", "_pause", "holder", "pauses")
 
     def __init__(self, timeout: float | None, began: float | None = None) -> None:
         """*timeout* in seconds; None waits for ever, 0 leaves room for one try. *began*: by ``clock.wait_time()``."""
@@ -69,6 +77,9 @@ class Wait:
         # Not every driver and server takes more, and 31 years are as good as 292.
         self._ends = None if timeout is None else self._began + min(timeout, LONGEST)
         self._pause = SHORTEST_PAUSE
+        #: Where nothing ends the wait but a look: its pauses, and what tells the holding seen last from the next.
+        self.pauses = Pauses()
+        self.holder: object = None
 
     @property
     def is_for_one_try(self) -> bool:

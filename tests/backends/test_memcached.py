@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached.connections import Connection
 from django_distlock.engine import clock
 from django_distlock.engine.values import Release
+from tests.contract.crew import together
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
@@ -781,6 +784,27 @@ def test_the_value_tells_people_whose_it_is_and_no_key_of_the_cache_is_touched(
 
     assert caches[using].get(name) == "a value of the cache"
     caches[using].close()
+
+
+def test_who_has_just_released_lets_others_go_first(both: tuple[str, ...], name: str) -> None:
+    """Nobody is woken: who asks again at once would always be there before those who pause."""
+    order: list[str] = []
+    third = rival(name, both[0])
+    third.takes()
+
+    def work(using: str) -> None:
+        for _ in range(20):
+            with lock(name, using=using, timeout=60):
+                order.append(using)
+                time.sleep(0.002)
+
+    def leave_once_both_were_refused() -> None:
+        eventually(lambda: all(third.request.key in locks[using].queue.turns for using in both), 20)
+        third.leaves()
+
+    together(*(partial(work, using) for using in both), leave_once_both_were_refused)
+
+    assert sum(one != next_one for one, next_one in itertools.pairwise(order)) >= 8
 
 
 def test_both_clients_keep_the_same_locks(both: tuple[str, ...], name: str) -> None:
