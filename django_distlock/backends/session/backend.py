@@ -97,7 +97,8 @@ class SessionBackend(BaseDatabaseBackend):
     ) -> Grant | Busy:
         """Ask once, or wait in the server's queue."""
         if queued:
-            return self._ask_on(Session(request), partial(self._wait, wait=Wait(left)))
+            wait = partial(self._wait, wait=Wait(left))
+            return self._ask_on(Session(request), wait, to_wait=True)
         known = self._sessions.held(request.owner)
         if known is not None and known.grant is not None:
             return known.grant
@@ -189,12 +190,18 @@ class SessionBackend(BaseDatabaseBackend):
 
     # What is asked on a session: one that fails is closed.
 
-    def _ask_on(self, session: Session, verb: Callable[[Session], Grant | Busy]) -> Grant | Busy:
+    def _ask_on(
+        self,
+        session: Session,
+        verb: Callable[[Session], Grant | Busy],
+        *,
+        to_wait: bool = False,
+    ) -> Grant | Busy:
         """Return what *verb* answers: granted, the session holds; else it is over."""
         start = clock.lease_time()
         try:
             # Opened in here: an exception from outside must not leave it open.
-            self._sessions.open(session)
+            self._sessions.open(session, to_wait=to_wait)
             answer = verb(session)
             if isinstance(answer, Grant):
                 session.ends = (answer.start or start) + session.request.ttl

@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import time
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from django.db.utils import OperationalError
@@ -69,7 +70,7 @@ class MySQLSessions(SessionServer):
         with connection.cursor() as cursor:
             cursor.execute(f"SET SESSION {limits}")
         cursor = connection.connection.cursor()
-        return Link(cursor, cursor, self.session_number(connection))
+        return Link(cursor, self.session_number(connection))
 
     def session_number(self, connection: BaseDatabaseWrapper) -> int:
         """Return the id of the connection."""
@@ -266,6 +267,7 @@ def make_row(cursor: Any, key: str, name: str) -> bool:
     return True
 
 
+@lru_cache(maxsize=1000)
 def lock_name(database: str, key: str) -> str:
     """Return a name of at most 64 characters for *key*: its locks are the whole server's, not the database's."""
     return f"distlock:{hashlib.sha256(f'{database}|{key}'.encode()).hexdigest()[:48]}"

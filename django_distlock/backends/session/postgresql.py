@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import abstractmethod
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError
@@ -27,10 +29,12 @@ from .occupants import (
 from .server import Link, SessionServer, stay
 
 if HAS_PSYCOPG3:
-    from psycopg import ClientCursor
+    from psycopg import ClientCursor, generators
+    from psycopg.errors import error_from_result
+    from psycopg.pq import ExecStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -88,8 +92,8 @@ _END = (
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE %(label)s"
 )
 
-# Rows. Planned once for each session; the first part is said by each take.
-_PREPARE = "".join(
+# Each session plans its own statements once. Rows: who has them is waited for, or passed by.
+_PREPARE_ROWS = "".join(
     f"PREPARE distlock_{mode}{len(how)}(text) AS SELECT 1 FROM {LOCK} WHERE method_name = $1 FOR {mode} {how};"
     for mode in ("update", "share")
     for how in ("", "SKIP LOCKED")
@@ -97,49 +101,41 @@ _PREPARE = "".join(
 _BEGIN = "BEGIN; SET LOCAL application_name = %(label)s;"
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 
-# Advisory locks. Takes the lock %(number)s if it is free; only then lets the server end the session
-# when it is silent for %(limit)s ms, labels it, and raises the fencing token.
-# One row: taken, token, who had it last.
-_TAKE = f"""
+# Advisory locks. Take the lock $1 if it is free; only then let the server end the session when it is
+# silent for $2 ms, label it $3, and raise the fencing token of $4 for $5, within $6.
+# One row, of texts: "" or null if it is not free; the token; who had it last, if it is not free.
+_OWN = "set_config('idle_session_timeout', $2, false) || set_config('application_name', $3, false)"
+_PREPARE_TAKE = f"""
+PREPARE distlock_take{{shared}}(bigint, text, text, text, text, text) AS
 WITH taken AS MATERIALIZED (
-    SELECT pg_try_advisory_lock{{shared}}(%(number)s) AS ok
+    SELECT pg_try_advisory_lock{{shared}}($1) AS ok
 ), settled AS MATERIALIZED (
-    SELECT set_config('idle_session_timeout', %(limit)s, false), set_config('application_name', %(label)s, false),
-           set_config('lock_timeout', %(patience)s, true)
-    FROM taken WHERE ok
+    SELECT {_OWN} || set_config('lock_timeout', $6, true) FROM taken WHERE ok
 ), counted AS (
-    INSERT INTO {COUNTER} AS c (method_name, value, holder) SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM settled
+    INSERT INTO {COUNTER} AS c (method_name, value, holder) SELECT $4, {MICROSECONDS}, $5 FROM settled
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
     RETURNING value
 )
-SELECT ok, (SELECT value FROM counted), (SELECT holder FROM {COUNTER} WHERE method_name = %(key)s AND NOT ok) FROM taken
+SELECT CASE WHEN ok THEN '' END, (SELECT value FROM counted)::text,
+       (SELECT holder FROM {COUNTER} WHERE method_name = $4 AND NOT ok)::text FROM taken;
 """
-_TAKE_BARE = """
-WITH taken AS MATERIALIZED (SELECT pg_try_advisory_lock{shared}(%(number)s) AS ok)
-SELECT ok, CASE WHEN ok THEN left(set_config('idle_session_timeout', %(limit)s, false)
-    || set_config('application_name', %(label)s, false), 0) END, NULL FROM taken
+_PREPARE_BARE = f"""
+PREPARE distlock_take{{shared}}(bigint, text, text) AS
+SELECT CASE WHEN pg_try_advisory_lock{{shared}}($1) THEN left({_OWN}, 0) END, NULL, NULL;
+"""
+_PREPARE_FREE = f"""
+PREPARE distlock_free{{shared}}(bigint) AS SELECT pg_advisory_unlock{{shared}}($1)::text,
+    set_config('idle_session_timeout', '0', false), set_config('application_name', '{PREFIX}', false);
 """
 _WAIT = """
 BEGIN; SET LOCAL lock_timeout = %(patience)s; SET LOCAL application_name = %(label)s;
 SET LOCAL idle_in_transaction_session_timeout = %(limit)s; SELECT pg_advisory_xact_lock{shared}(%(number)s)
-"""
-_FREE = f"""
-SELECT pg_advisory_unlock{{shared}}(%(number)s), set_config('idle_session_timeout', '0', false),
-       set_config('application_name', '{PREFIX}', false)
 """
 _IS_HELD = """
 SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 AND classid = %(high)s::bigint::oid AND objid = %(low)s::bigint::oid LIMIT 1
 """
-
-
-#: By whether the lock is shared.
-_SUFFIX = {False: "", True: "_shared"}
-_TAKES, _BARE_TAKES, _WAITS, _FREES = (
-    {shared: text.format(shared=suffix) for shared, suffix in _SUFFIX.items()}
-    for text in (_TAKE, _TAKE_BARE, _WAIT, _FREE)
-)
 
 
 class PostgreSQLSessions(SessionServer):
@@ -162,9 +158,17 @@ ON CONFLICT (method_name) DO NOTHING"""
             with suppress(DatabaseError):
                 cursor.execute(_LOOK_AFTER_CLIENT)
         raw: Any = connection.connection
-        cursor = raw.cursor()
-        batch = ClientCursor(raw) if HAS_PSYCOPG3 else cursor
-        return Link(cursor, batch, self.session_number(connection))
+        if HAS_PSYCOPG3:
+            # Else it would throw all plans away at each ROLLBACK. Its other cursors send one statement a trip.
+            raw.prepare_threshold = None
+        own: Any = ClientCursor(raw) if HAS_PSYCOPG3 else raw.cursor()
+        with connection.wrap_database_errors:
+            own.execute(self.plans())
+        return Link(own, self.session_number(connection))
+
+    @abstractmethod
+    def plans(self) -> str:
+        """Return what prepares the statements of a session."""
 
     def session_number(self, connection: BaseDatabaseWrapper) -> int:
         """Return the id of the server process."""
@@ -206,31 +210,23 @@ ON CONFLICT (method_name) DO NOTHING"""
 
         None if others have the lock still after as long a wait as was allowed: all is rolled back.
         """
-        batch = session.link.batch
         try:
-            with session.connection.wrap_database_errors:
-                batch.execute(statements, parameters)
-                while HAS_PSYCOPG3 and batch.nextset():  # psycopg2 is at the last one already
-                    pass
+            cursor = session.execute(statements, parameters)
+            while HAS_PSYCOPG3 and cursor.nextset():  # psycopg2 is at the last one already
+                pass
         except OperationalError as error:
             if not self.engine.is_wait_over(error):
                 raise
             session.execute("ROLLBACK")
             return None
-        return batch
+        return cursor
 
 
 class PostgreSQLRows(PostgreSQLSessions):
     """Rows kept locked by SELECT FOR UPDATE: begin and lock are one round trip."""
 
-    def begin(self, connection: BaseDatabaseWrapper) -> Link:
-        link = super().begin(connection)
-        # psycopg would throw all plans away at each ROLLBACK.
-        connection.connection.prepare_threshold = None
-        link.cursor = link.batch
-        with connection.wrap_database_errors:
-            link.cursor.execute(_PREPARE)
-        return link
+    def plans(self) -> str:
+        return _PREPARE_ROWS
 
     def take(self, session: Session, patience: float) -> Grant | Busy:
         """SKIP LOCKED: a refusal is no error, for which the server would keep a log."""
@@ -285,14 +281,20 @@ class PostgreSQLRows(PostgreSQLSessions):
 class PostgreSQLAdvisory(PostgreSQLSessions):
     """Locks by numbers of 64 bits, in one statement with the token."""
 
+    def plans(self) -> str:
+        takes = _PREPARE_TAKE if self.fencing else _PREPARE_BARE
+        both = ("", "_shared")
+        return "".join((takes + _PREPARE_FREE).format(shared=shared) for shared in both)
+
     def take(self, session: Session, patience: float) -> Grant | Busy:
-        known = _known(session)
+        request = session.request
+        limit = milliseconds(request.ttl)
+        values = [str(lock_number(request.key)), str(limit), str(Label.of(session))]
         if self.fencing:
             holder = Occupant.of(session, session.link.number).to_json()
-            known |= {"holder": holder, "patience": str(milliseconds(patience))}
-        statements = _TAKES if self.fencing else _BARE_TAKES
+            values += [request.key, holder, str(milliseconds(patience))]
         try:
-            found = session.execute(statements[session.request.shared], known)
+            taken, token, last = _execute(session, "take", values)
         except OperationalError as error:
             if not self.engine.is_wait_over(error):
                 raise
@@ -300,18 +302,19 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
             session.execute("ROLLBACK")
             self.free(session)
             return Busy()
-        is_taken, token, holder = found.fetchone()
-        session.link.limit = int(known["limit"])
-        if is_taken:
-            return Grant(token if self.fencing else None)
-        occupant = Occupant.from_json(holder)
+        session.link.limit = limit
+        if taken is not None:
+            return Grant(None if token is None else int(token))
+        occupant = Occupant.from_json(last)
         return Busy(None if occupant is None else occupant.holder)
 
     def wait(self, session: Session, wait: Wait) -> Grant | Busy:
         """In a transaction, whose end frees what was granted *and* timed out; then take it for the session."""
-        known = {**_known(session), "patience": milliseconds(wait.left)}
-        known["limit"] = int(known["limit"])
-        if self._in_one_trip(session, _WAITS[session.request.shared], known) is None:
+        request = session.request
+        known = {"number": lock_number(request.key), "label": str(Label.of(session))}
+        known |= {"limit": milliseconds(request.ttl), "patience": milliseconds(wait.left)}
+        statements = _WAIT.format(shared="_shared" if request.shared else "")
+        if self._in_one_trip(session, statements, known) is None:
             return Busy()
         start = clock.lease_time()
         answer = self.take(session, stay(wait))
@@ -322,8 +325,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
 
     def free(self, session: Session) -> bool:
         """The server tells whether it was ours."""
-        found = session.execute(_FREES[session.request.shared], _known(session))
-        return bool(found.fetchone()[0])
+        return _execute(session, "free", [str(lock_number(session.request.key))])[0] == "true"
 
     def keep(self, session: Session, seconds: float) -> None:
         """A word is enough, unless the limit is another."""
@@ -339,6 +341,26 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         number = lock_number(key) % 2**64
         cursor.execute(_IS_HELD, {"high": number >> 32, "low": number % 2**32})
         return cursor.fetchone() is not None
+
+
+def _execute(session: Session, name: str, values: list[str]) -> Sequence[str | None]:
+    """Return the row that a statement of plans() has for *values*; all are texts.
+
+    By libpq where the driver lends it: psycopg's cursors take as long as the server.
+    """
+    name = f"distlock_{name}{'_shared' if session.request.shared else ''}"
+    if not HAS_PSYCOPG3:
+        marks = ", ".join(["%s"] * len(values))
+        row: Sequence[str | None] = session.execute(f"EXECUTE {name}({marks})", values).fetchone()
+        return row
+    raw: Any = session.connection.connection
+    with session.connection.wrap_database_errors:
+        raw.pgconn.send_query_prepared(name.encode(), [value.encode() for value in values])
+        [result] = raw.wait(generators.execute(raw.pgconn))
+        if result.status != ExecStatus.TUPLES_OK:
+            raise error_from_result(result, raw.info.encoding)
+    found = [result.get_value(0, number) for number in range(result.nfields)]
+    return [None if each is None else each.decode() for each in found]
 
 
 def _neighbours(cursor: Any) -> list[tuple[int, Label, list[int] | None]]:
@@ -360,17 +382,8 @@ def milliseconds(seconds: float | None) -> int:
     return max(1, math.ceil(seconds * 1000))
 
 
+@lru_cache(maxsize=1000)
 def lock_number(key: str) -> int:
     """Return 64 bits, with a sign, for *key*: by SHA-256, as other applications number by other means."""
     text = hashlib.sha256(f"django_distlock|{key}".encode()).digest()
     return int.from_bytes(text[:8], "big", signed=True)
-
-
-def _known(session: Session) -> dict[str, Any]:
-    request = session.request
-    return {
-        "number": lock_number(request.key),
-        "key": request.key,
-        "label": str(Label.of(session)),
-        "limit": str(milliseconds(request.ttl)),
-    }

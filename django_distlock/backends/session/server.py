@@ -40,9 +40,8 @@ class Link:
     It must not refer to the connection, which nobody else keeps alive once it is lost.
     """
 
-    #: The driver's own cursor, and one by which several statements go in one trip.
+    #: The driver's own cursor.
     cursor: Any
-    batch: Any
     #: By what the server knows the session.
     number: int
     #: For how long the server was told to bear its silence, in the server's own unit.

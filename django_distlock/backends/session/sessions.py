@@ -145,8 +145,11 @@ class Sessions:
         """How many locks are held and waited for."""
         return len(self._by_owner)
 
-    def open(self, session: Session) -> None:
-        """Give *session* its connection; LockBackendError if there is none for it. close() takes it back."""
+    def open(self, session: Session, *, to_wait: bool) -> None:
+        """Give *session* its connection; LockBackendError if there is none for it. close() takes it back.
+
+        Whoever is *to_wait* gets none that died while it was idle: else that is found out by asking.
+        """
         try:
             connection = self._pool.borrow()
         except LockBackendError:
@@ -157,7 +160,7 @@ class Sessions:
             if not ended:
                 raise
             connection = self._pool.borrow()
-        while bounds.is_cut(connection):
+        while to_wait and bounds.is_cut(connection):
             self._pool.give_back(connection, is_sound=False)
             connection = self._pool.borrow()
         session.connection = connection
