@@ -27,8 +27,15 @@ _KNOWN = 64
 _HOST = socket.gethostname()[:_LONGEST]
 
 
+class _Written:
+    """What is no part of a holder's value: its text, once it was asked for."""
+
+    __slots__ = ("_json",)
+    _json: str
+
+
 @dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(_Written):
     """A holder for people: where it runs, and what for (view path, task id, command)."""
 
     host: str
@@ -69,10 +76,15 @@ class Holder:
             return None
 
     def to_json(self) -> str:
-        """Return this holder as a short JSON object."""
-        known = {"host": self.host, "pid": self.pid, "thread": self.thread}
-        more = {"task": self.task, "purpose": self.purpose}
-        return json.dumps({**known, **more}, separators=(",", ":"))
+        """Return this holder as a short JSON object; it is made once."""
+        try:
+            return self._json
+        except AttributeError:
+            known = {"host": self.host, "pid": self.pid, "thread": self.thread}
+            more = {"task": self.task, "purpose": self.purpose}
+            text = json.dumps({**known, **more}, separators=(",", ":"))
+            object.__setattr__(self, "_json", text)
+            return text
 
     def __str__(self) -> str:
         where = f"{self.host} pid {self.pid} {self.task or self.thread}"

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import select
+import socket
+import struct
+import sys
 import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -43,7 +46,6 @@ from .scripts import Call
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator
 
-    from .scripts import Script
     from .sources import Source
 
 _T = TypeVar("_T")
@@ -75,7 +77,11 @@ def packed(commands: Sequence[Command]) -> bytes:
     for command in commands:
         if isinstance(command, Call):
             count = 3 + len(command.keys) + len(command.args)
-            parts += b"*%d\r\n" % count, _head(command.script, command.keys), _words(command.args)
+            parts += (
+                b"*%d\r\n" % count,
+                _head(command.script.sha, command.keys),
+                _words(command.args),
+            )
         else:
             parts += b"*%d\r\n" % len(command), _words(command)
     return b"".join(parts)
@@ -87,8 +93,8 @@ def _words(words: Iterable[str | int | bytes]) -> bytes:
 
 
 @lru_cache(1024)
-def _head(script: Script, keys: tuple[str, ...]) -> bytes:
-    return _words(("EVALSHA", script.sha, len(keys), *keys))
+def _head(sha: str, keys: tuple[str, ...]) -> bytes:
+    return _words(("EVALSHA", sha, len(keys), *keys))
 
 
 def parsed(data: bytes, at: int, error: Callable[[str], Exception]) -> tuple[Any, int]:
@@ -173,15 +179,20 @@ class _Conversing:
 class Connection(_Conversing):
     """A connection, for one thread at a time."""
 
-    def __init__(self, driver: Any, born: int) -> None:
+    def __init__(self, driver: Any, born: int, limit: float) -> None:
         super().__init__(driver, born)
+        self._limit = limit
         self._socket = driver._sock  # noqa: SLF001 - the driver's own ways to it are what costs so much
-        #: Tells whether something has arrived, be it the end. Only of a plain socket the kernel can tell.
+        # Not TLS, nor what gevent and eventlet make of a socket: what the kernel does itself costs less.
+        self._is_plain = sys.platform == "linux" and type(self._socket).__module__ == "socket"
+        #: Tells whether something has arrived, be it the end.
         self._has_news: Callable[[int], object] = driver.can_read
-        if type(self._socket).__module__ == "socket" and hasattr(select, "poll"):
+        if self._is_plain:
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
             self._has_news = poll.poll
+            self._socket.settimeout(None)
+        self._limit_to(limit)
 
     def is_fit(self) -> bool:
         """Return whether nothing has arrived that nobody asked for, nor has the other end closed it."""
@@ -196,15 +207,27 @@ class Connection(_Conversing):
         *within*: seconds that each part of them may take, if not as long as usual.
         """
         self.is_whole, answers = False, list[Any]()
-        usual = self._socket.gettimeout()
         if within is not None:
-            self._socket.settimeout(within)
-        self._socket.sendall(packed(commands))
-        while not self._read(self._socket.recv(_CHUNK), answers, len(commands)):
-            pass
+            self._limit_to(within)
+        try:
+            self._socket.sendall(packed(commands))
+            while not self._read(self._socket.recv(_CHUNK), answers, len(commands)):
+                pass
+        except BlockingIOError:
+            msg = "timed out"
+            raise TimeoutError(msg) from None
         if within is not None:
-            self._socket.settimeout(usual)
+            self._limit_to(self._limit)
         return answers
+
+    def _limit_to(self, seconds: float) -> None:
+        if not self._is_plain:
+            self._socket.settimeout(seconds)
+            return
+        # 0 would be no limit.
+        limit = struct.pack("ll", *divmod(max(1, int(seconds * 1_000_000)), 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 class PoolLink:
@@ -213,6 +236,7 @@ class PoolLink:
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
         self._where = source.where
+        self._io_timeout = source.io_timeout
         self._pool = _sync_pool(source)  # which makes connections, and keeps none
         self._master: object = None
         self._idle: deque[Connection] = deque()
@@ -285,7 +309,7 @@ class PoolLink:
         if (master := getattr(self._pool, "master_address", None)) != self._master:
             self._master = master
             _close_all(self._idle)
-        return Connection(driver, born)
+        return Connection(driver, born, self._io_timeout)
 
     def _close_unneeded(self, before: float) -> None:
         with suppress(IndexError):

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 #: Seconds for which what is known of a free lock is kept.
 RETENTION = 2 * 3600
@@ -366,8 +367,7 @@ KEEP = Script("keep", _COMMON + _MORE + _KEEP)
 SCRIPTS = (ACQUIRE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE, KEEP)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """A script with what it is to work on."""
 
     script: Script

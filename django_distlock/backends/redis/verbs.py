@@ -74,11 +74,11 @@ class Verbs:
             ACQUIRE,
             request,
             "s" if request.shared else "x",
-            microseconds(request.ttl),
-            microseconds(request.min_hold),
-            microseconds(request.lock_delay),
+            round(request.ttl * 1_000_000),
+            round(request.min_hold * 1_000_000),
+            round(request.lock_delay * 1_000_000),
             _listed_name(request.name),
-            _holder_text(request.holder),
+            request.holder.to_json(),
             "1" if queued else "",
             self._is_fair,
         )
@@ -121,7 +121,7 @@ class Verbs:
 
     def take_over(self, request: Request, former: str) -> Conversation[bool]:
         """Have this owner hold what *former* holds."""
-        args = former, microseconds(request.ttl), _holder_text(request.holder)
+        args = former, microseconds(request.ttl), request.holder.to_json()
         (answer,) = yield from self._answers(self._call(TAKE_OVER, request, *args))
         return bool(answer == 1)
 
@@ -220,10 +220,6 @@ def listed(keys: Iterable[str], look: Callable[[list[str]], list[_T]]) -> list[_
     while some := list(islice(rest, BATCH)):
         found += look(some)
     return found
-
-
-# A thread has but few holders, and asks for the same names again.
-_holder_text = lru_cache(256)(Holder.to_json)
 
 
 @lru_cache
