@@ -19,10 +19,10 @@ from .connections import AsyncPoolLink, PerLoop, PoolLink
 from .listeners import STALE, Listeners
 from .scripts import RETENTION, KeySpace
 from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
-from .verbs import BATCH, Verbs, listed
+from .verbs import BATCH, Verbs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from django.core.checks import CheckMessage
 
@@ -139,8 +139,13 @@ class RedisBackend(BaseLockBackend):
         self._listeners.leave(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        keys = self._keys() if key is None else [key]
-        found = listed(keys, lambda some: self._link.converse(self._verbs.held(some)))
+        if key is None:
+            records = map(self._space.key_of_holders, self._link.keys(self._space.holders_pattern))
+            # SCAN may return a key twice.
+            keys = [each for each in dict.fromkeys(records) if each and self.keeps(each)]
+        else:
+            keys = [key]
+        found = self._link.converse(self._verbs.held(keys))
         return sorted((shown for shown, _ in found), key=lambda shown: shown.key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -223,10 +228,6 @@ class RedisBackend(BaseLockBackend):
         self._loops = PerLoop[AsyncClusterLink | AsyncPoolLink](
             partial(async_link, self.alias, self.source)
         )
-
-    def _keys(self) -> Iterator[str]:
-        found = map(self._space.key_of_holders, self._link.keys(self._space.holders_pattern))
-        return (key for key in found if key and self.keeps(key))
 
 
 class CacheRedisBackend(RedisBackend):

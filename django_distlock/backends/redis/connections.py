@@ -481,22 +481,3 @@ def _async_pool(source: Source) -> Any:
 
 def _sentinels(pool: Any) -> Sequence[Any]:
     return pool.sentinel_manager.sentinels if hasattr(pool, "sentinel_manager") else ()
-
-
-# What is asked by redis-py's own way.
-
-
-def read(connection: Any) -> Any:
-    """Return the next answer; an error answered is an answer."""
-    try:
-        return connection.read_response()
-    except ResponseError as error:
-        return error
-
-
-async def aread(connection: Any) -> Any:
-    """See read()."""
-    try:
-        return await connection.read_response()
-    except ResponseError as error:
-        return error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from redis.exceptions import (
@@ -25,7 +24,7 @@ from .scripts import ACQUIRE, EXTEND, FORCE, KEEP, LEAVE, LOOK, RELEASE, TAKE_OV
 from .transactions import transact
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from django_distlock.engine.values import Request
 
@@ -134,10 +133,12 @@ class Verbs:
 
     def held(self, keys: Sequence[str]) -> Conversation[list[tuple[Held, str]]]:
         """Tell who holds the locks *keys*: for people, and the owners, for nobody."""
-        found = yield from self._looks(keys)
-        return [
-            each for key, answer in zip(keys, found, strict=True) for each in _held(answer, key)
-        ]
+        found: list[tuple[Held, str]] = []
+        for some in _batches(keys, BATCH):
+            answers = yield from self._looks(some)
+            for key, answer in zip(some, answers, strict=True):
+                found += _held(answer, key)
+        return found
 
     def force(self, key: str, owner: str) -> Conversation[bool]:
         """End a holding for its operator; tell whether it was there."""
@@ -213,22 +214,13 @@ def microseconds(seconds: float) -> int:
     return round(seconds * 1_000_000)
 
 
-def listed(keys: Iterable[str], look: Callable[[list[str]], list[_T]]) -> list[_T]:
-    """Return all that *look* finds among *keys*, some at a time."""
-    found: list[_T] = []
-    rest = iter(dict.fromkeys(keys))  # SCAN may return a key twice
-    while some := list(islice(rest, BATCH)):
-        found += look(some)
-    return found
-
-
 @lru_cache
 def _listed_name(name: str) -> str:
     return printable(name, LONGEST_LISTED)
 
 
-def _batches(requests: Sequence[Request], size: int) -> Iterator[Sequence[Request]]:
-    return (requests[first : first + size] for first in range(0, len(requests), size))
+def _batches(some: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    return (some[first : first + size] for first in range(0, len(some), size))
 
 
 def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
