@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -67,30 +68,36 @@ def test_the_row_is_held_by_no_more_than_a_lock(database: str, name: str) -> Non
 
 @pytest.mark.server
 def test_begin_limits_and_lock_are_one_request(
-    postgres: PostgreSQL, settings: Settings, name: str, monkeypatch: pytest.MonkeyPatch
+    postgres: PostgreSQL, settings: Settings, name: str, tmp_path: Path
 ) -> None:
-    psycopg = pytest.importorskip("psycopg")
     settings.DISTLOCK = aliases("postgres", "rowlock")
     with lock(name, using="locks"):
         pass
-    statements: list[str] = []
-    execute = psycopg.Cursor.execute
+    trace = (tmp_path / "trace").open("w+")
 
-    def note(cursor: Any, sql: str, *rest: Any, **more: Any) -> Any:
-        statements.append(sql)
-        return execute(cursor, sql, *rest, **more)
+    def requests() -> list[str]:
+        """Return what was sent: a Query, or a Sync at the end of a prepared statement's messages."""
+        found = Path(trace.name).read_text().splitlines()
+        kinds = "\tF\t", "\tQuery\t", "\tSync"
+        return [
+            line for line in found if kinds[0] in line and (kinds[1] in line or kinds[2] in line)
+        ]
 
-    monkeypatch.setattr(psycopg.Cursor, "execute", note)
+    pools = backend()._own, backend()._sessions._pool
+    drivers = [connection.connection.pgconn for pool in pools for _, connection in pool._idle]
+    for driver in drivers:
+        driver.trace(trace.fileno())
     with lock(name, using="locks"):
-        assert len(statements) == 2
-    monkeypatch.undo()
+        assert len(requests()) == 2
+    for driver in drivers:
+        driver.untrace()
+    trace.close()
 
-    assert ["BEGIN" in sql and "distlock_update" in sql for sql in statements] == [
-        True,
-        False,
-        False,
-    ]
-    assert statements[2] == "COMMIT"
+    first, second, third = requests()
+    assert "BEGIN;" in first
+    assert "EXECUTE distlock_update" in first
+    assert "Sync" in second
+    assert '"COMMIT"' in third
 
 
 def test_a_row_that_is_deleted_meanwhile_is_made_again(database: str, name: str) -> None:

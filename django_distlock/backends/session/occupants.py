@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django_distlock.engine.holder import Holder
@@ -51,7 +51,17 @@ class Occupant:
 
     def to_json(self) -> str:
         """Return it as a short JSON object, in ASCII."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        holder = self.holder
+        who = {"host": holder.host, "pid": holder.pid, "thread": holder.thread}
+        known = {
+            "name": self.name,
+            "holder": {**who, "task": holder.task, "purpose": holder.purpose},
+            "owner_digest": self.owner_digest,
+            "caller": self.caller,
+            "session": self.session,
+            "shared": self.shared,
+        }
+        return json.dumps(known, separators=(",", ":"))
 
 
 class Label(NamedTuple):

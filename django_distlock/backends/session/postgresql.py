@@ -34,15 +34,18 @@ if HAS_PSYCOPG3:
     from psycopg.pq import ExecStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from psycopg.pq.abc import PGresult
 
     from django_distlock.engine.values import Held
     from django_distlock.engine.waiting import Wait
 
     from .deadlocks import Edge
     from .sessions import Session
+
+    Row = Sequence[str | None]
 
 #: The longest time, in milliseconds, that a limit of the server takes; 0 stands for none.
 LONGEST = 2**31 - 1
@@ -63,14 +66,19 @@ SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
 # Looks after clients that wait, and died: not every platform can.
 _LOOK_AFTER_CLIENT = "SET client_connection_check_interval = '200ms'"
 
-# Raises the fencing token of %(key)s. One row: the token; none before its first use.
+# Raises the fencing token of %(key)s. One row: the token; none before its first use, which is the second one's.
 # "settled" makes it durable, and impatient: guard() may hold the row.
-_COUNT = f"""
+_SETTLED = """
 WITH settled AS MATERIALIZED (
     SELECT set_config('lock_timeout', %(row_wait)s, true),
            set_config('synchronous_commit', CASE current_setting('synchronous_commit')
                WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)
-)
+)"""
+_COUNT = f"""{_SETTLED}
+UPDATE {COUNTER} SET value = greatest(value + 1, {MICROSECONDS}), holder = %(holder)s
+FROM settled WHERE method_name = %(key)s RETURNING value
+"""
+_COUNT_FIRST = f"""{_SETTLED}
 INSERT INTO {COUNTER} AS c (method_name, value, holder)
 SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM settled
 ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
@@ -98,7 +106,6 @@ _PREPARE_ROWS = "".join(
     for mode in ("update", "share")
     for how in ("", "SKIP LOCKED")
 )
-_BEGIN = "BEGIN; SET LOCAL application_name = %(label)s;"
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 
 # Advisory locks. Take the lock $1 if it is free; only then let the server end the session when it is
@@ -126,10 +133,6 @@ SELECT CASE WHEN pg_try_advisory_lock{{shared}}($1) THEN left({_OWN}, 0) END, NU
 _PREPARE_FREE = f"""
 PREPARE distlock_free{{shared}}(bigint) AS SELECT pg_advisory_unlock{{shared}}($1)::text,
     set_config('idle_session_timeout', '0', false), set_config('application_name', '{PREFIX}', false);
-"""
-_WAIT = """
-BEGIN; SET LOCAL lock_timeout = %(patience)s; SET LOCAL application_name = %(label)s;
-SET LOCAL idle_in_transaction_session_timeout = %(limit)s; SELECT pg_advisory_xact_lock{shared}(%(number)s)
 """
 _IS_HELD = """
 SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
@@ -178,7 +181,11 @@ ON CONFLICT (method_name) DO NOTHING"""
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
         known = {"key": key, "holder": holder, "row_wait": f"{milliseconds(patience)}ms"}
         cursor.execute(_COUNT, known)
-        token: int = cursor.fetchone()[0]
+        row = cursor.fetchone()
+        if row is None:
+            cursor.execute(_COUNT_FIRST, known)
+            row = cursor.fetchone()
+        token: int = row[0]
         return token
 
     def make_row(self, cursor: Any, key: str, name: str) -> bool:
@@ -205,22 +212,6 @@ ON CONFLICT (method_name) DO NOTHING"""
         cursor.execute(_END, {"label": f"{PREFIX}%:{owner_digest}:%"})
         return any(is_ended for (is_ended,) in cursor.fetchall())
 
-    def _in_one_trip(self, session: Session, statements: str, parameters: dict[str, Any]) -> Any:
-        """Execute several *statements*; return a cursor with the result of the last one.
-
-        None if others have the lock still after as long a wait as was allowed: all is rolled back.
-        """
-        try:
-            cursor = session.execute(statements, parameters)
-            while HAS_PSYCOPG3 and cursor.nextset():  # psycopg2 is at the last one already
-                pass
-        except OperationalError as error:
-            if not self.engine.is_wait_over(error):
-                raise
-            session.execute("ROLLBACK")
-            return None
-        return cursor
-
 
 class PostgreSQLRows(PostgreSQLSessions):
     """Rows kept locked by SELECT FOR UPDATE: begin and lock are one round trip."""
@@ -230,30 +221,33 @@ class PostgreSQLRows(PostgreSQLSessions):
 
     def take(self, session: Session, patience: float) -> Grant | Busy:
         """SKIP LOCKED: a refusal is no error, for which the server would keep a log."""
-        return self._lock(session, _BEGIN, "SKIP LOCKED", {})
+        return self._lock(session, "SKIP LOCKED", "")
 
     def wait(self, session: Session, wait: Wait) -> Grant | Busy:
         """The server counts in milliseconds."""
-        begin = f"{_BEGIN} SET LOCAL lock_timeout = %(patience)s;"
-        return self._lock(session, begin, "", {"patience": milliseconds(wait.left)})
+        return self._lock(session, "", f"SET LOCAL lock_timeout = {milliseconds(wait.left)};")
 
-    def _lock(self, session: Session, begin: str, how: str, known: dict[str, Any]) -> Grant | Busy:
+    def _lock(self, session: Session, how: str, limits: str) -> Grant | Busy:
         request = session.request
         self._limit(session, request.ttl)
         mode = "share" if request.shared else "update"
-        known |= {"key": request.key, "label": str(Label.of(session))}
-        statements = f"{begin} EXECUTE distlock_{mode}{len(how)}(%(key)s)"
-        found = self._in_one_trip(session, statements, known)
-        if found is None:
-            return Busy()
-        if found.fetchone() is None:
-            session.execute("ROLLBACK")
-            return Busy()
-        return Grant(None)
+        # In hexadecimal, the key needs no quotes.
+        key = f"convert_from(decode('{request.key.encode().hex()}', 'hex'), 'UTF8')"
+        begin = f"BEGIN; SET LOCAL application_name = '{Label.of(session)}'; {limits}"
+        try:
+            row, _ = _run(session, f"{begin} EXECUTE distlock_{mode}{len(how)}({key})")
+        except OperationalError as error:
+            if not self.engine.is_wait_over(error):
+                raise
+            row = None
+        if row is not None:
+            return Grant(None)
+        session.execute("ROLLBACK")
+        return Busy()
 
     def free(self, session: Session) -> bool:
         """A transaction that has failed is rolled back by its commit: its locks were gone before."""
-        return bool(session.execute("COMMIT").statusmessage == "COMMIT")
+        return _run(session, "COMMIT")[1] == "COMMIT"
 
     def keep(self, session: Session, seconds: float) -> None:
         """A word is enough, unless the limit is another."""
@@ -311,16 +305,25 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
     def wait(self, session: Session, wait: Wait) -> Grant | Busy:
         """In a transaction, whose end frees what was granted *and* timed out; then take it for the session."""
         request = session.request
-        known = {"number": lock_number(request.key), "label": str(Label.of(session))}
-        known |= {"limit": milliseconds(request.ttl), "patience": milliseconds(wait.left)}
-        statements = _WAIT.format(shared="_shared" if request.shared else "")
-        if self._in_one_trip(session, statements, known) is None:
+        suffix = "_shared" if request.shared else ""
+        limits = f"""BEGIN; SET LOCAL lock_timeout = {milliseconds(wait.left)};
+            SET LOCAL idle_in_transaction_session_timeout = {milliseconds(request.ttl)};
+            SET LOCAL application_name = '{Label.of(session)}';"""
+        try:
+            _run(
+                session,
+                f"{limits} SELECT pg_advisory_xact_lock{suffix}({lock_number(request.key)})",
+            )
+        except OperationalError as error:
+            if not self.engine.is_wait_over(error):
+                raise
+            session.execute("ROLLBACK")
             return Busy()
         start = clock.lease_time()
         answer = self.take(session, stay(wait))
         if isinstance(answer, Busy):
             return answer
-        session.execute("COMMIT")
+        _run(session, "COMMIT")
         return Grant(answer.token, start)
 
     def free(self, session: Session) -> bool:
@@ -343,22 +346,41 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return cursor.fetchone() is not None
 
 
-def _execute(session: Session, name: str, values: list[str]) -> Sequence[str | None]:
-    """Return the row that a statement of plans() has for *values*; all are texts.
+def _run(session: Session, statements: str) -> tuple[Row | None, str]:
+    """Send *statements* in one trip; return the row of the last one, None if it has none, and its tag."""
+    if not HAS_PSYCOPG3:
+        cursor = session.execute(statements)
+        return cursor.fetchone() if cursor.description else None, cursor.statusmessage
+    raw: Any = session.connection.connection
+    result = _result(session, raw.pgconn.send_query, statements.encode())
+    return _row(result) if result.ntuples else None, (result.command_status or b"").decode()
 
-    By libpq where the driver lends it: psycopg's cursors take as long as the server.
-    """
+
+def _execute(session: Session, name: str, values: list[str]) -> Row:
+    """Return the row that a statement of plans() has for *values*; all are texts."""
     name = f"distlock_{name}{'_shared' if session.request.shared else ''}"
     if not HAS_PSYCOPG3:
         marks = ", ".join(["%s"] * len(values))
-        row: Sequence[str | None] = session.execute(f"EXECUTE {name}({marks})", values).fetchone()
+        row: Row = session.execute(f"EXECUTE {name}({marks})", values).fetchone()
         return row
     raw: Any = session.connection.connection
+    known = [value.encode() for value in values]
+    return _row(_result(session, raw.pgconn.send_query_prepared, name.encode(), known))
+
+
+def _result(session: Session, send: Callable[..., None], *arguments: Any) -> PGresult:
+    """Return the last result, by libpq, which psycopg 3 lends: its cursors take as long as the server."""
+    raw: Any = session.connection.connection
     with session.connection.wrap_database_errors:
-        raw.pgconn.send_query_prepared(name.encode(), [value.encode() for value in values])
-        [result] = raw.wait(generators.execute(raw.pgconn))
-        if result.status != ExecStatus.TUPLES_OK:
-            raise error_from_result(result, raw.info.encoding)
+        send(*arguments)
+        results: list[PGresult] = raw.wait(generators.execute(raw.pgconn))
+        for result in results:
+            if result.status == ExecStatus.FATAL_ERROR:
+                raise error_from_result(result, raw.info.encoding)
+    return results[-1]
+
+
+def _row(result: PGresult) -> Row:
     found = [result.get_value(0, number) for number in range(result.nfields)]
     return [None if each is None else each.decode() for each in found]
 
