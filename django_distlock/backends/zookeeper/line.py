@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, unquote
 
 from django_distlock.engine.holder import Holder
@@ -42,8 +42,7 @@ def prefix(request: Request, attempt: str) -> str:
     return f"{digest(request.owner)}-{attempt}-{'r' if request.shared else 'w'}-"
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """One in the line."""
 
     name: str
@@ -51,21 +50,16 @@ class Node:
     shared: bool
     number: int
 
-    @classmethod
-    def of(cls, name: str) -> Node | None:
-        """Return the node with this name; None if it is none of ours."""
-        found = _NODE.fullmatch(name)
-        if found is None:
-            return None
-        owner_digest, kind, number = found.groups()
-        return cls(name, owner_digest, kind == "r", int(number))
-
 
 class Line:
-    """All who hold a lock or wait for it, in the order of their arrival."""
+    """All who hold a lock or wait for it, in the order of their arrival; nodes that are none of ours are not in it."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        nodes = [node for node in map(Node.of, names) if node is not None]
+        nodes = [
+            Node(name, found[1], found[2] == "r", int(found[3]))
+            for name in names
+            if (found := _NODE.fullmatch(name))
+        ]
         pivot = nodes[0].number if nodes else 0
         self.nodes = sorted(nodes, key=lambda node: (node.number - pivot + _HALF) % _ROUND)
 
