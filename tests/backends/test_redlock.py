@@ -623,12 +623,12 @@ def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redlock_backend, "PAUSE", (15.0, 15.0))
 
 
-def _in_queues(servers: list[Redis], name: str) -> int:
-    """Return at how many of the servers somebody waits."""
-    found = 0
+def _places(servers: list[Redis], name: str) -> list[int]:
+    """Return how many wait at each of the servers."""
+    found = []
     for server in servers:
         with server.client() as client:
-            found += client.exists(f"{_record(name)}:q")
+            found.append(client.zcard(f"{_record(name)}:q"))
     return found
 
 
@@ -638,13 +638,24 @@ def _wait_for(using: str, name: str, timeout: float = 30.0) -> float:
         return time.monotonic()
 
 
+def _hears(using: str) -> None:
+    """Return once all servers send messages for the waiters of *using*."""
+    found = cast(RedlockBackend, locks[using])._servers
+
+    def is_subscribed() -> bool:
+        found.subscribed_channel()
+        return all(each.is_subscribed for each in found._subscriptions)
+
+    eventually(is_subscribed, what="all servers send messages")
+
+
 def _woken_after(servers: list[Redis], using: str, name: str, other: RedlockBackend) -> float:
     """Have somebody wait for what *other* holds; return the seconds from its release to the grant."""
     held = _take(other, name)
     _all_voted(servers, name)
+    one_more = [number + 1 for number in _places(servers, name)]
     waiter = start(lambda: _wait_for(using, name))
-    eventually(lambda: _in_queues(servers, name) == len(servers), what="it stands in the queues")
-    time.sleep(0.2)  # by now it sleeps
+    eventually(lambda: _places(servers, name) == one_more, what="it stands in the queues")
     released = time.monotonic()
     assert other.release(held) is Release.RELEASED
     return waiter.result(20) - released
@@ -655,11 +666,12 @@ def test_a_release_wakes_a_waiter(
     servers: list[Redis], using: Callable[..., str], make: Make, name: str
 ) -> None:
     alias, other = using(**PATIENT), make(**PATIENT)
+    _hears(alias)
 
     delays = [_woken_after(servers, alias, name, other) for _ in range(3)]
 
     assert statistics.median(delays) < 1
-    eventually(lambda: _in_queues(servers, name) == 0, what="nobody is left in the queues")
+    eventually(lambda: not any(_places(servers, name)), what="nobody is left in the queues")
 
 
 @pytest.mark.usefixtures("long_pauses")
@@ -667,11 +679,12 @@ def test_a_forced_release_wakes_a_waiter_though_a_minority_is_gone(
     servers: list[Redis], using: Callable[..., str], make: Make, name: str
 ) -> None:
     alias, other = using(**PATIENT), make(**PATIENT)
+    _hears(alias)
     servers[0].kill()
     servers[1].kill()
     _take(other, name)
     waiter = start(lambda: _wait_for(alias, name))
-    eventually(lambda: _in_queues(servers[2:], name) == 3, what="it stands in the queues")
+    eventually(lambda: _places(servers[2:], name) == [1] * 3, what="it stands in the queues")
     [held] = [each for each in other.held() if each.name == name]
 
     assert other.force_release(held.key, held.owner_digest)
@@ -684,9 +697,11 @@ async def test_a_release_wakes_a_task(
     servers: list[Redis], using: Callable[..., str], make: Make, name: str
 ) -> None:
     alias, other = using(**PATIENT), make(**PATIENT)
+    _hears(alias)
     held = _take(other, name)
+    _all_voted(servers, name)
     waiter = asyncio.create_task(lock(name, using=alias, timeout=30).aacquire())
-    await aeventually(lambda: _in_queues(servers, name) >= 3)
+    await aeventually(lambda: _places(servers, name) == [1] * 5)
 
     other.release(held)
 
@@ -705,6 +720,7 @@ def test_waiters_whose_process_is_gone_are_passed_over(
             gone = {f"distlock-bells:gone {number}": number for number in range(3)}
             client.zadd(f"{_record(name)}:q", gone)
     alias, other = using(**PATIENT), make(**PATIENT)
+    _hears(alias)
 
     assert _woken_after(servers, alias, name, other) < 5
 
@@ -714,6 +730,7 @@ def test_a_waiter_that_gives_up_leaves_the_queues_and_wakes_the_next_one(
     servers: list[Redis], using: Callable[..., str], make: Make, name: str
 ) -> None:
     alias, first = using(**PATIENT), make(**PATIENT)
+    _hears(alias)
     held = _take(first, name)
     _all_voted(servers, name)
     rung = ThreadBell()
@@ -728,15 +745,7 @@ def test_a_waiter_that_gives_up_leaves_the_queues_and_wakes_the_next_one(
     first.dequeue(gives_up)
 
     waiter.result(10)
-    eventually(lambda: _in_queues(servers, name) == 0)
-
-
-def _places(servers: list[Redis], name: str) -> list[int]:
-    found = []
-    for server in servers:
-        with server.client() as client:
-            found.append(client.zcard(f"{_record(name)}:q"))
-    return found
+    eventually(lambda: not any(_places(servers, name)))
 
 
 @pytest.mark.usefixtures("long_pauses")

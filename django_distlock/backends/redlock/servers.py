@@ -111,7 +111,8 @@ class Connection:
 
     def __init__(self, servers: Servers, source: Source) -> None:
         self._servers = servers
-        self._source = source
+        self._where = source.where
+        self._pool = ConnectionPool(**source.connection)
         self._driver: Any = None  # redis-py's connection
         self._socket: Any = None
         self.is_connecting = False
@@ -135,7 +136,7 @@ class Connection:
         if not self.is_connecting:
             self.is_connecting = True
             try:
-                start_daemon(self._connect, f"distlock-connect-{self._source.where}")
+                start_daemon(self._connect, f"distlock-connect-{self._where}")
             except NoThreadError:
                 self._connect()
 
@@ -175,9 +176,8 @@ class Connection:
 
     def _connect(self) -> None:
         """Connect and log in; in a thread of its own, as it takes long."""
-        # Not the pool's own connections: it keeps all that it has ever made.
-        pool = ConnectionPool(**self._source.connection)
-        driver: Any = pool.connection_class(**pool.connection_kwargs)
+        # Not one of the pool's own: it keeps all that it has ever made.
+        driver: Any = self._pool.connection_class(**self._pool.connection_kwargs)
         failed: Exception | None = None
         try:
             driver.connect()
