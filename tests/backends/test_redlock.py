@@ -925,6 +925,30 @@ def test_who_asks_again_gets_the_token_that_a_majority_took_note_of(
     assert [backend.try_acquire(request, queued=False) for _ in range(5)] == [first] * 5
 
 
+def test_who_asks_again_has_a_token_agreed_on_that_only_one_server_took_note_of(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    backend = make(fencing=True, **PATIENT)
+    _warm_up(backend, f"{name}:warm")
+    first = backend.try_acquire(request := _request(backend, name), queued=False)
+    assert isinstance(first, Grant)
+    eventually(lambda: all(_agreed(server, name) == str(first.token) for server in servers))
+    for server in servers[1:]:
+        with server.client() as client:
+            client.hset(_record(name), "agreed", "")
+
+    again = backend.try_acquire(request, queued=False)
+
+    assert isinstance(again, Grant)
+    assert (again.token or 0) >= (first.token or 1)
+    assert sum(_agreed(server, name) == str(again.token) for server in servers) >= 3
+
+
+def _agreed(server: Redis, name: str) -> str:
+    with server.client() as client:
+        return str(client.hget(_record(name), "agreed"))
+
+
 # What it costs.
 
 

@@ -60,7 +60,11 @@ class RedlockBackend(BaseLockBackend):
         self.longest_ttl = self.options.longest_ttl or self.ttl
         self.sources = [self._source(server) for server in self.options.servers]
         _refuse_duplicates(self.sources)
-        self._spaces = [KeySpace(_make_key(server)) for server in self.options.servers]
+        plain = KeySpace(str)
+        self._spaces = [
+            plain if "://" in server else KeySpace(caches[server].make_key)
+            for server in self.options.servers
+        ]
         self.place = tuple(source.url for source in self.sources), self._spaces[0].pattern
         places = [source.where for source in self.sources]
         self._verbs = Verbs(self.alias, places, self._spaces, self.options, self._guarded_seconds)
@@ -207,10 +211,6 @@ class RedlockBackend(BaseLockBackend):
                     "for which servers that restarted grant nothing: set OPTIONS 'longest_ttl'."
                 )
                 raise ValueError(msg)
-
-
-def _make_key(server: str) -> Any:
-    return str if "://" in server else caches[server].make_key
 
 
 def _refuse_duplicates(sources: Sequence[Source]) -> None:

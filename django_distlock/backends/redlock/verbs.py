@@ -95,11 +95,11 @@ class Verbs:
         """Have a majority take note of the token before anybody uses it: so no later one is lower."""
         if not self._options.fencing:
             return Grant(None)
-        if (known := votes.agreed_token()) is not None:
+        if known := votes.agreed_token():
             return Grant(known)
         token = fencing_token(votes.answers[server][1] for server in votes.where(YES))
         voters = votes.where(YES) | votes.pending
-        # Those who vote later than that are asked to take note of it, too.
+        # Those who grant it later take note of the token as well.
         calls = self._calls(voters, RAISE, request.key, request.owner, token)
         count: Count = yield self._question(calls, request.ttl, _is_written)
         outcome = count.written()
@@ -111,7 +111,7 @@ class Verbs:
         return Busy()
 
     def release(self, request: Request, channel: str) -> Verb[Release]:
-        """See BaseLockBackend.release(); that it was lost takes a majority to say. A waiter leaves the queue."""
+        """See BaseLockBackend.release(); it was lost only if a majority says so. A waiter leaves the queues."""
         calls = self._calls(self._everybody, RELEASE, request.key, request.owner, _sent(), channel)
         count: Count = yield self._question(calls, request.ttl, _has_agreed)
         if count.says_yes() is False:
@@ -125,10 +125,10 @@ class Verbs:
         for first in range(0, len(requests), BATCH):
             some = requests[first : first + BATCH]
             args = [arg for each in some for arg in (each.owner, microseconds(each.ttl))]
-            calls = {
-                server: _pack("EVAL", EXTEND, len(some), *self._records(server, some), *args)
-                for server in self._everybody
-            }
+            calls = {}
+            for server in self._everybody:
+                records = [self._record(server, each.key) for each in some]
+                calls[server] = _pack("EVAL", EXTEND, len(some), *records, *args)
             ttl = min(request.ttl for request in some)
             count: Count = yield self._question(calls, ttl, _is_said)
             said = count.says_kept()
@@ -157,7 +157,7 @@ class Verbs:
         count: Count = yield self._question(self._looks(request.key), request.ttl, Count.is_seen)
         self._need_most(count)
         seen = count.favourite()
-        # Those who say nothing may have seen the same.
+        # Servers that failed may know the same owner.
         if not seen or len(seen) + len(count.failures) < self._most:
             return None
         return Busy(Holder.from_json(seen[0][2]), max(answer[1] for answer in seen) / 1e6)
@@ -191,7 +191,7 @@ class Verbs:
             }
             if calls:
                 count: Count = yield self._question(calls)
-                lost.lose(count)
+                lost.add_failures(count)
                 for server, answers in count.answers.items():
                     for each, answer in zip(some[server], answers, strict=True):
                         if answer:
@@ -212,7 +212,7 @@ class Verbs:
                 for server, at in cursors.items()
             }
             count: Count = yield self._question(calls)
-            lost.lose(count)
+            lost.add_failures(count)
             found = count.answers.items()
             cursors = {server: cursor for server, (cursor, _) in found if cursor != b"0"}
             for server, (_, records) in found:
@@ -224,9 +224,9 @@ class Verbs:
     def _give_back(
         self, request: Request, granted: set[int], others: Collection[int]
     ) -> Verb[None]:
-        """Have *granted* give back what they have, and *others* what they may have yet; keep places in queues.
+        """Have *granted* give back what they have, and *others* what they may have: nobody waits for their answers.
 
-        The others are told when the question reaches them at last: they are not waited for.
+        Places in queues are kept.
         """
         if servers := granted.union(others):
             calls = self._calls(servers, RELEASE, request.key, request.owner, _sent(), "")
@@ -247,12 +247,11 @@ class Verbs:
         self, servers: Iterable[int], script: str, key: str, *args: str | bytes | int
     ) -> dict[int, bytes]:
         """Return what *servers* are asked. Most often all have the same keys."""
-        records = {server: self._record(server, key) for server in servers}
-        packed = {
-            record: _pack("EVAL", script, 2, record, f"{record}:q", *args)
-            for record in set(records.values())
-        }
-        return {server: packed[record] for server, record in records.items()}
+        calls = {}
+        for space in set(self._spaces):
+            record = space.of(key).record
+            calls[space] = _pack("EVAL", script, 2, record, f"{record}:q", *args)
+        return {server: calls[self._spaces[server]] for server in servers}
 
     def _looks(self, key: str) -> dict[int, bytes]:
         return {
@@ -261,9 +260,6 @@ class Verbs:
 
     def _record(self, server: int, key: str) -> str:
         return self._spaces[server].of(key).record
-
-    def _records(self, server: int, requests: Sequence[Request]) -> list[str]:
-        return [self._record(server, request.key) for request in requests]
 
     def _need_most(self, count: Count) -> None:
         if len(count.answers) < self._most:

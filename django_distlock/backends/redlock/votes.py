@@ -121,10 +121,10 @@ class Count:
         if was_asked:
             self.unsure.add(server)
 
-    def lose(self, later: Count) -> None:
-        """Take note of those that did not answer a later question, which nothing depends on but knowledge."""
-        self.failures |= later.failures
-        self.errors += later.errors
+    def add_failures(self, other: Count) -> None:
+        """Take over which servers failed at another question."""
+        self.failures |= other.failures
+        self.errors += other.errors
 
     def where(self, answer: int) -> set[int]:
         """Return the servers that gave this *answer*, or one that begins with it. See scripts.py."""
@@ -146,11 +146,11 @@ class Count:
         """Whether it is decided who has the lock, and with which token if we have it."""
         if self.election() is Election.OPEN:
             return False
-        # Asked again after a lost reply: the others may know the token that was agreed on.
+        # If this is asked again after a lost reply, servers that have not answered yet may know the agreed token.
         return not self.pending or self.agreed_token() != 0
 
     def agreed_token(self) -> int | None:
-        """Return the token that a majority wrote down for this very grant; 0 if fewer did, None if nobody."""
+        """Return the token that a majority has noted for this grant; 0 if only a minority has, None if no server."""
         grants = [self.answers[server] for server in self.where(YES)]
         tokens = Counter(token for _, token, has_agreed in grants if has_agreed)
         token, votes = next(iter(tokens.most_common(1)), (None, 0))
@@ -165,10 +165,10 @@ class Count:
             if votes >= majority(self.total):
                 seen = [answer for answer in refusals if (answer[1], answer[4]) == best]
                 return Busy(Holder.from_json(seen[0][3]), max(answer[2] for answer in seen) / 1e6)
-        return Busy()  # they were split: nobody has it
+        return Busy()  # votes were split: nobody has it
 
     def favourite(self) -> list[list[Any]]:
-        """Return what was seen of the owner that most of them name, once for each who does."""
+        """Return the answers to LOOK that name the owner whom most servers name."""
         seen = [answer for (answer,) in self.answers.values() if answer]
         owner, _ = next(iter(Counter(answer[0] for answer in seen).most_common(1)), (b"", 0))
         return [answer for answer in seen if answer[0] == owner]
@@ -183,7 +183,7 @@ class Count:
 
     def written(self) -> Election:
         """Return how far a majority has taken note of the token."""
-        # Who was not asked cannot agree.
+        # Servers that were not asked count as refusals.
         refused = len(self.where(NO)) + self.total - len(self.asked)
         granted, failed = len(self.where(YES)), len(self.failures)
         return election(self.total, granted=granted, refused=refused, failed=failed)
