@@ -34,7 +34,7 @@ from django_distlock.backends.redlock import (
     votes as redlock_votes,
 )
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
-from django_distlock.engine import local_queue, waiting
+from django_distlock.engine import local_queue, pauses, waiting
 from django_distlock.engine.clock import drift
 from django_distlock.engine.waiting import Way
 from django_distlock.lock import Lock, LockTerms, Terms
@@ -257,7 +257,7 @@ def test_the_profile_of_the_example_is_that_of_the_contract() -> None:
 TTL, TIMEOUT = conf.DEFAULT_TTL, conf.DEFAULT_TIMEOUT
 OPTIONS = DatabaseOptions()
 MEMCACHED, DAYS = MemcachedOptions(), cache_alias.LONGEST_TTL / 86_400
-SHORTEST, LONGEST = waiting.SHORTEST_PAUSE * 1000, waiting.LONGEST_PAUSE * 1000
+SHORTEST, LONGEST = pauses.SHORTEST / 2 * 1000, pauses.LONGEST * 1000
 FACTS = [
     (
         "README.md",
@@ -293,6 +293,8 @@ FACTS = [
     (CACHE_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (MEMCACHED_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (MEMCACHED_PAGE, f"at least {cache_alias.LEAST_TTL:g} seconds and at most {DAYS:g} days"),
+    (MEMCACHED_PAGE, f"is {SHORTEST:g} to {pauses.SHORTEST * 1000:g} milliseconds while"),
+    (MEMCACHED_PAGE, f"after {pauses.TURNS} times in a row"),
     (MEMCACHED_PAGE, f"keeps up to {connections.KEPT} connections open"),
     (MEMCACHED_PAGE, f"given up after `io_timeout` ({MEMCACHED.io_timeout:g} second)"),
     (MEMCACHED_PAGE, f"after `connect_timeout` ({MEMCACHED.connect_timeout:g} seconds)"),
