@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
 
 from asgiref.sync import iscoroutinefunction
 
 from . import views
 from .busy import find_request
-from .engine import holder
 from .engine.naming import NameTemplate, checked_name
 from .exceptions import LockNotAcquired
 from .lock import Lock, LockTerms, Terms
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 
     from .busy import Policy
-    from .lease import Lease
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
 _T = TypeVar("_T")
@@ -77,17 +76,21 @@ class _Locked:
         self, function: Callable[..., Any], name: str | None, terms: Terms, on_busy: Policy | None
     ) -> None:
         self.function = function
-        self.terms = terms
-        self.title = f"{function.__module__}.{function.__qualname__}"
+        title = f"{function.__module__}.{function.__qualname__}"
         self.transactions = views.RequestTransactions(function)
         self._on_busy = on_busy
-        self._own_name = checked_name(self.title)
+        self._own_name = checked_name(title)
+        self._shows_request = not terms.purpose
+        self._terms = terms if terms.purpose else replace(terms, purpose=title)
         self._template = None if name is None else NameTemplate(name, _signature(function))
 
     def lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
-        """Return the lock for one call."""
+        """Return the lock for one call; its purpose is the request of a view, else the function."""
         name = self._template.name_for(args, kwargs) if self._template else self._own_name
-        return Lock.on_terms(name, self.terms)
+        terms = self._terms
+        if self._shows_request and (request := find_request(args)) is not None:
+            terms = replace(terms, purpose=f"{request.method} {request.path}")
+        return Lock.on_terms(name, terms)
 
     def refuse(self, busy: LockNotAcquired, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what *on_busy* returns, or raise *busy*."""
@@ -95,17 +98,12 @@ class _Locked:
             raise busy
         return self._on_busy(busy, *args, **kwargs)
 
-    def purpose(self, args: tuple[Any, ...]) -> str:
-        """Return the purpose of a call: the method and path of a view, else the name of the function."""
-        request = find_request(args)
-        return self.title if request is None else f"{request.method} {request.path}"
-
 
 def _sync(locked: _Locked) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             try:
-                lease = _enter(stack, locked, args, kwargs)
+                lease = stack.enter_context(locked.lock(args, kwargs))
             except LockNotAcquired as busy:
                 return locked.refuse(busy, args, kwargs)
             result = locked.transactions.inside(args)(*args, **kwargs)
@@ -123,7 +121,7 @@ def _async(locked: _Locked) -> Callable[..., Any]:
         locked.transactions.refuse_async(args)
         async with AsyncExitStack() as stack:
             try:
-                lease = await _aenter(stack, locked, args, kwargs)
+                lease = await stack.enter_async_context(locked.lock(args, kwargs))
             except LockNotAcquired as busy:
                 refused = locked.refuse(busy, args, kwargs)
                 return await refused if inspect.isawaitable(refused) else refused
@@ -140,7 +138,7 @@ def _generator(locked: _Locked) -> Callable[..., Any]:
     def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         with ExitStack() as stack:
             try:
-                _enter(stack, locked, args, kwargs)
+                stack.enter_context(locked.lock(args, kwargs))
             except LockNotAcquired as busy:
                 return locked.refuse(busy, args, kwargs)
             return (yield from locked.function(*args, **kwargs))
@@ -152,7 +150,7 @@ def _async_generator(locked: _Locked) -> Callable[..., Any]:
     async def generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         async with AsyncExitStack() as stack:
             try:
-                await _aenter(stack, locked, args, kwargs)
+                await stack.enter_async_context(locked.lock(args, kwargs))
             except LockNotAcquired as busy:
                 refused = locked.refuse(busy, args, kwargs)
                 if inspect.isawaitable(refused):
@@ -188,20 +186,6 @@ _KINDS = (
     (_is_async, _async),
     (inspect.isgeneratorfunction, _generator),
 )
-
-
-def _enter(
-    stack: ExitStack, locked: _Locked, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Lease:
-    with holder.acting_for(locked.purpose(args)):
-        return stack.enter_context(locked.lock(args, kwargs))
-
-
-async def _aenter(
-    stack: AsyncExitStack, locked: _Locked, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Lease:
-    with holder.acting_for(locked.purpose(args)):
-        return await stack.enter_async_context(locked.lock(args, kwargs))
 
 
 async def _awaited(result: Awaitable[_T], stack: ExitStack) -> _T:

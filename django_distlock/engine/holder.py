@@ -7,19 +7,13 @@ import os
 import socket
 import sys
 from asyncio import _get_running_loop
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .caller import current_task, here, thread_name
 from .forks import forks
 from .naming import printable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_purpose: ContextVar[str] = ContextVar("distlock_purpose", default="")
 #: Characters of each part: with all of them it fits the columns of a database.
 _LONGEST = 110
 #: Purposes that a thread remembers.
@@ -55,7 +49,6 @@ class Holder(_Written):
     @classmethod
     def current(cls, purpose: str = "") -> Holder:
         """Return the holder that the calling code would be; a thread without a task makes it once for each purpose."""
-        purpose = purpose or _purpose.get()
         may_be_task = _get_running_loop() is not None or "celery" in sys.modules
         if may_be_task and (task := _task_name()):
             return cls(_HOST, os.getpid(), thread_name(), task, purpose)
@@ -89,16 +82,6 @@ class Holder(_Written):
     def __str__(self) -> str:
         where = f"{self.host} pid {self.pid} {self.task or self.thread}"
         return f"{where} ({self.purpose})" if self.purpose else where
-
-
-@contextmanager
-def acting_for(purpose: str) -> Iterator[None]:
-    """Let locks taken inside say that they are held for *purpose*."""
-    reset = _purpose.set(purpose)
-    try:
-        yield
-    finally:
-        _purpose.reset(reset)
 
 
 def _task_name() -> str:

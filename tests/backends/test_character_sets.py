@@ -18,7 +18,6 @@ from django.urls import reverse
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.admin import MethodLockAdmin
 from django_distlock.backends.session import transaction as transaction_taker
-from django_distlock.engine.holder import acting_for
 from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Held
 from django_distlock.models import MethodLock
@@ -101,12 +100,11 @@ async def test_names_purposes_and_tasks_may_have_any_character(using: str, name:
     assert task
     task.set_name(BEYOND)
 
-    with acting_for(f"GET /{BEYOND}"):
-        async with lock(named, using=using) as lease:
-            [held] = await asyncio.to_thread(listed, using)
-            with pytest.raises(LockNotAcquired) as busy:
-                async with lock(named, using="rival", timeout=0):
-                    pass
+    async with lock(named, using=using, purpose=f"GET /{BEYOND}") as lease:
+        [held] = await asyncio.to_thread(listed, using)
+        with pytest.raises(LockNotAcquired) as busy:
+            async with lock(named, using="rival", timeout=0):
+                pass
 
     assert (held.name, held.holder) == (named, lease.holder)
     assert busy.value.holder == lease.holder

@@ -37,7 +37,7 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.engine.holder import Holder, acting_for
+from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Held
 from django_distlock.lock_all import LockSet
 from django_distlock.models import FencedModel
@@ -255,8 +255,6 @@ def look_after_locks() -> None:
             assert_type(held.holder, Holder | None)
             assert_type(locks[alias].force_release(held.key, held.owner_digest), bool)
     locks.close()
-    with acting_for("a migration"):
-        take_a_lock(Account())
 
 
 def receive(sender: type[BaseLockBackend], *, name: str, using: str, **facts: Any) -> None: ...
