@@ -25,3 +25,11 @@ def test_the_way_of_a_text(
     wall_then, _, lease_then = clock.postmark()
 
     assert clock.travelled(wall_then - wall, boot, lease_then - lease) == pytest.approx(told, abs=5)
+
+
+def test_a_text_is_never_on_its_way_for_less_than_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "_gettime", lambda clock_id: 1_000.0)
+    monkeypatch.setattr(clock, "lease_time", lambda: 1_000.0)
+
+    assert clock.travelled(1_003.0, "elsewhere", 0.0) == 0
+    assert clock.travelled(999.75, "elsewhere", 0.0) == 0.25

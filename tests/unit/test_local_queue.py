@@ -204,3 +204,51 @@ def test_threads_that_join_and_leave_at_once_have_one_turn_at_a_time(queue: Loca
 
     assert most == 1
     assert not queue.lines
+
+
+def test_who_found_nobody_has_the_turn_when_others_come(queue: LocalQueue) -> None:
+    lease, second = cast("Lease", Lent()), Bell()
+    reference = queue.lines.setdefault("a", ref(lease))
+
+    assert queue.held_by("a") is lease
+    assert queue.join("a", second) is False
+    assert not queue.has_turn("a", second)
+    assert queue.held_by("a") is lease
+
+    queue.leave("a", cast("Any", reference))
+    assert queue.has_turn("a", second)
+    assert second.rings == 1
+    assert queue.held_by("a") is None
+
+
+def test_a_lease_that_is_not_granted_yet_holds_nothing(queue: LocalQueue) -> None:
+    lease = Lent()
+    lease.is_granted = False
+    reference = queue.lines.setdefault("a", ref(cast("Lease", lease)))
+
+    assert queue.held_by("a") is None
+
+    queue.leave("a", cast("Any", reference))
+    assert not queue.lines
+
+
+def test_who_has_no_turn_or_has_left_is_not_noted_as_the_holder(queue: LocalQueue) -> None:
+    lease = cast("Lease", Lent())
+    bell = Bell()
+    queue.hold("a", bell, ref(lease))
+    assert not queue.lines
+
+    _, second = _line(queue, 2)
+    queue.hold("a", second, ref(lease))
+    assert queue.held_by("a") is None
+
+
+def test_to_give_way_once_is_enough(queue: LocalQueue) -> None:
+    bells = _line(queue, IN_A_ROW + 3)
+    for bell in bells[: IN_A_ROW + 1]:
+        queue.leave("a", bell)
+    queue.contest("a")
+
+    assert [queue.gives_way("a"), queue.gives_way("a")] == [True, False]
+    queue.contest("a")
+    assert not queue.gives_way("a")

@@ -192,3 +192,26 @@ def test_arguments_that_do_not_fit_the_function_are_a_type_error() -> None:
 
     with pytest.raises(TypeError):
         _template("{number}", work)(1, 2)
+
+
+def test_errors_say_what_is_wrong_with_a_name() -> None:
+    def work(number: int, unit: str) -> None: ...
+
+    with pytest.raises(TypeError) as no_text:
+        checked_name(42)
+    with pytest.raises(ValueError, match="empty") as empty:
+        checked_name("")
+    with pytest.raises(ValueError, match="field") as unknown:
+        _template("{account}", work)
+
+    assert str(no_text.value) == "A lock's name must be text, not int."
+    assert str(empty.value) == "A lock's name must not be empty."
+    assert str(unknown.value) == (
+        "The lock name '{account}' has a field 'account', "
+        "but the function takes ['number', 'unit']."
+    )
+
+
+def test_a_column_keeps_plain_names_as_they_are_and_long_ones_whole() -> None:
+    assert stored("fee:42") == "fee:42"
+    assert stored("x" * 9_999) == "x" * 9_999

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from django_distlock.engine import clock, waiting
-from django_distlock.engine.waiting import Wait
+from django_distlock.engine.waiting import Wait, Waiting, Way
 
 
 class Clock:
@@ -105,3 +105,37 @@ def test_where_waiters_are_woken_pauses_may_be_longer(wait_clock: Clock) -> None
     pauses = [wait.next_pause(longest=waiting.LONGEST_WAKEABLE_PAUSE) for _ in range(300)]
 
     assert waiting.LONGEST_PAUSE < max(pauses) <= waiting.LONGEST_WAKEABLE_PAUSE
+
+
+def test_a_wait_may_have_begun_before(wait_clock: Clock) -> None:
+    wait = Wait(5, began=wait_clock.now - 2)
+
+    assert (wait.waited, wait.left) == (2, 3)
+
+
+def test_who_is_woken_looks_again_after_a_fixed_time_or_when_the_lease_ends(
+    wait_clock: Clock,
+) -> None:
+    waits = Waiting(way=Way.LISTEN, look_again=0.2)
+
+    assert waits.pause(Wait(60), None) == 0.2
+    assert waits.pause(Wait(60), 0.1) == 0.1
+    assert waits.pause(Wait(60), 9) == 0.2
+    assert waits.pause(Wait(0.125), None) == 0.125
+
+
+@pytest.mark.parametrize(
+    ("way", "longest"),
+    [
+        (Way.POLL, waiting.LONGEST_PAUSE),
+        (Way.LOOK, waiting.LONGEST_PAUSE),
+        (Way.LISTEN, waiting.LONGEST_WAKEABLE_PAUSE),
+    ],
+)
+def test_only_who_is_woken_may_pause_for_long(wait_clock: Clock, way: Way, longest: float) -> None:
+    wait, waits = Wait(None), Waiting(way=way)
+
+    pauses = [waits.pause(wait, None) for _ in range(300)]
+
+    assert 0.9 * longest < max(pauses) <= longest
+    assert all(waits.pause(wait, 0.001) == 0.001 for _ in range(10))
