@@ -52,7 +52,7 @@ def test_failures_of_a_later_question_are_noted_and_change_no_vote() -> None:
     count, later = _counted(YES, YES, YES), _counted(1)
     later.miss(1, "it is gone", was_asked=True)
 
-    count.lose(later)
+    count.add_failures(later)
 
     assert count.failures == {1: "it is gone"}
     assert len(count.errors) == 1
