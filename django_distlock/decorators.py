@@ -1,25 +1,28 @@
-"""distributed_lock(): runs a function, view, task or generator while it holds a lock."""
+"""distributed_lock(): runs a function, view, task or generator while it holds a lock; what is done if it is busy."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
 
 from asgiref.sync import iscoroutinefunction
+from django.db import connections, transaction
+from django.http import HttpRequest, HttpResponse, JsonResponse
 
-from . import views
-from .busy import find_request
 from .engine.naming import NameTemplate, checked_name
 from .exceptions import LockNotAcquired
 from .lock import Lock, LockTerms, Terms
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 
-    from .busy import Policy
+    from .lease import Lease
+
+    Policy = Callable[..., Any]
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
 _T = TypeVar("_T")
@@ -46,7 +49,7 @@ def distributed_lock(
     *name* may have fields for arguments of the call: ``"fee:{account_id}"``, ``"{account.pk}"``.
     Without *name*, the lock has the module and the qualified name of the function.
     If the lock is busy, *on_busy* is called with LockNotAcquired and the arguments of the call,
-    and its result is returned (see busy.py); without *on_busy*, LockNotAcquired is raised.
+    and its result is returned (see skip(), respond() and retry()); without *on_busy*, LockNotAcquired is raised.
     See LockTerms for *terms*.
 
     Works on functions, coroutine functions, views and generators. Generators and streaming
@@ -77,7 +80,7 @@ class _Locked:
     ) -> None:
         self.function = function
         title = f"{function.__module__}.{function.__qualname__}"
-        self.transactions = views.RequestTransactions(function)
+        self.transactions = RequestTransactions(function)
         self._on_busy = on_busy
         self._own_name = checked_name(title)
         self._shows_request = not terms.purpose
@@ -110,7 +113,7 @@ def _sync(locked: _Locked) -> Callable[..., Any]:
             if inspect.isawaitable(result):
                 return _awaited(result, stack.pop_all())
             if getattr(result, "streaming", False):
-                views.hold_until_closed(result, lease, stack.pop_all().close)
+                hold_until_closed(result, lease, stack.pop_all().close)
             return result
 
     return call
@@ -128,7 +131,7 @@ def _async(locked: _Locked) -> Callable[..., Any]:
             result = await locked.function(*args, **kwargs)
             if getattr(result, "streaming", False):
                 stack.pop_all()
-                views.hold_until_streamed(result, lease)
+                hold_until_streamed(result, lease)
             return result
 
     return call
@@ -172,7 +175,7 @@ def _async_generator(locked: _Locked) -> Callable[..., Any]:
 
 def _is_async(function: Callable[..., Any]) -> bool:
     """Return whether a call returns a coroutine: asgiref says so, or it is an async view's dispatch()."""
-    return iscoroutinefunction(function) or views.is_async_view(function)
+    return iscoroutinefunction(function) or is_async_view(function)
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -192,3 +195,136 @@ async def _awaited(result: Awaitable[_T], stack: ExitStack) -> _T:
     """Hold the lock until the awaitable that a plain function returned is done."""
     with stack:
         return await result
+
+
+_TITLE = "Somebody else is already working on this; try again later."
+_TYPES = ["text/html", "application/json", "application/problem+json"]
+
+
+def skip(value: Any = None) -> Policy:
+    """Return *value* instead of running the function."""
+
+    def policy(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return policy
+
+
+def respond(status: int = 409) -> Policy:
+    """Answer the request with *status*, and with ``Retry-After`` if the end of the holder's lease is known.
+
+    Clients that prefer JSON get problem details (RFC 9457).
+    """
+
+    def policy(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> HttpResponse:
+        request = find_request(args)
+        best = request and request.get_preferred_type(_TYPES)
+        response: HttpResponse
+        if best and best.endswith("json"):
+            problem = {"type": "about:blank", "title": _TITLE, "status": status}
+            response = JsonResponse(problem, status=status, content_type=_TYPES[2])
+        else:
+            plain = "text/plain; charset=utf-8"
+            response = HttpResponse(_TITLE, status=status, content_type=plain)
+        if busy.remaining is not None:
+            response["Retry-After"] = str(max(1, math.ceil(busy.remaining)))
+        return response
+
+    return policy
+
+
+def retry(countdown: float | None = None, **options: Any) -> Policy:
+    """Retry the Celery task after *countdown* seconds; *options* are passed to ``Task.retry()``.
+
+    Without *countdown*, it is retried when the holder's lease ends, if that is known.
+    """
+
+    def policy(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> Any:
+        from celery import current_task
+
+        if not current_task:
+            raise busy
+        later = countdown if countdown is not None else busy.remaining
+        raise current_task.retry(exc=busy, countdown=later, **options)
+
+    return policy
+
+
+def find_request(args: tuple[Any, ...]) -> HttpRequest | None:
+    """Return the request of a view: the first argument, or the second one of a method."""
+    return next((arg for arg in args[:2] if isinstance(arg, HttpRequest)), None)
+
+
+class _EveryAlias(set[str]):
+    """Contains every database, so Django begins no ATOMIC_REQUESTS; iterates over those exempt before."""
+
+    def __contains__(self, alias: object) -> bool:
+        return True
+
+
+class RequestTransactions:
+    """The transactions of ATOMIC_REQUESTS: begun inside the lock, committed before its release."""
+
+    def __init__(self, view: Callable[..., Any]) -> None:
+        self._view = view
+        self._marked = _EveryAlias(getattr(view, "_non_atomic_requests", ()))
+
+    def mark(self, wrapped: Callable[..., Any]) -> None:
+        """Keep Django from beginning the transactions of *wrapped*."""
+        wrapped._non_atomic_requests = self._marked  # type: ignore[attr-defined]  # noqa: SLF001 - Django's marker
+
+    def inside(self, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return the view inside the transactions of its request; without a request, the function itself."""
+        body = self._view
+        for alias in self._aliases(args):
+            body = transaction.atomic(using=alias)(body)
+        return body
+
+    def refuse_async(self, args: tuple[Any, ...]) -> None:
+        """Raise Django's error for async views, which our mark on dispatch() prevents."""
+        if is_async_view(self._view) and self._aliases(args):
+            msg = "You cannot use ATOMIC_REQUESTS with async views."
+            raise RuntimeError(msg)
+
+    def _aliases(self, args: tuple[Any, ...]) -> list[str]:
+        if find_request(args) is None:
+            return []
+        exempt = set(self._marked)
+        databases = connections.settings.items()
+        return [
+            alias for alias, known in databases if known["ATOMIC_REQUESTS"] and alias not in exempt
+        ]
+
+
+def is_async_view(function: Callable[..., Any]) -> bool:
+    """Return whether method_decorator() has bound *function* to a class-based view that is async."""
+    view = getattr(getattr(function, "func", function), "__self__", None)
+    return bool(getattr(view, "view_is_async", False))
+
+
+def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]) -> None:
+    """Keep the lock until a streaming response is closed, which any thread of the server may do."""
+    lease.caller = None
+    close = response.close
+
+    def close_and_release() -> None:
+        try:
+            close()
+        finally:
+            release()
+
+    response.close = close_and_release
+
+
+def hold_until_streamed(response: Any, lease: Lease) -> None:
+    """As hold_until_closed(), in async code: an asynchronous stream may also end without being closed."""
+    if response.is_async:
+        response.streaming_content = _until_the_end(response.streaming_content, lease)
+    # It may be closed in the event loop, and release() would block that.
+    hold_until_closed(response, lease, lease.release_later)
+
+
+async def _until_the_end(parts: Any, lease: Lease) -> AsyncIterator[bytes]:
+    async with lease, aclosing(parts):
+        async for part in parts:
+            yield part

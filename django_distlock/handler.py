@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import logging
+import os
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
@@ -17,12 +20,15 @@ from .engine import clock
 from .engine.background import background
 from .engine.forks import forks
 from .engine.registry import registry
-from .engine.workers import check_threads
 from .exceptions import InvalidLockBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+
+logger = logging.getLogger("django_distlock")
+
+_MUTEX = type(threading.Lock())
 #: Seconds that the exit of a process may spend on giving back what is still held.
 EXIT_BUDGET = 2.0
 
@@ -150,3 +156,25 @@ def _forget_old_settings(*, setting: str, **_: Any) -> None:
 setting_changed.connect(_forget_old_settings, dispatch_uid="django_distlock.locks")
 forks.in_child(locks.forget_parent)
 atexit.register(locks.end_process)
+
+
+def check_threads() -> None:
+    """Raise InvalidLockBackend where locks would hang, and warn once where leases are extended late."""
+    if type(threading.Lock()) is not _MUTEX:
+        msg = (
+            "gevent or eventlet took the place of threads after django_distlock was imported, and locks would "
+            "hang. Patch first of all: gunicorn without --preload, uWSGI with --gevent-early-monkey-patch."
+        )
+        raise InvalidLockBackend(msg)
+    _warn_of_no_threads(os.getpid())
+
+
+@functools.cache
+def _warn_of_no_threads(pid: int) -> None:
+    uwsgi = sys.modules.get("uwsgi")
+    if uwsgi is not None and not getattr(uwsgi, "has_threads", True):
+        logger.warning(
+            "uWSGI runs process %d without threads: between two requests no lease is extended or given back. "
+            "Start it with --enable-threads.",
+            pid,
+        )

@@ -39,7 +39,7 @@ from django_distlock import (
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Held
-from django_distlock.lock_all import LockSet
+from django_distlock.lock import LockSet
 from django_distlock.models import FencedModel
 from django_distlock.signals import (
     lock_acquired,

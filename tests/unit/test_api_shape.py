@@ -17,7 +17,7 @@ from django_distlock import (
 )
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine import acquisition
-from django_distlock.lock_all import LockSet
+from django_distlock.lock import LockSet
 
 
 def test_the_public_names_are_these() -> None:

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from django_distlock.engine import workers
+from django_distlock import handler
 
 
 @pytest.fixture(autouse=True)
 def said_nothing_yet() -> Iterator[None]:
-    workers._warn_of_no_threads.cache_clear()
+    handler._warn_of_no_threads.cache_clear()
     yield
-    workers._warn_of_no_threads.cache_clear()
+    handler._warn_of_no_threads.cache_clear()
 
 
 @pytest.mark.parametrize(("has_threads", "warnings"), [(False, 1), (True, 0)])
@@ -28,8 +28,8 @@ def test_uwsgi_without_threads_is_warned_of_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "uwsgi", SimpleNamespace(has_threads=has_threads))
 
-    workers.check_threads()
-    workers.check_threads()
+    handler.check_threads()
+    handler.check_threads()
 
     found = [each.getMessage() for each in caplog.records if "--enable-threads" in each.message]
     assert len(found) == warnings
