@@ -726,6 +726,25 @@ def test_connections_that_a_crowd_needed_are_closed_once_nobody_needs_them(
     assert len(connections_to([own]) - before) == 1
 
 
+def test_a_connection_that_still_owes_an_answer_is_not_used_again(
+    own: Redis, configure: Configure, name: str
+) -> None:
+    backend = configure(own)
+
+    assert backend._link.converse(backend._verbs.listen([name], 20), 0.05) is None
+    assert backend._link.converse(connections.ask(("PING",))) == b"PONG"
+
+
+async def test_a_connection_that_still_owes_an_answer_is_used_by_no_other_task(
+    own: Redis, configure: Configure, name: str
+) -> None:
+    backend = configure(own)
+    link = await backend._loops.get()
+
+    assert await link.converse(backend._verbs.listen([name], 20), 0.05) is None
+    assert not await lock(name).alocked()
+
+
 def take_and_give_back(name: str) -> None:
     with lock(name, reentrant=False):
         pass

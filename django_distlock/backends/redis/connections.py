@@ -163,7 +163,7 @@ class _Conversing:
                 if isinstance(answer, RedisConnectionError):
                     raise answer
                 if self._knows_master and isinstance(answer, ReadOnlyError):
-                    msg = "the master of before is a replica now"
+                    msg = "the former master is now a replica"
                     raise RedisConnectionError(msg) from answer
                 answers.append(answer)
             self.is_whole = True
