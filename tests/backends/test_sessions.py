@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from django_distlock import (
     lock,
     locks,
 )
+from django_distlock.backends.session.sessions import Sessions
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
 from django_distlock.models import FencingCounter
@@ -35,6 +37,7 @@ from .session_tools import BOTH, SITES, aliases, ask, backend, end_session, sess
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import FrameType
 
     from pytest_django.fixtures import Settings
 
@@ -501,6 +504,26 @@ def test_a_lost_lease_that_nobody_releases_takes_no_place_for_ever(
     eventually(lambda: kept.lost, 5)
 
     with lock(f"{name}:b", using="locks"):
+        pass
+
+
+def test_an_exception_from_outside_as_a_session_is_opened_takes_no_place(
+    kind: tuple[str, str], settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases(*kind, max_connections=1)
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code is Sessions.open.__code__:
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            backend().try_acquire(rival(name), queued=False)
+    finally:
+        sys.setprofile(None)
+
+    with lock(name, using="locks", timeout=0):
         pass
 
 
