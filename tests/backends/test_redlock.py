@@ -718,7 +718,7 @@ def test_waiters_whose_process_is_gone_are_passed_over(
     for server in servers:
         with server.client() as client:
             gone = {f"distlock-bells:gone {number}": number for number in range(3)}
-            client.zadd(f"{_record(name)}:q", gone)
+            client.zadd(f"{_record(name)}:q", {**gone, "nonsense": 0})
     alias, other = using(**PATIENT), make(**PATIENT)
     _hears(alias)
 

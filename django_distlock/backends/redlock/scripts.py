@@ -9,11 +9,11 @@ asking process's clock. A lock has one key, its *record*, a hash:
 - ``ended``: "owner=sent" and r (released) or v (void), for the last owners that ended: what they sent
   before that counts for nothing, however late it arrives.
 
-and a *queue*, a sorted set: who waits, by the instant at which it was first refused. A waiter is "channel owner",
-and is woken by a message to that channel (PUBLISH). Nothing but the time that a waiter sleeps depends on it: what
-a user of Redis may not do there is left out.
+and a *queue*, a sorted set: who waits, by the instant at which it was refused. A waiter is "channel owner", and
+is woken by a message to that channel (PUBLISH). The queue decides nothing: without it a waiter only sleeps longer,
+so its commands may fail, as for a user of Redis that may not publish.
 
-Scripts are sent as text each time: that costs no more than to name them, and there is no NOSCRIPT to answer.
+Scripts are sent as text each time: measured, that costs no more than EVALSHA, and no NOSCRIPT can come back.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ local function bury(owner, sent, how)
   redis.call('HSET', record, 'ended', string.sub(all, 1, {ENDED}))
 end
 
--- Wakes who has waited longest, of those that hear it.
+-- Wakes the waiter that has waited longest. One whose channel nobody listens to is gone: the next one then.
 local function ring()
   repeat
     local waiter = redis.pcall('ZPOPMIN', queue)[1]
     if not waiter then return end
     local channel, owner = string.match(waiter, '^(%S+) (%S+)$')
-    local heard = redis.pcall('PUBLISH', channel, owner)
+    local heard = channel and redis.pcall('PUBLISH', channel, owner) or 0
   until heard ~= 0
 end
 """
