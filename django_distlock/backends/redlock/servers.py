@@ -282,7 +282,7 @@ class Servers:
         self._watched: list[tuple[float, int, Connection, Query]] = []
         self._numbers = itertools.count()
         self._is_asleep = self._is_closing = False
-        self._waker: tuple[socket.socket, socket.socket] | None = None
+        self._waker: socket.socket | None = None
 
     def ask(self, question: Question) -> Count:
         """Return the answers, as soon as they decide the question, or when all have answered or failed."""
@@ -372,10 +372,11 @@ class Servers:
 
     def _work(self) -> None:
         self.selector = _selector()
+        ends: tuple[socket.socket, ...] = ()
         with suppress(OSError):  # too many open files
-            self._waker = socket.socketpair()
-            self._waker[1].setblocking(False)
-            self.selector.register(self._waker[0], selectors.EVENT_READ, self._empty_waker)
+            ends = read_end, self._waker = socket.socketpair()
+            self._waker.setblocking(False)
+            self.selector.register(read_end, selectors.EVENT_READ, lambda _: read_end.recv(CHUNK))
         connections = [*self._connections, *self._subscriptions]
         while (
             not self._is_closing
@@ -392,8 +393,8 @@ class Servers:
         for connection in connections:
             connection.close()
         self.selector.close()
-        waker, self._waker = self._waker, None
-        for end in waker or ():
+        self._waker = None
+        for end in ends:
             end.close()
 
     def _work_once(self) -> None:
@@ -420,11 +421,7 @@ class Servers:
     def _wake_thread(self) -> None:
         if (waker := self._waker) is not None:
             with suppress(OSError):
-                waker[1].send(b".")
-
-    def _empty_waker(self, _: int) -> None:
-        if self._waker is not None:
-            self._waker[0].recv(CHUNK)
+                waker.send(b".")
 
 
 def _selector() -> selectors.BaseSelector:
