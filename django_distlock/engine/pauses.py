@@ -63,6 +63,12 @@ class Turns:
             self._wanted.clear()
         self._wanted[key] = _Wanted(TURNS)
 
+    def waited_for(self, key: str, held: float, now: float) -> None:
+        """Note that others waited while this process had it, for *held* seconds until now."""
+        self.refused(key)
+        wanted = self._wanted[key]
+        wanted.held, wanted.granted, wanted.released = held, None, now
+
     def granted(self, key: str, now: float) -> None:
         """Note that this process has it."""
         if (wanted := self._wanted.get(key)) is not None:

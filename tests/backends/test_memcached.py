@@ -29,7 +29,7 @@ from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached.connections import Connection
 from django_distlock.engine import clock
 from django_distlock.engine.values import Release
-from tests.contract.crew import together
+from tests.contract.crew import elsewhere, together
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
@@ -805,6 +805,28 @@ def test_who_has_just_released_lets_others_go_first(both: tuple[str, ...], name:
     together(*(partial(work, using) for using in both), leave_once_both_were_refused)
 
     assert sum(one != next_one for one, next_one in itertools.pairwise(order)) >= 8
+
+
+def test_who_was_never_refused_lets_others_go_first_too(both: tuple[str, ...], name: str) -> None:
+    """A worker that takes the lock again at once would find it free for ever."""
+    first, second = both
+    with ThreadPoolExecutor(1) as threads:
+        with lock(name, using=first, ttl=20) as lease:
+            waiting = threads.submit(lock(name, using=second, timeout=30).acquire)
+            eventually(lambda: lease.request.key in locks[second].queue.turns, 20)
+            lease.extend()
+            assert lease.request.key not in locks[first].queue.turns
+        assert lease.request.key in locks[first].queue.turns
+        taken = waiting.result(30)
+
+    assert taken
+    taken.release()
+
+
+def test_a_single_try_leaves_no_mark(using: str, name: str) -> None:
+    with lock(name, using=using) as lease:
+        assert elsewhere(lambda: lock(name, using=using, timeout=0).acquire()) is None
+        assert backend(using)._look(lease.request)[2] == b""
 
 
 def test_both_clients_keep_the_same_locks(both: tuple[str, ...], name: str) -> None:

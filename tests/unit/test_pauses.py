@@ -67,6 +67,14 @@ def test_who_was_refused_lets_others_go_first_after_each_hold_as_one_of_them() -
     assert turns.first_pause("another", 3.0) == 0.0
 
 
+def test_who_was_never_refused_lets_others_go_first_that_waited_meanwhile() -> None:
+    turns = Turns()
+    turns.waited_for("key", 2.0, 3.0)
+    turns.released("key", 3.1)
+
+    assert 0.1 <= turns.first_pause("key", 3.0) <= 0.2
+
+
 def test_the_time_since_the_release_counts() -> None:
     turns = Turns()
     turns.refused("key")

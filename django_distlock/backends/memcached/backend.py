@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
-from .connections import AT_ONCE, SOON, Connection, Pool
+from .connections import AT_ONCE, MARK, SOON, Connection, Pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,18 +109,27 @@ class CacheMemcachedBackend(BaseLockBackend):
         if found == value:
             return Grant(None)
         record = _record(found)
-        return Grant(None) if record.owner == request.owner else _busy(record)
+        if record.owner == request.owner:
+            return Grant(None)
+        if left != 0 and found and not found.endswith(MARK) and request.key not in self.queue.turns:
+            # A holder that was never refused itself learns only by this to let others go first.
+            with suppress(LockBackendError):
+                self._pool.ask(Connection.mark, request.key)
+        return _busy(record)
 
     def release(self, request: Request) -> Release:
         """Delete it if it is ours, in one step: what was seen is let expire at once."""
         if self._delete(request, Connection.delete_known, request.owner):
             return Release.RELEASED
         for _ in range(LOOKS):
-            record, number = self._look(request)
+            record, number, mark = self._look(request)
             if record is None or record.owner != request.owner:
                 if request.owner in self._released:
                     return Release.RELEASED
                 return Release.TAKEN if record else Release.GONE
+            if mark:
+                left = record.ends - clock.lease_time()
+                self.queue.turns.waited_for(request.key, request.ttl - left, clock.wait_time())
             if self._delete(request, Connection.cas, b"", number, AT_ONCE):
                 return Release.RELEASED
         raise self._restless()
@@ -130,7 +140,7 @@ class CacheMemcachedBackend(BaseLockBackend):
 
     def probe(self, request: Request) -> Busy | None:
         """Look who has it."""
-        record, _ = self._look(request)
+        record, _, _ = self._look(request)
         return _busy(record) if record else None
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
@@ -150,12 +160,12 @@ class CacheMemcachedBackend(BaseLockBackend):
 
     def _extend(self, request: Request) -> bool:
         for _ in range(LOOKS):
-            record, number = self._look(request)
+            record, number, mark = self._look(request)
             if record is None or record.owner != request.owner:
                 return False
             # Never less than it has: a longer extension was asked for before.
             ttl = max(request.ttl, record.ends - clock.lease_time())
-            value, lives = self._value(request, ttl), whole_seconds(ttl)
+            value, lives = self._value(request, ttl) + mark, whole_seconds(ttl)
             if self._pool.ask(Connection.cas, request.key, value, number, lives):
                 return True
         raise self._restless()
@@ -174,9 +184,11 @@ class CacheMemcachedBackend(BaseLockBackend):
             self._released.append(request.owner)
         return is_deleted
 
-    def _look(self, request: Request) -> tuple[Record | None, bytes]:
-        found = self._pool.ask(Connection.gets, request.key)
-        return (_record(found[0]), found[1]) if found else (None, b"")
+    def _look(self, request: Request) -> tuple[Record | None, bytes, bytes]:
+        """Return what the value says, its number, and MARK if others wait for it."""
+        if (found := self._pool.ask(Connection.gets, request.key)) is None:
+            return None, b"", b""
+        return _record(found[0]), found[1], MARK if found[0].endswith(MARK) else b""
 
     def _value(self, request: Request, ttl: float) -> bytes:
         ends = clock.lease_time() + ttl

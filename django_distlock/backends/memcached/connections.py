@@ -26,6 +26,8 @@ SOON = 0.25
 MOST_KNOWN, FRESH = 64, 1.0
 #: An expiry that is over: the key is gone with the reply.
 AT_ONCE = -1
+#: What a waiter appends to the value, so that its holder sees that it is waited for: JSON may end so.
+MARK = b" "
 _LONGEST_LINE = 2048
 _AFTER_VALUE = b"\r\nEND\r\n"
 _ERRORS = (b"ERROR", b"CLIENT_ERROR", b"SERVER_ERROR")
@@ -84,6 +86,11 @@ class Connection:
         if (line := self._line()) not in {b"STORED", b"EXISTS", b"NOT_FOUND"}:
             raise ValueError(f"it answered {line!r} to 'cas'")
         return line == b"STORED"
+
+    def mark(self, key: str) -> None:
+        """Append MARK to the value, if there is one; it has another number then."""
+        self._socket.sendall(b"append %b 0 0 1\r\n%b\r\n" % (key.encode(), MARK))
+        self._line()
 
     def delete_known(self, key: str, owner: str) -> bool:
         """Delete what *owner* has added by this connection a moment ago; False if that must be looked up."""
