@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 MEMCACHED = "django.core.cache.backends.memcached.BaseMemcachedCache"
 PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
-#: How often a value is looked at anew that a renewal of the same lease has just changed.
+#: How often a value is read again because a renewal of the same lease has just changed it.
 LOOKS = 5
-#: What a value says: waiters read the same one again and again.
+#: Parses a value; waiters read the same one again and again.
 _record = lru_cache(64)(Record.unpack)
 
 
@@ -69,7 +69,7 @@ class MemcachedOptions:
 
 
 class CacheMemcachedBackend(BaseLockBackend):
-    """The locks of an alias on memcached: best effort, as the server may drop any key at any time."""
+    """Keeps locks in memcached: best effort, because the server may delete any key at any time."""
 
     options_class = MemcachedOptions
     options: MemcachedOptions
@@ -91,18 +91,16 @@ class CacheMemcachedBackend(BaseLockBackend):
         self._released: deque[str] = deque(maxlen=256)
 
     def check_ttl(self, ttl: float) -> None:
-        """Raise ValueError for a ttl that memcached does not keep."""
         check_ttl(ttl)
 
     def request(self, name: str, **wishes: Any) -> Request:
-        """Return a request with the key that the alias makes of the name."""
         key = self._cache.make_key(self.key_of(name))
         return Request(name, plain_key(self._prefix + key), **wishes)
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Add it, and look who has it: also we may, by a request whose reply was lost."""
+        """Add the key and read it: the lock may be ours already, by a request whose reply was lost."""
         value = self._value(request, request.ttl)
         lives = whole_seconds(request.ttl)
         found = self._pool.ask(Connection.add, request.key, value, lives, request.owner)
@@ -118,7 +116,7 @@ class CacheMemcachedBackend(BaseLockBackend):
         return _busy(record)
 
     def release(self, request: Request) -> Release:
-        """Delete it if it is ours, in one step: what was seen is let expire at once."""
+        """Delete the key if it is ours, in one step: the value that was read expires at once."""
         if self._delete(request, Connection.delete_known, request.owner):
             return Release.RELEASED
         for _ in range(LOOKS):
@@ -135,27 +133,23 @@ class CacheMemcachedBackend(BaseLockBackend):
         raise self._restless()
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Let each live on that is still its owner's."""
         return [self._extend(request) for request in requests]
 
     def probe(self, request: Request) -> Busy | None:
-        """Look who has it."""
         record, _, _ = self._look(request)
         return _busy(record) if record else None
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Warn of what clears the locks."""
         if databases is not None:
             return []
         return check_clearing(self.alias, self.options.cache, server=self.options.server)
 
     def close(self) -> None:
-        """Let connections and threads go."""
         super().close()
         self._pool.close()
 
     def abandon_after_fork(self) -> None:
-        """Drop the parent's connections: closed here, they stay open there."""
+        """Close our copies of the parent's connections, which stay open there."""
         self._pool.close()
 
     def _extend(self, request: Request) -> bool:
@@ -171,7 +165,7 @@ class CacheMemcachedBackend(BaseLockBackend):
         raise self._restless()
 
     def _delete(self, request: Request, verb: Callable[..., bool], *args: object) -> bool:
-        """Delete it, if it is what *verb* takes it for. If the reply is lost, who looks again knows that it was us."""
+        """Return whether *verb* deleted the key. If its reply is lost, the owner counts as released: it may be."""
         began = clock.wait_time()
         try:
             is_deleted = self._pool.ask(verb, request.key, *args, twice=False)
@@ -185,7 +179,7 @@ class CacheMemcachedBackend(BaseLockBackend):
         return is_deleted
 
     def _look(self, request: Request) -> tuple[Record | None, bytes, bytes]:
-        """Return what the value says, its number, and MARK if others wait for it."""
+        """Return the value, its number, and MARK if others wait for the lock."""
         if (found := self._pool.ask(Connection.gets, request.key)) is None:
             return None, b"", b""
         return _record(found[0]), found[1], MARK if found[0].endswith(MARK) else b""
@@ -207,7 +201,7 @@ def _busy(record: Record) -> Busy:
 
 
 def _memcached(name: str) -> Any:
-    """Return an instance of the alias; ValueError if it is on no memcached."""
+    """Return an instance of the alias; ValueError if it is not on memcached."""
     kind = cache_class(checked_cache(name))
     if MEMCACHED not in paths(kind):
         msg = f"'cache' names {name!r}, a {kind.__name__}, which is not on memcached."
@@ -216,7 +210,7 @@ def _memcached(name: str) -> Any:
 
 
 def _client_prefix(given: dict[str, Any]) -> str:
-    """Return what the client itself puts before keys: pymemcache's prefix, pylibmc's namespace."""
+    """Return the prefix that the driver adds to keys: pymemcache's key_prefix, pylibmc's namespace."""
     behaviors = given.get("behaviors") or {}
     prefix = given.get("key_prefix") or behaviors.get("namespace") or ""
     return prefix.decode("latin-1") if isinstance(prefix, bytes) else str(prefix)

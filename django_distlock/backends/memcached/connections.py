@@ -1,4 +1,4 @@
-"""Connections to one memcached server: the few commands that locks need, and how they fail."""
+"""Connections to one memcached server: the commands that locks need, and their errors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ _T = TypeVar("_T")
 
 #: How many connections are kept open.
 KEPT = 4
-#: Seconds within which an old connection must have been found closed for the request to be sent
-#: once more on a new one.
+#: An old connection that turns out to be closed within this many seconds is replaced, and asked again.
 SOON = 0.25
-#: How many of its own values a connection knows the numbers of, and for how many seconds: a proxy
-#: may keep it open while the server behind is replaced by one that counts anew.
+#: A connection knows the numbers of so many of its own values, for so many seconds: a proxy may keep
+#: it open while the server behind it is restarted.
 MOST_KNOWN, FRESH = 64, 1.0
 #: An expiry that is over: the key is gone with the reply.
 AT_ONCE = -1
@@ -38,10 +37,10 @@ class NotCarriedOut(Exception):
 
 
 class Connection:
-    """One connection in the text protocol, which all versions speak; used by one thread at a time.
+    """One connection, for one thread at a time. It speaks the text protocol, which all versions know.
 
-    The server numbers all values that it is given, from 1: what has the same number is the same value,
-    unless the server was restarted meanwhile. Then the connection is closed, too.
+    The server numbers all values, from 1: the same number is the same value, unless the server was
+    restarted. Then the connection is closed, too.
     """
 
     def __init__(self, server: Any, given: dict[str, Any], connect: float, answer: float) -> None:
@@ -52,7 +51,7 @@ class Connection:
             raise NotCarriedOut(f"it cannot be reached: {error}") from error
         self._socket.settimeout(answer)
         self._replies = self._socket.makefile("rb")
-        #: Tells that the other side has closed it; eventlet has no such thing.
+        #: Reports that the server has closed it; eventlet has none.
         self._poll: Any = select.poll() if hasattr(select, "poll") else None
         if self._poll:
             self._poll.register(self._socket, select.POLLIN)
@@ -60,7 +59,7 @@ class Connection:
         self._known: dict[str, tuple[bytes, float]] = {}
 
     def add(self, key: str, value: bytes, seconds: int, owner: str) -> bytes | None:
-        """Store *value* unless there is one, and return the one that is there then: one round trip."""
+        """Store *value* unless there is one, and return the value that is there then, in one round trip."""
         command = f"add {key} 0 {seconds} {len(value)}\r\n".encode()
         self._socket.sendall(b"%b%b\r\ngets %b\r\n" % (command, value, key.encode()))
         if (line := self._line()) not in {b"STORED", b"NOT_STORED"}:
@@ -80,7 +79,7 @@ class Connection:
         return self._value()
 
     def cas(self, key: str, value: bytes, number: bytes, seconds: int) -> bool:
-        """Replace the value that has this number; False if it is not there any more."""
+        """Replace the value with this number; False if it does not exist any more."""
         command = f"cas {key} 0 {seconds} {len(value)} ".encode()
         self._socket.sendall(b"%b%b\r\n%b\r\n" % (command, number, value))
         if (line := self._line()) not in {b"STORED", b"EXISTS", b"NOT_FOUND"}:
@@ -93,14 +92,14 @@ class Connection:
         self._line()
 
     def delete_known(self, key: str, owner: str) -> bool:
-        """Delete what *owner* has added by this connection a moment ago; False if that must be looked up."""
+        """Delete what *owner* has just added by this connection; False if it did not, or it has changed."""
         number, when = self._known.pop(owner, (b"", 0.0))
         if not number or clock.lease_time() - when > FRESH or (self._poll and self._poll.poll(0)):
             return False
         return self.cas(key, b"", number, AT_ONCE)
 
     def close(self) -> None:
-        """Close it without a goodbye: that of a forked child's parent stays open."""
+        """Close it; the copy of a forked child's parent stays open."""
         self._replies.close()
         self._socket.close()
 
@@ -135,13 +134,13 @@ class Pool:
         self._server = server
         self._connect = connect
         self._idle: list[Connection] = []
-        # What is given back after close() would be left to the garbage collector, which complains.
+        # Without this, a connection that comes back after close() would be left to the garbage collector.
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     def ask(self, verb: Callable[..., _T], *args: object, twice: bool = True) -> _T:
-        """Return what *verb* of a connection returns; what fails is told as a lock error.
+        """Return what *verb* of a connection returns; its errors become lock errors.
 
-        With *twice*, it is asked once more on a new connection if an old one is found closed.
+        With *twice*, it is called once more on a new connection if an old one is closed.
         """
         began = clock.wait_time()
         try:
@@ -152,7 +151,7 @@ class Pool:
             try:
                 return self._lend(connection, verb, *args)
             except ConnectionError:
-                # The idle ones are mostly no better: the server was restarted, or a router was.
+                # The other idle ones are probably closed, too: the server or a router was restarted.
                 self.close()
                 if twice and clock.wait_time() - began <= SOON:
                     with suppress(NotCarriedOut):
@@ -191,7 +190,7 @@ def _close_all(idle: list[Connection]) -> None:
 
 
 def _connected(server: Any, given: dict[str, Any], timeout: float) -> Any:
-    """Return a socket to *server*, made by those OPTIONS of the alias that are about connections."""
+    """Return a socket to *server*, with those OPTIONS of the alias that are for connections."""
     module, context = given.get("socket_module") or socket, given.get("tls_context")
     host, port, path = _place(server)
     if path:
@@ -216,7 +215,7 @@ def _connected(server: Any, given: dict[str, Any], timeout: float) -> Any:
 
 
 def _place(server: Any) -> tuple[str, int, str]:
-    """Return host and port, or the path of a unix socket; in whatever form a LOCATION has it."""
+    """Return the host and port or the path of a server in a LOCATION."""
     if not isinstance(server, str):
         return str(server[0]), int(server[1]), ""
     if (path := server.removeprefix("unix:")).startswith("/"):
