@@ -12,13 +12,12 @@ from django_distlock.exceptions import Contended, LockBackendError
 
 from . import checks, purge, records
 from .base import BaseDatabaseBackend
-from .listener import Listener
 from .mysql import MySQL
 from .options import DatabaseOptions
-from .places import Places
 from .portable import Portable, is_guarded
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
+from .waiters import GIVE_WAY, Notified, Places, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,13 +50,16 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self._listener = Listener(self._own)
         self._places = Places()
+        self._notified: Notified | None = None
+        self._watcher: Watcher | None = None
+        if self.options.listen and isinstance(self.engine, PostgreSQL):
+            self._notified = Notified(self._own)
+        elif self.options.listen and self.engine.pauses:
+            self._watcher = Watcher(self._own, self.engine)
+        self._listeners = [one for one in (self._notified, self._watcher) if one is not None]
         # Who claims an order gives each waiter a place of its own on the server, from when it came.
-        is_fair, listens = (
-            self.options.fair,
-            isinstance(self.engine, PostgreSQL) and self.options.listen,
-        )
+        is_fair, listens = self.options.fair, self._notified is not None
         looks = self.engine.looks_before_retry and not is_fair
         self.waiting = Waiting(
             way=Way.LISTEN if listens else Way.LOOK if looks else Way.POLL,
@@ -74,27 +76,25 @@ class DatabaseBackend(BaseDatabaseBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        def take(cursor: Any) -> Grant | Busy:
-            answer = self.engine.try_acquire(cursor, request, queued=queued)
-            if answer is None:
-                problem = f"the database {self.options.using!r} is busy with other writers"
-                raise Contended(self.alias, problem)
-            return answer
-
+        watcher, key = self._watcher, request.key
+        if watcher is not None and left != 0 and watcher.gives_way(key):
+            return Busy(None, GIVE_WAY)
         # A guard() locks the counter, but not the row of the lock.
-        return self._persist(
-            partial(self._own.ask, take),
+        answer = self._persist(
+            partial(self._own.ask, partial(self._take, request=request, queued=queued)),
             is_repeatable=False,
-            instead=partial(self._busy_if_guarded, request.key),
+            instead=partial(self._busy_if_guarded, key),
         )
-
-    def _busy_if_guarded(self, key: str) -> Busy | None:
-        return Busy() if self._ask(partial(is_guarded, engine=self.engine, key=key)) else None
+        if watcher is not None and isinstance(answer, Busy):
+            watcher.note_refusal(key)
+        return answer
 
     def release(self, request: Request) -> Release:
-        """Give it back, and wake who is next."""
-        released = self._verb(lambda cursor: self.engine.release(cursor, request), request.ttl)
-        self._places.ring_first(request.key)
+        released = self._verb(partial(self.engine.release, request=request), request.ttl)
+        if self.options.fair:
+            self._places.ring_first(request.key)
+        elif self._watcher is not None:
+            self._watcher.note_release(request.key)
         return released
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
@@ -114,43 +114,41 @@ class DatabaseBackend(BaseDatabaseBackend):
         return self._verb(verb, request.ttl)
 
     def probe(self, request: Request) -> Busy | None:
-        """Look."""
-        return self._verb(lambda cursor: self.engine.probe(cursor, request))
+        return self._verb(partial(self.engine.probe, request=request))
 
     def enqueue(self, request: Request, bell: Bell) -> None:
-        """Take a place in the queue, where a release finds it."""
         channel = ""
-        if self.wakes_waiters:
-            self._listener.expect(request.owner, bell)
-            channel = self._listener.channel
-        ticket = self._verb(lambda cursor: self.engine.enqueue(cursor, request, channel))
-        self._listener.ring_for(request.owner, ticket)
+        if self._notified is not None:
+            self._notified.expect(request.owner, None, bell)
+            channel = self._notified.channel
+        ticket = self._verb(partial(self.engine.enqueue, request=request, channel=channel))
+        if self._notified is not None:
+            self._notified.ring_for(request.owner, ticket)
         if self.options.fair:
             self._places.add(request, ticket, bell)
 
     def is_behind(self, request: Request) -> bool:
-        """Look at the tickets of this process."""
         return self._places.is_behind(request)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         """Keep the places of those who do not look, and wait."""
+        self._watch(request, bell)
         self._keep_places(self._places.to_keep(request))
         super().sleep(request, bell, seconds)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        """See sleep()."""
+        self._watch(request, bell)
         if owners := self._places.to_keep(request):
             await self._lanes.run_release(partial(self._keep_places, owners))
         await super().asleep(request, bell, seconds)
 
     def dequeue(self, request: Request) -> None:
-        """Give the place up."""
         self.forget_bell(request)
-        self._verb(lambda cursor: self.engine.dequeue(cursor, request))
+        self._verb(partial(self.engine.dequeue, request=request))
 
     def forget_bell(self, request: Request) -> None:
-        """Ring no more."""
-        self._listener.forget_bell(request.owner)
+        for listener in self._listeners:
+            listener.forget_bell(request.owner)
         self._places.drop(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
@@ -176,12 +174,14 @@ class DatabaseBackend(BaseDatabaseBackend):
     def close(self) -> None:
         """Close idle connections and end the threads."""
         super().close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def abandon_after_fork(self) -> None:
         """Leave the connections to the parent."""
         super().abandon_after_fork()
-        self._listener.abandon()
+        for listener in self._listeners:
+            listener.abandon()
         self._places.forget()
 
     def _keep_places(self, owners: Sequence[str]) -> None:
@@ -190,6 +190,21 @@ class DatabaseBackend(BaseDatabaseBackend):
             for begin in range(0, len(owners), BATCH):
                 batch = owners[begin : begin + BATCH]
                 self._own.ask(partial(self.engine.keep_places, owners=batch))
+
+    def _watch(self, request: Request, bell: Bell) -> None:
+        """Have the bell rung when the lock has come free; with others of this process before us, theirs is."""
+        if self._watcher is not None and not self._places.is_behind(request):
+            self._watcher.expect(request.owner, request.key, bell)
+
+    def _take(self, cursor: Any, request: Request, *, queued: bool) -> Grant | Busy:
+        answer = self.engine.try_acquire(cursor, request, queued=queued)
+        if answer is None:
+            problem = f"the database {self.options.using!r} is busy with other writers"
+            raise Contended(self.alias, problem)
+        return answer
+
+    def _busy_if_guarded(self, key: str) -> Busy | None:
+        return Busy() if self._ask(partial(is_guarded, engine=self.engine, key=key)) else None
 
     def _verb(self, verb: Callable[[Any], _T], patience: float = 0.0) -> _T:
         """Return the answer of a verb of the engine that may be carried out twice."""

@@ -39,6 +39,10 @@ class Engine(ABC):
     parameter: ClassVar[str] = "%({})s"
     #: The instant so many seconds from now, as SQL.
     after: ClassVar[str]
+    #: This instant, as SQL.
+    now: ClassVar[str]
+    #: Seconds between two looks of a watcher: the shortest and the longest pause; None: it cannot be watched.
+    pauses: ClassVar[Any] = None
 
     def __init__(self, *, fair: bool) -> None:
         self.fair = fair
@@ -95,6 +99,20 @@ class Engine(ABC):
     @abstractmethod
     def probe(self, cursor: Any, request: Request) -> Busy | None:
         """See BaseLockBackend.probe()."""
+
+    def version(self, cursor: Any) -> object:
+        """Return what differs once another connection has written anything; None where that costs as much as a look."""
+        return None
+
+    def look_at(self, cursor: Any, keys: Sequence[str]) -> dict[str, tuple[int, bool]]:
+        """Return for each of *keys* that has a row its token, and whether it is free."""
+        known = {f"key{number}": key for number, key in enumerate(keys)}
+        marks = ", ".join(map(self.parameter.format, known))
+        cursor.execute(
+            f"SELECT method_name, fencing_token, available_at <= {self.now} FROM {LOCK} WHERE method_name IN ({marks})",
+            known,
+        )
+        return {key: (token, bool(is_free)) for key, token, is_free in cursor.fetchall()}
 
     @abstractmethod
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:

@@ -115,6 +115,8 @@ class MySQL(Engine):
     """One statement a verb where it succeeds; a refused one asks a second time who has it."""
 
     after = _AFTER
+    now = "SYSDATE(6)"
+    pauses = (0.002, 0.05)
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)

@@ -18,9 +18,10 @@ class DatabaseOptions:
     using: the alias in DATABASES that holds the locks.
     fair: first come, first served, also between processes.
     engine: "auto" takes what is written for the server; "portable" takes SELECT FOR UPDATE.
-    max_connections: how many own connections this process opens at most (plus one that listens).
+    max_connections: how many own connections this process opens at most (plus one that listens or watches).
     io_timeout: seconds until a request that has no answer is given up.
-    listen: wake waiters by LISTEN and NOTIFY on PostgreSQL; not through PgBouncer.
+    listen: wake waiters by one more connection: LISTEN and NOTIFY on PostgreSQL (not through PgBouncer),
+        looks for all of this process on MariaDB, MySQL and SQLite.
     """
 
     using: str = "default"

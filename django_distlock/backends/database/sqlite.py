@@ -92,6 +92,8 @@ class SQLite(Engine):
 
     parameter = ":{}"
     after = _AFTER
+    now = _NOW
+    pauses = (0.001, 0.015)
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
@@ -156,6 +158,9 @@ class SQLite(Engine):
         cursor.execute(_PROBE, {"key": request.key})
         row = cursor.fetchone()
         return None if row is None else busy(*row)
+
+    def version(self, cursor: Any) -> object:
+        return cursor.execute("PRAGMA data_version").fetchone()[0]
 
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
         known = {"key": request.key, "owner": request.owner, "channel": channel}

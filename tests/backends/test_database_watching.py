@@ -1,0 +1,151 @@
+"""Servers that wake nobody: one connection of the process watches for all who wait there."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+from django.db import connections
+
+from django_distlock import lock, locks
+from django_distlock.backends.database import waiters
+from django_distlock.engine import waiting
+from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Busy, Grant, Release
+from tests.backends.conftest import backend
+from tests.contract.crew import start
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.threads import refuse_first_thread
+
+if TYPE_CHECKING:
+    from django_distlock.engine.values import Request
+
+WATCHED = ["default", pytest.param("mariadb", marks=pytest.mark.server)]
+
+
+@pytest.fixture(params=WATCHED)
+def watched(request: pytest.FixtureRequest) -> str:
+    if request.param != "default":
+        request.getfixturevalue(request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def patient_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is not rung sleeps for so long that it is seen."""
+    monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 10.0)
+    monkeypatch.setattr(waiting, "LONGEST_PAUSE", 10.0)
+
+
+def rival(using: str, name: str) -> Request:
+    """Take the lock as another process would."""
+    request = locks[using].request(name, ttl=60, holder=Holder.current("rival"))
+    assert isinstance(locks[using].try_acquire(request, queued=False), Grant)
+    return request
+
+
+def take(using: str, name: str) -> float:
+    """Return when the lock was had."""
+    try:
+        with lock(name, using=using, timeout=30):
+            return time.monotonic()
+    finally:
+        connections[using].close()
+
+
+@pytest.mark.usefixtures("patient_waiters")
+def test_a_waiter_has_the_lock_soon_though_it_looks_seldom_itself(watched: str, name: str) -> None:
+    delays = []
+    for _ in range(5):
+        held = rival(watched, name)
+        taking = start(lambda: take(watched, name))
+        never(taking.done, 0.3)
+
+        released = time.monotonic()
+        assert locks[watched].release(held) is Release.RELEASED
+
+        delays.append(taking.result(20) - released)
+
+    assert statistics.median(delays) < 0.25
+
+
+@pytest.mark.usefixtures("patient_waiters")
+def test_one_connection_watches_for_all_who_wait(watched: str, name: str) -> None:
+    held = [rival(watched, f"{name}:{number}") for number in range(20)]
+    taking = [start(partial(take, watched, f"{name}:{number}")) for number in range(20)]
+    watcher = backend(watched)._watcher
+    assert watcher is not None
+    eventually(lambda: len(watcher._bells) == 20, 10)
+
+    for request in held:
+        locks[watched].release(request)
+
+    assert all(each.result(20) for each in taking)
+    eventually(lambda: not watcher._bells, 5)
+
+
+@pytest.mark.usefixtures("patient_waiters")
+def test_a_watcher_whose_connection_is_lost_opens_another(
+    watched: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiters, "TICK", 0.1)
+    held = rival(watched, name)
+    taking = start(lambda: take(watched, name))
+    watcher = backend(watched)._watcher
+    assert watcher is not None
+    lost = eventually(lambda: watcher._connection, 10)
+    never(taking.done, 0.2)
+
+    lost.connection.close()
+    eventually(lambda: watcher._connection not in {None, lost}, 10)
+    locks[watched].release(held)
+
+    assert taking.result(5)
+
+
+def test_without_a_thread_for_it_a_waiter_looks_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = refuse_first_thread(monkeypatch, "distlock-listen")
+    locks.reset()
+    held = rival("default", name)
+    taking = start(lambda: take("default", name))
+    eventually(lambda: refused, 10)
+
+    locks["default"].release(held)
+
+    assert taking.result(10)
+
+
+def test_who_has_just_released_what_others_want_lets_them_go_first(
+    watched: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiters, "GIVE_WAY", 0.5)
+    monkeypatch.setattr(waiters, "CONTESTED", 30.0)
+    locked = locks[watched]
+    held = rival(watched, name)
+    first, second, single = (
+        locked.request(name, ttl=60, holder=Holder.current()) for _ in range(3)
+    )
+    assert isinstance(locked.try_acquire(first, queued=False, left=5), Busy)
+    locked.release(held)
+    assert isinstance(locked.try_acquire(first, queued=False, left=5), Grant)
+    locked.release(first)
+
+    # Others find it free meanwhile, and so does who cannot wait.
+    assert isinstance(locked.try_acquire(second, queued=False, left=5), Busy)
+    assert locked.probe(second) is None
+    assert isinstance(locked.try_acquire(single, queued=False), Grant)
+    locked.release(single)
+    eventually(lambda: isinstance(locked.try_acquire(second, queued=False, left=None), Grant), 5)
+    locked.release(second)
+
+
+def test_nobody_gives_way_for_a_lock_that_nobody_else_wants(watched: str, name: str) -> None:
+    for _ in range(3):
+        request = locks[watched].request(name, ttl=60, holder=Holder.current())
+        assert isinstance(locks[watched].try_acquire(request, queued=False, left=5), Grant)
+        locks[watched].release(request)
