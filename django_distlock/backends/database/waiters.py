@@ -51,9 +51,6 @@ class Listener:
     One that cannot listen costs time, not correctness.
     """
 
-    #: What the waiters do without it, and why.
-    failure = "Waiters poll, as the database cannot be watched: %s"
-
     def __init__(self, connections: OwnConnections) -> None:
         self._connections = connections
         self.forget()
@@ -106,7 +103,9 @@ class Listener:
                     connection, self._connection = self._connection, None
                     connection.close()
             except (LockBackendError, DatabaseError, OSError) as error:
-                logger.warning(self.failure, printable(error))
+                logger.warning(
+                    "Waiters poll, as the database cannot be listened to: %s", printable(error)
+                )
                 time.sleep(TICK)
 
     def _open(self) -> BaseDatabaseWrapper:
@@ -124,8 +123,6 @@ class Listener:
 
 class Notified(Listener):
     """Rings for those whose ticket PostgreSQL notifies."""
-
-    failure = "Waiters poll, as PostgreSQL cannot be listened to: %s"
 
     def forget(self) -> None:
         super().forget()
