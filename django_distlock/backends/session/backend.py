@@ -282,7 +282,7 @@ class SessionBackend(BaseDatabaseBackend):
                     with self._sessions.translated(), session.connection.wrap_database_errors:
                         return verb(session.link.cursor)
                 # Once more if an idle connection had died unseen: a token may well be raised twice.
-                return settled(partial(self._ask, verb), within=math.inf)
+                return settled(partial(self._own.ask, verb), within=math.inf)
             except Contended:
                 if wait.is_over:
                     return None
