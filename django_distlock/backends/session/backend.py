@@ -235,9 +235,10 @@ class SessionBackend(BaseDatabaseBackend):
             while isinstance(answer, Busy) and self.needs_row and self._make_row(session.request):
                 answer = self.server.wait(session, wait)
             if isinstance(answer, Grant) and answer.start is None:
-                # From when on the server cannot have ended a session that was just granted.
+                # From when on the server cannot have ended a session that was just granted: it hears a word.
                 start = clock.lease_time()
-                self.server.keep(session, session.request.ttl)
+                if not (self.counts_on_session and self.supports_fencing):
+                    self.server.keep(session, session.request.ttl)
                 answer = Grant(answer.token, start)
             return self._completed(session, answer, stay(wait))
 

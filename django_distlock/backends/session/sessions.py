@@ -130,6 +130,7 @@ class Sessions:
     def __init__(self, pool: OwnConnections, server: SessionServer) -> None:
         self._pool = pool
         self._server = server
+        self.translated = pool.translated
         self._forget()
         self.everywhere.add(self)
 
@@ -138,7 +139,6 @@ class Sessions:
         self._by_owner: dict[str, Session] = {}
         self._ended: OrderedDict[str, bool] = OrderedDict()
         self._links: WeakKeyDictionary[BaseDatabaseWrapper, Link] = WeakKeyDictionary()
-        self.translated = self._pool.translated
 
     @property
     def in_use(self) -> int:
@@ -154,7 +154,7 @@ class Sessions:
             connection = self._pool.borrow()
         except LockBackendError:
             # Sessions that the server has ended are nobody's any more, and take places.
-            ended = [session for session in list(self._by_owner.values()) if session.is_over]
+            ended = [each for each in list(self._by_owner.values()) if each.is_over]
             for each in ended:
                 self.close(each, is_sound=False)
             if not ended:
