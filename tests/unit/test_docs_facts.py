@@ -27,7 +27,7 @@ from django_distlock.backends.database import (
 from django_distlock.backends.database.options import DatabaseOptions
 from django_distlock.backends.memcached import connections
 from django_distlock.backends.memcached.backend import MemcachedOptions
-from django_distlock.backends.redis import RedisCacheOptions
+from django_distlock.backends.redis import RedisCacheOptions, connections as redis_connections
 from django_distlock.backends.redlock import (
     RedlockOptions,
     backend as redlock_backend,
@@ -54,6 +54,7 @@ WRITE = DOCS / "howto" / "write-a-backend.md"
 STUCK = DOCS / "howto" / "free-a-stuck-lock.md"
 WRITE_PAGE = "docs/howto/write-a-backend.md"
 DATABASE_PAGE = "docs/reference/backends/database.md"
+REDIS_PAGE = "docs/reference/backends/redis.md"
 CACHE_PAGE = "docs/reference/backends/cache.md"
 MEMCACHED_PAGE = "docs/reference/backends/memcached.md"
 #: Of a lease: called by the package, and of no use to those who hold it.
@@ -287,6 +288,7 @@ FACTS = [
     (DATABASE_PAGE, f"tasks {local_queue.IN_A_ROW} times in a row lets other processes try first"),
     (DATABASE_PAGE, f"one statement extends up to {backend.BATCH} leases"),
     (DATABASE_PAGE, "ends 1 % of the ttl and 2 milliseconds earlier"),
+    (REDIS_PAGE, f"idle for {redis_connections.IDLE:g} seconds"),
     (CACHE_PAGE, f"longer than {cache_alias.LONGEST_KEY} characters"),
     (CACHE_PAGE, f"more than {add.MARGIN:g} second of its ttl is left"),
     (CACHE_PAGE, f"A ttl is {cache_alias.LEAST_TTL:g} seconds to {DAYS:g} days"),
