@@ -23,8 +23,11 @@ from django_distlock.backends.database import (
     engine,
     purge,
     records,
+    waiters,
 )
+from django_distlock.backends.database.mysql import MySQL
 from django_distlock.backends.database.options import DatabaseOptions
+from django_distlock.backends.database.sqlite import SQLite
 from django_distlock.backends.memcached import connections
 from django_distlock.backends.memcached.backend import MemcachedOptions
 from django_distlock.backends.redis import RedisCacheOptions, connections as redis_connections
@@ -255,6 +258,11 @@ def test_the_profile_of_the_example_is_that_of_the_contract() -> None:
 
 # Numbers in sentences.
 
+
+def looks(kind: type[engine.Engine]) -> str:
+    return " to ".join(f"{seconds * 1000:g}" for seconds in kind.pauses)
+
+
 TTL, TIMEOUT = conf.DEFAULT_TTL, conf.DEFAULT_TIMEOUT
 OPTIONS = DatabaseOptions()
 MEMCACHED, DAYS = MemcachedOptions(), cache_alias.LONGEST_TTL / 86_400
@@ -288,6 +296,9 @@ FACTS = [
     (DATABASE_PAGE, f"tasks {local_queue.IN_A_ROW} times in a row lets other processes try first"),
     (DATABASE_PAGE, f"one statement extends up to {backend.BATCH} leases"),
     (DATABASE_PAGE, "ends 1 % of the ttl and 2 milliseconds earlier"),
+    (DATABASE_PAGE, f"about every {looks(MySQL)} milliseconds"),
+    (DATABASE_PAGE, f"about every {looks(SQLite)} milliseconds; it reads"),
+    (DATABASE_PAGE, f"does not try again for {waiters.GIVE_WAY * 1000:g} milliseconds"),
     (REDIS_PAGE, f"idle for {redis_connections.IDLE:g} seconds"),
     (CACHE_PAGE, f"longer than {cache_alias.LONGEST_KEY} characters"),
     (CACHE_PAGE, f"more than {add.MARGIN:g} second of its ttl is left"),
