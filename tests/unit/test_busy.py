@@ -11,6 +11,7 @@ from django.http import HttpRequest, HttpResponse
 from django.test import RequestFactory
 
 from django_distlock import LockNotAcquired, distributed_lock, lock, respond, retry, skip
+from django_distlock.decorators import find_request
 from tests.contract.crew import held_in_thread
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -120,3 +121,57 @@ def test_retry_outside_of_a_task_raises(busy: str) -> None:
 
     with pytest.raises(LockNotAcquired):
         work()
+
+
+def _refusal(remaining: float | None = None) -> LockNotAcquired:
+    return LockNotAcquired("busy", 1.0, None, remaining)
+
+
+def test_respond_says_the_same_to_people_and_to_programs() -> None:
+    requests = RequestFactory()
+
+    to_people = respond()(_refusal(), requests.get("/"))
+    to_programs = respond()(_refusal(), requests.get("/", headers={"accept": "application/json"}))
+
+    said = "Somebody else is already working on this; try again later."
+    assert to_people.content.decode() == said
+    assert json.loads(to_programs.content) == {"type": "about:blank", "title": said, "status": 409}
+
+
+@pytest.mark.parametrize(
+    ("remaining", "later"), [(0.2, "1"), (1.0, "1"), (1.2, "2"), (9.0, "9"), (None, None)]
+)
+def test_respond_rounds_the_time_to_wait_up(remaining: float | None, later: str | None) -> None:
+    response = respond()(_refusal(remaining), RequestFactory().get("/"))
+
+    assert response.get("Retry-After") == later
+
+
+def test_a_request_is_the_first_argument_of_a_view_or_the_second_of_a_method() -> None:
+    request = RequestFactory().get("/")
+
+    assert find_request((request,)) is request
+    assert find_request((object(), request)) is request
+    assert find_request((1, 2, request)) is None
+
+
+@pytest.mark.parametrize(("countdown", "later"), [(5, 5), (None, 3.0)])
+def test_retry_asks_the_task_to_run_again(
+    monkeypatch: pytest.MonkeyPatch, countdown: float | None, later: float
+) -> None:
+    pytest.importorskip("celery")
+
+    class Again(Exception):
+        pass
+
+    class Task:
+        def retry(self, **options: object) -> Exception:
+            self.options = options
+            return Again()
+
+    task, busy = Task(), _refusal(3.0)
+    monkeypatch.setattr("celery.current_task", task)
+
+    with pytest.raises(Again):
+        retry(countdown, max_retries=7)(busy)
+    assert task.options == {"exc": busy, "countdown": later, "max_retries": 7}

@@ -45,4 +45,5 @@ def _stands(test: str) -> bool:
 
 @cache
 def _text(file: str) -> str:
-    return (ROOT / file).read_text()
+    path = ROOT / file
+    return path.read_text() if path.exists() else ""

@@ -144,6 +144,10 @@ def test_it_is_clear_who_has_the_lock_once_a_majority_says_so_or_nobody_can_have
         failed.miss(server, "it is gone", was_asked=True)
     assert not failed.is_seen()
 
+    failed = _counted([one], [[]], [[]], [[]])
+    failed.miss(4, "it is gone", was_asked=True)
+    assert failed.is_seen()
+
 
 def test_a_token_is_noted_by_a_majority_and_not_by_those_who_were_not_asked() -> None:
     assert _counted(1, 1, 1).written() is Election.WON

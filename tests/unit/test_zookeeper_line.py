@@ -193,3 +193,22 @@ def test_options_are_what_kazoo_takes() -> None:
     assert told["default_acl"] == CREATOR_ALL_ACL
     assert (told["use_ssl"], told["ca"], told["check_hostname"]) == (True, "/ca.pem", True)
     assert "use_ssl" not in ZooKeeperOptions().client_arguments()
+
+
+@pytest.mark.parametrize("first", [0, 2**30 - 1, 2**31 - 2, -(2**31)])
+def test_a_line_stays_in_order_wherever_its_numbers_are(first: int) -> None:
+    numbers = [(first + step + 2**31) % 2**32 - 2**31 for step in range(4)]
+    names = [node(number) for number in numbers]
+
+    assert [each.number for each in Line(reversed(names)).nodes] == numbers
+
+
+def test_a_node_tells_the_digest_of_its_owner() -> None:
+    [found] = Line([node(7)]).nodes
+
+    assert found.owner_digest == node(7)[:16]
+
+
+def test_only_names_that_a_folder_cannot_have_are_changed() -> None:
+    assert quoted("shop.fee:42") == "shop.fee:42"
+    assert quoted("..") == "%2E%2E"
