@@ -73,7 +73,6 @@ def acquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Le
 
 
 async def aacquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Lease:
-    """See acquire()."""
     came = clock.wait_time()
     attempt: Attempt | None = None
     answer: Answer | None = None

@@ -40,7 +40,6 @@ def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
 
 
 async def asettled(ask: Callable[[], Awaitable[_T]]) -> _T:
-    """See settled()."""
     began = clock.lease_time()
     try:
         return await ask()

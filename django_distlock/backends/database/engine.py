@@ -87,7 +87,6 @@ class Engine(ABC):
         """See BaseLockBackend.extend()."""
 
     def take_over(self, cursor: Any, request: Request, former: str) -> bool:
-        """See BaseLockBackend.take_over()."""
         known = {**parameters(request), "former": former}
         names = ("owner", "holder", "key", "former")
         # A row that is stale already changes its owner too, and is then not extended.

@@ -143,7 +143,6 @@ class Portable(Engine):
         return [self._extend(cursor, request) for request in requests]
 
     def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
-        """Look."""
         cursor.execute(_ROW, {"key": request.key})
         columns = cursor.fetchone()
         if columns is None:

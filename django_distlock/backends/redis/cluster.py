@@ -67,7 +67,6 @@ class ClusterLink:
         return str(node.name) if node else None
 
     def close(self) -> None:
-        """See PoolLink.close()."""
         client, self._client = self._client, None
         if client is not None:
             _close_idle(client)
@@ -113,7 +112,6 @@ class AsyncClusterLink:
             raise problem(self._alias, self._source.where, error) from error
 
     async def aclose(self) -> None:
-        """See PoolLink.close()."""
         await self._client.aclose()
 
     async def _exchange(self, commands: Sequence[Command]) -> list[Any]:

@@ -333,7 +333,6 @@ class AsyncConnection(_Conversing):
     """A connection, for one task at a time. The time limits are ours: the driver's may swallow a cancellation (Python 3.11)."""
 
     def is_fit(self) -> bool:
-        """See Connection.is_fit()."""
         reader = self.driver._reader  # noqa: SLF001 - as for threads
         return not (reader.at_eof() or reader._buffer)  # noqa: SLF001 - what nobody asked for
 
@@ -359,7 +358,6 @@ class AsyncPoolLink:
         self._closings = 0
 
     async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
-        """See PoolLink.converse()."""
         connection = await self._taken()
         limit = self._source.io_timeout if within is None else within
         try:
@@ -381,7 +379,6 @@ class AsyncPoolLink:
         return answer
 
     async def aclose(self) -> None:
-        """See PoolLink.close()."""
         self._closings += 1
         while self._idle:
             await self._idle.pop().driver.disconnect()

@@ -80,7 +80,6 @@ class Source:
 
     @property
     def async_connection(self) -> dict[str, Any]:
-        """See connection."""
         tls = AsyncSSLConnection, AsyncMasterSSLConnection
         # A crowd of tasks that connect at once keeps its event loop busy for longer than a connect may take.
         limits = {**self._limits(AsyncRetry), "socket_connect_timeout": None}

@@ -102,7 +102,6 @@ class RedlockBackend(BaseLockBackend):
         return run(self._verbs.take_over(request, former), self._servers.ask)
 
     def probe(self, request: Request) -> Busy | None:
-        """Look."""
         return run(self._verbs.probe(request), self._servers.ask)
 
     def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
@@ -144,32 +143,25 @@ class RedlockBackend(BaseLockBackend):
     async def atry_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """See try_acquire()."""
         return await arun(self._verbs.acquire(request, self._channel(queued)), self._servers.aask)
 
     async def arelease(self, request: Request) -> Release:
-        """See release()."""
         return await arun(self._verbs.release(request, self._servers.channel), self._servers.aask)
 
     async def aabandon(self, request: Request) -> None:
-        """See abandon()."""
         await self.arelease(request)
 
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """See extend()."""
         self._check_ttl(*requests)
         return await arun(self._verbs.extend(requests), self._servers.aask)
 
     async def atake_over(self, request: Request, former: str) -> bool:
-        """See take_over()."""
         return await arun(self._verbs.take_over(request, former), self._servers.aask)
 
     async def aprobe(self, request: Request) -> Busy | None:
-        """See probe()."""
         return await arun(self._verbs.probe(request), self._servers.aask)
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
-        """See enqueue()."""
         self.enqueue(request, bell)
 
     def _open(self) -> None:

@@ -293,7 +293,6 @@ class Servers:
         return begun.count
 
     async def aask(self, question: Question) -> Count:
-        """See ask()."""
         bell = TaskBell()
         begun = Round(question, bell, self._total)
         self.submit(partial(self._begin, begun, self._connections))

@@ -153,7 +153,6 @@ class Verbs:
         return False
 
     def probe(self, request: Request) -> Verb[Busy | None]:
-        """See BaseLockBackend.probe()."""
         count: Count = yield self._question(self._looks(request.key), request.ttl, Count.is_seen)
         self._need_most(count)
         seen = count.favourite()

@@ -392,7 +392,6 @@ def _neighbours(cursor: Any) -> list[tuple[int, Label, list[int] | None]]:
 
 
 def make_row(cursor: Any, key: str, name: str) -> bool:
-    """See SessionServer.make_row()."""
     cursor.execute(_CREATE, {"key": key, "name": stored(name)})
     return bool(cursor.rowcount)
 

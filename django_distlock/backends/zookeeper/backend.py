@@ -86,7 +86,6 @@ class ZooKeeperBackend(BaseLockBackend):
     async def atry_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """See try_acquire()."""
         ends = self._patience(request, left) if queued else self._soon()
         take = self._recipe.take(request, ends, queued=queued)
         return await self._ahave(take, changes=True, ends=ends)
@@ -97,7 +96,6 @@ class ZooKeeperBackend(BaseLockBackend):
             bell.wait(seconds)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        """See sleep()."""
         if self._is_told(request, bell):
             await bell.wait(seconds)
 
@@ -116,7 +114,6 @@ class ZooKeeperBackend(BaseLockBackend):
         return self._have(self._recipe.give_back(request, ends), changes=True, ends=ends)
 
     async def arelease(self, request: Request) -> Release:
-        """See release()."""
         ends = self._soon()
         return await self._ahave(self._recipe.give_back(request, ends), changes=True, ends=ends)
 
@@ -125,7 +122,6 @@ class ZooKeeperBackend(BaseLockBackend):
         return self.release(request)
 
     async def aabandon(self, request: Request) -> None:
-        """See abandon()."""
         await self.arelease(request)
 
     def abandon_later(self, request: Request) -> None:
@@ -138,7 +134,6 @@ class ZooKeeperBackend(BaseLockBackend):
         return self._have(self._recipe.keep(requests))
 
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """See extend()."""
         return await self._ahave(self._recipe.keep(requests))
 
     def is_session_over(self, request: Request) -> bool:
@@ -153,7 +148,6 @@ class ZooKeeperBackend(BaseLockBackend):
         return self._have(self._recipe.look(request.key))
 
     async def aprobe(self, request: Request) -> Busy | None:
-        """See probe()."""
         return await self._ahave(self._recipe.look(request.key))
 
     # For operators.
@@ -243,7 +237,6 @@ class ZooKeeperBackend(BaseLockBackend):
     async def _ahave(
         self, verb: Steps[_T], *, changes: bool = False, ends: float | None = None
     ) -> _T:
-        """See _have()."""
         ask = partial(self._session.aask, ends=self._soon() if ends is None else ends)
         try:
             return await steps.arun(verb, ask)
