@@ -11,7 +11,7 @@ from bisect import insort
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django.db import DatabaseError
+from django.db import Error
 
 from django_distlock.engine import clock
 from django_distlock.engine.background import NoThreadError, start_daemon
@@ -102,7 +102,7 @@ class Listener:
                 finally:
                     connection, self._connection = self._connection, None
                     connection.close()
-            except (LockBackendError, DatabaseError, OSError) as error:
+            except (LockBackendError, Error, OSError) as error:
                 logger.warning(
                     "Waiters poll, as the database cannot be listened to: %s", printable(error)
                 )
