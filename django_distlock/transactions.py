@@ -27,7 +27,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 def open_blocks() -> dict[str, Any]:
     """Return the outermost open atomic block of each database in this thread."""
     found = {}
-    for connection in connections.all(initialized_only=True):
+    for connection in _used_here():
         if connection.in_atomic_block and (block := _outermost(connection)) is not None:
             found[connection.alias] = block
     return found
@@ -136,6 +136,15 @@ def _tell_of_commits(connection: BaseDatabaseWrapper) -> None:
     connection.run_commit_hooks_on_set_autocommit_on = True
     if not isinstance(connection.commit, _TellingCommit):
         connection.commit = _TellingCommit(connection)  # type: ignore[method-assign]  # on this one
+
+
+def _used_here() -> Iterable[BaseDatabaseWrapper]:
+    """Return the connections that this thread has used."""
+    try:
+        # What Django's own all() asks for alias by alias, at ten times the cost.
+        return [*vars(connections._connections._storage).values()]  # type: ignore[attr-defined]  # noqa: SLF001
+    except (AttributeError, TypeError):  # another asgiref
+        return connections.all(initialized_only=True)
 
 
 def _has_transaction(connection: BaseDatabaseWrapper) -> bool:
