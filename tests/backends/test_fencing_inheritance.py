@@ -566,5 +566,5 @@ def test_first_rows_of_a_queryset_are_claimed_alone(
 
 
 def test_update_of_the_fence_itself_is_refused(tables: str, holders: tuple[Lease, Lease]) -> None:
-    with pytest.raises(ValueError, match=r"leave fence=\.\.\. out"):
+    with pytest.raises(ValueError, match=r"do not give it fence=\.\.\."):
         holders[0].update(rows_of(Purse, tables), fence=1)
