@@ -72,6 +72,20 @@ def test_terminated_idle_connections_are_replaced_unseen(
         lease.check()
 
 
+def test_what_nobody_else_asks_again_goes_on_past_idle_connections_that_have_died(
+    server_database: str, server: Server, name: str
+) -> None:
+    locked = locks[server_database]
+    waiter = locked.request(name, ttl=30, holder=Holder.current())
+    with lock(name, using=server_database):
+        kill_all_sessions(server_database)
+        locked.enqueue(waiter, ThreadBell())
+
+        kill_all_sessions(server_database)
+        assert list(locked.purge(86_400, dry_run=True))
+    locked.dequeue(waiter)
+
+
 def kill_all_sessions(alias: str) -> None:
     """End every session of the ordinary user but the one that asks."""
     connection = connections[alias]
