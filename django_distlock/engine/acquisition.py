@@ -105,10 +105,12 @@ def _may_ask_at_once(backend: BaseLockBackend, lease: Lease) -> bool:
         return True
     if backend.queue.turns and request.key in backend.queue.turns:
         return False  # others may be let go first
-    if backend.queue.lines.setdefault(request.key, lease.ref) is not lease.ref:
-        return False
+    # Told first: an exception from outside may come between the two.
     lease.stand_in(backend.queue, lease.ref)
-    return True
+    if backend.queue.lines.setdefault(request.key, lease.ref) is lease.ref:
+        return True
+    lease.leave_line()
+    return False
 
 
 def _tell_acquired(backend: BaseLockBackend, lease: Lease) -> None:
