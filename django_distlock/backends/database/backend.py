@@ -10,10 +10,10 @@ from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError
 
-from . import checks, purge, records
+from . import purge, records
 from .base import BaseDatabaseBackend
 from .mysql import MySQL
-from .options import DatabaseOptions
+from .options import DatabaseOptions, check_database
 from .portable import Portable, is_guarded
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
@@ -169,7 +169,7 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Say what this database cannot do, as far as the settings tell."""
-        return checks.check_database(self.alias, self.options, databases)
+        return check_database(self.alias, self.options, databases)
 
     def close(self) -> None:
         """Close idle connections and end the threads."""

@@ -14,8 +14,7 @@ from django_distlock.backends.redis.sources import Source, source_of_cache
 from django_distlock.engine.steps import arun, run
 from django_distlock.engine.waiting import Place, Waiting, Way
 
-from .checks import check_guard, check_servers
-from .options import RedlockOptions
+from .options import RedlockOptions, check_guard, check_servers
 from .servers import Servers
 from .verbs import Verbs
 from .votes import LONGEST, LONGEST_CONNECTING

@@ -1,14 +1,24 @@
-"""The OPTIONS of locks in a majority of Redis servers."""
+"""The OPTIONS of locks in a majority of Redis servers, and what `manage.py check` says of them."""
 
 from __future__ import annotations
 
+import re
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from django.core.checks import CheckMessage, Error, Warning as CheckWarning
+
+from django_distlock.backends.redis.checks import check_server
+from django_distlock.backends.redis.connections import PoolLink, ask
 from django_distlock.conf import checked_ttl, seconds
+from django_distlock.exceptions import LockBackendError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from django_distlock.backends.redis.sources import Source
+
 
 FEWEST = 3
 
@@ -47,3 +57,58 @@ class RedlockOptions:
         if number < FEWEST or number % 2 == 0:
             msg = f"'servers' must be {FEWEST}, 5 or another odd number of servers, not {number}."
             raise ValueError(msg)
+
+
+def check_guard(where: str, options: RedlockOptions) -> list[CheckMessage]:
+    """Say whether a restart can let a second holder in; the settings alone tell."""
+    if options.restart_guard or options.durable:
+        return []
+    text = f"{where}: 'restart_guard' is off: a server that restarts without its data lets a second holder in."
+    hint = "Switch it on, or have each server write each change to disk and say 'durable': True."
+    return [CheckWarning(text, hint=hint, id="distlock.W030")]
+
+
+def check_servers(
+    where: str, options: RedlockOptions, alias: str, sources: Sequence[Source]
+) -> list[CheckMessage]:
+    """Ask each server."""
+    found: list[CheckMessage] = []
+    runs: dict[bytes, str] = {}
+    for source in sources:
+        place = f"{where}: {source.where}"
+        # That one cannot be reached is said by the first check.
+        with closing(PoolLink(alias, source)) as link, suppress(LockBackendError):
+            found += check_server(place, link, allow_eviction=options.allow_eviction)
+            found += _check_disk(place, options, link)
+            found += _check_twice(where, source.where, link, runs)
+    return found
+
+
+def _check_disk(where: str, options: RedlockOptions, link: PoolLink) -> list[CheckMessage]:
+    if not options.durable:
+        return []
+    answer = link.converse(ask(("CONFIG", "GET", "append*")))
+    hint = "Set appendonly yes and appendfsync always, or leave 'durable' out and rely on 'restart_guard'."
+    if not isinstance(answer, list):
+        text = f"{where}: 'durable' cannot be checked: CONFIG GET was refused."
+        return [CheckWarning(text, hint=hint, id="distlock.W031")]
+    known = dict(zip(answer[::2], answer[1::2], strict=True))
+    if (known.get(b"appendonly"), known.get(b"appendfsync")) == (b"yes", b"always"):
+        return []
+    text = (
+        f"{where}: OPTIONS say 'durable', but the server may lose what it granted when it restarts."
+    )
+    return [Error(text, hint=hint, id="distlock.E031")]
+
+
+def _check_twice(
+    where: str, place: str, link: PoolLink, runs: dict[bytes, str]
+) -> list[CheckMessage]:
+    answer = link.converse(ask(("INFO", "server")))
+    found = re.search(rb"run_id:(\w+)", answer) if isinstance(answer, bytes) else None
+    run = found[1] if found else b""
+    first = runs.setdefault(run, place)
+    if not run or first == place:
+        return []
+    text = f"{where}: {first} and {place} are one and the same server."
+    return [Error(text, hint="Name servers that can fail one by one.", id="distlock.E030")]
