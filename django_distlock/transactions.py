@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
 import weakref
+from asyncio import _get_running_loop
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .engine.naming import printable
 from .exceptions import LockError, ReleasedBeforeCommit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from django.db.backends.base.base import BaseDatabaseWrapper
+    from collections.abc import Iterable, Sequence
 
     from .lease import Lease
 
@@ -138,13 +139,16 @@ def _tell_of_commits(connection: BaseDatabaseWrapper) -> None:
         connection.commit = _TellingCommit(connection)  # type: ignore[method-assign]  # on this one
 
 
-def _used_here() -> Iterable[BaseDatabaseWrapper]:
-    """Return the connections that this thread has used."""
-    try:
+def _used_here() -> Sequence[BaseDatabaseWrapper]:
+    """Return the connections that this thread, or this task, has used."""
+    if _get_running_loop() is None:
         # What Django's own all() asks for alias by alias, at ten times the cost.
-        return [*vars(connections._connections._storage).values()]  # type: ignore[attr-defined]  # noqa: SLF001
-    except (AttributeError, TypeError):  # another asgiref
-        return connections.all(initialized_only=True)
+        storage = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]  # noqa: SLF001
+        if isinstance(storage, threading.local):
+            return [
+                each for each in vars(storage).values() if isinstance(each, BaseDatabaseWrapper)
+            ]
+    return connections.all(initialized_only=True)
 
 
 def _has_transaction(connection: BaseDatabaseWrapper) -> bool:

@@ -1,0 +1,28 @@
+"""Which connections a thread and a task have used: as Django itself tells, but quicker."""
+
+from __future__ import annotations
+
+import asyncio
+
+from django.db import connection, connections
+
+from django_distlock import transactions
+
+
+def test_they_are_what_django_says_in_a_thread_and_in_an_event_loop() -> None:
+    found = []
+
+    def compare() -> None:
+        found.append(transactions._used_here() == connections.all(initialized_only=True))
+
+    async def in_a_task() -> None:
+        assert connections["default"].alias == "default"  # one of the task's own
+        compare()
+
+    assert connection.alias == "default"
+    compare()
+    asyncio.run(in_a_task())
+    compare()
+
+    assert found == [True, True, True]
+    assert connections["default"] in transactions._used_here()
