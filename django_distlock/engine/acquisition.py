@@ -59,7 +59,8 @@ def acquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Le
             try:
                 answer = backend.try_acquire(lease.request, queued=queued, left=timeout)
             except LockBackendError as error:
-                answer = error
+                # With its frames, which have the lease, it would keep that alive.
+                answer = error.with_traceback(None)
         is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
         if not is_granted:
             attempt = Attempt(backend, lease, Wait(timeout, came), ThreadBell())
@@ -85,7 +86,8 @@ async def aacquire(backend: BaseLockBackend, lease: Lease, timeout: float | None
             try:
                 answer = await backend.atry_acquire(lease.request, queued=queued, left=timeout)
             except LockBackendError as error:
-                answer = error
+                # With its frames, which have the lease, it would keep that alive.
+                answer = error.with_traceback(None)
         is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
         if not is_granted:
             attempt = Attempt(backend, lease, Wait(timeout, came), TaskBell())
@@ -197,6 +199,10 @@ class Attempt:
         else:
             self._is_last_try = self.wait.is_for_one_try
             self._is_queued = self._is_queued and not self._is_last_try
+            if isinstance(first, Contended):
+                pause, first = self._give_others_time(first), None
+                self._is_queued, self._is_unsure = False, False
+                yield pause
         while True:
             # Others at work on the same rows do not have the lock: ask again.
             try:
@@ -315,7 +321,7 @@ class Attempt:
             try:
                 return (yield ask)
             except LockOutcomeUnknown as lost:
-                failed = lost
+                failed = lost.with_traceback(None)  # as in acquire()
         if not is_worth_asking_again(failed, began):
             raise failed
         try:

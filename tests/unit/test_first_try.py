@@ -1,0 +1,60 @@
+"""A first try that fails: what it leaves behind once the second one is granted."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from django_distlock import LockOutcomeUnknown, lock
+from django_distlock.exceptions import Contended
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from django_distlock import Lease, LockBackendError
+    from django_distlock.backends.locmem import LocMemBackend
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _take() -> Lease | None:
+    return lock("a", timeout=5).acquire()
+
+
+def _atake() -> Lease | None:
+    async def take() -> Lease | None:
+        return await lock("a", timeout=5).aacquire()
+
+    return asyncio.run(take())
+
+
+@pytest.mark.usefixtures("without_collector")
+@pytest.mark.parametrize("error", [Contended, LockOutcomeUnknown])
+@pytest.mark.parametrize("take", [_take, _atake])
+def test_its_error_keeps_no_lease_alive(
+    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch, error: type[LockBackendError], take: Any
+) -> None:
+    tries, ask = [], memory.try_acquire
+
+    def fail_once(*args: Any, **wishes: Any) -> Any:
+        tries.append(error)
+        if len(tries) == 1:
+            raise error("default", "this time only")
+        return ask(*args, **wishes)
+
+    monkeypatch.setattr(memory, "try_acquire", fail_once)
+    lease = take()
+    known = lease.ref
+    lease.release()
+    del lease
+
+    assert len(tries) == 2
+    assert known() is None
