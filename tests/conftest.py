@@ -3,10 +3,15 @@
 import faulthandler
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts what it puts in the background like this. Processes of the tests are to hear of Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = [
     "tests.fixtures.celery_worker",
