@@ -11,13 +11,14 @@ from asyncio import _get_running_loop
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections
-from django.db.backends.base.base import BaseDatabaseWrapper
 
 from .engine.naming import printable
 from .exceptions import LockError, ReleasedBeforeCommit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
 
     from .lease import Lease
 
@@ -145,9 +146,8 @@ def _used_here() -> Sequence[BaseDatabaseWrapper]:
         # What Django's own all() asks for alias by alias, at ten times the cost.
         storage = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]  # noqa: SLF001
         if isinstance(storage, threading.local):
-            return [
-                each for each in vars(storage).values() if isinstance(each, BaseDatabaseWrapper)
-            ]
+            known = vars(storage)
+            return [known[alias] for alias in connections if alias in known]
     return connections.all(initialized_only=True)
 
 
