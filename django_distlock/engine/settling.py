@@ -17,9 +17,12 @@ _T = TypeVar("_T")
 SETTLE = 0.5
 
 
-def is_worth_asking_again(failed: LockBackendError, began: float) -> bool:
-    """Return whether to ask again what *failed* and had *began* then, in lease time."""
-    return isinstance(failed, LockOutcomeUnknown) and clock.lease_time() - began <= SETTLE
+def is_worth_asking_again(
+    failed: LockBackendError, began: float, within: float | None = None
+) -> bool:
+    """Return whether to ask again what *failed* and had *began* then, in lease time. *within*: see settled()."""
+    longest = SETTLE if within is None else within
+    return isinstance(failed, LockOutcomeUnknown) and clock.lease_time() - began <= longest
 
 
 def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
@@ -31,7 +34,7 @@ def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
     try:
         return ask()
     except LockOutcomeUnknown as lost:
-        if clock.lease_time() - began > (SETTLE if within is None else within):
+        if not is_worth_asking_again(lost, began, within):
             raise
         try:
             return ask()
@@ -44,7 +47,7 @@ async def asettled(ask: Callable[[], Awaitable[_T]]) -> _T:
     try:
         return await ask()
     except LockOutcomeUnknown as lost:
-        if clock.lease_time() - began > SETTLE:
+        if not is_worth_asking_again(lost, began):
             raise
         try:
             return await ask()

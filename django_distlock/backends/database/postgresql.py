@@ -157,7 +157,6 @@ ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING tic
 #: lock_not_available, serialization_failure, deadlock_detected.
 _CONTENTION = {"55P03", "40001", "40P01"}
 _LOCK_NOT_AVAILABLE = "55P03"
-_UNDEFINED_TABLE = "42P01"
 
 
 class PostgreSQL(Engine):
