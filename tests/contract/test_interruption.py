@@ -98,6 +98,10 @@ def test_an_exception_set_on_a_thread_that_stands_in_line_holds_up_nobody(
     using: str, name: str, rival: Rivals, backend: BaseLockBackend
 ) -> None:
     other, idents = rival(), list[int]()
+    # Whatever thread a first waiter starts is started: in Python 3.11 the exception may hit the new thread
+    # instead, and whoever starts it waits for it for ever.
+    with held_in_thread(lock(name, using=using)):
+        assert lock(name, using=using, timeout=0.1).acquire() is None
 
     # A short timeout: in Python 3.11 threads that are traced, as for coverage, stand still until the
     # exception has been noticed, which is when the waiter wakes.

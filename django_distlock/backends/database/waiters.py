@@ -68,13 +68,17 @@ class Listener:
         """Ring *bell* from now on when it is *called*. Once there is a connection all are rung: no call is missed."""
         with self._mutex:
             self._bells[owner] = (called, bell)
-            if self._is_running:
-                return
-            try:
+            was_running, self._is_running = self._is_running, True
+        try:
+            # An exception that is set on this thread may stop the start for ever in Python 3.11: nobody else waits for it.
+            if not was_running:
                 start_daemon(self._run, "distlock-listen")
-                self._is_running = True
-            except NoThreadError as error:
-                logger.warning("Waiters poll, as no thread can listen: %s", printable(error))
+        except NoThreadError as error:
+            self._is_running = False
+            logger.warning("Waiters poll, as no thread can listen: %s", printable(error))
+        except BaseException:
+            self._is_running = False
+            raise
 
     def forget_bell(self, owner: str) -> None:
         """Ring no more for *owner*."""
