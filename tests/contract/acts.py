@@ -164,7 +164,7 @@ def fork_inside(aliases: dict[str, Any], name: str, *, by_c: bool, **terms: Any)
             # No thread of the parent's is here to be waited for.
             os._exit(0)
         _, status = os.waitpid(pid, 0)
-        assert status == 0
+        assert status == 0, f"the forked child ended with wait status {status}"
         say("alone")
         hear_word("leave")
         lease.extend()
