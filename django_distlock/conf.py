@@ -39,13 +39,17 @@ class BackendSettings:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def read_settings() -> dict[str, BackendSettings]:
-    """Return the settings of every alias; InvalidLockBackend names the alias and the key."""
+def read_settings() -> dict[str, Any]:
+    """Return what DISTLOCK says of each alias, for read_alias(); InvalidLockBackend if it has no aliases."""
     written = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
     if not isinstance(written, dict):
         msg = f"DISTLOCK must be a dict of aliases, not {type(written).__name__}."
         raise InvalidLockBackend(msg)
-    return {alias: _read_alias(alias, values) for alias, values in written.items()}
+    for alias in written:
+        if not isinstance(alias, str) or not alias:
+            msg = f"DISTLOCK[{alias!r}]: an alias must be a str that is not empty."
+            raise InvalidLockBackend(msg)
+    return dict(written)
 
 
 def seconds(value: object, what: str, *, zero: bool = False, longest: float = LONGEST) -> float:
@@ -101,10 +105,9 @@ def checked_options(backend: type[Any], found: BackendSettings) -> BackendSettin
     return found
 
 
-def _read_alias(alias: object, values: object) -> BackendSettings:
+def read_alias(alias: str, values: object) -> BackendSettings:
+    """Return the settings of *alias*; InvalidLockBackend names the alias and the key."""
     where = f"DISTLOCK[{alias!r}]"
-    if not isinstance(alias, str) or not alias:
-        raise InvalidLockBackend(f"{where}: an alias must be a str that is not empty.")
     if not isinstance(values, dict):
         raise InvalidLockBackend(f"{where} must be a dict, not {type(values).__name__}.")
     for key in values:

@@ -15,7 +15,7 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from .backends.base import BaseLockBackend
-from .conf import BackendSettings, read_settings
+from .conf import BackendSettings, read_alias, read_settings
 from .engine import clock
 from .engine.background import background
 from .engine.forks import forks
@@ -38,7 +38,7 @@ class LockHandler:
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()
-        self._settings: dict[str, BackendSettings] | None = None
+        self._settings: dict[str, Any] | None = None
         self.made: dict[str, BaseLockBackend] = {}
 
     def __getitem__(self, alias: str) -> BaseLockBackend:
@@ -86,7 +86,7 @@ class LockHandler:
         for backend in backends:
             backend.abandon_after_fork()
 
-    def _read(self) -> dict[str, BackendSettings]:
+    def _read(self) -> dict[str, Any]:
         with self._mutex:
             if self._settings is None:
                 self._settings = read_settings()
@@ -106,7 +106,7 @@ class LockHandler:
         if alias not in found:
             known = ", ".join(map(repr, found)) or "none"
             raise InvalidLockBackend(f"DISTLOCK has no alias {alias!r}; it has {known}.")
-        return found[alias]
+        return read_alias(alias, found[alias])
 
 
 def make_backend(found: BackendSettings) -> BaseLockBackend:

@@ -15,7 +15,7 @@ from typing import Any
 from django.conf import settings
 
 from django_distlock import Lease, LockError, lock, lock_all, locks
-from django_distlock.conf import read_settings
+from django_distlock.conf import read_alias, read_settings
 from tests.fixtures.child import hear_word, say
 from tests.fixtures.eventually import eventually, never
 
@@ -43,7 +43,7 @@ def hold(aliases: dict[str, Any], name: str, **terms: Any) -> None:
 def stand_in_line(aliases: dict[str, Any], name: str, using: str) -> None:
     """Wait for a lock that somebody else holds, and tell when the server knows of it."""
     _use(aliases)
-    watched = faulty_version_of(locks[using], read_settings()[using])
+    watched = faulty_version_of(locks[using], read_alias(using, read_settings()[using]))
     watched.notice("enqueue", partial(say, "queued"))
     locks.replace(using, watched)
     lock(name, using=using, timeout=None).acquire()
@@ -52,7 +52,7 @@ def stand_in_line(aliases: dict[str, Any], name: str, using: str) -> None:
 def stand_in_lines(aliases: dict[str, Any], names: list[str], using: str, **terms: Any) -> None:
     """Wait for one lock after the other; tell when the server knows of it, and when it is held."""
     _use(aliases)
-    watched = faulty_version_of(locks[using], read_settings()[using])
+    watched = faulty_version_of(locks[using], read_alias(using, read_settings()[using]))
     locks.replace(using, watched)
     for name in names:
         hear_word("go")

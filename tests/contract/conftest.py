@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import locks
-from django_distlock.conf import read_settings
+from django_distlock.conf import read_alias, read_settings
 from django_distlock.engine import clock
 from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
@@ -139,7 +139,7 @@ def rival(backend: BaseLockBackend, name: str) -> Iterator[Callable[..., Rival]]
 @pytest.fixture
 def faulty(using: str) -> Iterator[Faulty]:
     """The backend under test, with verbs that can be watched and broken."""
-    backend = faulty_version_of(locks[using], read_settings()[using])
+    backend = faulty_version_of(locks[using], read_alias(using, read_settings()[using]))
     locks.replace(using, backend)
     yield backend
     backend.heal()

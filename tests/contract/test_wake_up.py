@@ -13,7 +13,7 @@ from itertools import pairwise
 import pytest
 
 from django_distlock import lock, locks
-from django_distlock.conf import read_settings
+from django_distlock.conf import read_alias, read_settings
 from django_distlock.engine import acquisition, waiting
 from django_distlock.engine.local_queue import IN_A_ROW
 from tests.fixtures.eventually import eventually, never
@@ -64,7 +64,7 @@ class TestBetweenProcesses:
         self, sites: list[str], name: str, rival: Rivals
     ) -> None:
         for site in sites:
-            locks.replace(site, faulty_version_of(locks[site], read_settings()[site]))
+            locks.replace(site, faulty_version_of(locks[site], read_alias(site, read_settings()[site])))
 
         # A waiter that stands still for too long is overtaken: that is no reason to fail.
         rounds = (_served(sites, rival(of=f"{name}:{number}")) for number in range(3))

@@ -19,7 +19,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.dummy import DummyBackend
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.conf import checked_ttl, optional_seconds, read_settings, seconds
+from django_distlock.conf import checked_ttl, optional_seconds, read_alias, read_settings, seconds
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 
@@ -118,7 +118,7 @@ def no_setting(settings: Settings) -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_setting")
 def test_without_the_setting_locks_are_in_the_default_database() -> None:
-    [known] = read_settings().values()
+    known = read_alias("default", read_settings()["default"])
 
     assert list(locks) == ["default"]
     assert isinstance(locks["default"], DatabaseBackend)
