@@ -1,22 +1,31 @@
-"""`manage.py check`: reports wrong settings before they are used."""
+"""`manage.py check`: reports wrong settings and servers that cannot be used, before locks are needed."""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from django.core.checks import CheckMessage, Error, Tags, register
+from django.core.checks import CheckMessage, Error, Tags, Warning as CheckWarning, register
 
+from .conf import DEFAULT_ALIAS
 from .exceptions import InvalidLockBackend
 from .handler import locks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+
+#: The documentation on the web.
+DOCS = "https://django-distlock.readthedocs.io/en/latest/"
+
+
+#: What check_settings() reports, and check_servers() does not repeat.
+_OF_SETTINGS = {"distlock.E001", "distlock.W001"}
 
 
 @register("distlock")
 def check_settings(app_configs: Any = None, **kwargs: Any) -> list[CheckMessage]:
     """Report each alias of DISTLOCK whose settings are wrong, and what its backend reports."""
-    return _check(None)
+    return _told(_found(None))
 
 
 @register("distlock", Tags.database)
@@ -24,24 +33,44 @@ def check_servers(
     app_configs: Any = None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """Run the checks that ask servers; only with ``manage.py check --database``."""
-    return _check(list(databases)) if databases else []
+    # Migrate runs them too, before it makes the tables that they look for.
+    if not databases or sys.argv[1:2] == ["migrate"]:
+        return []
+    found = _found(list(databases))
+    return _told(message for message in found if message.id not in _OF_SETTINGS)
 
 
-def _check(databases: Sequence[str] | None) -> list[CheckMessage]:
+def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:
     try:
         aliases = list(locks)
     except InvalidLockBackend as error:
-        return [] if databases else [_error(error)]
-    found: list[CheckMessage] = []
+        yield _wrong(error)
+        return
+    if DEFAULT_ALIAS not in aliases:
+        text = f"DISTLOCK has no alias {DEFAULT_ALIAS!r}: lock() without using= fails."
+        hint = f"Add DISTLOCK[{DEFAULT_ALIAS!r}], or give using= everywhere."
+        yield CheckWarning(text, hint=hint, id="distlock.W001")
     for alias in aliases:
         try:
-            found += locks[alias].check(databases)
+            yield from locks[alias].check(databases)
         except InvalidLockBackend as error:
-            if not databases:  # else check_settings() reports it
-                found.append(_error(error))
-    return found
+            yield _wrong(error)
 
 
-def _error(error: InvalidLockBackend) -> Error:
-    hint = "See the reference of django_distlock, System checks, distlock.E001."
-    return Error(str(error), hint=hint, id="distlock.E001")
+def _wrong(error: InvalidLockBackend) -> Error:
+    return Error(str(error), hint="Correct the setting.", id="distlock.E001")
+
+
+def _told(messages: Iterable[CheckMessage]) -> list[CheckMessage]:
+    """Return *messages* with the addresses of their pages; what is true of several aliases is told once."""
+    told: dict[Any, CheckMessage] = {}
+    for message in messages:
+        alias, _, text = message.msg.partition(": ")
+        first = told.setdefault((message.id, text or alias, message.hint), message)
+        if first is not message:
+            first.msg = f"{first.msg.partition(': ')[0]}, {alias}: {text}"
+    for message in told.values():
+        if message.id and message.id.startswith("distlock."):
+            page = f"{DOCS}reference/checks.html#{message.id.lower().replace('.', '-')}"
+            message.hint = f"{message.hint} See {page}"
+    return list(told.values())

@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
+from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
@@ -29,6 +30,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("django_distlock")
 
 _MUTEX = type(threading.Lock())
+#: The backends of this package, and what else they are called in settings by mistake.
+BACKENDS = {
+    "database.DatabaseBackend": {"postgresql", "postgres", "mysql", "mariadb", "sqlite3", "sqlite"},
+    "rowlock.RowLockBackend": {"row"},
+    "advisory.AdvisoryBackend": {"advisorylock"},
+    "redis.RedisBackend": {"rediscache", "valkey"},
+    "redlock.RedlockBackend": set[str](),
+    "zookeeper.ZooKeeperBackend": {"kazoo"},
+    "cache.CacheBackend": {"memcached", "memcachedbackend", "pymemcachecache"},
+    "locmem.LocMemBackend": {"memory"},
+    "dummy.DummyBackend": set[str](),
+}
+#: The extra of this package that installs a driver, by the module that is missing.
+EXTRAS = {
+    "psycopg": "postgres",
+    "psycopg2": "postgres",
+    "MySQLdb": "mysqlclient",
+    "redis": "redis",
+    "pymemcache": "memcached",
+    "kazoo": "zookeeper",
+}
 #: Seconds that the exit of a process may spend on giving back what is still held.
 EXIT_BUDGET = 2.0
 
@@ -112,18 +134,42 @@ class LockHandler:
 def make_backend(found: BackendSettings) -> BaseLockBackend:
     """Return a new backend for *found*; InvalidLockBackend names the alias and what is wrong."""
     where = f"DISTLOCK[{found.alias!r}]"
+    named = f"{where}: BACKEND {found.backend!r}"
     try:
         backend = import_string(found.backend)
     except ImportError as error:
-        raise InvalidLockBackend(
-            f"{where}: BACKEND {found.backend!r} cannot be imported: {error}"
-        ) from error
+        advice = _missing_driver(error) or _meant(found.backend)
+        raise InvalidLockBackend(f"{named} cannot be imported: {error}.{advice}") from error
     if not (isinstance(backend, type) and issubclass(backend, BaseLockBackend)):
-        raise InvalidLockBackend(f"{where}: BACKEND {found.backend!r} is not a lock backend.")
+        raise InvalidLockBackend(f"{named} is not a lock backend.{_meant(found.backend)}")
     try:
         return backend.for_settings(found)
-    except (TypeError, ValueError) as error:
-        raise InvalidLockBackend(f"{where}: OPTIONS: {error}") from error
+    except InvalidLockBackend:
+        raise
+    except (TypeError, ValueError, ImproperlyConfigured) as error:
+        text = f"{where}: OPTIONS: {error}{_missing_driver(error)}"
+        raise InvalidLockBackend(text) from error
+
+
+def _missing_driver(error: BaseException | None) -> str:
+    """Return what to install, if a driver that could not be imported is the cause of *error*."""
+    while error is not None:
+        driver = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+        if driver in EXTRAS:
+            return f" Its driver is missing: pip install 'django-distlock[{EXTRAS[driver]}]'."
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _meant(path: str) -> str:
+    """Return the dotted path that *path*, a short name or one of Django's or ours, probably means."""
+    if "." in path and not path.startswith("django"):
+        return ""
+    words = set(path.lower().split(".")[-2:])
+    for known, others in BACKENDS.items():
+        if words & {*known.lower().split("."), *others}:
+            return f" Use 'django_distlock.backends.{known}'."
+    return ""
 
 
 locks = LockHandler()

@@ -121,7 +121,9 @@ class AddBackend(BaseLockBackend):
         return None if found is None else Busy(found.holder, mark=found.owner)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        return check_clearing(self.alias, self.options.cache) if databases is None else []
+        if databases is None:
+            return check_clearing(self.alias, self.options.cache)
+        return self.check_server(f"the LOCATION of the cache {self.options.cache!r}")
 
     def abandon_after_fork(self) -> None:
         """Keep the parent's connection open; this thread gets a new cache."""

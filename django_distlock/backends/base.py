@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from django_distlock.conf import NoOptions, checked_options
 from django_distlock.engine import clock
+from django_distlock.engine.holder import Holder
 from django_distlock.engine.lanes import Lanes
 from django_distlock.engine.leftovers import Leftovers, until_done
 from django_distlock.engine.local_queue import LocalQueue
@@ -17,8 +18,10 @@ from django_distlock.engine.registry import registry
 from django_distlock.engine.settling import settled
 from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, digest
 from django_distlock.engine.waiting import Place, Waiting, Way
-from django_distlock.exceptions import LockOutcomeUnknown, NotSupported
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 from django_distlock.signals import announce, lock_forced
+
+from .failures import server_error
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -187,6 +190,14 @@ class BaseLockBackend(ABC):
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Return what ``manage.py check`` should say; servers are asked only for *databases*."""
+        return []
+
+    def check_server(self, place: str) -> list[CheckMessage]:
+        """Look at a lock, and return an error if the server cannot be asked; *place* is where it should listen."""
+        try:
+            self.probe(self.request("check", ttl=self.ttl, holder=Holder.current("check")))
+        except LockBackendError as error:
+            return [server_error(error, place)]
         return []
 
     def close(self) -> None:

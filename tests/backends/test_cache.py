@@ -26,6 +26,7 @@ from django_distlock.backends.add import MARGIN, AddBackend
 from django_distlock.backends.cache import SingleProcessBackend
 from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import CacheMemcachedBackend
+from django_distlock.checks import DOCS
 from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
@@ -57,12 +58,16 @@ def closed(settings: Settings) -> Iterator[None]:
     SoundCache.stored.clear()
 
 
+#: A default alias, without which `check` warns.
+ELSEWHERE = {"default": {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}}
+
+
 def configure(settings: Settings, cache: str | dict[str, Any], /, **options: Any) -> None:
     """Keep the locks of the alias "locks" in an alias of *cache*, a class or all its settings."""
     known = {"BACKEND": cache, "LOCATION": "nowhere"} if isinstance(cache, str) else cache
     settings.CACHES = {"default": {"BACKEND": f"{DJANGO}.dummy.DummyCache"}, "locks": known}
     chosen = {"cache": "locks", **options}
-    settings.DISTLOCK = {"locks": {"BACKEND": BACKEND, "OPTIONS": chosen}}
+    settings.DISTLOCK = {**ELSEWHERE, "locks": {"BACKEND": BACKEND, "OPTIONS": chosen}}
 
 
 def trust(settings: Settings, name: str = "SoundCache") -> BaseLockBackend:
@@ -245,7 +250,10 @@ def test_a_default_cache_in_the_same_place_is_warned_of(
         "DISTLOCK['locks']: its locks are in the cache 'locks', on the same server as the 'default' cache: "
         "cache.clear() deletes them while they are held."
     )
-    hint = "Give locks a separate alias in CACHES and a separate server (on Redis, a database)."
+    hint = (
+        "Give locks a separate alias in CACHES and a separate server (on Redis, a database). "
+        f"See {DOCS}reference/checks.html#distlock-w010"
+    )
     assert found == [CheckWarning(text, hint=hint, id="distlock.W010")] * is_cleared
 
 
@@ -262,7 +270,7 @@ def test_a_server_of_the_locks_own_is_not_warned_of(settings: Settings) -> None:
 def test_locks_in_the_default_cache_are_warned_of(settings: Settings) -> None:
     settings.CACHES = {"default": {"BACKEND": f"{OURS}.SoundCache"}}
     options = {"cache": "default", "trust_add": (f"{OURS}.SoundCache",)}
-    settings.DISTLOCK = {"locks": {"BACKEND": BACKEND, "OPTIONS": options}}
+    settings.DISTLOCK = {**ELSEWHERE, "locks": {"BACKEND": BACKEND, "OPTIONS": options}}
 
     assert [message.id for message in run_checks(tags=["distlock"])] == ["distlock.W010"]
     assert locks["locks"].check(["default"]) == []

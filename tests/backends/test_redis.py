@@ -666,8 +666,8 @@ def test_a_server_that_drops_keys_is_an_error_unless_it_is_allowed(
             client.config_set("maxmemory-policy", "noeviction")
 
 
-def test_a_server_that_is_down_is_a_warning(configure: Configure) -> None:
-    assert ids(configure("redis://127.0.0.1:1/0")) == ["distlock.W020"]
+def test_a_server_that_is_down_is_an_error(configure: Configure) -> None:
+    assert ids(configure("redis://127.0.0.1:1/0")) == ["distlock.E006"]
 
 
 def test_a_cluster_passes_the_check(redis_cluster: list[Redis], configure: Configure) -> None:

@@ -64,7 +64,9 @@ class TestBetweenProcesses:
         self, sites: list[str], name: str, rival: Rivals
     ) -> None:
         for site in sites:
-            locks.replace(site, faulty_version_of(locks[site], read_alias(site, read_settings()[site])))
+            locks.replace(
+                site, faulty_version_of(locks[site], read_alias(site, read_settings()[site]))
+            )
 
         # A waiter that stands still for too long is overtaken: that is no reason to fail.
         rounds = (_served(sites, rival(of=f"{name}:{number}")) for number in range(3))

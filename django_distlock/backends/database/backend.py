@@ -12,8 +12,9 @@ from django_distlock.exceptions import Contended, LockBackendError
 
 from . import purge, records
 from .base import BaseDatabaseBackend
+from .engine import COUNTER, LOCK, WAITER
 from .mysql import MySQL
-from .options import DatabaseOptions, check_database
+from .options import DatabaseOptions, check_settings, check_sqlite
 from .portable import Portable, is_guarded
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
@@ -168,8 +169,12 @@ class DatabaseBackend(BaseDatabaseBackend):
         return purge.purge(self._insist, self.keeps, terms)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Say what this database cannot do, as far as the settings tell."""
-        return check_database(self.alias, self.options, databases)
+        """Say what this database cannot do; with *databases*, whether it can be used."""
+        if databases is None:
+            return check_settings(self.alias, self.options)
+        if self.options.using not in databases:
+            return []
+        return check_sqlite(self.alias, self.options) or self.check_tables((LOCK, COUNTER, WAITER))
 
     def close(self) -> None:
         """Close idle connections and end the threads."""

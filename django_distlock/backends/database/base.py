@@ -6,9 +6,11 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from django.core.checks import Error
 from django.db import connections
 
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.failures import server_error
 from django_distlock.engine.naming import printable
 from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
@@ -24,8 +26,9 @@ from .connections import OwnConnections
 from .engine import OutOfReach, StaleSnapshot, schema_of_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from django.core.checks import CheckMessage
     from django.db.backends.utils import CursorWrapper
 
     from django_distlock.conf import BackendSettings
@@ -83,6 +86,22 @@ class BaseDatabaseBackend(BaseLockBackend):
             raise LockError(msg) from error
         if found != token:
             raise StaleFencingToken(request.name, token, "a later holder has the lock", found)
+
+    def check_tables(self, tables: Sequence[str]) -> list[CheckMessage]:
+        """Return an error if the server cannot be asked, or does not have all of *tables*."""
+        using = self.options.using
+        try:
+            known = self._insist(lambda cursor: cursor.db.introspection.table_names(cursor))
+        except LockBackendError as error:
+            settings = connections[using].settings_dict
+            host, port = settings["HOST"] or "localhost", settings["PORT"] or "its default port"
+            return [server_error(error, f"{host}:{port}")]
+        missing = ", ".join(table for table in tables if table not in known)
+        if not missing:
+            return []
+        text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no table {missing}."
+        hint = f"Run manage.py migrate django_distlock --database={using}."
+        return [Error(text, hint=hint, id="distlock.E007")]
 
     def close(self) -> None:
         """Close idle connections and end the threads."""

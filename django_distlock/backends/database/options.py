@@ -12,8 +12,6 @@ from django.db import connections
 from django_distlock.conf import seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from django.core.checks import CheckMessage
 
 
@@ -104,16 +102,8 @@ def _check_type(name: str, value: object, kind: type) -> None:
 SQLITE = (3, 35, 0)
 
 
-def check_database(
-    alias: str, options: DatabaseOptions, databases: Sequence[str] | None
-) -> list[CheckMessage]:
-    """Return messages from the settings; with *databases*, from the server too."""
-    if databases is None:
-        return _check_settings(alias, options)
-    return _check_server(alias, options) if options.using in databases else []
-
-
-def _check_settings(alias: str, options: DatabaseOptions) -> list[CheckMessage]:
+def check_settings(alias: str, options: DatabaseOptions) -> list[CheckMessage]:
+    """Say why this kind of database keeps no locks."""
     connection = connections[options.using]
     if connection.vendor == "sqlite" and connection.settings_dict["NAME"] == ":memory:":
         text = f"DISTLOCK[{alias!r}]: the database {options.using!r} is in memory, where each connection has its own."
@@ -126,7 +116,8 @@ def _check_settings(alias: str, options: DatabaseOptions) -> list[CheckMessage]:
     return []
 
 
-def _check_server(alias: str, options: DatabaseOptions) -> list[CheckMessage]:
+def check_sqlite(alias: str, options: DatabaseOptions) -> list[CheckMessage]:
+    """Say whether this SQLite is too old."""
     if connections[options.using].vendor != "sqlite" or sqlite3.sqlite_version_info >= SQLITE:
         return []
     text = f"DISTLOCK[{alias!r}]: SQLite {sqlite3.sqlite_version} has no RETURNING."

@@ -140,9 +140,9 @@ class CacheMemcachedBackend(BaseLockBackend):
         return _busy(record) if record else None
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        if databases is not None:
-            return []
-        return check_clearing(self.alias, self.options.cache, server=self.options.server)
+        if databases is None:
+            return check_clearing(self.alias, self.options.cache, server=self.options.server)
+        return self.check_server(str(self._server))
 
     def close(self) -> None:
         super().close()

@@ -13,7 +13,7 @@ from django_distlock.engine.steps import arun, run
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 from django_distlock.exceptions import LockOutcomeUnknown
 
-from .checks import check_server
+from .checks import check_facts
 from .cluster import AsyncClusterLink, ClusterLink
 from .connections import AsyncPoolLink, PerLoop, PoolLink
 from .listeners import STALE, Listeners
@@ -157,7 +157,9 @@ class RedisBackend(BaseLockBackend):
         if not databases:
             return []
         where = f"DISTLOCK[{self.alias!r}]"
-        return check_server(where, self._link, allow_eviction=self.options.allow_eviction)
+        return self.check_server(self.source.place) or check_facts(
+            where, self._link, allow_eviction=self.options.allow_eviction
+        )
 
     def close(self) -> None:
         super().close()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.engine.naming import printable
-from django_distlock.exceptions import LockBackendError
 
 if TYPE_CHECKING:
     from .cluster import ClusterLink
@@ -17,20 +16,21 @@ if TYPE_CHECKING:
 OLDEST = (6, 0)
 
 
-def check_server(
+def check_facts(
     where: str, link: PoolLink | ClusterLink, *, allow_eviction: bool
 ) -> list[CheckMessage]:
     """Ask the server for its version, and whether it drops keys when its memory is full. *where* is what it is called."""
-    try:
-        facts = link.converse(_facts())
-    except LockBackendError as error:
-        hint = "Start it, or mend the settings."
-        return [CheckWarning(f"{where}: {error}", hint=hint, id="distlock.W020")]
+    facts = link.converse(_facts())
+    if isinstance(facts, Exception):
+        text = f"{where}: its version and its maxmemory-policy are not known, since it refused INFO: {printable(str(facts))}"
+        return [CheckWarning(text, hint="Let the user run INFO.", id="distlock.W020")]
     return [*_check_version(where, facts), *_check_eviction(where, facts, allow_eviction)]
 
 
-def _facts() -> Conversation[dict[str, str]]:
+def _facts() -> Conversation[dict[str, str] | Exception]:
     (answer,) = yield (("INFO",),)
+    if isinstance(answer, Exception):
+        return answer
     if isinstance(answer, dict):  # as a cluster's client has read it already
         first = next(iter(answer.values()))
         return {

@@ -61,11 +61,17 @@ class Source:
     @property
     def where(self) -> str:
         """What it is called in errors: no password in it."""
-        known = _read_url(self.url)
-        place = known.get("path") or f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
         if self.sentinels:
             return f"Redis (the master of {self.service!r}, by Sentinel)"
-        return f"Redis{' Cluster' if self.is_cluster else ''} at {place}"
+        return f"Redis{' Cluster' if self.is_cluster else ''} at {self.place}"
+
+    @property
+    def place(self) -> str:
+        """Where it, or those who know where it is, should listen."""
+        if self.sentinels:
+            return ", ".join(f"{host}:{port}" for host, port in self.sentinels)
+        known = _read_url(self.url)
+        return known.get("path") or f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
 
     @property
     def service(self) -> str:

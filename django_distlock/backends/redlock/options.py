@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
-from django_distlock.backends.redis.checks import check_server
+from django_distlock.backends.failures import server_error
+from django_distlock.backends.redis.checks import check_facts
 from django_distlock.backends.redis.connections import PoolLink, ask
 from django_distlock.conf import checked_ttl, seconds
 from django_distlock.exceptions import LockBackendError
@@ -76,11 +77,13 @@ def check_servers(
     runs: dict[bytes, str] = {}
     for source in sources:
         place = f"{where}: {source.where}"
-        # That one cannot be reached is said by the first check.
-        with closing(PoolLink(alias, source)) as link, suppress(LockBackendError):
-            found += check_server(place, link, allow_eviction=options.allow_eviction)
-            found += _check_disk(place, options, link)
-            found += _check_twice(where, source.where, link, runs)
+        with closing(PoolLink(alias, source)) as link:
+            try:
+                found += check_facts(place, link, allow_eviction=options.allow_eviction)
+                found += _check_disk(place, options, link)
+                found += _check_twice(where, source.where, link, runs)
+            except LockBackendError as error:
+                found.append(server_error(error, source.place))
     return found
 
 

@@ -13,6 +13,7 @@ from django.db import connections
 
 from django_distlock.backends.database.base import SHORT_PAUSE, BaseDatabaseBackend
 from django_distlock.backends.database.bounds import is_cut, patient
+from django_distlock.backends.database.engine import COUNTER, LOCK
 from django_distlock.backends.database.mysql import MySQL
 from django_distlock.backends.database.postgresql import PostgreSQL
 from django_distlock.engine import clock
@@ -167,14 +168,16 @@ class SessionBackend(BaseDatabaseBackend):
         )
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Say, where the server may be asked, if it is reached through a pooler."""
+        """Say, where the server may be asked, whether it can be used, and is not reached through a pooler."""
         if databases is None or self.options.using not in databases:
             return []
+        if found := self.check_tables((LOCK, COUNTER) if self.supports_fencing else ()):
+            return found
         session = Session(self.request("check", ttl=self.ttl, holder=Holder.current("check")))
         try:
             self._ask_on(session, lambda session: Busy())
         except LockBackendError as error:
-            hint = "See the reference of django_distlock, checks, distlock.E005."
+            hint = "Let OPTIONS 'using' name an alias of DATABASES that connects to the server directly."
             return [Error(str(error), hint=hint, id="distlock.E005")]
         return []
 

@@ -7,9 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.checks import Error
-from kazoo.exceptions import KazooException
+from kazoo.exceptions import AuthFailedError, KazooException
 
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.failures import server_error
 from django_distlock.conf import LONGEST
 from django_distlock.engine import clock, steps
 from django_distlock.engine.background import background
@@ -191,7 +192,9 @@ class ZooKeeperBackend(BaseLockBackend):
         try:
             self._keys()
         except LockBackendError as error:
-            hint = "See the reference of django_distlock, checks, distlock.E040."
+            if isinstance(error.__cause__, (Silence, AuthFailedError, *BROKEN)):
+                return [server_error(error, self.options.servers)]
+            hint = "Correct the OPTIONS of the alias, or what the text names on the ensemble."
             return [Error(str(error), hint=hint, id="distlock.E040")]
         return []
 

@@ -1,0 +1,326 @@
+"""`manage.py check`: what is wrong is told once, by alias, with what to do; one wrong alias stops no other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.checks import Error, Warning as CheckWarning, run_checks
+from django.core.management import CommandError, call_command
+from django.db import connections
+from django.test import Client
+from django.utils.module_loading import import_string
+from pytest_django.fixtures import Settings
+
+from django_distlock import InvalidLockBackend, lock, locks
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.checks import DOCS, check_servers
+from django_distlock.handler import BACKENDS, EXTRAS
+
+LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
+ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
+REDIS = "django_distlock.backends.redis.RedisBackend"
+REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
+ZOOKEEPER = "django_distlock.backends.zookeeper.ZooKeeperBackend"
+CACHE = "django_distlock.backends.cache.CacheBackend"
+PAGE = f"{DOCS}reference/checks.html"
+START = (
+    f"Start it, or correct the settings: is it listening on 127.0.0.1:1? See {PAGE}#distlock-e006"
+)
+TYPO = {"BACKEND": LOCMEM, "TLL": 1}
+
+
+def found() -> list[Any]:
+    return run_checks(tags=["distlock"])
+
+
+# Aliases.
+
+
+def test_a_typo_in_one_alias_is_the_problem_of_this_alias_alone(settings: Settings) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}, "typo": TYPO}
+
+    with lock("x"), pytest.raises(InvalidLockBackend, match=r"^DISTLOCK\['typo'\]: unknown key"):
+        lock("y", using="typo").acquire()
+    assert found() == [
+        Error(
+            "DISTLOCK['typo']: unknown key 'TLL'. It takes BACKEND, TTL, TIMEOUT, KEY_PREFIX, STRICT, OPTIONS.",
+            hint=f"Correct the setting. See {PAGE}#distlock-e001",
+            id="distlock.E001",
+        )
+    ]
+
+
+def test_the_admin_and_the_purge_go_on_past_an_alias_with_a_typo(
+    settings: Settings, admin_client: Client
+) -> None:
+    settings.DISTLOCK = {"typo": TYPO, "default": {}}
+    out, err = StringIO(), StringIO()
+
+    page = admin_client.get("/admin/django_distlock/methodlock/")
+    with pytest.raises(CommandError, match="Not purged: typo"):
+        call_command("purge_stale_locks", stdout=out, stderr=err)
+
+    assert page.status_code == 200
+    assert "default: " in out.getvalue()
+    assert "unknown key 'TLL'" in err.getvalue()
+
+
+def test_no_default_alias_is_a_warning(settings: Settings) -> None:
+    settings.DISTLOCK = {"other": {"BACKEND": LOCMEM}}
+
+    assert found() == [
+        CheckWarning(
+            "DISTLOCK has no alias 'default': lock() without using= fails.",
+            hint=f"Add DISTLOCK['default'], or give using= everywhere. See {PAGE}#distlock-w001",
+            id="distlock.W001",
+        )
+    ]
+
+
+def test_a_setting_that_is_no_dict_is_told_once(settings: Settings) -> None:
+    settings.DISTLOCK = ["default"]
+
+    assert [error.id for error in run_checks(databases=["default"])] == ["distlock.E001"]
+
+
+# Short names, and drivers that are missing.
+
+
+MEANT = {
+    "database": "database.DatabaseBackend",
+    "postgresql": "database.DatabaseBackend",
+    "rowlock": "rowlock.RowLockBackend",
+    "advisory": "advisory.AdvisoryBackend",
+    "redis": "redis.RedisBackend",
+    "redlock": "redlock.RedlockBackend",
+    "zookeeper": "zookeeper.ZooKeeperBackend",
+    "cache": "cache.CacheBackend",
+    "memcached": "cache.CacheBackend",
+    "locmem": "locmem.LocMemBackend",
+    "dummy": "dummy.DummyBackend",
+    "RedisBackend": "redis.RedisBackend",
+    "django_distlock.backends.redis": "redis.RedisBackend",
+    "django_distlock.backends.redlok.RedlockBackend": "redlock.RedlockBackend",
+    "django.core.cache.backends.memcached.PyMemcacheCache": "cache.CacheBackend",
+    "django.db.backends.postgresql": "database.DatabaseBackend",
+}
+
+
+def test_a_short_or_wrong_name_of_a_backend_is_answered_with_its_dotted_path(
+    settings: Settings,
+) -> None:
+    settings.DISTLOCK = {name: {"BACKEND": name} for name in MEANT}
+
+    for name, meant in MEANT.items():
+        with pytest.raises(InvalidLockBackend) as caught:
+            locks[name]
+        assert str(caught.value).startswith(f"DISTLOCK[{name!r}]: BACKEND {name!r} ")
+        assert str(caught.value).endswith(f". Use 'django_distlock.backends.{meant}'.")
+
+
+@pytest.mark.parametrize("written", ["shop.redis.Backend", "nowhere.database", "Backend"])
+def test_what_is_not_ours_is_answered_with_the_error_alone(
+    settings: Settings, written: str
+) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": written}}
+
+    with pytest.raises(InvalidLockBackend) as caught:
+        locks["default"]
+
+    assert " Use " not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", BACKENDS)
+def test_the_dotted_paths_that_are_told_are_those_of_backends(path: str) -> None:
+    assert issubclass(import_string(f"django_distlock.backends.{path}"), BaseLockBackend)
+
+
+WITHOUT = """
+import json, sys
+sys.modules.update(dict.fromkeys(["redis", "kazoo", "pymemcache", "psycopg", "psycopg2", "MySQLdb"]))
+from django.conf import settings
+settings.configure(INSTALLED_APPS=["django_distlock"], **json.loads(sys.argv[1]))
+import django
+django.setup()
+from django.core.checks import run_checks
+print(json.dumps([[each.id, each.msg] for each in run_checks(tags=["distlock"])]))
+"""
+DJANGO_CACHES = "django.core.cache.backends"
+PROJECT: dict[str, Any] = {
+    "DATABASES": {
+        "default": {"ENGINE": "django.db.backends.sqlite3"},
+        "pg": {"ENGINE": "django.db.backends.postgresql"},
+        "my": {"ENGINE": "django.db.backends.mysql"},
+    },
+    "CACHES": {
+        "default": {"BACKEND": f"{DJANGO_CACHES}.locmem.LocMemCache"},
+        "redis": {"BACKEND": f"{DJANGO_CACHES}.redis.RedisCache", "LOCATION": "redis://x"},
+        "memcached": {"BACKEND": f"{DJANGO_CACHES}.memcached.PyMemcacheCache", "LOCATION": "x:1"},
+    },
+    "DISTLOCK": {
+        "default": {"BACKEND": LOCMEM},
+        "redis": {"BACKEND": REDIS},
+        "redlock": {"BACKEND": REDLOCK},
+        "zoo": {"BACKEND": ZOOKEEPER},
+        "redis cache": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis"}},
+        "memcached": {"BACKEND": CACHE, "OPTIONS": {"cache": "memcached"}},
+        "rows": {"BACKEND": ROWLOCK, "OPTIONS": {"using": "pg"}},
+        "leases": {"OPTIONS": {"using": "my"}},
+    },
+}
+NEEDED = {
+    "redis": "redis",
+    "redlock": "redis",
+    "zoo": "kazoo",
+    "redis cache": "redis",
+    "memcached": "pymemcache",
+    "rows": "psycopg2",
+    "leases": "MySQLdb",
+}
+
+
+def test_a_driver_that_is_missing_is_told_with_the_extra_that_installs_it() -> None:
+    run = [sys.executable, "-c", WITHOUT, json.dumps(PROJECT)]
+
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stderr
+    for (number, text), (alias, driver) in zip(
+        json.loads(done.stdout), NEEDED.items(), strict=True
+    ):
+        assert (number, text.partition(":")[0]) == ("distlock.E001", f"DISTLOCK[{alias!r}]")
+        extra = f"pip install 'django-distlock[{EXTRAS[driver]}]'"
+        assert text.endswith(f" Its driver is missing: {extra}.")
+
+
+# Servers that are down: nobody listens on port 1.
+
+
+@pytest.fixture
+def down(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The database alias "pg", where no server is."""
+    place = {"HOST": "127.0.0.1", "PORT": "1", "USER": "u", "PASSWORD": "hush", "NAME": "n"}
+    engine = {"ENGINE": "django.db.backends.postgresql", **place}
+    database = connections.configure_settings({"default": {}, "pg": engine})["pg"]
+    monkeypatch.setitem(connections.settings, "pg", database)
+    yield
+    locks.reset()
+    with suppress(AttributeError):  # nobody asked for it
+        del connections["pg"]
+
+
+def test_a_server_that_is_down_is_told_once_for_all_its_aliases(
+    settings: Settings, down: None
+) -> None:
+    settings.DISTLOCK = {
+        "default": {"OPTIONS": {"using": "pg"}},
+        "rows": {"BACKEND": ROWLOCK, "OPTIONS": {"using": "pg"}},
+        "cache": {"BACKEND": CACHE, "OPTIONS": {"cache": "memcached"}},
+        "again": {"BACKEND": CACHE, "OPTIONS": {"cache": "memcached"}},
+        "redis": {"BACKEND": REDIS, "OPTIONS": {"location": "redis://:hush@127.0.0.1:1/0"}},
+        "zoo": {"BACKEND": ZOOKEEPER, "OPTIONS": {"hosts": "127.0.0.1:1", "io_timeout": 0.3}},
+    }
+    settings.CACHES = {
+        "default": {"BACKEND": f"{DJANGO_CACHES}.locmem.LocMemCache"},
+        "memcached": {
+            "BACKEND": f"{DJANGO_CACHES}.memcached.PyMemcacheCache",
+            "LOCATION": "127.0.0.1:1",
+        },
+    }
+
+    messages = check_servers(databases=["pg"])
+
+    postgres = 'connection to server at "127.0.0.1", port 1 failed: Connection refused'
+    assert messages == [
+        Error(
+            "DISTLOCK['default'], DISTLOCK['rows']: the database 'pg' cannot be reached: "
+            f"connection failed: {postgres}.",
+            hint=START,
+            id="distlock.E006",
+        ),
+        Error(
+            "DISTLOCK['cache'], DISTLOCK['again']: memcached at 127.0.0.1:1: "
+            "it cannot be reached: [Errno 111] Connection refused.",
+            hint=START,
+            id="distlock.E006",
+        ),
+        Error(
+            "DISTLOCK['redis']: Redis at 127.0.0.1:1 cannot be reached: "
+            "Error 111 connecting to 127.0.0.1:1. Connection refused.",
+            hint=START,
+            id="distlock.E006",
+        ),
+        Error(
+            "DISTLOCK['zoo']: no server of 127.0.0.1:1 has answered in time.",
+            hint=f"Start it, or correct the settings: can this machine reach 127.0.0.1:1? See {PAGE}#distlock-e006",
+            id="distlock.E006",
+        ),
+    ]
+
+
+def test_each_server_of_redlock_that_is_down_is_told(settings: Settings) -> None:
+    servers = [f"redis://:hush@127.0.0.1:{port}" for port in (1, 2, 3)]
+    settings.DISTLOCK = {"default": {"BACKEND": REDLOCK, "OPTIONS": {"servers": servers}}}
+
+    messages = check_servers(databases=["default"])
+
+    assert messages == [
+        Error(
+            f"DISTLOCK['default']: Redis at 127.0.0.1:{port} cannot be reached: "
+            f"Error 111 connecting to 127.0.0.1:{port}. Connection refused.",
+            hint=START.replace("127.0.0.1:1", f"127.0.0.1:{port}"),
+            id="distlock.E006",
+        )
+        for port in (1, 2, 3)
+    ]
+
+
+def test_databases_that_are_not_named_are_not_asked(settings: Settings, down: None) -> None:
+    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "pg"}}}
+
+    assert check_servers(databases=["default"]) == []
+    assert check_servers(databases=[]) == check_servers() == []
+
+
+def test_migrate_asks_no_servers_since_it_makes_the_tables(
+    settings: Settings, down: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "pg"}}}
+    monkeypatch.setattr(sys, "argv", ["manage.py", "migrate", "--database=pg"])
+
+    assert check_servers(databases=["pg"]) == []
+
+
+def test_tables_that_are_missing_are_an_error_before_the_first_lock(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    engine = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "new.sqlite3")}
+    database = connections.configure_settings({"default": {}, "new": engine})["new"]
+    monkeypatch.setitem(connections.settings, "new", database)
+    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "new"}}}
+
+    before = check_servers(databases=["new"])
+    call_command("migrate", "django_distlock", database="new", verbosity=0)
+    after = check_servers(databases=["new"])
+
+    tables = (
+        "django_distlock_methodlock, django_distlock_fencingcounter, django_distlock_lockwaiter"
+    )
+    assert before == [
+        Error(
+            f"DISTLOCK['default']: the database 'new' has no table {tables}.",
+            hint=f"Run manage.py migrate django_distlock --database=new. See {PAGE}#distlock-e007",
+            id="distlock.E007",
+        )
+    ]
+    assert after == []
+    locks.reset()
+    connections["new"].close()
+    del connections["new"]
