@@ -13,7 +13,7 @@ from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
 
-from .engine.naming import NameTemplate, checked_name
+from .engine.naming import NameTemplate, checked_name, title_of
 from .exceptions import LockNotAcquired
 from .lock import Lock, LockTerms, Terms
 
@@ -79,13 +79,13 @@ class _Locked:
         self, function: Callable[..., Any], name: str | None, terms: Terms, on_busy: Policy | None
     ) -> None:
         self.function = function
-        title = f"{function.__module__}.{function.__qualname__}"
+        title = title_of(function)
         self.transactions = RequestTransactions(function)
         self._on_busy = on_busy
         self._own_name = checked_name(title)
         self._shows_request = not terms.purpose
         self._terms = terms if terms.purpose else replace(terms, purpose=title)
-        self._template = None if name is None else NameTemplate(name, _signature(function))
+        self._template = None if name is None else NameTemplate(name, function)
 
     def lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
         """Return the lock for one call; its purpose is the request of a view, else the function."""
@@ -176,12 +176,6 @@ def _async_generator(locked: _Locked) -> Callable[..., Any]:
 def _is_async(function: Callable[..., Any]) -> bool:
     """Return whether a call returns a coroutine: asgiref says so, or it is an async view's dispatch()."""
     return iscoroutinefunction(function) or is_async_view(function)
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature; method_decorator() makes a partial whose __wrapped__ has another one."""
-    is_partial = isinstance(function, functools.partial)
-    return inspect.signature(function, follow_wrapped=not is_partial)
 
 
 _KINDS = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
 import re
 import string
@@ -11,12 +13,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import inspect
+    from collections.abc import Callable
 
 #: What stays as it is. No upper case, spaces or accents: collations would fold them together.
 _PLAIN = re.compile(r"[a-z0-9._:@=/-]{1,100}", re.ASCII)
 _UNSAFE = re.compile(r"[^a-z0-9._:@=/-]+")
 _STUB = 40
+#: An argument and public attributes: no item, no call, nothing with an underscore in front.
+_FIELD = re.compile(r"[^\W\d]\w*(\.[^\W\d_]\w*)*")
 #: Characters of a name.
 LONGEST_NAME = 10_000
 #: Bytes of a text in a log or an error; and where a whole name is listed, all of it escaped.
@@ -84,39 +88,75 @@ def _plain(part: str) -> str:
     return f"{_UNSAFE.sub('-', part.lower())[:_STUB]}#{digest}"
 
 
+def title_of(function: Callable[..., Any]) -> str:
+    """Return the module and the qualified name of *function*; those of its class, if it is another callable."""
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature; method_decorator() makes a partial whose __wrapped__ has another one."""
+    is_partial = isinstance(function, functools.partial)
+    return inspect.signature(function, follow_wrapped=not is_partial)
+
+
 class NameTemplate:
     """A name with fields for a call's arguments: ``"fee:{account_id}"``, ``"{account.pk}"``."""
 
-    def __init__(self, text: str, signature: inspect.Signature) -> None:
-        """Raise ValueError for a field that is no parameter of *signature*, or for bad syntax."""
-        self.text = checked_name(text)
-        self._signature = signature
-        for field in self._fields():
-            self._check(field)
+    def __init__(self, text: str, function: Callable[..., Any]) -> None:
+        """Raise ValueError for bad syntax, and for a field that *function* cannot fill."""
+        self._text, self._title = checked_name(text), title_of(function)
+        self._parts = [*string.Formatter().parse(self._text)]
+        self._has_fields = any(field is not None for _, field, _, _ in self._parts)
+        self._signature = signature_of(function) if self._has_fields else inspect.Signature()
+        parameters = self._signature.parameters
+        self._extra = next((p.name for p in parameters.values() if p.kind is p.VAR_KEYWORD), "")
+        for _, field, form, conversion in self._parts:
+            if field is None:
+                continue
+            if not _FIELD.fullmatch(field) or conversion not in {None, "s"} or "{" in (form or ""):
+                msg = (
+                    f"The lock name {self._text!r} has a field {field!r} that is more than an argument, its "
+                    "public attributes and a format, as in {account.pk} and {month:02d}; "
+                    "use a function: distributed_lock(name=lambda account: ...)."
+                )
+                raise ValueError(msg)
+            first = field.partition(".")[0]
+            if first not in parameters and not self._extra:
+                msg = f"The lock name {self._text!r} has a field {first!r}, but the function takes {[*parameters]}."
+                raise ValueError(msg)
 
     def name_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return the name for one call; TypeError if the arguments do not fit the function."""
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        extra = next(
-            (p.name for p in self._signature.parameters.values() if p.kind is p.VAR_KEYWORD), ""
-        )
-        known = {**bound.arguments.get(extra, {}), **bound.arguments}
-        return string.Formatter().vformat(self.text, (), known)
+        """Return the name for one call; TypeError for wrong arguments, ValueError for a field without a value."""
+        known: dict[str, Any] = {}
+        if self._has_fields:
+            bound = self._signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            known = {**bound.arguments.get(self._extra, {}), **bound.arguments}
+        name = ""
+        for literal, field, form, conversion in self._parts:
+            name += literal
+            if field is not None:
+                name += self._filled(field, form or "", conversion, known)
+        return name
 
-    def _fields(self) -> list[str]:
-        parsed = string.Formatter().parse(self.text)
-        return [
-            re.split(r"[.\[]", field, maxsplit=1)[0]
-            for _, field, _, _ in parsed
-            if field is not None
-        ]
-
-    def _check(self, field: str) -> None:
-        parameters = self._signature.parameters
-        if field in parameters or (
-            any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and field
-        ):
-            return
-        msg = f"The lock name {self.text!r} has a field {field!r}, but the function takes {[*parameters]}."
+    def _filled(self, field: str, form: str, conversion: str | None, known: dict[str, Any]) -> str:
+        first, *path = field.split(".")
+        value = known.get(first)
+        for attribute in path:
+            value = None if value is None else getattr(value, attribute)
+        # An unsaved instance and an anonymous user have a pk that is None, or a tuple with None.
+        key = getattr(value, "pk", value)
+        if key is None or (isinstance(key, tuple) and None in key):
+            filled = ""
+        else:
+            filled = format(str(value) if conversion else value, form)
+        if not filled:
+            problem = (
+                "is None, empty or not saved, so all such calls would share one lock; pass a value"
+            )
+        elif inspect.isroutine(value) or hex(id(value)) in filled:
+            problem = "has no text that is the same in every process; use an attribute such as pk"
+        else:
+            return filled
+        msg = f"{{{field}}} in the lock name {self._text!r} of {self._title}() {problem}."
         raise ValueError(msg)

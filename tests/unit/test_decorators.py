@@ -118,13 +118,14 @@ class TestKinds:
     def test_methods_of_all_kinds_hold_it(self) -> None:
         class Account:
             pk = 7
+            kind = "Account"
 
             @distributed_lock("{self.pk}")
             def method(self) -> bool:
                 return _is_held("7")
 
             @classmethod
-            @distributed_lock("{cls.__name__}")
+            @distributed_lock("{cls.kind}")
             def class_method(cls) -> bool:
                 return _is_held("Account")
 

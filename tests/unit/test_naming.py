@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
 import unicodedata
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import AnonymousUser
 
 from django_distlock.engine.naming import (
     NameTemplate,
@@ -20,6 +20,7 @@ from django_distlock.engine.naming import (
     shown,
     stored,
 )
+from testproject.models import Account
 
 #: Characters that keys treat in different ways, and that tools confuse.
 ALPHABET = "abAB01 \t\n._:@=/-|#%{}'\"\\\0\u00e9\u0301\u0130\u0131\u00df\u212a\ud800\U0001f512"
@@ -128,31 +129,115 @@ def test_what_a_column_kept_before_is_shown_as_it_is(text: str) -> None:
 
 
 def _template(text: str, function: Callable[..., Any]) -> Callable[..., str]:
-    template = NameTemplate(text, inspect.signature(function))
+    template = NameTemplate(text, function)
     return lambda *args, **kwargs: template.name_for(args, kwargs)
 
 
 def test_fields_are_filled_from_the_arguments_however_they_are_given() -> None:
     def charge(
-        account_id: int, rate: float = 0.03, *rest: int, note: str = "", **more: int
+        account_id: int, rate: float = 0.03, *rest: int, note: str = "-", **more: int
     ) -> None: ...
 
     name_of = _template("fee:{account_id}:{rate}:{note}", charge)
 
-    assert name_of(7) == "fee:7:0.03:"
-    assert name_of(account_id=7, rate=1) == "fee:7:1:"
+    assert name_of(7) == "fee:7:0.03:-"
+    assert name_of(account_id=7, rate=1) == "fee:7:1:-"
     assert name_of(7, 1, 2, 3, note="x", extra=1) == "fee:7:1:x"
 
 
-def test_fields_reach_attributes_items_and_formats() -> None:
-    def charge(account: Any, prices: dict[str, int]) -> None: ...
+def test_fields_reach_attributes_and_formats() -> None:
+    def charge(account: Any, month: int = 5) -> None: ...
 
     account = SimpleNamespace(pk=7, owner=SimpleNamespace(name="Ann"))
 
-    assert _template("{account.pk}", charge)(account, {}) == "7"
-    assert _template("{account.owner.name!r}", charge)(account, {}) == "'Ann'"
-    assert _template("{account.pk:04d}", charge)(account, {}) == "0007"
-    assert _template("{prices[eu]}", charge)(account, {"eu": 5}) == "5"
+    assert _template("{account.pk}", charge)(account) == "7"
+    assert _template("{account.owner.name!s:.2}", charge)(account) == "An"
+    assert _template("{account.pk:04d}-{month:02d}", charge)(account) == "0007-05"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "account.__class__",
+        "account.charge.__globals__",
+        "account._secret",
+        "account.pk.__class__.__mro__",
+        "account[pk]",
+        "account.prices[0].__class__",
+        "account.charge()",
+        "account.",
+        "account!r",
+        "account!a",
+        "account:{account.__class__}",
+        "account:{month}",
+    ],
+)
+def test_fields_reach_nothing_else(field: str) -> None:
+    class Spy:
+        def __getattr__(self, name: str) -> object:
+            pytest.fail(f"{name} was read")
+
+    def charge(account: Any, month: int = 5, **more: object) -> None: ...
+
+    with pytest.raises(ValueError, match=r"more than an argument, its public attributes"):
+        _template(f"fee:{{{field}}}", charge)(Spy())
+
+
+def test_what_an_argument_says_is_never_taken_for_a_field() -> None:
+    def charge(account: str, secret: str = "s3cret") -> None: ...
+
+    assert _template("fee:{account}", charge)("{secret}") == "fee:{secret}"
+
+
+@pytest.mark.parametrize(
+    ("text", "account"),
+    [
+        ("fee:{account}", None),
+        ("fee:{account}", ""),
+        ("fee:{account!s}", None),
+        ("fee:{account:04d}", None),
+        ("fee:{account}", AnonymousUser()),
+        ("fee:{account.pk}", AnonymousUser()),
+        ("fee:{account.pk}", None),
+        ("fee:{account}", Account()),
+        ("fee:{account.pk}", Account()),
+        ("fee:{account.owner.pk}", SimpleNamespace(owner=None)),
+        ("fee:{account.name}", Account()),
+        ("fee:{account.pk}", SimpleNamespace(pk=(1, None))),
+        ("fee:{account}", SimpleNamespace(pk=(1, None))),
+    ],
+)
+def test_a_field_without_a_value_names_no_lock(text: str, account: object) -> None:
+    def charge(account: object) -> None: ...
+
+    with pytest.raises(ValueError, match=r"^\{account.*would share one lock") as caught:
+        _template(text, charge)(account)
+    assert f"in the lock name '{text}' of {__name__}." in str(caught.value)
+    assert "charge() is None, empty or not saved" in str(caught.value)
+
+
+def test_zero_and_false_are_values() -> None:
+    def charge(number: object) -> None: ...
+
+    assert [_template("{number}", charge)(n) for n in (0, False, 0.0)] == ["0", "False", "0.0"]
+
+
+def test_a_keyword_argument_that_is_not_given_has_no_value() -> None:
+    def work(**kwargs: int) -> None: ...
+
+    with pytest.raises(ValueError, match="pk"):
+        _template("{pk}", work)(other=7)
+
+
+@pytest.mark.parametrize("text", ["{account}", "{account.charge}", "{account!s:>200}"])
+def test_what_each_process_calls_otherwise_names_no_lock(text: str) -> None:
+    class Plain:
+        def charge(self) -> None: ...
+
+    def charge(account: Plain) -> None: ...
+
+    with pytest.raises(ValueError, match="the same in every process; use an attribute such as pk"):
+        _template(text, charge)(Plain())
 
 
 def test_self_is_an_argument_like_others() -> None:
@@ -184,7 +269,7 @@ def test_a_template_that_does_not_fit_the_function_is_refused_at_once(text: str)
     def work(number: int) -> None: ...
 
     with pytest.raises(ValueError, match=r".+"):
-        NameTemplate(text, inspect.signature(work))
+        NameTemplate(text, work)
 
 
 def test_arguments_that_do_not_fit_the_function_are_a_type_error() -> None:
