@@ -57,8 +57,8 @@ def distributed_lock(
     transaction begins inside the lock and is committed before the release.
     """
     if callable(name):
-        return _decorate(name, None, Terms.of(terms), on_busy)
-    checked = Terms.of(terms)
+        return _decorate(name, None, Terms.of(terms, "distributed_lock()"), on_busy)
+    checked = Terms.of(terms, "distributed_lock()")
     return lambda function: _decorate(function, name, checked, on_busy)
 
 

@@ -7,7 +7,7 @@ import threading
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack
 
 from asgiref.sync import markcoroutinefunction
 
@@ -19,6 +19,7 @@ from .engine.holder import Holder
 from .engine.naming import checked_name, printable
 from .engine.settling import asettled, settled
 from .engine.waiting import Wait
+from .engine.words import unknown_word
 from .exceptions import LockDeadlock, LockNotAcquired, LockNotHeld, NotSupported
 from .handler import locks
 from .lease import Awaited, Lease, held_here, note_held_here
@@ -83,8 +84,8 @@ class Terms:
     purpose: str = ""
 
     @classmethod
-    def of(cls, wishes: LockTerms) -> Terms:
-        """Return *wishes*, checked; TypeError or ValueError says which is wrong."""
+    def of(cls, wishes: LockTerms, call: str = "lock()") -> Terms:
+        """Return *wishes*, checked; TypeError or ValueError says which is wrong in *call*."""
         if not wishes:
             return _NO_WISHES
         known: dict[str, Any] = {**wishes}
@@ -95,10 +96,16 @@ class Terms:
         if release not in {"at_exit", "on_commit"}:
             msg = f'release must be "at_exit" or "on_commit", not {release!r}.'
             raise ValueError(msg)
-        return cls(**known, has_timeout="timeout" in known, on_commit=release == "on_commit")
+        try:
+            return cls(**known, has_timeout="timeout" in known, on_commit=release == "on_commit")
+        except TypeError:
+            unknown = next(word for word in wishes if word not in _WORDS)
+            words = _WORDS | {"on_busy"} if call == "distributed_lock()" else _WORDS
+            raise unknown_word(call, unknown, words) from None
 
 
 _NO_WISHES = Terms()
+_WORDS = LockTerms.__optional_keys__
 
 
 def _or_none(value: object, what: str) -> float | None:
@@ -146,28 +153,35 @@ class Lock:
 
     # The protocol of threading.Lock.
 
-    def acquire(self, blocking: bool = True, timeout: Seconds | None = -1) -> Lease | None:
+    def acquire(
+        self, blocking: bool = True, timeout: Seconds | None = -1, **unknown: Never
+    ) -> Lease | None:
         """Return a lease, or None if somebody else has it until *timeout* seconds are over.
 
         -1 stands for the timeout of the lock, None for no limit; *blocking* False tries once.
         """
         try:
-            return self.take(self._patience(timeout, blocking=blocking), self._remember)
+            return self.take(self._patience(timeout, blocking, unknown), self._remember)
         except LockNotAcquired:
             return None
 
     @markcoroutinefunction
     def aacquire(
-        self, blocking: bool = True, timeout: Seconds | None = -1
+        self, blocking: bool = True, timeout: Seconds | None = -1, **unknown: Never
     ) -> Coroutine[Any, Any, Lease | None]:
         """See acquire(). The lock is the caller's, also if it has another task await this."""
-        return self._aacquire(blocking, timeout, Caller(), Awaited())
+        return self._aacquire(blocking, timeout, unknown, Caller(), Awaited())
 
     async def _aacquire(
-        self, blocking: bool, timeout: Seconds | None, caller: Caller, awaited: Awaited
+        self,
+        blocking: bool,
+        timeout: Seconds | None,
+        unknown: dict[str, Any],
+        caller: Caller,
+        awaited: Awaited,
     ) -> Lease | None:
         try:
-            patience = self._patience(timeout, blocking=blocking)
+            patience = self._patience(timeout, blocking, unknown)
             lease = await self.atake(patience, partial(self._remember, caller=caller))
             awaited.bring(lease)
         except LockNotAcquired:
@@ -284,7 +298,13 @@ class Lock:
         """Return how long to wait when the call does not say."""
         return self.terms.timeout if self.terms.has_timeout else self._backend().timeout
 
-    def _patience(self, timeout: Seconds | None = -1, *, blocking: bool = True) -> float | None:
+    def _patience(
+        self, timeout: Seconds | None, blocking: bool, unknown: dict[str, Any]
+    ) -> float | None:
+        for word in unknown:
+            raise unknown_word(
+                "Lock.acquire()", word, {"blocking", "timeout"}, _WORDS - {"timeout"}
+            )
         if not blocking:
             if timeout != -1:
                 msg = "A timeout makes no sense with blocking=False."
@@ -521,4 +541,4 @@ def lock_all(*names: str, **terms: Unpack[LockTerms]) -> LockSet:
 
     ``with lock_all("account:1", "account:2") as leases:`` gives one lease for each name, in order.
     """
-    return LockSet(names, Terms.of(terms))
+    return LockSet(names, Terms.of(terms, "lock_all()"))

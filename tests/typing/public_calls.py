@@ -238,6 +238,8 @@ async def a_decorated_function_keeps_its_signature(shop: Shop, request: HttpRequ
 
 def what_is_wrong_is_seen() -> None:
     lock("a", timout=5)  # type: ignore[call-arg]  # a word misspelt
+    lock("a", expire=5)  # type: ignore[call-arg]  # a word of another library
+    lock("a").acquire(blocking_timeout=5)  # type: ignore[arg-type]  # as above
     lock("a", ttl="30")  # type: ignore[arg-type]  # text
     lock("a", ttl=None)  # type: ignore[arg-type]  # every lease ends
     lock("a", release="later")  # type: ignore[arg-type]  # there are two

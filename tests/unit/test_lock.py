@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import timedelta
 from typing import Any
 
@@ -216,3 +217,68 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
     assert length_of_line(memory, "a") == 0
     with lock("a", timeout=0.5) as lease:
         assert lease.held
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("expire", "use ttl"),
+        ("expiry", "use ttl"),
+        ("lease", "use ttl"),
+        ("lifetime", "use ttl"),
+        ("lock_timeout", "use ttl"),
+        ("auto_release_time", "use ttl"),
+        ("blocking_timeout", "use timeout"),
+        ("wait", "use timeout"),
+        ("retry", "use timeout"),
+        ("blocking", "use timeout=0 to try once"),
+        ("block", "use timeout=0 to try once"),
+        ("nowait", "use timeout=0 to try once"),
+        ("auto_renewal", "use renew"),
+        ("auto_renew", "use renew"),
+        ("on_commit", 'use release="on_commit"'),
+        ("sleep", "leave it out: waiters are woken"),
+        ("id", "leave it out: every lease has a secret owner"),
+        ("thread_local", "leave it out"),
+        ("strict", "leave it out"),
+        ("timout", "use timeout"),
+        ("has_timeout", "use timeout"),
+        ("side_effect", "use on_busy of distributed_lock()"),
+        (
+            "colour",
+            "it takes lock_delay, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
+        ),
+    ],
+)
+def test_a_word_that_lock_does_not_have_is_refused_with_the_right_one(
+    word: str, advice: str
+) -> None:
+    wrong: Any = {word: 5}
+
+    for call in (lock, lock_all, Lock):
+        with pytest.raises(TypeError) as caught:
+            call("a", **wrong)
+        name = "lock_all()" if call is lock_all else "lock()"
+        assert str(caught.value) == f"{name} has no {word!r}; {advice}"
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("expire", "use ttl of lock()"),
+        ("ttl", "use ttl of lock()"),
+        ("shared", "use shared of lock()"),
+        ("blocking_timeout", "use timeout"),
+        ("nowait", "use timeout=0 to try once"),
+        ("token", "leave it out: every lease has a secret owner"),
+        ("colour", "it takes blocking, timeout"),
+    ],
+)
+async def test_a_word_that_acquire_does_not_have_is_refused_too(word: str, advice: str) -> None:
+    wrong: Any = {word: 5}
+    said = re.escape(f"Lock.acquire() has no {word!r}; {advice}") + "$"
+
+    with pytest.raises(TypeError, match=said):
+        lock("a").acquire(**wrong)
+    with pytest.raises(TypeError, match=said):
+        await lock("a").aacquire(**wrong)
