@@ -1,7 +1,7 @@
 """Distributed locks for Django, over the servers a project already runs."""
 
 from .backends.rowlock import transaction_lock
-from .decorators import distributed_lock, respond, retry, skip
+from .decorators import respond, retry, skip
 from .exceptions import (
     InvalidLockBackend,
     LockBackendError,
@@ -18,7 +18,7 @@ from .exceptions import (
 )
 from .handler import locks
 from .lease import Lease
-from .lock import Lock, current_lease, lock, lock_all
+from .lock import Lock, current_lease, distributed_lock, lock, lock_all
 
 __all__ = [
     "InvalidLockBackend",

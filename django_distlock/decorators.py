@@ -1,4 +1,4 @@
-"""distributed_lock(): runs a function, view, task or generator while it holds a lock; what is done if it is busy."""
+"""Functions, views, tasks and generators that run while they hold a lock; what is done if it is busy."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ import inspect
 import math
 from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
 
-from .engine.naming import NameTemplate, checked_name, title_of
+from .engine.naming import NameTemplate, signature_of, title_of
 from .exceptions import LockNotAcquired
-from .lock import Lock, LockTerms, Terms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 
     from .lease import Lease
+    from .lock import Lock, Terms
 
     Policy = Callable[..., Any]
+    Name = str | Callable[..., str] | None
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
 _T = TypeVar("_T")
@@ -35,35 +36,21 @@ class Decorator(Protocol):
         """Return *function* with a lock around each call."""
 
 
-@overload
-def distributed_lock(function: _F, /) -> _F: ...
-@overload
-def distributed_lock(
-    name: str | None = None, /, *, on_busy: Policy | None = None, **terms: Unpack[LockTerms]
-) -> Decorator: ...
-def distributed_lock(
-    name: Any = None, /, *, on_busy: Policy | None = None, **terms: Unpack[LockTerms]
-) -> Any:
-    """Run the decorated function only while it holds a lock.
-
-    *name* may have fields for arguments of the call: ``"fee:{account_id}"``, ``"{account.pk}"``.
-    Without *name*, the lock has the module and the qualified name of the function.
-    If the lock is busy, *on_busy* is called with LockNotAcquired and the arguments of the call,
-    and its result is returned (see skip(), respond() and retry()); without *on_busy*, LockNotAcquired is raised.
-    See LockTerms for *terms*.
-
-    Works on functions, coroutine functions, views and generators. Generators and streaming
-    responses hold the lock until they are exhausted or closed. Under ATOMIC_REQUESTS, a view's
-    transaction begins inside the lock and is committed before the release.
-    """
-    if callable(name):
-        return _decorate(name, None, Terms.of(terms, "distributed_lock()"), on_busy)
-    checked = Terms.of(terms, "distributed_lock()")
-    return lambda function: _decorate(function, name, checked, on_busy)
-
-
-def _decorate(function: _F, name: str | None, terms: Terms, on_busy: Policy | None) -> _F:
-    locked = _Locked(function, name, terms, on_busy)
+def decorated(
+    function: _F,
+    name: Name,
+    terms: Terms,
+    on_busy: Policy | None,
+    make: Callable[[str, Terms], Lock],
+) -> _F:
+    """Return *function* with a lock around each call, which *make* makes of its name and terms."""
+    if isinstance(function, (staticmethod, classmethod)):
+        inside = decorated(function.__func__, name, terms, on_busy, make)
+        return type(function)(inside)
+    _check_function(function, name)
+    if on_busy is not None:
+        _check_policy(on_busy, function)
+    locked = _Locked(function, name, terms, on_busy, make)
     for is_kind, wrap in _KINDS:
         if is_kind(function):
             return functools.wraps(function)(wrap(locked))  # type: ignore[return-value]
@@ -72,28 +59,81 @@ def _decorate(function: _F, name: str | None, terms: Terms, on_busy: Policy | No
     return wrapped  # type: ignore[return-value]  # all four wrappers keep the signature
 
 
+def _check_function(function: object, name: Name) -> None:
+    """Raise TypeError for what cannot be decorated."""
+    if not callable(function):
+        msg = f"A lock decorates functions, not {function!r}; put it below @property and the like."
+    elif isinstance(function, type):
+        msg = (
+            f"A lock decorates functions, and {title_of(function)} is a class; decorate its methods, "
+            'or a view by @method_decorator(distributed_lock(...), name="dispatch").'
+        )
+    elif hasattr(function.__class__, "apply_async"):
+        msg = f"A lock decorates functions, and {function!r} is a Celery task; put it below @shared_task."
+    elif name is None and not hasattr(function, "__qualname__"):
+        msg = f"{function!r} has no name to lock; give one: distributed_lock('name')."
+    else:
+        return
+    raise TypeError(msg)
+
+
+def _check_policy(on_busy: object, function: Callable[..., Any]) -> None:
+    """Raise TypeError for an *on_busy* that would fail as soon as the lock is busy."""
+    title, kind = title_of(function), getattr(on_busy, "func", None)
+    first_two = [*signature_of(function).parameters.values()][:2] if kind else []
+    typed = [p for p in first_two if "Request" in str(p.annotation)]
+    named = [p for p in first_two if p.name.strip("_") in {"request", "req", ""}]
+    if on_busy in (skip, respond, retry):
+        right = f"on_busy={getattr(on_busy, '__name__', '')}"
+        msg = f"{right} lacks its parentheses; write {right}()."
+    elif not callable(on_busy):
+        msg = f"on_busy must be skip(), respond(), retry() or a function, not {on_busy!r}."
+    elif kind is _respond and not (
+        typed or named or any(p.kind is p.VAR_POSITIONAL for p in first_two)
+    ):
+        msg = (
+            f"respond() answers requests, and {title}() takes none; use skip(), or retry() in a Celery "
+            "task. If it is a view, call its first argument request."
+        )
+    elif kind is _retry and (typed or any(p.annotation is p.empty for p in named)):
+        msg = f"retry() is for Celery tasks, and {title}() takes a request; use respond()."
+    elif kind is _retry and any(is_kind(function) for is_kind, _ in _KINDS):
+        msg = f"retry() is for Celery tasks, and {title}() is async or a generator; use skip()."
+    else:
+        return
+    raise TypeError(msg)
+
+
 class _Locked:
     """The decorated function with the terms of its lock."""
 
     def __init__(
-        self, function: Callable[..., Any], name: str | None, terms: Terms, on_busy: Policy | None
+        self,
+        function: Callable[..., Any],
+        name: Name,
+        terms: Terms,
+        on_busy: Policy | None,
+        make: Callable[[str, Terms], Lock],
     ) -> None:
         self.function = function
         title = title_of(function)
         self.transactions = RequestTransactions(function)
         self._on_busy = on_busy
-        self._own_name = checked_name(title)
+        self._make = make
         self._shows_request = not terms.purpose
         self._terms = terms if terms.purpose else replace(terms, purpose=title)
-        self._template = None if name is None else NameTemplate(name, function)
+        self._name_for: Callable[[tuple[Any, ...], dict[str, Any]], str]
+        if callable(name):
+            self._name_for = lambda args, kwargs: name(*args, **kwargs)
+        else:
+            self._name_for = NameTemplate(title if name is None else name, function).name_for
 
     def lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
         """Return the lock for one call; its purpose is the request of a view, else the function."""
-        name = self._template.name_for(args, kwargs) if self._template else self._own_name
-        terms = self._terms
+        name, terms = self._name_for(args, kwargs), self._terms
         if self._shows_request and (request := find_request(args)) is not None:
             terms = replace(terms, purpose=f"{request.method} {request.path}")
-        return Lock.on_terms(name, terms)
+        return self._make(name, terms)
 
     def refuse(self, busy: LockNotAcquired, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what *on_busy* returns, or raise *busy*."""
@@ -209,22 +249,22 @@ def respond(status: int = 409) -> Policy:
 
     Clients that prefer JSON get problem details (RFC 9457).
     """
+    return functools.partial(_respond, status)
 
-    def policy(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> HttpResponse:
-        request = find_request(args)
-        best = request and request.get_preferred_type(_TYPES)
-        response: HttpResponse
-        if best and best.endswith("json"):
-            problem = {"type": "about:blank", "title": _TITLE, "status": status}
-            response = JsonResponse(problem, status=status, content_type=_TYPES[2])
-        else:
-            plain = "text/plain; charset=utf-8"
-            response = HttpResponse(_TITLE, status=status, content_type=plain)
-        if busy.remaining is not None:
-            response["Retry-After"] = str(max(1, math.ceil(busy.remaining)))
-        return response
 
-    return policy
+def _respond(status: int, busy: LockNotAcquired, /, *args: Any, **kwargs: Any) -> HttpResponse:
+    request = find_request(args)
+    best = request and request.get_preferred_type(_TYPES)
+    response: HttpResponse
+    if best and best.endswith("json"):
+        problem = {"type": "about:blank", "title": _TITLE, "status": status}
+        response = JsonResponse(problem, status=status, content_type=_TYPES[2])
+    else:
+        plain = "text/plain; charset=utf-8"
+        response = HttpResponse(_TITLE, status=status, content_type=plain)
+    if busy.remaining is not None:
+        response["Retry-After"] = str(max(1, math.ceil(busy.remaining)))
+    return response
 
 
 def retry(countdown: float | None = None, **options: Any) -> Policy:
@@ -232,16 +272,23 @@ def retry(countdown: float | None = None, **options: Any) -> Policy:
 
     Without *countdown*, it is retried when the holder's lease ends, if that is known.
     """
+    return functools.partial(_retry, countdown, options)
 
-    def policy(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> Any:
-        from celery import current_task
 
-        if not current_task:
-            raise busy
-        later = countdown if countdown is not None else busy.remaining
-        raise current_task.retry(exc=busy, countdown=later, **options)
+def _retry(
+    countdown: float | None,
+    options: dict[str, Any],
+    busy: LockNotAcquired,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    from celery import current_task
 
-    return policy
+    if not current_task:
+        raise busy
+    later = countdown if countdown is not None else busy.remaining
+    raise current_task.retry(exc=busy, countdown=later, **options)
 
 
 def find_request(args: tuple[Any, ...]) -> HttpRequest | None:

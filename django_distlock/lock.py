@@ -1,4 +1,4 @@
-"""lock(), lock_all() and Lock: what stands after ``with`` and ``async with``."""
+"""lock(), lock_all(), distributed_lock() and Lock: what stands after ``with`` and ``async with``, or decorates."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import threading
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, TypeVar, Unpack, overload
 
 from asgiref.sync import markcoroutinefunction
 
 from .conf import DEFAULT_ALIAS, checked_ttl, optional_seconds, seconds
+from .decorators import Decorator, decorated
 from .engine.acquisition import aacquire, acquire
 from .engine.caller import Caller
 from .engine.forks import forks
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from .backends.base import BaseLockBackend
+    from .decorators import Policy
     from .engine.values import Request
     from .lease import Known
 
     Seconds = float | timedelta
     Note = Callable[[Lease], object]
+
+_F = TypeVar("_F", bound="Callable[..., Any]")
 
 
 class LockTerms(TypedDict, total=False):
@@ -150,6 +154,10 @@ class Lock:
         # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
         self._acquired: list[Known] = []
         self._entered: list[Known] = []
+
+    def __call__(self, function: _F, /) -> _F:
+        """Return *function* with this lock around each call; see distributed_lock()."""
+        return decorated(function, self.name, self.terms, None, Lock.on_terms)
 
     # The protocol of threading.Lock.
 
@@ -431,6 +439,59 @@ def _remove_last(leases: list[Known], lease: Lease) -> None:
     leases[:] = [
         known for number, known in enumerate(leases) if number != last and known() is not None
     ]
+
+
+@overload
+def distributed_lock(function: _F, /) -> _F: ...
+@overload
+def distributed_lock(
+    name: str | Callable[..., str] | None = None,
+    /,
+    *,
+    on_busy: Policy | None = None,
+    **terms: Unpack[LockTerms],
+) -> Decorator: ...
+@overload
+def distributed_lock(
+    *,
+    name: str | Callable[..., str],
+    on_busy: Policy | None = None,
+    **terms: Unpack[LockTerms],
+) -> Decorator: ...
+def distributed_lock(
+    function: Any = None,
+    /,
+    *,
+    name: Any = None,
+    on_busy: Policy | None = None,
+    **terms: Unpack[LockTerms],
+) -> Any:
+    """Run the decorated function only while it holds a lock.
+
+    *name* may have fields for arguments of the call: ``"fee:{account_id}"``, ``"{account.pk}"``.
+    It may also be a lambda, which is called with the arguments: ``lambda account: f"fee:{account.pk}"``;
+    or any other function, as ``name=...``.
+    Without *name*, the lock has the module and the qualified name of the function.
+    If the lock is busy, *on_busy* is called with LockNotAcquired and the arguments of the call,
+    and its result is returned (see skip(), respond() and retry()); without *on_busy*, LockNotAcquired is raised.
+    See LockTerms for *terms*.
+
+    Works on functions, coroutine functions, views and generators. Generators and streaming
+    responses hold the lock until they are exhausted or closed. Under ATOMIC_REQUESTS, a view's
+    transaction begins inside the lock and is committed before the release.
+    """
+    checked = Terms.of(terms, "distributed_lock()")
+    if function is not None and name is not None:
+        msg = "distributed_lock() has one name, in front or as name=..."
+        raise TypeError(msg)
+    is_name = terms or on_busy or getattr(function, "__name__", "") == "<lambda>"
+    if isinstance(function, (staticmethod, classmethod)) or (callable(function) and not is_name):
+        return decorated(function, None, checked, on_busy, Lock.on_terms)
+    name = function if name is None else name
+    if not (name is None or isinstance(name, str) or callable(name)):
+        msg = f"A lock's name must be text or a function, not {name!r}; put it below @property and the like."
+        raise TypeError(msg)
+    return lambda function: decorated(function, name, checked, on_busy, Lock.on_terms)
 
 
 class LockSet:

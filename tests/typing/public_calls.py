@@ -191,6 +191,30 @@ async def numbers_in_a_task(upto: int) -> AsyncIterator[int]:
     yield upto
 
 
+@lock("report", timeout=5)
+def as_a_decorator(number: int) -> str:
+    return str(number)
+
+
+@lock("report")
+async def as_a_decorator_in_a_task(number: int) -> str:
+    return str(number)
+
+
+@distributed_lock(name=lambda account: f"fee:{account.pk}")
+def named_by_a_lambda(account: Account) -> int:
+    return account.pk or 0
+
+
+def name_of(account: Account, month: str) -> str:
+    return f"{account.pk}:{month}"
+
+
+@distributed_lock(name_of, timeout=5)
+def named_by_a_function(account: Account, month: str) -> int:
+    return len(month)
+
+
 def instead(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> str:
     return busy.name
 
@@ -212,6 +236,16 @@ class Shop:
     def count(upto: int) -> int:
         return upto
 
+    @distributed_lock("above")
+    @staticmethod
+    def static_below(number: int) -> int:
+        return number
+
+    @distributed_lock
+    @classmethod
+    def class_below(cls, number: int) -> Shop:
+        return cls()
+
 
 @method_decorator(distributed_lock("report"), name="dispatch")
 class Report(View):
@@ -232,6 +266,12 @@ async def a_decorated_function_keeps_its_signature(shop: Shop, request: HttpRequ
     assert_type(shop.charge("May"), int)
     assert_type(Shop.open("name"), Shop)
     assert_type(shop.count(7), int)
+    assert_type(shop.static_below(7), int)
+    assert_type(Shop.class_below(7), Shop)
+    assert_type(as_a_decorator(7), str)
+    assert_type(await as_a_decorator_in_a_task(7), str)
+    assert_type(named_by_a_lambda(Account()), int)
+    assert_type(named_by_a_function(Account(), "May"), int)
     bare("7")  # type: ignore[arg-type]  # an error is seen through the decorator
     shop.charge()  # type: ignore[call-arg]  # as above
 
@@ -244,6 +284,9 @@ def what_is_wrong_is_seen() -> None:
     lock("a", ttl=None)  # type: ignore[arg-type]  # every lease ends
     lock("a", release="later")  # type: ignore[arg-type]  # there are two
     lock_all(["a", "b"])  # type: ignore[arg-type]  # names, not a list of them
+    as_a_decorator("7")  # type: ignore[arg-type]  # seen through lock(), too
+    named_by_a_lambda(7)  # type: ignore[arg-type]  # as above
+    distributed_lock("a", on_busy="skip")  # type: ignore[call-overload]  # skip()
     distributed_lock("a", timout=5)  # type: ignore[call-overload]  # a word misspelt
     transaction_lock("a", "default")  # type: ignore[call-arg]  # by name only
 

@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
 from typing import Any
 
 import pytest
-from asgiref.sync import markcoroutinefunction
+from asgiref.sync import iscoroutinefunction, markcoroutinefunction
+from django.http import HttpRequest
 
-from django_distlock import LockNotAcquired, current_lease, distributed_lock, lock, skip
+from django_distlock import (
+    LockNotAcquired,
+    current_lease,
+    distributed_lock,
+    lock,
+    respond,
+    retry,
+    skip,
+)
 from tests.contract.crew import elsewhere, held_in_thread
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -68,6 +78,60 @@ class TestNames:
 
         with pytest.raises(TypeError, match="must be text"):
             distributed_lock(42)(lambda: None)  # type: ignore[call-overload]  # under test
+
+    def test_a_name_may_be_a_function_of_the_arguments(self) -> None:
+        def of_month(account_id: int, month: str = "May") -> str:
+            return f"fee:{account_id}:{month}"
+
+        @distributed_lock(lambda account_id, month="May": of_month(account_id, month))  # type: ignore[untyped-decorator]  # name=... has types
+        def by_lambda(account_id: int, month: str = "May") -> bool:
+            return _is_held(f"fee:{account_id}:{month}")
+
+        @distributed_lock(of_month, timeout=0)
+        def with_terms(account_id: int, month: str = "May") -> bool:
+            return _is_held(f"fee:{account_id}:{month}")
+
+        @distributed_lock(name=of_month)
+        def by_keyword(account_id: int, month: str = "May") -> bool:
+            return _is_held(f"fee:{account_id}:{month}")
+
+        for charge in (by_lambda, with_terms, by_keyword):
+            assert charge(7)
+            assert charge(account_id=8, month="June")
+            assert not _is_held("fee:7:May")
+
+    async def test_a_function_names_what_methods_and_coroutines_lock(self) -> None:
+        class Shop:
+            pk = 7
+
+            @distributed_lock(lambda shop: f"shop:{shop.pk}", on_busy=skip())
+            def open(self) -> bool:
+                return _is_held("shop:7")
+
+            @distributed_lock(name=lambda shop, part: f"{shop.pk}:{part}")
+            async def part(self, part: str) -> bool:
+                return await lock(f"7:{part}").alocked()
+
+            @distributed_lock(lambda shop: f"parts:{shop.pk}", timeout=0)
+            def parts(self) -> Iterator[bool]:
+                yield _is_held("parts:7")
+
+        assert Shop().open()
+        assert await Shop().part("a")
+        assert list(Shop().parts()) == [True]
+
+    def test_a_function_that_names_no_lock_is_told_so(self) -> None:
+        @distributed_lock(name=lambda account_id: account_id)
+        def charge(account_id: Any) -> None: ...
+
+        with pytest.raises(TypeError, match="must be text, not int"):
+            charge(7)
+        with pytest.raises(ValueError, match="must not be empty"):
+            charge("")
+
+    def test_a_name_is_given_once(self) -> None:
+        with pytest.raises(TypeError, match="one name"):
+            distributed_lock("a", name="b")  # type: ignore[call-overload]  # under test
 
     def test_functions_of_one_name_in_two_classes_have_two_locks(self) -> None:
         class First:
@@ -145,6 +209,36 @@ class TestKinds:
         assert Account.class_method()
         assert account.static_method()
         assert account.a_property
+
+    def test_it_may_stand_above_staticmethod_and_classmethod(self) -> None:
+        class Account:
+            kind = "Account"
+
+            @distributed_lock("above {number}")
+            @staticmethod
+            def static_below(number: int) -> bool:
+                return _is_held(f"above {number}")
+
+            @distributed_lock
+            @staticmethod
+            def bare_static() -> bool:
+                return _is_held(f"{__name__}.{Account.bare_static.__qualname__}")
+
+            @distributed_lock("above {cls.kind}", timeout=0)
+            @classmethod
+            def class_below(cls) -> bool:
+                return _is_held("above Account")
+
+            @distributed_lock
+            @classmethod
+            def bare_class(cls) -> bool:
+                return _is_held(f"{__name__}.{Account.bare_class.__qualname__}")
+
+        for owner in (Account, Account()):
+            assert owner.static_below(3)
+            assert owner.bare_static()
+            assert owner.class_below()
+            assert owner.bare_class()
 
     def test_it_is_reentrant_through_recursion(self) -> None:
         @distributed_lock("a", timeout=0)
@@ -274,6 +368,220 @@ class TestKinds:
         assert await voice.asend("a word") == "heard a word"
         assert await voice.athrow(ZeroDivisionError()) == "caught"
         await voice.aclose()
+
+
+class TestLockAsADecorator:
+    """@lock("x") is @distributed_lock("x")."""
+
+    def test_it_holds_the_lock_while_a_function_runs(self) -> None:
+        @lock("fee:{account_id}", timeout=0)
+        def charge(account_id: int) -> bool:
+            assert elsewhere(lambda: lock(f"fee:{account_id}").acquire(timeout=0)) is None
+            return _is_held(f"fee:{account_id}")
+
+        assert charge(7)
+        assert not _is_held("fee:7")
+        assert (charge.__name__, list(inspect.signature(charge).parameters)) == (
+            "charge",
+            ["account_id"],
+        )
+
+    def test_its_terms_are_those_of_the_lock(self, busy: str) -> None:
+        @lock(busy, timeout=0)
+        def work() -> None:
+            pytest.fail("held by another thread")
+
+        with pytest.raises(LockNotAcquired, match=busy):
+            work()
+
+    async def test_it_decorates_coroutines_and_generators(self) -> None:
+        @lock("a")
+        async def work() -> bool:
+            return await lock("a").alocked()
+
+        @lock("a")
+        def count() -> Iterator[bool]:
+            yield _is_held("a")
+
+        @lock("a")
+        async def acount() -> AsyncGenerator[bool]:
+            yield await lock("a").alocked()
+
+        assert inspect.iscoroutinefunction(work)
+        assert await work()
+        assert list(count()) == [True]
+        assert [held async for held in acount()] == [True]
+        assert not _is_held("a")
+
+    def test_it_decorates_methods_above_and_below(self) -> None:
+        class Shop:
+            pk = 7
+
+            @lock("shop:{self.pk}")
+            def method(self) -> bool:
+                return _is_held("shop:7")
+
+            @lock("a")
+            @classmethod
+            def class_method(cls) -> bool:
+                return _is_held("a")
+
+            @staticmethod
+            @lock("b")
+            def static_method() -> bool:
+                return _is_held("b")
+
+        assert Shop().method()
+        assert Shop.class_method()
+        assert Shop().static_method()
+
+    def test_one_lock_may_decorate_and_be_entered(self) -> None:
+        report = lock("report")
+
+        @report
+        def work() -> bool:
+            return _is_held("report")
+
+        with report:
+            assert work()
+            assert _is_held("report")
+        assert not _is_held("report")
+
+    def test_it_calls_nothing_else(self) -> None:
+        with pytest.raises(TypeError, match="A lock decorates functions, not 7"):
+            lock("a")(7)  # type: ignore[type-var]  # under test
+
+
+@distributed_lock
+def at_the_top(number: int) -> int:
+    return number
+
+
+class TestWhatIsKept:
+    def test_it_is_pickled_by_its_name(self) -> None:
+        assert pickle.loads(pickle.dumps(at_the_top)) is at_the_top
+
+    def test_it_leads_to_the_function_and_has_its_attributes(self) -> None:
+        def work(number: int, *, by: int = 1) -> int:
+            return number + by
+
+        work.colour = "red"  # type: ignore[attr-defined]  # as decorators leave them
+        for wrapped in (distributed_lock(work), distributed_lock("a")(work), lock("a")(work)):
+            assert wrapped.__wrapped__ is work  # type: ignore[attr-defined]  # of functools.wraps()
+            assert wrapped.colour == "red"  # type: ignore[attr-defined]  # as above
+            assert inspect.signature(wrapped) == inspect.signature(work)
+
+    async def test_what_is_marked_as_a_coroutine_function_stays_one(self) -> None:
+        @lock("a")
+        @_marked
+        def work() -> Coroutine[Any, Any, bool]:
+            return lock("a").alocked()
+
+        assert iscoroutinefunction(work)
+        assert await work()
+
+
+class Charger:
+    def __call__(self, number: int) -> bool:
+        return _is_held(f"a:{number}")
+
+
+class TestMisuse:
+    """What cannot work is refused where it is written, with what to write instead."""
+
+    def test_a_class_is_no_function(self) -> None:
+        class Report: ...
+
+        for decorate in (distributed_lock, distributed_lock("a"), distributed_lock(), lock("a")):
+            with pytest.raises(TypeError, match=r"Report is a class; .*@method_decorator"):
+                decorate(Report)
+
+    def test_a_property_is_no_function(self) -> None:
+        a_property = property(lambda self: None)
+
+        with pytest.raises(TypeError, match="put it below @property"):
+            distributed_lock(a_property)  # type: ignore[call-overload]  # under test
+        with pytest.raises(TypeError, match="put it below @property"):
+            distributed_lock("a")(a_property)  # type: ignore[type-var]  # under test
+
+    def test_a_celery_task_is_decorated_inside(self) -> None:
+        app = pytest.importorskip("celery").Celery(set_as_current=False)
+
+        @app.task  # type: ignore[untyped-decorator]  # Celery has no types
+        def task() -> None: ...
+
+        for decorate in (distributed_lock, distributed_lock("a", on_busy=respond()), lock("a")):
+            with pytest.raises(TypeError, match="is a Celery task; put it below @shared_task"):
+                decorate(task)
+
+    def test_a_callable_without_a_name_is_given_one(self) -> None:
+        with pytest.raises(TypeError, match=r"give one: distributed_lock\('name'\)"):
+            distributed_lock(Charger())
+
+        assert distributed_lock("a:{number}")(Charger())(7)
+        assert distributed_lock("a:{number}")(functools.partial(Charger(), number=7))()
+
+    @pytest.mark.parametrize(
+        ("on_busy", "said"),
+        [
+            (skip, "on_busy=skip lacks its parentheses; write on_busy=skip()."),
+            (respond, "on_busy=respond lacks its parentheses; write on_busy=respond()."),
+            (retry, "on_busy=retry lacks its parentheses; write on_busy=retry()."),
+            ("skip", "on_busy must be skip(), respond(), retry() or a function, not 'skip'."),
+            (409, "on_busy must be skip(), respond(), retry() or a function, not 409."),
+            ({}, "on_busy must be skip(), respond(), retry() or a function, not {}."),
+        ],
+    )
+    def test_on_busy_is_a_policy(self, on_busy: Any, said: str) -> None:
+        with pytest.raises(TypeError) as caught:
+
+            @distributed_lock("a", on_busy=on_busy)
+            def work() -> None: ...
+
+        assert str(caught.value) == said
+
+    def test_respond_needs_a_request(self) -> None:
+        def task(shop_id: int) -> None: ...
+        def bound_task(self: Any, shop_id: int, request: Any) -> None: ...
+        def nightly() -> None: ...
+
+        for function in (task, bound_task, nightly):
+            with pytest.raises(
+                TypeError, match=r"takes none; use skip\(\), or retry\(\) in a Celery"
+            ):
+                distributed_lock("a", on_busy=respond())(function)
+
+    def test_respond_takes_whatever_may_be_a_request(self) -> None:
+        def view(request: Any) -> None: ...
+        def method(self: Any, req: Any) -> None: ...
+        def unused(_: Any) -> None: ...
+        def typed(incoming: HttpRequest) -> None: ...
+        def any_arguments(*args: Any, **kwargs: Any) -> None: ...
+
+        for function in (view, method, unused, typed, any_arguments):
+            distributed_lock("a", on_busy=respond())(function)
+
+    def test_retry_needs_a_task(self) -> None:
+        def view(request) -> None: ...  # type: ignore[no-untyped-def]  # as most views are
+        def typed(this: Any, incoming: HttpRequest) -> None: ...
+        async def coroutine() -> None: ...
+        def generator() -> Iterator[int]:
+            yield 1
+
+        for function in (view, typed):
+            with pytest.raises(TypeError, match=r"takes a request; use respond\(\)"):
+                distributed_lock("a", on_busy=retry())(function)
+        for other in (coroutine, generator):
+            with pytest.raises(TypeError, match=r"is async or a generator; use skip\(\)"):
+                distributed_lock("a", on_busy=retry())(other)
+
+    def test_retry_takes_whatever_may_be_a_task(self) -> None:
+        def task(self: Any, request_id: int) -> None: ...
+        def with_a_request_of_its_own(request: dict[str, str]) -> None: ...
+        def any_arguments(*args: Any, **kwargs: Any) -> None: ...
+
+        for function in (task, with_a_request_of_its_own, any_arguments):
+            distributed_lock("a", on_busy=retry())(function)
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
