@@ -253,10 +253,8 @@ def respond(status: int = 409) -> Policy:
 
 
 def _respond(status: int, busy: LockNotAcquired, /, *args: Any, **kwargs: Any) -> HttpResponse:
-    request = find_request(args)
-    best = request and request.get_preferred_type(_TYPES)
     response: HttpResponse
-    if best and best.endswith("json"):
+    if _wants_json(args):
         problem = {"type": "about:blank", "title": _TITLE, "status": status}
         response = JsonResponse(problem, status=status, content_type=_TYPES[2])
     else:
@@ -291,9 +289,29 @@ def _retry(
     raise current_task.retry(exc=busy, countdown=later, **options)
 
 
+def _wants_json(args: tuple[Any, ...]) -> bool:
+    request = find_request(args)
+    if request is None:
+        return False
+    for arg in args[:2]:
+        # Django REST framework has asked the client already, by more than its headers.
+        if settled := getattr(arg, "accepted_media_type", None):
+            return "json" in settled
+    # A client that takes anything is answered in what it sends.
+    types = _TYPES[::-1] if request.content_type == "application/json" else _TYPES
+    return (request.get_preferred_type(types) or "").endswith("json")
+
+
 def find_request(args: tuple[Any, ...]) -> HttpRequest | None:
-    """Return the request of a view: the first argument, or the second one of a method."""
-    return next((arg for arg in args[:2] if isinstance(arg, HttpRequest)), None)
+    """Return Django's request: the first argument of a view, or the second one of a method.
+
+    That of Django REST framework is not one, but has it inside.
+    """
+    for arg in args[:2]:
+        request = getattr(arg, "_request", arg)
+        if isinstance(request, HttpRequest):
+            return request
+    return None
 
 
 class _EveryAlias(set[str]):
@@ -328,8 +346,8 @@ class RequestTransactions:
             raise RuntimeError(msg)
 
     def _aliases(self, args: tuple[Any, ...]) -> list[str]:
-        if find_request(args) is None:
-            return []
+        if not any(isinstance(arg, HttpRequest) for arg in args[:2]):
+            return []  # no view, or a method that Django REST framework calls inside the transactions
         exempt = set(self._marked)
         databases = connections.settings.items()
         return [

@@ -10,6 +10,10 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
 from django.utils.decorators import method_decorator
 from django.views import View
+from ninja import NinjaAPI
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
 
 from django_distlock import (
     InvalidLockBackend,
@@ -254,6 +258,18 @@ class Report(View):
         return StreamingHttpResponse([request.path])
 
 
+class Charge(APIView):
+    @distributed_lock("fee:{pk}", on_busy=respond())
+    def post(self, request: Request, pk: int) -> Response:
+        return Response()
+
+
+@NinjaAPI().post("/charge/{pk}")
+@distributed_lock("fee:{pk}", on_busy=respond())
+def operation(request: HttpRequest, pk: int) -> dict[str, int]:
+    return {"pk": pk}
+
+
 async def a_decorated_function_keeps_its_signature(shop: Shop, request: HttpRequest) -> None:
     assert_type(bare(7, rate=0.1), str)
     assert_type(with_brackets(7), str)
@@ -266,6 +282,8 @@ async def a_decorated_function_keeps_its_signature(shop: Shop, request: HttpRequ
     assert_type(shop.charge("May"), int)
     assert_type(Shop.open("name"), Shop)
     assert_type(shop.count(7), int)
+    assert_type(Charge().post(Request(request), 7), Response)
+    assert_type(operation(request, 7), dict[str, int])
     assert_type(shop.static_below(7), int)
     assert_type(Shop.class_below(7), Shop)
     assert_type(as_a_decorator(7), str)

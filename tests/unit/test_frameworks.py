@@ -1,0 +1,231 @@
+"""@distributed_lock in Django REST framework and django-ninja: refusals in JSON, and holders that say which request."""
+
+import json
+from typing import Any
+
+import pytest
+from django.db import connections
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.test import AsyncClient, Client, RequestFactory
+from django.urls import include, path
+from django.utils.decorators import method_decorator
+from ninja import NinjaAPI, Schema
+from ninja.decorators import decorate_view
+from pytest_django.fixtures import Settings
+from rest_framework.decorators import action, api_view
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.routers import SimpleRouter
+from rest_framework.views import APIView
+from rest_framework.viewsets import ViewSet
+
+from django_distlock import current_lease, distributed_lock, lock, respond
+from django_distlock.decorators import RequestTransactions, find_request
+from tests.contract.crew import held_in_thread
+
+locked = distributed_lock("fee:{account_id}", timeout=0, on_busy=respond())
+
+
+def said() -> dict[str, str]:
+    lease = current_lease("fee:7")
+    assert lease
+    return {"purpose": lease.holder.purpose}
+
+
+class Method(APIView):
+    @locked
+    def post(self, request: Request, account_id: int) -> Response:
+        return Response(said())
+
+
+@method_decorator(locked, name="post")
+class DecoratedMethod(APIView):
+    def post(self, request: Request, account_id: int) -> Response:
+        return Response(said())
+
+
+@method_decorator(locked, name="dispatch")
+class Dispatch(APIView):
+    def post(self, request: Request, account_id: int) -> Response:
+        return Response(said())
+
+
+@api_view(["POST"])
+@locked
+def inside(request: Request, account_id: int) -> Response:
+    return Response(said())
+
+
+@locked
+@api_view(["POST"])
+def outside(request: Request, account_id: int) -> Response:
+    return Response(said())
+
+
+class Accounts(ViewSet):
+    lookup_field = "account_id"
+
+    @locked
+    def update(self, request: Request, account_id: str) -> Response:
+        return Response(said())
+
+    @action(detail=True, methods=["post"])
+    @locked
+    def below(self, request: Request, account_id: str) -> Response:
+        return Response(said())
+
+    @locked
+    @action(detail=True, methods=["post"])
+    def above(self, request: Request, account_id: str) -> Response:
+        return Response(said())
+
+
+class Rate(Schema):
+    rate: float = 0.03
+
+
+ninja = NinjaAPI()
+
+
+@ninja.post("/operation/{account_id}")
+@locked
+def operation(request: HttpRequest, account_id: int, rate: Rate) -> dict[str, str]:
+    return said()
+
+
+@ninja.post("/async/{account_id}")
+@locked
+async def async_operation(request: HttpRequest, account_id: int) -> dict[str, str]:
+    return said()
+
+
+@ninja.post("/view/{account_id}")
+@decorate_view(locked)
+def operation_as_a_view(request: HttpRequest, account_id: int, rate: Rate) -> dict[str, str]:
+    return said()
+
+
+@locked
+async def async_view(request: HttpRequest, account_id: int) -> HttpResponse:
+    return JsonResponse(said())
+
+
+router = SimpleRouter()
+router.register("accounts", Accounts, basename="account")
+urlpatterns = [
+    path("method/<int:account_id>", Method.as_view()),
+    path("decorated-method/<int:account_id>", DecoratedMethod.as_view()),
+    path("dispatch/<int:account_id>", Dispatch.as_view()),
+    path("inside/<int:account_id>", inside),
+    path("outside/<int:account_id>", outside),
+    path("viewset/", include(router.urls)),
+    path("ninja/", ninja.urls),
+    path("async-view/<int:account_id>", async_view),
+]
+#: Where Django REST framework asks the client before the lock is taken.
+ASKED = [
+    "/method/7",
+    "/decorated-method/7",
+    "/inside/7",
+    "/viewset/accounts/7/below/",
+    "/viewset/accounts/7/above/",
+]
+ALL = [
+    *ASKED,
+    "/dispatch/7",
+    "/outside/7",
+    "/ninja/operation/7",
+    "/ninja/async/7",
+    "/ninja/view/7",
+    "/async-view/7",
+]
+JSON = {"accept": "application/json"}
+
+
+@pytest.fixture(autouse=True)
+def _urls(memory: object, settings: Settings) -> None:
+    settings.ROOT_URLCONF = __name__
+    settings.MIDDLEWARE = []
+
+
+def post(url: str, **headers: str) -> Any:
+    return Client().post(url, {"rate": 1}, "application/json", headers=headers)
+
+
+@pytest.mark.parametrize("url", ALL)
+def test_the_holder_says_which_request_it_serves(url: str) -> None:
+    response = post(url, **JSON)
+
+    assert response.status_code == 200
+    assert json.loads(response.content) == {"purpose": f"POST {url}"}
+    assert not lock("fee:7").locked()
+
+
+@pytest.mark.parametrize("url", ALL)
+def test_a_client_of_json_is_refused_in_problem_details(url: str) -> None:
+    with held_in_thread(lock("fee:7", ttl=20)):
+        response = post(url, **JSON)
+
+    assert (response.status_code, response["Content-Type"]) == (409, "application/problem+json")
+    assert json.loads(response.content)["status"] == 409
+    assert int(response["Retry-After"]) >= 1
+
+
+@pytest.mark.parametrize("url", ["/ninja/async/7", "/async-view/7"])
+async def test_a_client_of_json_is_refused_so_under_asgi(url: str) -> None:
+    with held_in_thread(lock("fee:7", ttl=20)):
+        response = await AsyncClient().post(url, headers=JSON)
+
+    assert (response.status_code, response["Content-Type"]) == (409, "application/problem+json")
+
+
+@pytest.mark.parametrize("url", ALL)
+def test_a_client_that_sends_json_and_takes_anything_is_answered_in_json(url: str) -> None:
+    with held_in_thread(lock("fee:7", ttl=20)):
+        answers = [post(url), post(url, accept="*/*")]
+
+    assert [each["Content-Type"] for each in answers] == ["application/problem+json"] * 2
+
+
+@pytest.mark.parametrize("url", ALL)
+def test_a_browser_is_answered_in_text(url: str) -> None:
+    with held_in_thread(lock("fee:7", ttl=20)):
+        response = post(url, accept="text/html,application/xhtml+xml,*/*;q=0.8")
+
+    assert (response.status_code, response["Content-Type"]) == (409, "text/plain; charset=utf-8")
+
+
+@pytest.mark.parametrize("url", ASKED)
+def test_what_the_rest_framework_has_settled_with_the_client_counts(url: str) -> None:
+    with held_in_thread(lock("fee:7", ttl=20)):
+        by_the_view = Client().post(url, {"rate": 1})
+        by_the_url = Client().post(f"{url}?format=json", headers={"accept": "*/*"})
+        for_a_browser = Client().post(f"{url}?format=api", headers={"accept": "*/*"})
+
+    assert by_the_view["Content-Type"] == "application/problem+json"
+    assert by_the_url["Content-Type"] == "application/problem+json"
+    assert for_a_browser["Content-Type"] == "text/plain; charset=utf-8"
+
+
+def test_the_other_methods_of_a_viewset_are_views_too() -> None:
+    with held_in_thread(lock("fee:7", ttl=20)):
+        assert Client().put("/viewset/accounts/7/").status_code == 409
+
+
+def test_the_request_of_the_rest_framework_has_djangos_inside() -> None:
+    request = RequestFactory().get("/")
+
+    assert find_request((Request(request),)) is request
+    assert find_request((object(), Request(request))) is request
+
+
+def test_a_method_of_the_rest_framework_begins_no_transaction_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def view(*args: Any) -> None: ...
+
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+    request = RequestFactory().get("/")
+
+    assert RequestTransactions(view).inside((object(), Request(request))) is view
+    assert RequestTransactions(view).inside((request,)) is not view
