@@ -1,4 +1,4 @@
-"""The clocks of this process: one for leases, one for waiting, never compared; and how long a text travelled.
+"""The clocks of this process: one for leases, one for waiting, never compared; and times as people read them.
 
 All are read by clock_gettime(), which freezegun and time-machine leave alone but for the wall clock:
 a test that freezes the time does not freeze its locks.
@@ -8,8 +8,15 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from django.utils import timezone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _gettime = time.clock_gettime
@@ -48,3 +55,30 @@ def travelled(wall: float, boot: str, lease: float) -> float:
     """
     by_wall = _gettime(time.CLOCK_REALTIME) - wall
     return max(0.0, by_wall, lease_time() - lease if boot and boot == _BOOT else 0.0)
+
+
+# As Django spells them: its translations know them.
+_UNITS = (
+    (86_400, "%(num)d day", "%(num)d days"),
+    (3_600, "%(num)d hour", "%(num)d hours"),
+    (60, "%(num)d minute", "%(num)d minutes"),
+)
+
+
+def in_words(
+    seconds: float, ngettext: Callable[[str, str, int], str] = lambda one, many, number: many
+) -> str:
+    """Return a length of time for people: "0.3 s", "44 minutes", "5 hours". *ngettext* translates it."""
+    for size, one, many in _UNITS:
+        if seconds >= 2 * size:
+            number = int(seconds / size)
+            return ngettext(one, many, number) % {"num": number}
+    return f"{int(seconds)} s" if seconds >= 10 else f"{round(seconds, 3):.2g} s"
+
+
+def time_of_day(instant: datetime) -> str:
+    """Return *instant* for people, in Django's current time zone: "14:05"; with the date if that is not today."""
+    here, now = timezone.localtime(instant), timezone.localtime(datetime.now(UTC))
+    date = "" if here.date() == now.date() else "%Y-%m-%d "
+    seconds = ":%S" if abs((here - now).total_seconds()) < 120 else ""
+    return here.strftime(f"{date}%H:%M{seconds}")

@@ -177,9 +177,9 @@ def _take_note(lease: Lease, start: float, request: Request, *, is_kept: bool) -
     elif lease.backend.supports_extend:  # else it was only looked at
         if (late := start - lease.due) > lease.ttl / 4:
             logger.warning(
-                "Lock %s was renewed %.3g s late: is this process busy?",
+                "Lock %s was renewed %s late: is this process busy?",
                 printable(lease.name),
-                late,
+                printable(clock.in_words(late)),
             )
         lease.confirm(start, request.ttl)
         facts = {"name": lease.name, "using": lease.using, "lease": lease}

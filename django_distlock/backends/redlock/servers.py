@@ -145,12 +145,12 @@ class Connection:
         within = query.round.question.within
         if not query.sent_at:
             limit = query.round.question.connecting
-            query.fail(f"no connection to it within {limit:.3g} s")
+            query.fail(f"no connection to it within {clock.in_words(limit)}")
         elif self._heard_at > query.deadline - within and now < query.sent_at + DEBT_SECONDS:
             query.deadline = now + within
             self._servers.watch(self, query)
         else:
-            query.fail(f"it did not answer within {within:.3g} s")
+            query.fail(f"it did not answer within {clock.in_words(within)}")
 
     def close(self, error: Exception | None = None) -> None:
         """Close it; the next query opens another one."""
