@@ -11,11 +11,11 @@ from django.db import router
 from django.forms.utils import to_current_timezone
 from django.utils import formats, timezone
 from django.utils.html import format_html
-from django.utils.timesince import timesince
-from django.utils.translation import gettext as _, gettext_lazy
+from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
 from .backends.database import DatabaseBackend, records
 from .backends.database.records import State
+from .engine import clock
 from .engine.naming import LONGEST_LISTED, printable
 from .exceptions import InvalidLockBackend
 from .forced_release import ForcedRelease
@@ -29,14 +29,12 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
     from django.http import HttpRequest
 
-#: Seconds from which a time is shown in minutes, hours or days.
-LONG = 120
 #: Fields that no query may filter by: their values could be guessed letter by letter.
 SECRETS = {"owner", "last_owner"}
 
 
 class StateFilter(admin.SimpleListFilter):
-    """Filters by state: held, stale, held until min_hold, or free, by the server's current time."""
+    """Filters by state: held, stale, reserved, or free, by the server's current time."""
 
     title = gettext_lazy("state")
     parameter_name = "state"
@@ -114,13 +112,15 @@ class MethodLockAdmin(ForcedRelease):
 
     @admin.display(description=gettext_lazy("remaining"), ordering="available_at")
     def remaining(self, lock: Any) -> str:
-        """Return the remaining time, or how long ago a stale lease ended."""
+        """Return the remaining time, until when it is reserved, or how long ago a stale lease ended."""
         if lock.state == State.FREE:
             return self.get_empty_value_display()
         if lock.state == State.STALE:
             return _("ended %s ago") % _span(lock.server_now - lock.expires_at)
-        ends = lock.available_at if lock.state == State.RESERVED else lock.expires_at
-        return _span(ends - lock.server_now)
+        if lock.state == State.RESERVED:
+            until = timezone.now() + (lock.available_at - lock.server_now)
+            return _("until %s") % clock.time_of_day(until)
+        return _span(lock.expires_at - lock.server_now)
 
     @admin.display(description=gettext_lazy("waiters"), ordering="waiters")
     def waiters(self, lock: Any) -> int:
@@ -196,10 +196,7 @@ def _here(instant: datetime, server_now: datetime) -> str:
 
 
 def _span(span: timedelta) -> str:
-    if abs(seconds := span.total_seconds()) < LONG:
-        return _("%d s") % seconds
-    now = timezone.now()
-    return timesince(now - span, now, depth=1)
+    return clock.in_words(span.total_seconds(), ngettext)
 
 
 def _wrapped(text: str) -> str:

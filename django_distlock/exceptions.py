@@ -2,46 +2,69 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management.base import CommandError
 
+from .engine.clock import in_words, time_of_day
+from .engine.holder import Holder
 from .engine.naming import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .engine.holder import Holder
-
 
 class LockError(Exception):
     """Base class of all errors about locks."""
 
+    def __repr__(self) -> str:
+        # Celery logs it.
+        return f"{type(self).__name__}({str(self)!r})"
 
-class LockNotAcquired(LockError, TimeoutError):
+
+class LockNotAcquired(LockError, TimeoutError, CommandError):
     """The lock was busy until the caller's timeout was over.
 
-    *waited* and *remaining* (the rest of the holder's lease, if known) are seconds.
+    *waited* and *remaining* (the rest of the holder's lease, if known) are seconds. With *reserved_until*
+    nobody holds the lock, but its min_hold or lock_delay refuses it to others until that time.
+    It ends a management command with one line, as any CommandError does.
     """
+
+    returncode = 1
 
     def __init__(
         self,
         name: str,
         waited: float = 0.0,
-        holder: Holder | None = None,
+        holder: Holder | str | None = None,
         remaining: float | None = None,
+        reserved_until: datetime | str | None = None,
     ) -> None:
-        # OSError would take these arguments for (errno, strerror, filename) and drop the rest.
-        Exception.__init__(self, name, waited, holder, remaining)
         self.name = name
         self.waited = waited
-        self.holder = holder
+        self.holder = Holder.from_json(holder) if isinstance(holder, str) else holder
         self.remaining = remaining
+        if isinstance(reserved_until, str):
+            reserved_until = datetime.fromisoformat(reserved_until)
+        self.reserved_until = reserved_until
+        # Texts and numbers only: Celery keeps no other arguments in JSON.
+        text = self.holder and self.holder.to_json()
+        until = reserved_until and reserved_until.isoformat()
+        # OSError would take these arguments for (errno, strerror, filename) and drop the rest.
+        Exception.__init__(self, name, waited, text, remaining, until)
 
     def __str__(self) -> str:
-        holder = f" by {self.holder}" if self.holder else ""
-        left = "" if self.remaining is None else f"; its lease has {self.remaining:.3g} s left"
-        return f"Lock {printable(self.name)!r} is held{holder}: gave up after {self.waited:.3g} s{left}."
+        left = ""
+        if self.reserved_until is not None:
+            state = f"reserved until {time_of_day(self.reserved_until)} (min_hold or lock_delay)"
+        else:
+            state = f"held by {self.holder}" if self.holder else "held"
+            if self.remaining is not None:
+                left = f"; its lease has {in_words(self.remaining)} left"
+        waited = in_words(self.waited)
+        return f"Lock {printable(self.name)!r} is {state}: gave up after {waited}{left}."
 
 
 class LockNotHeld(LockError, RuntimeError):

@@ -26,7 +26,6 @@ from django.utils.translation import gettext as _, gettext_lazy, ngettext
 from .backends.base import tell_forced
 from .backends.database import DatabaseBackend, records
 from .engine.naming import printable
-from .engine.values import digest
 from .exceptions import first_line
 from .models import LONGEST_SHOWN, MethodLock
 
@@ -133,7 +132,7 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
     ) -> HttpResponse:
         """Add the button."""
         lock = context["original"]
-        if lock.owner is not None and self.has_force_release_permission(request):
+        if lock.state != records.State.FREE and self.has_force_release_permission(request):
             context["force_release_url"] = f"{self._url('force_release')}?lock={lock.pk}"
         return super().render_change_form(request, context, *args, **kwargs)
 
@@ -150,10 +149,10 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
             return super().log_change(request, plain, message)
 
     def _confirmation(
-        self, request: HttpRequest, queryset: QuerySet[MethodLock]
+        self, request: HttpRequest, queryset: QuerySet[Any]
     ) -> TemplateResponse | None:
         """Return the confirmation page, or None after a message that says why there is none."""
-        held = list(queryset.filter(owner__isnull=False)[: MOST_AT_ONCE + 1])
+        held = list(queryset.exclude(state=records.State.FREE)[: MOST_AT_ONCE + 1])
         if not held:
             self.message_user(request, _("Nobody holds what was selected."), messages.WARNING)
             return None
@@ -168,7 +167,7 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
             "opts": self.opts,
             "rows": [self.columns(lock) for lock in held],
             # A digest of each owner: the owner itself is secret.
-            "values": [f"{lock.pk}:{digest(lock.owner or '')}" for lock in held],
+            "values": [f"{lock.pk}:{records.as_held(lock).owner_digest}" for lock in held],
             "action_url": self._url("force_release"),
             "changelist_url": self._url("changelist"),
             "has_listed_breadcrumbs": django.VERSION >= (6, 1),
@@ -184,7 +183,7 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
     def _force(self, request: HttpRequest, key: str, owner_digest: str) -> bool:
         """Free the lock if it still has the holder that was shown; else show a message."""
         lock = self.get_queryset(request).filter(pk=key).first() if _is_key(key) else None
-        if lock and records.is_holding(lock, owner_digest) and self._free(request, lock):
+        if lock and records.is_shown(lock, owner_digest) and self._free(request, lock):
             return True
         refusal = _("“%s” was not released: the holder that was shown does not hold it any more.")
         self.message_user(request, refusal % (lock or printable(key)), messages.WARNING)
@@ -195,10 +194,15 @@ class ForcedRelease(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         facts = {"holder": records.holder_of(lock) or "-", "token": lock.fencing_token}
         with transaction.atomic(using=self.database):
             with connections[self.database].cursor() as cursor:
-                is_freed = records.free(cursor, lock.method_name, lock.owner)
+                is_freed = records.free(cursor, lock)
             if not is_freed:
                 return False
-            text = _("Forced the release: held by %(holder)s, fencing token %(token)d.")
+            if records.is_reserved(lock):
+                text = _(
+                    "Ended the reservation by min_hold or lock_delay, fencing token %(token)d."
+                )
+            else:
+                text = _("Forced the release: held by %(holder)s, fencing token %(token)d.")
             self.log_change(request, lock, text % facts)
             tell = partial(self._tell, lock, records.as_held(lock), request.user.get_username())
             transaction.on_commit(tell, using=self.database)

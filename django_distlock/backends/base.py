@@ -315,13 +315,14 @@ def tell_forced(
     ended: Held, kind: type[BaseLockBackend], aliases: Sequence[str], by: str = "an operator"
 ) -> None:
     """Tell everybody, first a holder in this very process, that *ended* was freed; *aliases* have it."""
+    state = "reserved by min_hold or lock_delay" if ended.reserved else f"held by {ended.holder}"
     for lease in registry.leases():
         if lease.using in aliases and digest(lease.request.owner) == ended.owner_digest:
             lease.lose("its release was forced by an operator")
     logger.warning(
-        "Lock %s, held by %s: its release was forced by %s",
+        "Lock %s, %s: its release was forced by %s",
         printable(ended.name),
-        printable(ended.holder),
+        printable(state),
         printable(by),
     )
     using = next(iter(aliases), "")

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from django_distlock.engine import clock
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
+from django_distlock.engine.values import (
+    Busy,
+    Grant,
+    Held,
+    Release,
+    Request,
+    digest,
+    digest_of_reservation,
+)
 from django_distlock.engine.waiting import Place, Waiting, Way
 
 from .base import BaseLockBackend
@@ -31,9 +39,10 @@ class _Holding:
 
 @dataclass(slots=True)
 class _Record:
-    """One lock. Instants are seconds on the lease clock."""
+    """One lock. Instants are seconds on the lease clock. *last*: who acquired it last."""
 
     available: float = 0.0
+    last: _Holding | None = None
     holdings: dict[str, _Holding] = field(default_factory=dict)
     waiters: dict[str, tuple[Request, Bell]] = field(default_factory=dict)
 
@@ -54,7 +63,16 @@ class _Record:
         """Return who has it, and for how long still."""
         last = max(self.holdings.values(), key=lambda holding: holding.expires, default=None)
         ends = max([self.available] + [holding.expires for holding in self.holdings.values()])
-        return Busy(last.request.holder if last else None, ends - now if ends > now else None)
+        left = ends - now if ends > now else None
+        return Busy(last.request.holder if last else None, left, reserved=bool(left and not last))
+
+    def reserved(self, now: float) -> list[Held]:
+        """Return, for operators, what min_hold or lock_delay of its last holder reserves."""
+        if (last := self.last) is None or self.holdings or self.available <= now:
+            return []
+        mark, left = digest_of_reservation(last.token), self.available - now
+        request = last.request
+        return [Held(request.name, request.key, None, left, last.token, mark, reserved=True)]
 
     def wake(self) -> None:
         """Ring the first waiter; with a reader, all the readers before the first writer.
@@ -115,7 +133,8 @@ class LocMemBackend(BaseLockBackend):
                 if not record.admits(request, now):
                     return record.busy(now)
                 self._token = token = max(self._token + 1, time.time_ns() // 1000)
-                record.holdings[request.owner] = _Holding(request, token, now, now + request.ttl)
+                record.last = _Holding(request, token, now, now + request.ttl)
+                record.holdings[request.owner] = record.last
                 in_hold = max(record.available, now + request.min_hold)
                 record.available = 0.0 if request.shared else in_hold
                 record.waiters.pop(request.owner, None)
@@ -174,24 +193,29 @@ class LocMemBackend(BaseLockBackend):
     forget_bell = dequeue
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        """Tell the locks that are held."""
+        """Tell the locks that are held or reserved."""
+        found: list[Held] = []
         with self._mutex:
             now = clock.lease_time()
-            return [
-                Held(
-                    holding.request.name,
-                    each,
-                    holding.request.holder,
-                    holding.expires - now,
-                    holding.token,
-                    digest(owner),
-                    holding.request.shared,
-                    len(record.waiters),
-                )
-                for each, record in self._records.items()
-                if key in {None, each}
-                for owner, holding in record.holdings.items()
-            ]
+            for each, record in self._records.items():
+                if key not in {None, each}:
+                    continue
+                record.expire(now)
+                found += record.reserved(now)
+                found += [
+                    Held(
+                        holding.request.name,
+                        each,
+                        holding.request.holder,
+                        holding.expires - now,
+                        holding.token,
+                        digest(owner),
+                        holding.request.shared,
+                        len(record.waiters),
+                    )
+                    for owner, holding in record.holdings.items()
+                ]
+        return found
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding that *owner_digest* names."""
@@ -200,10 +224,12 @@ class LocMemBackend(BaseLockBackend):
             owners = [owner for owner in record.holdings if digest(owner) == owner_digest]
             for owner in owners:
                 del record.holdings[owner]
-            if owners and not record.holdings:
+            reserved = record.reserved(clock.lease_time())
+            is_ended = bool(owners) or owner_digest in {each.owner_digest for each in reserved}
+            if is_ended and not record.holdings:
                 record.available = 0.0  # it is free now, whatever min_hold it had
             record.wake()
-            return bool(owners)
+            return is_ended
 
     def abandon_after_fork(self) -> None:
         """Begin empty: the parent's locks are the parent's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from django_distlock.exceptions import (
@@ -376,9 +377,10 @@ class Attempt:
         return Pause(self.wait.next_pause())
 
     def _refuse(self) -> NoReturn:
-        raise LockNotAcquired(
-            self.lease.name, self.wait.waited, self.busy.holder, self.busy.remaining
-        )
+        busy, until = self.busy, None
+        if busy.reserved and busy.remaining is not None:
+            until = datetime.now(UTC) + timedelta(seconds=busy.remaining)
+        raise LockNotAcquired(self.lease.name, self.wait.waited, busy.holder, busy.remaining, until)
 
     def abandon(self) -> None:
         """Leave nothing: what the server has, or may have, is given back in the background."""

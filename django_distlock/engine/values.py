@@ -24,6 +24,11 @@ def digest(owner: str) -> str:
     return hashlib.sha256(owner.encode()).hexdigest()[:16]
 
 
+def digest_of_reservation(token: int) -> str:
+    """Return the digest of what min_hold or lock_delay of the holding with this *token* reserves."""
+    return digest(f"reserved {token}")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One wish to hold one lock. The owner is made with it, before anything is sent.
@@ -58,11 +63,13 @@ class Busy:
     """Somebody else has it; what is not known is None. *remaining* is seconds.
 
     *mark* tells this holding from the next one, also of the same holder; it may be its owner.
+    *reserved*: nobody has it, but min_hold or lock_delay refuses it for *remaining* seconds.
     """
 
     holder: Holder | None = None
     remaining: float | None = None
     mark: object = field(default=None, repr=False, compare=False)
+    reserved: bool = False
 
 
 class Release(enum.Enum):
@@ -77,7 +84,7 @@ class Release(enum.Enum):
 class Held:
     """A lock as an operator sees it. *remaining* is seconds; below 0 the record is stale.
 
-    *owner_digest* tells two holdings apart without telling the owner.
+    *owner_digest* tells two holdings apart without telling the owner. *reserved*: see Busy.
     """
 
     name: str
@@ -88,6 +95,7 @@ class Held:
     owner_digest: str
     shared: bool = False
     waiters: int | None = None
+    reserved: bool = False
 
     def __post_init__(self) -> None:
         # Whoever may write to the server may have written anything there.

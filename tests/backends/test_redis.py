@@ -8,6 +8,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -641,6 +642,19 @@ def test_wrong_options_are_errors_that_name_them(
 def test_a_lock_delay_that_would_be_forgotten_is_refused(backend: RedisBackend, name: str) -> None:
     with pytest.raises(ValueError, match="lock_delay"):
         lock(name, lock_delay=7201).acquire()
+
+
+@pytest.mark.parametrize("scripting", [True, False])
+def test_a_min_hold_is_remembered_for_as_long_as_it_lasts(
+    redis: Redis, configure: Configure, name: str, *, scripting: bool
+) -> None:
+    configure(redis, scripting=scripting)
+    with lock(name, min_hold=timedelta(hours=6)):
+        pass
+
+    with redis.client(DATABASE) as client:
+        lives = {key: client.pttl(key) / 3_600_000 for key in client.keys(f"*{name}*")}
+    assert {key.endswith(":r"): round(hours) for key, hours in lives.items()} == {False: 8, True: 6}
 
 
 # What the server is asked by `manage.py check --database`.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from django_distlock import LockLost, LockNotAcquired, LockNotHeld, lock
 from tests.fixtures.eventually import eventually, never
 
+from .crew import start
 from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
@@ -134,14 +135,37 @@ def test_min_hold_refuses_the_name_for_a_while_after_an_early_release(
     assert other.refused.remaining is not None
     assert 0 < other.refused.remaining <= 100.001
     assert lock(name, using=using).locked()
-    with pytest.raises(LockNotAcquired), lock(name, using=using, timeout=0):
+    assert other.refused.reserved
+    with pytest.raises(LockNotAcquired) as caught, lock(name, using=using, timeout=0):
         pass
+    busy = caught.value
+    assert busy.holder is None
+    assert busy.reserved_until is not None
+    assert 90 < (busy.reserved_until - datetime.now(UTC)).total_seconds() < 100.1
+    assert f"Lock {name!r} is reserved until " in str(busy)
 
     late, began = rival(of=f"{name}:late"), time.monotonic()
     with lock(f"{name}:late", using=using, min_hold=4 * tick):
         pass
     late.takes(within=10)
     assert time.monotonic() - began >= 4 * tick - 0.001
+
+
+@needs("delays")
+def test_a_holder_is_told_from_what_its_min_hold_reserves(using: str, name: str) -> None:
+    with lock(name, using=using, ttl=30, min_hold=100) as lease:
+        [busy] = start(lambda: _refusals(name, using)).result(10)
+
+        assert busy.holder == lease.holder
+        assert busy.reserved_until is None
+
+
+def _refusals(name: str, using: str) -> list[LockNotAcquired]:
+    try:
+        with lock(name, using=using, timeout=0):
+            return []
+    except LockNotAcquired as busy:
+        return [busy]
 
 
 @needs("delays")

@@ -129,6 +129,84 @@ def test_force_frees_the_lock_for_others_though_it_has_a_min_hold(
     assert rival().tries()
 
 
+@needs("delays")
+def test_what_min_hold_reserves_is_listed_as_that_and_can_be_freed(
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals
+) -> None:
+    other = rival()
+    with lock(name, using=using, min_hold=600) as lease:
+        [held] = _records(backend, other)
+    [reserved] = _records(backend, other)
+
+    assert not held.reserved
+    assert reserved.reserved
+    assert (reserved.name, reserved.holder, reserved.shared) == (name, None, False)
+    assert reserved.token == lease.fencing_token
+    assert reserved.remaining is not None
+    assert 590 < reserved.remaining < 600.01
+    assert backend.force_release(held.key, held.owner_digest) is False
+    assert not other.tries()
+    assert backend.force_release(reserved.key, reserved.owner_digest) is True
+    assert not _records(backend, other)
+    assert other.tries()
+    assert backend.force_release(reserved.key, reserved.owner_digest) is False
+    assert other.holds
+
+
+@needs("delays")
+def test_what_the_next_holder_reserves_is_not_freed_for_that_of_the_last(
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
+) -> None:
+    with lock(name, using=using, min_hold=3 * tick):
+        pass
+    [shown] = _records(backend, rival())
+    with lock(name, using=using, timeout=100 * tick, min_hold=600):
+        pass
+
+    assert backend.force_release(shown.key, shown.owner_digest) is False
+
+    assert not rival().tries()
+
+
+@needs("delays")
+def test_what_lock_delay_reserves_can_be_freed(
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
+) -> None:
+    other = rival()
+    lease = lock(name, using=using, ttl=3 * tick, lock_delay=600, renew=False).acquire()
+    assert lease
+    # Nobody has looked since it died.
+    eventually(lambda: [each.reserved for each in _records(backend, other)] == [True])
+
+    assert lock(name, using=using).locked()
+    assert not other.tries()
+    assert other.refused.reserved
+    [reserved] = _records(backend, other)
+    assert backend.force_release(reserved.key, reserved.owner_digest) is True
+
+    assert other.tries()
+    with pytest.raises(LockNotHeld):
+        lease.release()
+
+
+@needs("delays")
+def test_the_end_of_a_reservation_is_told(
+    using: str,
+    name: str,
+    backend: BaseLockBackend,
+    rival: Rivals,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with lock(name, using=using, min_hold=600):
+        pass
+    [reserved] = _records(backend, rival())
+
+    assert backend.force_release(reserved.key, reserved.owner_digest)
+
+    said = f"Lock {name}, reserved by min_hold or lock_delay: its release was forced by an operator"
+    assert said in caplog.messages
+
+
 def test_force_of_what_is_not_there_does_nothing(backend: BaseLockBackend, name: str) -> None:
     assert backend.force_release(name, "no digest") is False
 

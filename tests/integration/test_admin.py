@@ -20,7 +20,7 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from django_distlock import Lease, LockNotHeld, StaleFencingToken, lock, locks
+from django_distlock import Lease, LockNotAcquired, LockNotHeld, StaleFencingToken, lock, locks
 from django_distlock.admin import MethodLockAdmin
 from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.backends.database.records import State
@@ -144,9 +144,9 @@ def losing(name: str, using: str, **wishes: Any) -> Iterator[Lease]:
 @pytest.mark.parametrize(
     ("state", "shown"),
     [
-        (State.HELD, ["held", str(HOLDER), "1\xa0hour", "2"]),
+        (State.HELD, ["held", str(HOLDER), "118 minutes", "2"]),
         (State.STALE, ["stale", str(HOLDER), "ended", "2"]),
-        (State.RESERVED, ["held until min_hold", "-", "1\xa0hour", "2"]),
+        (State.RESERVED, ["reserved", "-", "until ", "2"]),
         (State.FREE, ["free", "-", "-", "2"]),
     ],
 )
@@ -395,6 +395,31 @@ def test_forced_release_frees_the_lock_and_tells_everybody(
     assert entry.user.username in line.message
 
 
+def test_what_min_hold_reserves_is_freed_and_logged_as_that(
+    database: str, name: str, operator: Client
+) -> None:
+    with lock(name, using=database, min_hold=600) as lease:
+        held = confirm(operator, row_of(database, name))
+    row = row_of(database, name)
+
+    refused = submit(operator, held)
+    with pytest.raises(LockNotAcquired), lock(name, using=database, timeout=0):
+        pass
+    assert f"{FORCE}?lock={row.pk}" in operator.get(detail_url(row)).content.decode()
+    with forced() as told:
+        done = submit(operator, confirm(operator, row))
+
+    assert "not released" in messages(refused)[0]
+    assert messages(done) == ["1 lock was released."]
+    [entry] = LogEntry.objects.filter(object_id=str(row.pk), object_repr=name)
+    assert entry.get_change_message() == (
+        f"Ended the reservation by min_hold or lock_delay, fencing token {row.fencing_token}."
+    )
+    assert [fact["holder"] for fact in told] == [None]
+    with lock(name, using=database, timeout=0) as later:
+        assert cast("int", later.fencing_token) > cast("int", lease.fencing_token) + 1
+
+
 def test_action_asks_for_those_that_are_held_and_frees_them(
     database: str, name: str, operator: Client
 ) -> None:
@@ -407,13 +432,14 @@ def test_action_asks_for_those_that_are_held_and_frees_them(
     shown = page.content.decode()
     assert f"{name}:held" in shown
     assert f"{name}:stale" in shown
-    assert f"{name}:reserved" not in shown
+    assert f"{name}:reserved" in shown
     assert f"{name}:free" not in shown
-    assert messages(done) == ["2 locks were released."]
-    freed = [cast("MethodLock", reread(rows[state])) for state in (State.HELD, State.STALE)]
-    assert [row.owner for row in freed] == [None, None]
+    assert messages(done) == ["3 locks were released."]
+    taken = [state for state in State if state != State.FREE]
+    freed = [cast("MethodLock", reread(rows[state])) for state in taken]
+    assert [row.owner for row in freed] == [None, None, None]
     assert [row.fencing_token for row in freed] == [
-        rows[state].fencing_token + 1 for state in (State.HELD, State.STALE)
+        rows[state].fencing_token + 1 for state in taken
     ]
 
 

@@ -151,7 +151,7 @@ def test_list_shows_the_states_and_runs_no_script_of_a_name(operator: Start, nam
     assert {row[0]: (row[1], row[6]) for row in someone.rows()} == {
         f"{name}:held": ("held", "0"),
         f"{name}:stale": ("stale", "0"),
-        f"{name}:reserved": ("held until min_hold", "0"),
+        f"{name}:reserved": ("reserved", "0"),
         f"{name}:free": ("free", "0"),
         f"{HOSTILE}{name}": ("held", "1"),
     }

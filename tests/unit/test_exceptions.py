@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
+from django.core.management import CommandError
 
 import django_distlock
 from django_distlock import (
@@ -27,11 +29,13 @@ from django_distlock import (
 from django_distlock.engine.holder import Holder
 
 HOLDER = Holder("db1", 4711, "MainThread", "Task-1", "GET /fee")
+UNTIL = datetime(2031, 5, 4, 12, 5, 30, tzinfo=UTC)
 
 ERRORS = [
     LockError("something"),
     LockNotAcquired("a", 5.0, HOLDER, 2.5),
     LockNotAcquired("a"),
+    LockNotAcquired("a", 0.0, None, 60.0, UNTIL),
     LockNotHeld("a"),
     LockLost("a", "its deadline passed"),
     LockNotOwned("a"),
@@ -80,6 +84,23 @@ def test_an_error_survives_copy_with_its_notes(error: Exception) -> None:
     assert not hasattr(error, "__notes__")
 
 
+@pytest.mark.parametrize("serializer", ["json", "pickle"])
+@pytest.mark.parametrize(
+    "error", ERRORS, ids=lambda error: f"{type(error).__name__}-{len(str(error))}"
+)
+def test_an_error_survives_the_result_backends_of_celery(error: Exception, serializer: str) -> None:
+    base = pytest.importorskip("celery.backends.base")
+    app = pytest.importorskip("celery").Celery(set_as_current=False)
+    backend = base.Backend(app=app, serializer=serializer, accept=[serializer])
+
+    stored = backend.encode(backend.prepare_exception(error))
+    restored = backend.exception_to_python(backend.decode(stored))
+
+    assert type(restored) is type(error)
+    assert str(restored) == str(error)
+    assert vars(restored) == vars(error)
+
+
 def test_an_error_survives_the_way_out_of_another_process() -> None:
     with ProcessPoolExecutor(1) as pool:
         error = pool.submit(_fail).exception(30)
@@ -95,7 +116,7 @@ def _fail() -> None:
 @pytest.mark.parametrize(
     ("error", "caught_by"),
     [
-        (LockNotAcquired, {LockError, TimeoutError}),
+        (LockNotAcquired, {LockError, TimeoutError, CommandError}),
         (LockNotHeld, {LockError, RuntimeError}),
         (LockLost, {LockNotHeld, LockError, RuntimeError}),
         (LockNotOwned, {LockNotHeld, LockError, RuntimeError}),
@@ -113,6 +134,7 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
 ) -> None:
     kinds = {
         *(type(each) for each in ERRORS),
+        CommandError,
         ImproperlyConfigured,
         RuntimeError,
         RuntimeWarning,
@@ -130,6 +152,14 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
             f"Lock 'fee:1' is held by {HOLDER}: gave up after 5 s; its lease has 2.5 s left.",
         ),
         (LockNotAcquired("fee:1", 0.0), "Lock 'fee:1' is held: gave up after 0 s."),
+        (
+            LockNotAcquired("fee:1", 0.316, None, 2660),
+            "Lock 'fee:1' is held: gave up after 0.32 s; its lease has 44 minutes left.",
+        ),
+        (
+            LockNotAcquired("fee:1", 0.0, None, 60, UNTIL),
+            "Lock 'fee:1' is reserved until 2031-05-04 12:05 (min_hold or lock_delay): gave up after 0 s.",
+        ),
         (
             LockNotHeld("fee:1"),
             "Lock 'fee:1' is not held: it was not acquired, or is already released.",
@@ -153,6 +183,12 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
 )
 def test_an_error_says_what_and_which_and_what_now(error: Exception, text: str) -> None:
     assert str(error) == text
+
+
+def test_an_error_in_a_log_is_its_sentence() -> None:
+    error = LockNotAcquired("fee:1", 5.0, HOLDER, 2.5)
+
+    assert repr(error) == f"LockNotAcquired({str(error)!r})"
 
 
 def test_a_hostile_name_is_escaped_in_what_an_error_says() -> None:

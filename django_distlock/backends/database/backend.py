@@ -153,7 +153,7 @@ class DatabaseBackend(BaseDatabaseBackend):
         self._places.drop(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        """Tell the locks of this alias that have an owner, those that end first at the front."""
+        """Tell the locks of this alias that are held or reserved, those that end first at the front."""
         return self._insist(partial(records.held, is_mine=self.keeps, key=key))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:

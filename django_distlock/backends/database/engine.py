@@ -182,9 +182,9 @@ def parameters(request: Request) -> dict[str, Any]:
 
 
 def busy(holder: str | None, remaining: float | None) -> Busy:
-    """Return who is busy: *holder* as JSON, *remaining* in seconds."""
+    """Return who is busy: *holder* as JSON, None where nobody's lease lives; *remaining* in seconds."""
     left = None if remaining is None else max(0.0, float(remaining))
-    return Busy(Holder.from_json(holder), left)
+    return Busy(Holder.from_json(holder), left, reserved=bool(holder is None and left))
 
 
 def missed(row: tuple[bool, bool] | None) -> Release:

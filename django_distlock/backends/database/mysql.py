@@ -55,7 +55,7 @@ WHERE l.method_name = %(key)s AND l.available_at <= SYSDATE(6) AND {{turn}}
 
 # One row: is it ours, its token, who has it, seconds until others may have it.
 _LOOK = f"""
-SELECT l.owner <=> %(owner)s, c.value, l.holder, TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), l.available_at) / 1e6
+SELECT l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), l.available_at) / 1e6
 FROM {LOCK} AS l JOIN {COUNTER} AS c ON c.method_name = l.method_name WHERE l.method_name = %(key)s
 """
 
@@ -90,7 +90,7 @@ WHERE method_name = %(key)s AND owner = %(owner)s AND expires_at > SYSDATE(6)
 """
 
 _PROBE = f"""
-SELECT holder, TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), available_at) / 1e6
+SELECT IF(expires_at > SYSDATE(6), holder, NULL), TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), available_at) / 1e6
 FROM {LOCK} WHERE method_name = %(key)s AND available_at > SYSDATE(6)
 """
 

@@ -65,6 +65,11 @@ class _Row:
         self.owner, self.last_owner, self.holder, self.token = columns[:4]
         self.acquired, self.expires, self.available = columns[4:]
 
+    def busy(self, now: datetime) -> Busy:
+        """Return who has it at the instant *now*."""
+        is_held = self.owner is not None and self.expires > now
+        return busy(self.holder if is_held else None, _seconds(self.available - now))
+
 
 class Portable(Engine):
     """A few statements a verb. All instants come from the server, read after the row is locked."""
@@ -148,7 +153,7 @@ class Portable(Engine):
         if columns is None:
             return None
         row, now = _Row(columns), self._now(cursor)
-        return busy(row.holder, _seconds(row.available - now)) if row.available > now else None
+        return row.busy(now) if row.available > now else None
 
     def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
         """Take a place, or keep the one that this owner has."""
@@ -187,7 +192,7 @@ class Portable(Engine):
         if row.owner == request.owner:
             return Grant(row.token)
         if row.available > now or (self.fair and self._is_behind(cursor, {**known, "now": now})):
-            return busy(row.holder, _seconds(row.available - now))
+            return row.busy(now)
         return self._grant(cursor, row, now, request, known)
 
     def _grant(

@@ -45,6 +45,8 @@ _AFTER = "clock_timestamp() + make_interval(secs => {})"
 _AVAILABLE = (
     f"greatest({_AFTER.format('%(min_hold)s')}, {_AFTER.format('%(ttl)s + %(lock_delay)s')})"
 )
+# First in a list: what has ended by then has ended for all that follows.
+_HOLDER = "CASE WHEN expires_at > clock_timestamp() THEN holder END"
 _TURN = turn("clock_timestamp()", "%({})s")
 
 # Takes the lock for %(owner)s if it is free for it, and raises its fencing token.
@@ -58,7 +60,7 @@ _TURN = turn("clock_timestamp()", "%({})s")
 # it is free: one that is and is refused has its counter locked.
 _ACQUIRE = f"""
 WITH seen AS (
-    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, holder,
+    SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, {_HOLDER} AS holder,
            extract(epoch FROM available_at - clock_timestamp())::float8 AS remaining
     FROM {LOCK} WHERE method_name = %(key)s
 ), allowed AS MATERIALIZED (
@@ -144,7 +146,7 @@ RETURNING l.owner
 """
 
 _PROBE = f"""
-SELECT holder, extract(epoch FROM available_at - clock_timestamp())::float8
+SELECT {_HOLDER}, extract(epoch FROM available_at - clock_timestamp())::float8
 FROM {LOCK} WHERE method_name = %(key)s AND available_at > clock_timestamp()
 """
 

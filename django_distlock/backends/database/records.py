@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from django.db.models import (
@@ -10,6 +11,7 @@ from django.db.models import (
     Count,
     IntegerField,
     OuterRef,
+    Q,
     Subquery,
     TextChoices,
     Value,
@@ -20,7 +22,7 @@ from django.utils.translation import gettext_lazy as _
 
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import shown
-from django_distlock.engine.values import Held, digest
+from django_distlock.engine.values import Held, digest, digest_of_reservation
 
 from .engine import COUNTER, LOCK, WAITER
 from .portable import short_transaction
@@ -40,12 +42,15 @@ _COLUMNS = (
     "owner",
     "fencing_token",
     "expires_at",
+    "available_at",
     "server_now",
 )
 _CLEAR_OWNER = f"""
 UPDATE {LOCK} SET owner = NULL, holder = NULL, fencing_token = fencing_token + 1,
     available_at = {{now}}, updated_at = {{now}}
-WHERE method_name = %(key)s AND owner = %(owner)s"""
+WHERE method_name = %(key)s AND """
+_IS_HELD = "owner = %(owner)s"
+_IS_RESERVED = "fencing_token = %(token)s AND (owner IS NULL OR expires_at <= {now})"
 _RING_NEXT = f"""
 SELECT pg_notify(channel, ticket::text) FROM {WAITER}
 WHERE method_name = %(key)s AND expires_at > clock_timestamp() AND channel <> '' ORDER BY ticket LIMIT 1"""
@@ -56,7 +61,7 @@ class State(TextChoices):
 
     HELD = "held", _("held")
     STALE = "stale", _("stale")
-    RESERVED = "reserved", _("held until min_hold")
+    RESERVED = "reserved", _("reserved")
     FREE = "free", _("free")
 
 
@@ -87,55 +92,64 @@ def described(using: str) -> QuerySet[MethodLock]:
 def held(
     cursor: CursorWrapper, is_mine: Callable[[str], bool], key: str | None = None
 ) -> list[Held]:
-    """Return the locks that have an owner, those that end first at the front; with *key*, that one."""
+    """Return the locks that are not free, those that end first at the front; with *key*, that one."""
+    return [as_held(row) for row in _taken(cursor, key) if is_mine(row.method_name)]
+
+
+def _taken(cursor: CursorWrapper, key: str | None) -> list[SimpleNamespace]:
     one = {} if key is None else {"method_name": key}
-    found = rows(cursor.db.alias).filter(owner__isnull=False, **one).order_by("expires_at")
-    values = found.values_list(*_COLUMNS)
+    is_taken = Q(owner__isnull=False) | Q(available_at__gt=ServerNow())
+    found = rows(cursor.db.alias).filter(is_taken, **one).order_by("available_at")
     # By its alias, Django would run it on the application's connection.
-    compiler = values.query.get_compiler(connection=cursor.db)
-    return [_as_held(*row) for row in compiler.results_iter() if is_mine(row[0])]
+    compiler = found.values_list(*_COLUMNS).query.get_compiler(connection=cursor.db)
+    return [
+        SimpleNamespace(**dict(zip(_COLUMNS, row, strict=True))) for row in compiler.results_iter()
+    ]
 
 
-def as_held(row: MethodLock) -> Held:
-    """Return a row of rows() that has an owner, for people."""
-    return _as_held(*(getattr(row, column) for column in _COLUMNS))
+def is_reserved(row: Any) -> bool:
+    """Return whether nobody holds a row of rows() that is not free: min_hold or lock_delay refuses it to others."""
+    return row.owner is None or row.expires_at <= row.server_now < row.available_at
 
 
-def _as_held(  # noqa: PLR0917 - as _COLUMNS
-    key: str, name: str, holder: str | None, owner: str, token: int, expires: Any, now: Any
-) -> Held:
-    left = (expires - now).total_seconds()
-    return Held(shown(name), key, Holder.from_json(holder), left, token, digest(owner))
+def as_held(row: Any) -> Held:
+    """Return a row of rows() that is not free, for people."""
+    name, key, token = shown(row.description), row.method_name, row.fencing_token
+    if is_reserved(row):
+        left = (row.available_at - row.server_now).total_seconds()
+        return Held(name, key, None, left, token, digest_of_reservation(token), reserved=True)
+    left = (row.expires_at - row.server_now).total_seconds()
+    return Held(name, key, holder_of(row), left, token, digest(row.owner))
 
 
-def holder_of(row: MethodLock) -> Holder | None:
+def holder_of(row: Any) -> Holder | None:
     """Return who holds the lock, for people; None where the row does not tell in words we know."""
     return Holder.from_json(row.holder)
 
 
-def is_holding(row: MethodLock, owner_digest: str) -> bool:
-    """Return whether *row* is the holding that *owner_digest* names."""
-    return row.owner is not None and digest(row.owner) == owner_digest
+def is_shown(row: Any, owner_digest: str) -> bool:
+    """Return whether *row* is the holding, or what it reserved, that *owner_digest* names."""
+    return row.state != State.FREE and as_held(row).owner_digest == owner_digest
 
 
 def force_release(cursor: CursorWrapper, key: str, owner_digest: str) -> bool:
     """Free the lock if it is still the holding that *owner_digest* names; tell whether it was."""
-    cursor.execute(f"SELECT owner FROM {LOCK} WHERE method_name = %(key)s", {"key": key})
-    row = cursor.fetchone()
-    if row is None or row[0] is None or digest(row[0]) != owner_digest:
+    row = next(iter(_taken(cursor, key)), None)
+    if row is None or as_held(row).owner_digest != owner_digest:
         return False
     with short_transaction(cursor):
-        return free(cursor, key, row[0])
+        return free(cursor, row)
 
 
-def free(cursor: CursorWrapper, key: str, owner: str | None) -> bool:
-    """In a transaction, free the lock if it is still what *owner* holds; tell whether it was.
+def free(cursor: CursorWrapper, row: Any) -> bool:
+    """In a transaction, free the lock if it is still held or reserved as *row* says; tell whether it was.
 
     The token is raised: what the old holder guards or has claimed refuses it from here on.
     """
-    known = {"key": key, "owner": owner}
+    known = {"key": row.method_name, "owner": row.owner, "token": row.fencing_token}
+    is_same = _IS_RESERVED if is_reserved(row) else _IS_HELD
     # A write comes first: a transaction of SQLite that has read may not be let write any more.
-    cursor.execute(_CLEAR_OWNER.format(now=clock(cursor)), known)
+    cursor.execute((_CLEAR_OWNER + is_same).format(now=clock(cursor)), known)
     is_freed: bool = cursor.rowcount == 1
     if is_freed:
         raise_counter(cursor, known)
@@ -175,8 +189,8 @@ def for_update(cursor: CursorWrapper) -> str:
 def _state() -> Case:
     return Case(
         When(owner__isnull=False, expires_at__gt=ServerNow(), then=Value(State.HELD)),
-        When(owner__isnull=False, then=Value(State.STALE)),
         When(available_at__gt=ServerNow(), then=Value(State.RESERVED)),
+        When(owner__isnull=False, then=Value(State.STALE)),
         default=Value(State.FREE),
         output_field=CharField(),
     )

@@ -140,8 +140,8 @@ class RedisBackend(BaseLockBackend):
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         if key is None:
-            records = map(self._space.key_of_holders, self._link.keys(self._space.holders_pattern))
-            # SCAN may return a key twice.
+            records = map(self._space.key_of_taken, self._link.keys(self._space.taken_pattern))
+            # Of a lock that is held and reserved there are two; and SCAN may return one twice.
             keys = [each for each in dict.fromkeys(records) if each and self.keeps(each)]
         else:
             keys = [key]
@@ -150,8 +150,10 @@ class RedisBackend(BaseLockBackend):
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         found = self._link.converse(self._verbs.held([key]))
-        owners = [owner for shown, owner in found if shown.owner_digest == owner_digest]
-        return any(self._link.converse(self._verbs.force(key, owner)) for owner in owners)
+        ended = [
+            (owner, shown.token) for shown, owner in found if shown.owner_digest == owner_digest
+        ]
+        return any(self._link.converse(self._verbs.force(key, *each)) for each in ended)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if not databases:

@@ -7,7 +7,8 @@ Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (
   ``revoked`` the last ones that are refused from now on, and for each holder ``h:OWNER``: "token acquired min_hold lock_delay holder";
 - *holders*, a sorted set: owner by the instant its lease ends;
 - *queue*, a sorted set: waiter (mode and owner) by ticket; *alive*: waiter by the end of its patience;
-- a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on.
+- a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on;
+- a key ``:r`` for as long as min_hold or lock_delay refuses it to others, by which listing finds it.
 
 The record outlives its lock by RETENTION: so tokens rise though the clock may step back, and an
 answer can be given twice.
@@ -60,6 +61,8 @@ end
 local function hold_back(instant)
   if instant > now and instant > number(redis.call('HGET', record, 'available')) then
     redis.call('HSET', record, 'available', text(instant))
+    redis.call('SET', record .. ':r', '', 'PX', text(math.ceil((instant - now) / 1000)))
+    keep(instant)
   end
 end
 
@@ -153,11 +156,11 @@ local is_revoked = string.find(known[4] or '', owner, 1, true)
 
 local function grant()
   local token, instant = text(math.max(number(known[1]) + 1, now)), text(now)
-  local available = mode == 's' and '0' or min_hold == '0' and instant or text(now + min_hold)
   local holding = table.concat({{token, instant, min_hold, lock_delay, ARGV[8]}}, ' ')
-  redis.call('HSET', record, 'token', token, 'mode', mode, 'available', available,
+  redis.call('HSET', record, 'token', token, 'mode', mode, 'available', mode == 's' and '0' or instant,
     'name', ARGV[7], 'h:' .. owner, holding)
   redis.call('ZADD', holders, text(now + ttl), owner)
+  if mode == 'x' then hold_back(now + min_hold) end
   keep(now + ttl + lock_delay)
   return {{1, tonumber(token)}}
 end
@@ -287,25 +290,34 @@ return 1
 """
 
 # Looks, and writes nothing. ARGV: bells.
-# Returns {name, token, microseconds until others may have it or -1, waiters, mode} and then owner,
-# microseconds left and holder of each who holds it.
+# Returns {name, token, microseconds until min_hold and lock_delay are over or less than 0, waiters, mode}
+# and then owner, microseconds left and holder of each who holds it.
 _LOOK = """
 local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode')
 local answer = {known[1] or '', number(known[2]), number(known[3]) - now,
   redis.call('ZCOUNT', alive, '(' .. text(now), '+inf'), known[4] or 'x'}
-local found = redis.call('ZRANGEBYSCORE', holders, '(' .. text(now), '+inf', 'WITHSCORES')
+local found = redis.call('ZRANGE', holders, 0, -1, 'WITHSCORES')
 for i = 1, #found, 2 do
-  answer[#answer + 1] = found[i]
-  answer[#answer + 1] = tonumber(found[i + 1]) - now
-  answer[#answer + 1] = select(5, described(found[i]))
+  local left, _, _, _, lock_delay, holder = tonumber(found[i + 1]) - now, described(found[i])
+  if left > 0 then
+    answer[#answer + 1] = found[i]
+    answer[#answer + 1] = left
+    answer[#answer + 1] = holder
+  else
+    answer[3] = math.max(answer[3], left + lock_delay)
+  end
 end
 return answer
 """
 
 # Ends a holding for its operator: with a higher token, and free for others now, whatever min_hold it had.
-# ARGV: bells, owner. Returns 1 if it was there, or 0.
+# ARGV: bells, owner, token: with no owner, what the holding with this token has reserved.
+# Returns 1 if it was there, or 0.
 _FORCE = """
-if not redis.call('ZSCORE', holders, ARGV[2]) then return 0 end
+expire()
+local is_reserved = ARGV[2] == '' and redis.call('ZCARD', holders) == 0 and
+  redis.call('HGET', record, 'token') == ARGV[3]
+if not is_reserved and not redis.call('ZSCORE', holders, ARGV[2]) then return 0 end
 forget(ARGV[2])
 redis.call('HSET', record, 'token', text(math.max(number(redis.call('HGET', record, 'token')) + 1, now)))
 if redis.call('ZCARD', holders) == 0 then redis.call('HSET', record, 'available', '0') end
@@ -388,8 +400,6 @@ class Call(NamedTuple):
 #: Makes a key of the cache, with its prefix and version.
 MakeKey = Callable[[str], str]
 _PLACE = "distlock-place"
-#: What the key of the holders ends with.
-_HOLDERS = ":h"
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +411,7 @@ class Keys:
     bells: str = field(init=False)
 
     def __post_init__(self) -> None:
-        names = self.record, self.record + _HOLDERS, f"{self.record}:q", f"{self.record}:a"
+        names = self.record, f"{self.record}:h", f"{self.record}:q", f"{self.record}:a"
         object.__setattr__(self, "all", names)
         object.__setattr__(self, "bells", f"{self.record}:b:")
 
@@ -423,9 +433,9 @@ class KeySpace:
         before, after = (
             re.sub(r"([*?\[\]\\])", r"\\\1", part) for part in (self._before, self._after)
         )
-        #: What SCAN finds all records by, and other keys of locks; and the holders of all that are not free.
+        #: What SCAN finds all records by, and other keys of locks; and a key or two of all that are not free.
         self.pattern = f"{before}*{after}"
-        self.holders_pattern = self.pattern + _HOLDERS
+        self.taken_pattern = f"{self.pattern}:[hr]"
 
     def of(self, key: str) -> Keys:
         """Return the keys of the lock that servers know as *key*: it has no braces in it."""
@@ -437,9 +447,9 @@ class KeySpace:
         is_record = record == f"{self._before}{key}{self._after}" and not {"{", "}"} & {*key}
         return key if is_record and key else None
 
-    def key_of_holders(self, holders: str) -> str | None:
-        """key_of(), by the key of its holders."""
-        return self.key_of(holders.removesuffix(_HOLDERS))
+    def key_of_taken(self, taken: str) -> str | None:
+        """key_of(), by what taken_pattern finds."""
+        return self.key_of(taken[:-2])
 
 
 _keys = lru_cache(1024)(Keys)

@@ -105,7 +105,9 @@ def _removals(call: Call) -> list[Command]:
         bells, owner, *is_final = map(str, call.args)
         if call.script is not LEAVE:
             commands += ("ZREM", holders, owner), ("HDEL", record, f"h:{owner}")
-        if call.script is LEAVE or "1" in is_final:
+        if call.script is FORCE:
+            commands.append(("HDEL", record, "available"))
+        elif call.script is LEAVE or "1" in is_final:
             places = f"x{owner}", f"s{owner}"
             commands += (
                 ("ZREM", queue, *places),
@@ -189,11 +191,13 @@ class _Lock:
         self.put(
             (b"token", token),
             (b"mode", mode),
-            (b"available", self.now + min_hold if mode == b"x" else 0),
+            (b"available", self.now if mode == b"x" else 0),
             (b"name", name),
             (b"h:" + owner, b"%d %d %d %d %b" % (token, self.now, min_hold, lock_delay, holder)),
         )
         self.hold(owner, self.now + ttl)
+        if mode == b"x":
+            self.hold_back(self.now + min_hold)
         self.keep(self.now + ttl + lock_delay)
         if self.queue:
             self.leave(owner)
@@ -236,17 +240,20 @@ class _Lock:
     def decide_look(self) -> list[Any]:
         name, mode = self.fields.get(b"name", b""), self.fields.get(b"mode", b"x")
         waiters = sum(patience > self.now for patience in self.alive.values())
+        self.expire()
         available = self.number(b"available") - self.now
         answer = [name, self.number(b"token"), available, waiters, mode]
         for owner, ends in self.holders.items():
-            if ends > self.now:
-                answer += owner, ends - self.now, self.described(owner)[4]
+            answer += owner, ends - self.now, self.described(owner)[4]
         return answer
 
-    def decide_force(self, owner: bytes) -> int:
-        if owner not in self.holders:
+    def decide_force(self, owner: bytes, token: bytes) -> int:
+        self.expire()
+        is_reserved = not (owner or self.holders) and self.fields.get(b"token") == token
+        if not is_reserved and owner not in self.holders:
             return 0
-        self.forget(owner)
+        if owner:
+            self.forget(owner)
         self.put((b"token", max(self.number(b"token") + 1, self.now)))
         if not self.holders:
             self.put((b"available", 0))
@@ -302,6 +309,9 @@ class _Lock:
     def hold_back(self, instant: int) -> None:
         if instant > self.now and instant > self.number(b"available"):
             self.put((b"available", instant))
+            left = -(-(instant - self.now) // 1000)
+            self.write("SET", f"{self.keys[0]}:r", "", "PX", left)
+            self.keep(instant)
 
     def forget(self, owner: bytes) -> None:
         del self.holders[owner]

@@ -17,7 +17,14 @@ from redis.exceptions import (
 
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import LONGEST_LISTED, printable
-from django_distlock.engine.values import Busy, Grant, Held, Release, digest
+from django_distlock.engine.values import (
+    Busy,
+    Grant,
+    Held,
+    Release,
+    digest,
+    digest_of_reservation,
+)
 from django_distlock.exceptions import LockBackendError
 
 from .scripts import ACQUIRE, EXTEND, FORCE, KEEP, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
@@ -83,7 +90,8 @@ class Verbs:
         )
         answer, *replicas = yield from self._answers(call, *self._after)
         if answer[0] != 1:
-            return Busy(Holder.from_json(answer[1]), _left(answer[2]))
+            left = _left(answer[2])
+            return Busy(Holder.from_json(answer[1]), left, reserved=bool(left and not answer[1]))
         if replicas and not (isinstance(replicas[0], int) and replicas[0] >= self._replicas):
             yield from self.release(request)
             problem = f"{replicas[0]} of {self._replicas} replicas (OPTIONS 'wait_replicas') confirmed the lock"
@@ -129,10 +137,11 @@ class Verbs:
         (found,) = yield from self._looks([request.key])
         holdings = list(_holdings(found))
         left = max([_left(found[2]) or 0.0, *(left for _, left, _ in holdings)])
-        return Busy(holdings[-1][2] if holdings else None, left) if left > 0 else None
+        holder = holdings[-1][2] if holdings else None
+        return Busy(holder, left, reserved=not holdings) if left > 0 else None
 
     def held(self, keys: Sequence[str]) -> Conversation[list[tuple[Held, str]]]:
-        """Tell who holds the locks *keys*: for people, and the owners, for nobody."""
+        """Tell who holds the locks *keys*: for people, and the owners, for nobody; none has what is reserved."""
         found: list[tuple[Held, str]] = []
         for some in _batches(keys, BATCH):
             answers = yield from self._looks(some)
@@ -140,10 +149,10 @@ class Verbs:
                 found += _held(answer, key)
         return found
 
-    def force(self, key: str, owner: str) -> Conversation[bool]:
-        """End a holding for its operator; tell whether it was there."""
+    def force(self, key: str, owner: str, token: int | None) -> Conversation[bool]:
+        """End a holding for its operator, or without *owner* what it has reserved; tell whether it was there."""
         keys = self._space.of(key)
-        (answer,) = yield from self._answers(Call(FORCE, keys.all, (keys.bells, owner)))
+        (answer,) = yield from self._answers(Call(FORCE, keys.all, (keys.bells, owner, f"{token}")))
         return bool(answer == 1)
 
     def keep(self, waiters: Sequence[Request]) -> Conversation[None]:
@@ -224,17 +233,21 @@ def _batches(some: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
 
 
 def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
-    name, token, _, waiters, mode = answer[:5]
-    for owner, left, holder in _holdings(answer):
+    name, token, reserved, waiters, mode = answer[:5]
+    holdings = list(_holdings(answer))
+    if is_reserved := not holdings and int(reserved) > 0:
+        holdings = [("", int(reserved) / 1e6, None)]
+    for owner, left, holder in holdings:
         shown = Held(
             name=name.decode(errors="backslashreplace"),
             key=key,
             holder=holder,
             remaining=left,
             token=int(token),
-            owner_digest=digest(owner),
-            shared=mode == b"s",
+            owner_digest=digest_of_reservation(int(token)) if is_reserved else digest(owner),
+            shared=mode == b"s" and not is_reserved,
             waiters=int(waiters),
+            reserved=is_reserved,
         )
         yield shown, owner
 
