@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import random
+import sys
 from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -137,6 +139,10 @@ class _Locked:
 
     def refuse(self, busy: LockNotAcquired, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what *on_busy* returns, or raise *busy*."""
+        task = getattr(sys.modules.get("celery"), "current_task", None)
+        if task and not isinstance(busy, task.throws):
+            # What a task is known to throw is logged in one line, without a traceback.
+            task.throws = (task.throws, LockNotAcquired)
         if self._on_busy is None:
             raise busy
         return self._on_busy(busy, *args, **kwargs)
@@ -231,6 +237,11 @@ async def _awaited(result: Awaitable[_T], stack: ExitStack) -> _T:
         return await result
 
 
+#: Seconds of Retry-After at most: the holder of a renewed lease may be done at any time.
+LONGEST_RETRY_AFTER = 5
+#: Retries after which the pauses grow no longer.
+LAST_GROWTH = 6
+
 _TITLE = "Somebody else is already working on this; try again later."
 _TYPES = ["text/html", "application/json", "application/problem+json"]
 
@@ -247,6 +258,8 @@ def skip(value: Any = None) -> Policy:
 def respond(status: int = 409) -> Policy:
     """Answer the request with *status*, and with ``Retry-After`` if the end of the holder's lease is known.
 
+    It is at most 5 seconds, as a holder that renews its lease may be done at any time; for what
+    min_hold or lock_delay reserves, it is all the rest of that.
     Clients that prefer JSON get problem details (RFC 9457).
     """
     return functools.partial(_respond, status)
@@ -261,14 +274,16 @@ def _respond(status: int, busy: LockNotAcquired, /, *args: Any, **kwargs: Any) -
         plain = "text/plain; charset=utf-8"
         response = HttpResponse(_TITLE, status=status, content_type=plain)
     if busy.remaining is not None:
-        response["Retry-After"] = str(max(1, math.ceil(busy.remaining)))
+        longest = math.inf if busy.reserved_until else LONGEST_RETRY_AFTER
+        response["Retry-After"] = str(max(1, math.ceil(min(busy.remaining, longest))))
     return response
 
 
 def retry(countdown: float | None = None, **options: Any) -> Policy:
     """Retry the Celery task after *countdown* seconds; *options* are passed to ``Task.retry()``.
 
-    Without *countdown*, it is retried when the holder's lease ends, if that is known.
+    Without *countdown*, it is retried after about 1, 2, 4 ... 64 seconds, but not later than when the
+    holder's lease ends; and when its reservation ends, if nobody holds it.
     """
     return functools.partial(_retry, countdown, options)
 
@@ -285,7 +300,11 @@ def _retry(
 
     if not current_task:
         raise busy
-    later = countdown if countdown is not None else busy.remaining
+    later = countdown
+    if later is None:
+        later = 2.0 ** min(current_task.request.retries, LAST_GROWTH) * random.uniform(0.5, 1)  # noqa: S311
+        if busy.remaining is not None:
+            later = busy.remaining if busy.reserved_until else min(later, busy.remaining)
     raise current_task.retry(exc=busy, countdown=later, **options)
 
 

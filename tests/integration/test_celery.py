@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from datetime import UTC, datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -125,15 +126,31 @@ def test_tasks_that_retry_have_all_run_in_the_end(worker: CeleryWorker, account:
 def test_task_that_runs_out_of_retries_fails_and_says_why(
     worker: CeleryWorker, diary: Diary
 ) -> None:
-    with lock(f"page:{diary.page}", using="redis"):
+    logged = len(worker.log)
+    with lock(f"page:{diary.page}", using="redis") as lease:
         result = send_to(worker, "giving_up", diary)
 
         with pytest.raises(LockNotAcquired) as caught:
             result.get(timeout=30)
 
     assert caught.value.name == f"page:{diary.page}"
-    assert f"pid={os.getpid()}" in str(caught.value)
+    assert caught.value.holder == lease.holder
+    assert caught.value.holder.pid == os.getpid()
     assert diary.read() == []
+    said = eventually(lambda: [x for x in worker.log[logged:].splitlines() if "raised" in x])
+    assert f"giving_up[{result.id}] raised expected: {caught.value!r}" in said[0]
+    assert "Traceback" not in worker.log[logged:]
+
+
+def test_task_is_told_of_a_reservation(worker: CeleryWorker, diary: Diary) -> None:
+    with lock(f"page:{diary.page}", using="redis", min_hold=60):
+        pass
+
+    with pytest.raises(LockNotAcquired, match="is reserved until") as caught:
+        send_to(worker, "giving_up", diary).get(timeout=30)
+
+    assert caught.value.reserved_until is not None
+    assert 50 < (caught.value.reserved_until - datetime.now(UTC)).total_seconds() < 60.1
 
 
 def test_holder_tells_the_task(worker: CeleryWorker, diary: Diary) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncGenerator, Iterator
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from django.core.management import BaseCommand, call_command
 from django.http import HttpRequest, HttpResponse
 from django.test import RequestFactory
 
@@ -58,6 +63,34 @@ def test_a_callable_is_given_the_error_and_the_arguments(busy: str) -> None:
     assert work(1, 2, x=3) == (busy, (1, 2), {"x": 3})
 
 
+class Report(BaseCommand):
+    requires_system_checks = ()
+
+    @distributed_lock("busy", timeout=0)
+    def handle(self, *args: object, **options: object) -> None:
+        pytest.fail("held by another thread")
+
+
+class OtherReport(Report):
+    def handle(self, *args: object, **options: object) -> None:
+        with lock("busy", timeout=0):
+            pytest.fail("held by another thread")
+
+
+@pytest.mark.parametrize("command", [Report, OtherReport])
+def test_a_busy_command_ends_with_one_line(busy: str, command: type[BaseCommand]) -> None:
+    said = io.StringIO()
+
+    with pytest.raises(SystemExit) as ended:
+        command(stderr=said).run_from_argv(["manage.py", "report"])
+    with pytest.raises(LockNotAcquired):
+        call_command(command())
+
+    assert ended.value.code == 1
+    [line] = said.getvalue().splitlines()
+    assert line.startswith(f"LockNotAcquired: Lock {busy!r} is held by ")
+
+
 async def test_a_coroutine_function_may_be_the_policy_of_one(busy: str) -> None:
     async def instead(error: LockNotAcquired) -> str:
         await asyncio.sleep(0)
@@ -96,7 +129,7 @@ def test_respond_answers_with_a_status_and_when_to_try_again(busy: str) -> None:
     response = view(RequestFactory().get("/"))
 
     assert response.status_code == 409
-    assert 15 <= int(response["Retry-After"]) <= 20
+    assert response["Retry-After"] == "5"
     assert response["Content-Type"] == "text/plain; charset=utf-8"
 
 
@@ -139,12 +172,18 @@ def test_respond_says_the_same_to_people_and_to_programs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("remaining", "later"), [(0.2, "1"), (1.0, "1"), (1.2, "2"), (9.0, "9"), (None, None)]
+    ("remaining", "later"), [(0.2, "1"), (1.0, "1"), (1.2, "2"), (9.0, "5"), (None, None)]
 )
 def test_respond_rounds_the_time_to_wait_up(remaining: float | None, later: str | None) -> None:
     response = respond()(_refusal(remaining), RequestFactory().get("/"))
 
     assert response.get("Retry-After") == later
+
+
+def test_respond_says_when_a_reservation_ends() -> None:
+    busy = LockNotAcquired("busy", 0.0, None, 59.2, datetime.now(UTC))
+
+    assert respond()(busy, RequestFactory().get("/"))["Retry-After"] == "60"
 
 
 def test_a_request_is_the_first_argument_of_a_view_or_the_second_of_a_method() -> None:
@@ -155,23 +194,96 @@ def test_a_request_is_the_first_argument_of_a_view_or_the_second_of_a_method() -
     assert find_request((1, 2, request)) is None
 
 
-@pytest.mark.parametrize(("countdown", "later"), [(5, 5), (None, 3.0)])
-def test_retry_asks_the_task_to_run_again(
-    monkeypatch: pytest.MonkeyPatch, countdown: float | None, later: float
-) -> None:
+class Again(Exception):
+    """What Celery raises to retry a task."""
+
+
+class Task:
+    """The task that runs now, as Celery has it."""
+
+    def __init__(self, retries: int = 0) -> None:
+        self.request = SimpleNamespace(retries=retries)
+
+    def retry(self, **options: object) -> Exception:
+        self.options = options
+        return Again()
+
+
+def _countdown(monkeypatch: pytest.MonkeyPatch, retries: int, busy: LockNotAcquired) -> float:
     pytest.importorskip("celery")
+    task = Task(retries)
+    monkeypatch.setattr("celery.current_task", task)
+    with pytest.raises(Again):
+        retry()(busy)
+    later = task.options["countdown"]
+    assert isinstance(later, float)
+    return later
 
-    class Again(Exception):
-        pass
 
-    class Task:
-        def retry(self, **options: object) -> Exception:
-            self.options = options
-            return Again()
-
+def test_retry_asks_the_task_to_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("celery")
     task, busy = Task(), _refusal(3.0)
     monkeypatch.setattr("celery.current_task", task)
 
     with pytest.raises(Again):
-        retry(countdown, max_retries=7)(busy)
-    assert task.options == {"exc": busy, "countdown": later, "max_retries": 7}
+        retry(5, max_retries=7)(busy)
+    assert task.options == {"exc": busy, "countdown": 5, "max_retries": 7}
+
+
+@pytest.mark.parametrize(
+    ("retries", "longest"), [(0, 1), (1, 2), (2, 4), (5, 32), (6, 64), (7, 64), (100_000, 64)]
+)
+@pytest.mark.parametrize("remaining", [None, 1000.0])
+def test_retry_waits_longer_each_time_and_not_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, retries: int, longest: float, remaining: float | None
+) -> None:
+    pauses = {_countdown(monkeypatch, retries, _refusal(remaining)) for _ in range(20)}
+
+    assert len(pauses) > 10
+    assert longest / 2 <= min(pauses) <= max(pauses) <= longest
+
+
+def test_retry_does_not_wait_longer_than_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _countdown(monkeypatch, 6, _refusal(3.0)) == 3.0
+
+
+def test_retry_waits_for_the_end_of_a_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = LockNotAcquired("busy", 0.0, None, 600.0, datetime.now(UTC))
+
+    assert _countdown(monkeypatch, 0, busy) == 600.0
+
+
+@pytest.mark.parametrize("thrown", [(), KeyError, (KeyError, ValueError), (TimeoutError,)])
+@pytest.mark.parametrize("on_busy", [None, retry()])
+def test_a_busy_task_is_logged_in_one_line(
+    busy: str, caplog: pytest.LogCaptureFixture, thrown: Any, on_busy: Any
+) -> None:
+    app = pytest.importorskip("celery").Celery(set_as_current=False)
+
+    @app.task(throws=thrown, max_retries=0)  # type: ignore[untyped-decorator]  # of Celery, found at run time
+    @distributed_lock(busy, timeout=0, on_busy=on_busy)
+    def work() -> None:
+        pytest.fail("held by another thread")
+
+    with caplog.at_level("INFO", "celery"):
+        results = [work.apply().result for _ in range(2)]
+
+    logged = [record for record in caplog.records if record.name == "celery.app.trace"]
+    assert [type(result) for result in results] == [LockNotAcquired, LockNotAcquired]
+    assert [record.exc_info for record in logged] == [None, None]
+    assert f"raised expected: {results[0]!r}" in logged[0].message
+    assert str(work.throws).count("LockNotAcquired") == (thrown != (TimeoutError,))
+
+
+def test_other_errors_of_a_task_keep_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    app = pytest.importorskip("celery").Celery(set_as_current=False)
+
+    @app.task  # type: ignore[untyped-decorator]  # of Celery, found at run time
+    @distributed_lock("free")
+    def work() -> None:
+        raise KeyError("x")
+
+    work.apply()
+
+    [logged] = [record for record in caplog.records if record.name == "celery.app.trace"]
+    assert logged.exc_info

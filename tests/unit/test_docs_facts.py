@@ -13,7 +13,7 @@ import pytest
 from django.dispatch import Signal
 
 import django_distlock
-from django_distlock import conf, forced_release, lease, locks, signals
+from django_distlock import conf, decorators, forced_release, lease, locks, signals
 from django_distlock.backends import add, cache_alias
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache import CacheOptions
@@ -275,6 +275,7 @@ FACTS = [
     ("README.md", f'"TTL": {TTL:g}, "TIMEOUT": {TIMEOUT:g}'),
     ("README.md", "Python 3.11 or later and Django 5.2 or later"),
     ("docs/tutorial.md", f"the lock is yours for {TTL:g} seconds"),
+    ("docs/tutorial.md", f"in seconds, but at most {decorators.LONGEST_RETRY_AFTER},"),
     ("docs/tutorial.md", f"come free by itself, within {TTL:g} seconds"),
     ("docs/howto/free-a-stuck-lock.md", f"frees up to {forced_release.MOST_AT_ONCE} locks at once"),
     ("docs/explanation/guarantees.md", f"The ttl is {TTL:g} seconds by default"),
@@ -286,6 +287,7 @@ FACTS = [
     ("docs/explanation/guarantees.md", "1 % of the ttl and 2 milliseconds are taken off"),
     ("docs/reference/settings.md", f"at least {conf.LEAST_TTL:g}."),
     ("docs/reference/settings.md", f"at most {conf.LONGEST:.0f} of them"),
+    ("docs/howto/celery.md", f"up to {2**decorators.LAST_GROWTH} seconds, each"),
     (WRITE_PAGE, f"tries again after pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (DATABASE_PAGE, f"a place counts for {engine.PATIENCE:g} seconds"),
     (DATABASE_PAGE, f"when its place has expired, after {engine.PATIENCE:g} seconds"),
