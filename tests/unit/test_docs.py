@@ -80,7 +80,7 @@ class Reader:
                 call_command("migrate", "django_distlock", database=alias, verbosity=0)
         if known["CACHES"]:
             self._settings.CACHES = known["CACHES"]
-        self._settings.DISTLOCK = known["DISTLOCK"]
+        self._settings.DISTLOCK = known["DISTLOCK"] or {"default": {}}
         if not source.startswith(f"{SETTINGS}: wrong"):
             assert [message for alias in locks for message in locks[alias].check()] == []
 
