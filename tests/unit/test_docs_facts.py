@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from django.dispatch import Signal
@@ -26,7 +26,7 @@ from django_distlock.backends.database import (
     waiters,
 )
 from django_distlock.backends.database.mysql import MySQL
-from django_distlock.backends.database.options import DatabaseOptions
+from django_distlock.backends.database.options import DatabaseOptions, SessionOptions
 from django_distlock.backends.database.sqlite import SQLite
 from django_distlock.backends.memcached import connections
 from django_distlock.backends.memcached.backend import MemcachedOptions
@@ -36,16 +36,15 @@ from django_distlock.backends.redlock import (
     backend as redlock_backend,
     votes as redlock_votes,
 )
+from django_distlock.backends.session.backend import BESIDE
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
 from django_distlock.engine import local_queue, pauses, waiting
 from django_distlock.engine.clock import drift
 from django_distlock.engine.waiting import Way
 from django_distlock.lock import Lock, LockTerms, Terms
 from django_distlock.management.commands.purge_stale_locks import Command as PurgeCommand
+from tests.contract.profiles import PROFILES
 from tests.fixtures.pages import DOCS, ROOT, prose, table
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BACKENDS = sorted((DOCS / "reference" / "backends").glob("*.md"))
 PACKAGE = ROOT / "django_distlock"
@@ -55,6 +54,7 @@ SETTINGS = DOCS / "reference" / "settings.md"
 PURGE = DOCS / "howto" / "purge.md"
 WRITE = DOCS / "howto" / "write-a-backend.md"
 STUCK = DOCS / "howto" / "free-a-stuck-lock.md"
+CHOOSE = DOCS / "howto" / "choose-a-backend.md"
 WRITE_PAGE = "docs/howto/write-a-backend.md"
 DATABASE_PAGE = "docs/reference/backends/database.md"
 REDIS_PAGE = "docs/reference/backends/redis.md"
@@ -223,6 +223,22 @@ def test_every_page_of_a_backend_has_the_same_headings(page: Path) -> None:
     ]
 
 
+def test_what_each_backend_can_do_is_what_it_says() -> None:
+    traits = ("shared", "fair", "fencing", "delays", "detach", "listing")
+    said = table(CHOOSE, "## What each can do")
+
+    assert {Path(page).stem for page in re.findall(r"\((.+)\)", "\n".join(said))} == {
+        page.stem for page in BACKENDS
+    } - {"cache", "dummy"}
+    for name, columns in said.items():
+        [page] = re.findall(r"(\w+)\.md", name)
+        kinds = [kind for kind in PROFILES if page in f"{kind.name} {kind.settings['BACKEND']}"]
+        for trait, cell in zip(traits, columns[:3] + columns[4:], strict=True):
+            can = {trait in kind.traits for kind in kinds}
+            # What depends on the OPTIONS or on the server has words of its own.
+            assert {"yes": {True}, "no": {False}}.get(cell, {True, False}) == can
+
+
 def test_every_error_stands_in_the_tree() -> None:
     tree = ERRORS.read_text().partition("```text")[2].partition("```")[0]
     drawn = set(re.findall(r"[A-Z]\w+", tree)) - {"Django", "TimeoutError", "RuntimeError"}
@@ -277,6 +293,20 @@ FACTS = [
     ("docs/tutorial.md", f"the lock is yours for {TTL:g} seconds"),
     ("docs/tutorial.md", f"in seconds, but at most {decorators.LONGEST_RETRY_AFTER},"),
     ("docs/tutorial.md", f"come free by itself, within {TTL:g} seconds"),
+    (
+        "docs/howto/coming-from.md",
+        f"after a crash, up to {TTL:g} seconds | waits for {TIMEOUT:g} seconds",
+    ),
+    (
+        "docs/howto/deploy.md",
+        f"at most `max_connections` ({OPTIONS.max_connections}), and one that",
+    ),
+    (
+        "docs/howto/deploy.md",
+        f"at most `max_connections` ({SessionOptions().max_connections}), and at most {BESIDE} for",
+    ),
+    ("docs/howto/deploy.md", f"| memcached | at most {connections.KEPT} |"),
+    ("docs/howto/deploy.md", f"look again after {SHORTEST:g} to {LONGEST:g} milliseconds"),
     ("docs/howto/free-a-stuck-lock.md", f"frees up to {forced_release.MOST_AT_ONCE} locks at once"),
     ("docs/explanation/guarantees.md", f"The ttl is {TTL:g} seconds by default"),
     ("docs/explanation/guarantees.md", f"with `fair`, up to {engine.PATIENCE:g} seconds"),
