@@ -127,7 +127,7 @@ class Lease:
 
     @property
     def ttl(self) -> float:
-        """Seconds it lives on the server unless extended."""
+        """How many seconds it lives on the server unless it is extended."""
         return self.request.ttl
 
     @property
@@ -142,7 +142,7 @@ class Lease:
 
     @property
     def state(self) -> State:
-        """Where it stands by our clock now."""
+        """Its state now, by the clock of this machine."""
         if os.getpid() != forks.pid:
             forks.notice()
         self._lose_if_over()
@@ -150,12 +150,12 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether the lock is surely ours now."""
+        """Whether it is certain that the lock is still ours."""
         return self.state is State.HELD
 
     @property
     def lost(self) -> bool:
-        """Whether it was lost: no I/O, our clock is compared with the deadline."""
+        """Whether it was lost. This compares the deadline with our clock, and sends no request."""
         return self.state is State.LOST
 
     @property
@@ -172,7 +172,7 @@ class Lease:
 
     @property
     def in_jeopardy(self) -> bool:
-        """Whether a renewal is late or failed, and the deadline not reached yet."""
+        """Whether a renewal is late or has failed, while the deadline has not passed yet."""
         is_late = self.renews and self.remaining < self.ttl * LATE
         return self.held and (self._is_in_jeopardy or is_late)
 
@@ -183,16 +183,19 @@ class Lease:
 
     @property
     def remaining(self) -> float:
-        """Seconds until the deadline, by our own clock; 0 when it is not held."""
+        """Seconds until the deadline, by our own clock; 0 if it is not held."""
         return max(0.0, self._deadline - clock.lease_time()) if self.held else 0.0
 
     @property
     def deadline(self) -> float:
-        """When it is lost unless extended before: seconds on ``clock.lease_time()``."""
+        """When it is lost unless it is extended before: seconds on ``clock.lease_time()``."""
         return self._deadline
 
     def check(self) -> None:
-        """Raise LockLost unless the lock is surely ours now (no I/O); LockNotHeld once released."""
+        """Raise LockLost unless it is certain that the lock is still ours, LockNotHeld if it was released.
+
+        It compares the deadline with our clock, and sends no request.
+        """
         state = self.state
         if state is State.LOST:
             raise LockLost(self.name, self._reason)
@@ -202,7 +205,7 @@ class Lease:
     def on_lost(self, callback: Callable[[str], object]) -> None:
         """Call *callback* with the reason, once, when the lease is lost; at once if it is already.
 
-        It is called in the thread that finds out, mostly the renewing one: be quick.
+        It is called in the thread that notices the loss, mostly the one that renews leases: be quick.
         """
         with self._mutex:
             if self._state in (State.PENDING, State.HELD):
@@ -252,8 +255,8 @@ class Lease:
     def extend(self, ttl: float | timedelta | None = None) -> None:
         """Let it live for at least *ttl* seconds from now (by default its own ttl).
 
-        Never shortens; later renewals use the same ttl. LockLost if the lock is not ours any
-        more: it is never taken anew.
+        It is never shortened, and later renewals use the same ttl. LockLost if the lock is not ours
+        any more: it is never acquired again.
         """
         start, request = self._before_extend(ttl)
         kept = settled(partial(self.backend.extend, [request]))[0]
@@ -271,8 +274,8 @@ class Lease:
         """Hand the lock to another process: return a text for its ``Lease.attach()``.
 
         The lease is extended a last time, to *ttl* seconds (its own by default), for the text to
-        reach the other process. The text is the right to hold the lock: keep it as secret as a
-        password. Here, the lease is over.
+        reach the other process. Whoever has the text can hold the lock: keep it as secret as a
+        password. In this process, the lease has ended.
         """
         self._check_detach()
         self.extend(ttl)
@@ -286,9 +289,9 @@ class Lease:
 
     @classmethod
     def attach(cls, text: str) -> Lease:
-        """Take over what another process detached, under a new owner: a text serves once.
+        """Take over the lease that another process has detached. Each text works once.
 
-        LockLost if it has ended meanwhile, or is attached already.
+        LockLost if the lease has ended meanwhile, or was attached already.
 
         ``django.core.signing.BadSignature`` if *text* is not one that detach() made.
         """
@@ -302,19 +305,19 @@ class Lease:
     # What it protects.
 
     def guard(self, using: str = "default") -> None:
-        """In the caller's transaction on *using*: let no later holder in before its end.
+        """Keep later holders out until the caller's transaction on *using* has ended.
 
-        Works where the locks live in that same database. From here to commit or rollback the
-        fencing token cannot rise, even if the lease runs out. StaleFencingToken if it has.
+        The locks must be in that same database. Until the commit or rollback nobody else can acquire
+        the lock, even if the lease expires. StaleFencingToken if somebody else already has.
         Call it in the outermost block: on PostgreSQL it ends with a savepoint that is rolled back.
         """
         self.check()
         self.backend.guard(self.request, self.checked_token(), using)
 
     def claim(self, target: _M | QuerySet[_M]) -> Any:
-        """Raise the fence of fenced rows (FencedModel) to our token, *then* read them fresh.
+        """Raise the fence of fenced rows (FencedModel) to our token, *then* read them again.
 
-        Takes an instance or a queryset and gives the same kind of thing back.
+        *target* is an instance or a queryset, and so is the result.
         StaleFencingToken if a later holder has claimed a row; DoesNotExist of the model for an
         instance that was deleted.
         """
@@ -322,9 +325,9 @@ class Lease:
         return fencing.claim(self, target)
 
     def save(self, instance: Model, **kwargs: Any) -> None:
-        """Save an *instance* that is new or claimed, with the arguments of its own method.
+        """Save an *instance* that is new or claimed.
 
-        StaleFencingToken once a later holder has claimed it, or if there is a row with its key that
+        StaleFencingToken if a later holder has claimed it, or if there is a row with its key that
         is not claimed.
         """
         self.check()

@@ -417,9 +417,9 @@ def lock(name: str, **terms: Unpack[LockTerms]) -> Lock:
 
 
 def current_lease(name: str | None = None) -> Lease | None:
-    """Return the lease that the running thread or task took last and holds, of *name* if one is given.
+    """Return the lease that the running thread or task holds: the last that it acquired, or that of *name*.
 
-    It is what a decorated function has its lease by: ``current_lease().claim(account)``.
+    A decorated function gets its lease from it: ``current_lease().claim(account)``.
     """
     wanted = None if name is None else checked_name(name)
     for lease in reversed(held_here()):

@@ -62,9 +62,9 @@ def transaction_lock(
 ) -> None:
     """Take the lock *name* in the transaction that is open on *using*, until its commit or rollback.
 
-    LockNotAcquired after *timeout* seconds (0: one try, None: no limit); the transaction can go on.
+    LockNotAcquired after *timeout* seconds (0: one try, None: no limit); the transaction can continue.
     It is the lock of a RowLockBackend on *using*. At REPEATABLE READ and above it must be the first
-    statement of the outermost atomic block: LockError else.
+    statement of the outermost atomic block; otherwise it raises LockError.
     """
     name, wait = checked_name(name), Wait(optional_seconds(timeout, "timeout"))
     connection = connections[using]
