@@ -1,0 +1,164 @@
+"""``manage.py run_locked NAME -- COMMAND``: a cron job that runs on one machine at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from django_distlock import (
+    InvalidLockBackend,
+    LockError,
+    LockNotAcquired,
+    LockNotHeld,
+    NotSupported,
+    lock,
+)
+from django_distlock.management import launch
+from django_distlock.management.arguments import WRONG_ARGUMENTS, duration
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+    from collections.abc import Callable
+    from types import FrameType
+
+    from django_distlock import Lease
+
+#: Exit codes of our own, as sysexits.h has them: try again later; no server; what was agreed was broken.
+BUSY, NO_SERVER, LOST = os.EX_TEMPFAIL, os.EX_UNAVAILABLE, os.EX_PROTOCOL
+#: The exit code of an error is that of the first kind which it is.
+CODES = (
+    (LockNotAcquired, BUSY),
+    (LockNotHeld, LOST),
+    ((InvalidLockBackend, NotSupported, ValueError), WRONG_ARGUMENTS),
+    (LockError, NO_SERVER),
+)
+#: Signals that are passed on to the command.
+PASSED_ON = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+#: Those that a terminal sends itself.
+FROM_TERMINAL = signal.SIGINT, signal.SIGQUIT
+
+
+class Command(BaseCommand):
+    help = (
+        "Run a command while holding a lock, so that of many machines one runs it at a time. "
+        "Signals are passed on to it; it is ended if the lock is lost. "
+        "Exit codes: the command's own (128 + N after signal N, 127 if there is no such command), "
+        f"{BUSY} somebody else has the lock, {NO_SERVER} no lock server answers, "
+        f"{LOST} the lock was lost while the command ran, {WRONG_ARGUMENTS} wrong arguments."
+    )
+    # The command may be what mends them.
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("name", help="the name of the lock")
+        parser.add_argument("command", nargs="+", metavar="COMMAND", help="what to run, after --")
+        parser.add_argument(
+            "--using", default="default", metavar="ALIAS", help="the alias in DISTLOCK"
+        )
+        parser.add_argument(
+            "--timeout",
+            type=duration,
+            default="0",
+            metavar="TIME",
+            help="how long to wait for the lock: seconds, or a number with s, m, h, d or w (default: %(default)s, try once)",
+        )
+        parser.add_argument(
+            "--ttl",
+            type=duration,
+            metavar="TIME",
+            help="how long the lock outlives this process if it is killed (default: TTL of the alias)",
+        )
+        parser.add_argument(
+            "--min-hold",
+            type=duration,
+            default="0",
+            metavar="TIME",
+            help="keep the lock for at least so long, even if the command ends sooner: "
+            "more than the clocks of the machines differ (default: %(default)s)",
+        )
+        parser.add_argument(
+            "--grace",
+            type=duration,
+            default="10",
+            metavar="TIME",
+            help="after the lock was lost, kill the command so long after SIGTERM (default: %(default)s)",
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        terms = {key: options[key] for key in ("using", "timeout", "min_hold")}
+        if options["ttl"] is not None:
+            terms["ttl"] = options["ttl"]
+        program = Path(options["command"][0]).name
+        try:
+            # Only its name: arguments may be secret.
+            with lock(options["name"], **terms, purpose=f"run_locked {program}") as lease:
+                code = run(options["command"], lease, options["grace"])
+        except (InvalidLockBackend, LockError, ValueError) as error:
+            code = next(code for kinds, code in CODES if isinstance(error, kinds))
+            if code == BUSY and not options["verbosity"]:
+                sys.exit(code)
+            raise CommandError(str(error), returncode=code) from error
+        if code:
+            sys.exit(code)
+
+
+def run(command: list[str], lease: Lease, grace: float) -> int:
+    """Return the exit code of *command*, as a shell would tell it; it is ended if *lease* is lost."""
+    environment = {**os.environ, "DISTLOCK_NAME": lease.name}
+    if lease.fencing_token is not None:
+        environment["DISTLOCK_FENCING_TOKEN"] = str(lease.fencing_token)
+    program = [sys.executable, "-I", launch.__file__, str(os.getpid()), *command]
+    # A terminal sends its signals to the group in its foreground: the command must stay in it. Elsewhere
+    # it gets a group of its own, so that signals reach its children, too.
+    has_terminal = sys.stdin is not None and sys.stdin.isatty()
+    early: list[int] = []
+    send: Callable[[int], object] = early.append
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        if not (has_terminal and number in FROM_TERMINAL):
+            send(number)
+
+    # What nohup has ignored stays ignored, also by the command.
+    ours = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, pass_on) for number in ours}
+    try:
+        child = subprocess.Popen(  # noqa: S603 - no shell
+            program, env=environment, process_group=None if has_terminal else 0
+        )
+        send = partial(_signal, os.kill if has_terminal else os.killpg, child.pid)
+        for number in early:
+            send(number)
+        kill = threading.Timer(grace, send, [signal.SIGKILL])
+
+        def end(_: str) -> None:
+            send(signal.SIGTERM)
+            kill.start()
+
+        lease.on_lost(end)
+        code = child.wait()
+        kill.cancel()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def _signal(kill: Callable[[int, int], None], pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        kill(pid, number)

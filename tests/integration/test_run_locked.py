@@ -1,0 +1,243 @@
+"""``manage.py run_locked``: what the command gets, what the caller gets, and who is ended when."""
+
+import os
+import pty
+import re
+import signal
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+
+from django_distlock import lock
+from django_distlock.backends.database import records
+from django_distlock.management.arguments import WRONG_ARGUMENTS
+from django_distlock.management.commands.run_locked import BUSY, LOST, NO_SERVER, Command
+from django_distlock.models import MethodLock
+from tests.fixtures.eventually import eventually
+from tests.fixtures.launch import launch, state
+from tests.fixtures.processes import Child, Spawn
+
+Start = Callable[..., Child]
+#: Says that it runs, and who it is; then waits.
+TICK = "echo runs $$; while :; do sleep 0.05; done"
+
+
+@pytest.fixture
+def name() -> str:
+    return f"nightly-{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def start(spawn: Spawn, name: str) -> Start:
+    """Run a shell's script in another process, as cron would."""
+
+    def begin(script: str, **options: object) -> Child:
+        command = ["sh", "-c", script]
+        return spawn(f"{__name__}:run", name=name, command=command, options=options)
+
+    return begin
+
+
+def run(name: str, command: list[str], options: dict[str, object]) -> None:
+    given = [f"--{option}={value}" for option, value in options.items()]
+    Command().run_from_argv(["manage.py", "run_locked", *given, name, "--", *command])
+
+
+def pid_of_command(child: Child) -> int:
+    return int(eventually(lambda: re.findall(r"^runs (\d+)$", child.stderr, re.MULTILINE))[0])
+
+
+def has_ended(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or state(pid) == "Z"
+
+
+def test_the_command_knows_the_lock_and_its_exit_code_is_passed_on(start: Start, name: str) -> None:
+    child = start("echo $DISTLOCK_NAME $DISTLOCK_FENCING_TOKEN; exit 3")
+
+    assert child.wait() == 3
+
+    token = MethodLock.objects.get(description=name).fencing_token
+    assert child.stderr == f"{name} {token}\n"
+    assert not lock(name).locked()
+
+
+def test_while_it_runs_others_are_refused_with_a_line_and_a_code_of_its_own(
+    start: Start, name: str
+) -> None:
+    first = start(TICK)
+    pid_of_command(first)
+
+    with pytest.raises(CommandError, match="run_locked sh") as refused:
+        call_command("run_locked", name, "true")
+    with pytest.raises(SystemExit) as silent:
+        call_command("run_locked", name, "true", verbosity=0)
+
+    assert refused.value.returncode == silent.value.code == BUSY
+    first.terminate()
+    assert first.wait() == 128 + signal.SIGTERM
+
+
+def test_it_waits_as_long_as_it_is_told(start: Start, name: str) -> None:
+    with lock(name):
+        waiter = start("echo done", timeout=30)
+        eventually(lambda: "done" not in waiter.stderr)
+
+    assert waiter.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_reach_the_command_and_it_decides(start: Start, number: signal.Signals) -> None:
+    child = start(f"trap 'echo told; exit 5' {number.name[3:]}; {TICK}")
+    pid_of_command(child)
+
+    os.kill(child.pid, number)
+
+    assert child.wait() == 5
+    assert child.stderr.endswith("told\n")
+
+
+def test_signals_reach_what_the_command_has_started(start: Start) -> None:
+    child = start("sleep 300 & echo runs $!; wait")
+    sleeping = pid_of_command(child)
+
+    child.terminate()
+
+    assert child.wait() == 128 + signal.SIGTERM
+    eventually(lambda: has_ended(sleeping))
+
+
+def test_what_was_ignored_by_the_caller_is_ignored_by_the_command(spawn: Spawn, name: str) -> None:
+    child = spawn(f"{__name__}:run_under_nohup", name=name)
+    pid_of_command(child)
+
+    os.kill(child.pid, signal.SIGHUP)
+    child.tell("go on")
+
+    assert child.wait() == 7
+
+
+def run_under_nohup(name: str) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run(name, ["sh", "-c", "kill -HUP $$; echo runs $$; read word; exit 7"], {})
+
+
+def test_a_killed_caller_takes_the_command_along(start: Start, name: str) -> None:
+    child = start(TICK, ttl=1)
+    pid = pid_of_command(child)
+
+    os.kill(child.pid, signal.SIGKILL)
+
+    eventually(lambda: has_ended(pid))
+    with lock(name, timeout=10):
+        pass
+
+
+def test_the_command_is_ended_when_the_lock_is_lost(start: Start, name: str) -> None:
+    child = start(TICK, ttl=1)
+    pid = pid_of_command(child)
+
+    free(name)
+
+    assert child.wait() == LOST
+    assert has_ended(pid)
+    assert "was lost" in child.stderr
+
+
+def test_a_command_that_does_not_listen_is_killed(start: Start, name: str) -> None:
+    child = start(f"trap '' TERM; {TICK}", ttl=1, grace=0.2)
+    pid = pid_of_command(child)
+
+    free(name)
+
+    assert child.wait() == LOST
+    assert has_ended(pid)
+
+
+def free(name: str) -> None:
+    """As an operator does."""
+    row = MethodLock.objects.get(description=name)
+    with connection.cursor() as cursor:
+        assert records.free(cursor, row.method_name, row.owner)
+
+
+def test_on_a_terminal_an_interrupt_reaches_the_command_once(name: str) -> None:
+    ours, theirs = pty.openpty()
+    script = "trap 'echo told' INT; echo runs; while :; do sleep 0.05; done"
+    code = f"import django; django.setup(); from {__name__} import run; run({name!r}, ['sh', '-c', {script!r}], {{}})"
+    # A session of its own, whose terminal it is.
+    become = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+    process = launch(
+        [sys.executable, "-c", f"{become}; {code}"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "testproject.settings"},
+    )
+    os.close(theirs)
+    shown = b""
+    while b"runs" not in shown:
+        shown += os.read(ours, 1000)
+
+    os.write(ours, b"\x03")
+    while b"told" not in shown:
+        shown += os.read(ours, 1000)
+    process.terminate()
+    process.wait(30)
+    with pytest.raises(OSError, match="Input/output"):
+        while True:
+            shown += os.read(ours, 1000)
+    os.close(ours)
+
+    assert shown.count(b"told") == 1
+
+
+@pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("/etc/passwd", 126)])
+def test_a_command_that_cannot_run_is_told_from_one_that_failed(
+    name: str, command: str, code: int
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call_command("run_locked", name, command)
+
+    assert ended.value.code == code
+    assert not lock(name).locked()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--using=nowhere", "x", "true"], "DISTLOCK has no alias 'nowhere'"),
+        (["", "true"], "name"),
+        (["--ttl=0", "x", "true"], "ttl"),
+        (["--timeout=soon", "x", "true"], "'soon' is not a time"),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(arguments: list[str], said: str) -> None:
+    with pytest.raises(CommandError, match=said) as refused:
+        call_command("run_locked", *arguments)
+
+    assert refused.value.returncode in {1, WRONG_ARGUMENTS}
+
+
+def test_a_server_that_is_down_is_told_from_a_busy_lock(settings: object, name: str) -> None:
+    settings.DISTLOCK = {  # type: ignore[attr-defined]
+        "default": {
+            "BACKEND": "django_distlock.backends.redis.RedisBackend",
+            "OPTIONS": {"location": "redis://127.0.0.1:1"},
+        }
+    }
+
+    with pytest.raises(CommandError) as refused:
+        call_command("run_locked", name, "true")
+
+    assert refused.value.returncode == NO_SERVER
+
+
+def test_min_hold_keeps_other_machines_from_running_it_again(start: Start, name: str) -> None:
+    assert start("exit 0", **{"min-hold": "1h"}).wait() == 0
+
+    assert start("exit 0").wait() == BUSY
