@@ -347,6 +347,7 @@ class Lease:
     # ``with lease:`` and ``async with lease:`` release it.
 
     def __enter__(self) -> Lease:
+        self.check()
         return self
 
     def __exit__(
@@ -358,6 +359,7 @@ class Lease:
         self.leave(error)
 
     async def __aenter__(self) -> Lease:
+        self.check()
         return self
 
     async def __aexit__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -252,6 +253,31 @@ def test_with_releases_it(memory: LocMemBackend) -> None:
         assert lease.held
 
     assert lease.state is State.RELEASED
+
+
+def test_once_released_it_cannot_be_entered(memory: LocMemBackend) -> None:
+    lease = _taken()
+    lease.release()
+
+    with pytest.raises(LockNotHeld), lease:
+        pytest.fail("the body ran")
+    with pytest.raises(LockNotHeld):
+        asyncio.run(_enter(lease))
+
+
+def test_once_expired_it_cannot_be_entered(memory: LocMemBackend) -> None:
+    lease = _taken(ttl=0.05, renew=False)
+    eventually(lambda: not lease.held, 5)
+
+    with pytest.raises(LockLost), lease:
+        pytest.fail("the body ran")
+    with pytest.raises(LockLost):
+        asyncio.run(_enter(lease))
+
+
+async def _enter(lease: Lease) -> None:
+    async with lease:
+        pytest.fail("the body ran")
 
 
 def test_guard_needs_a_backend_in_that_database(memory: LocMemBackend) -> None:
