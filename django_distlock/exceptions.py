@@ -168,10 +168,10 @@ class NotSupported(LockError):
         return f"DISTLOCK[{self.alias!r}] does not support {printable(self.what)}.{instead}"
 
 
-class ReleasedBeforeCommit(LockError, RuntimeWarning):
-    """The lock was released before the transaction around it was committed: others read old data.
+class _InTransaction(LockError, RuntimeWarning):
+    """A warning, or an error with STRICT in DISTLOCK.
 
-    This is a warning, or an error with STRICT in DISTLOCK, so that the transaction rolls back.
+    *name* is empty in a warning: it is shown once for each place in the code, whatever the names.
     """
 
     def __init__(self, name: str, database: str) -> None:
@@ -179,11 +179,22 @@ class ReleasedBeforeCommit(LockError, RuntimeWarning):
         self.name = name
         self.database = database
 
+    @property
+    def _lock(self) -> str:
+        return f"Lock {printable(self.name)!r}" if self.name else "A lock"
+
+
+class ReleasedBeforeCommit(_InTransaction):
+    """The lock was released before the transaction around it was committed: others read old data.
+
+    This is a warning, or an error with STRICT in DISTLOCK, so that the transaction rolls back.
+    """
+
     def __str__(self) -> str:
         return (
-            f"Lock {printable(self.name)!r} was released before the transaction around it on {self.database!r} "
-            "was committed: the next holder reads old data. Acquire the lock outside atomic(), or use "
-            'release="on_commit" or transaction_lock().'
+            f"{self._lock} was released before the transaction around it on {self.database!r} was "
+            "committed: the next holder reads old data. Leave out "
+            'release="at_exit", or acquire the lock outside atomic().'
         )
 
 

@@ -33,10 +33,11 @@ from .handler import locks
 from .signals import announce, lock_extended, lock_lost, lock_released
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Collection, Coroutine, Iterable
     from datetime import timedelta
     from types import TracebackType
 
+    from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import Model, QuerySet
 
     from .backends.base import BaseLockBackend
@@ -81,8 +82,10 @@ class Lease:
     fencing_token: int | None = None
     #: When it is renewed next: seconds on ``clock.lease_time()``.
     due = 0.0
-    #: Whether it is released after the transaction that is open at its release has ended.
-    on_commit = False
+    #: See LockTerms.
+    release_when = "auto"
+    #: Whether its last entry has been left, and the end of a transaction is going to release it.
+    awaits_end = False
     _state = State.PENDING
     _reason = ""
     _deadline = 0.0
@@ -111,7 +114,8 @@ class Lease:
         self.ref = weakref.ref(self)
         self._max_hold = max_hold
         self._mutex = threading.Lock()
-        self._began_in = transactions.open_blocks()
+        #: The transactions that it was taken in.
+        self.began_in: Collection[Any] = transactions.open_here()
 
     # What it is.
 
@@ -223,12 +227,21 @@ class Lease:
     def release(self) -> None:
         """Give the lock back; the inner end of a re-entry only counts.
 
+        Inside a transaction, the *release* of lock() says when others get it.
+
         LockNotHeld: released before. LockLost: it had ended. LockNotOwned: somebody else has it.
         """
-        if self.on_commit and self.is_entered and transactions.release_at_end(self):
-            return
-        if self.release_now():
-            transactions.warn_if_before_commit(self, self._began_in, strict=self.backend.strict)
+        open_ones: list[BaseDatabaseWrapper] = []
+        if self.began_in or self.release_when == "on_commit":
+            of_which = None if self.release_when == "on_commit" else self.began_in
+            open_ones = transactions.still_open(of_which)
+            is_last = len(self._entries) == 1 and not self.awaits_end
+            if open_ones and is_last and self.release_when != "at_exit" and self.held:
+                self.awaits_end = True
+                transactions.release_at_end(self, open_ones)
+                return
+        if self.release_now() and open_ones:
+            transactions.tell_of_release(self.name, open_ones, strict=self.backend.strict)
 
     def release_now(self) -> bool:
         """See release(), whatever transaction is open; return whether the lock is free now."""
@@ -373,7 +386,7 @@ class Lease:
     def leave(self, error: BaseException | None) -> None:
         """Release it at the end of a block that raised *error*, which a failed release does not hide."""
         try:
-            if self.is_entered:
+            if self.is_entered and not self.is_left:
                 self.release()
         except LockError as problem:
             self._add_note(error, problem)
@@ -381,7 +394,7 @@ class Lease:
     async def aleave(self, error: BaseException | None) -> None:
         """See leave()."""
         try:
-            if self.is_entered:
+            if self.is_entered and not self.is_left:
                 await self.arelease()
         except LockError as problem:
             self._add_note(error, problem)
@@ -411,7 +424,7 @@ class Lease:
         """Take note that the last entry of this caller is over; return whether there are others."""
         with self._mutex:
             entries = [*self._entries]
-            if not entries or self._state not in (State.HELD, State.LOST):
+            if not entries or self.is_left or self._state not in (State.HELD, State.LOST):
                 raise self._not_held()
             if len(entries) == 1:
                 self._entries = ()
@@ -517,6 +530,8 @@ class Lease:
         """Count one more entry of the same holder."""
         with self._mutex:
             self._entries = [*self._entries, current_caller()]
+            if begun := transactions.open_here():
+                self.began_in = weakref.WeakSet((*self.began_in, *begun))
         return self
 
     def give_to(self, caller: Caller) -> None:
@@ -568,6 +583,11 @@ class Lease:
         """Whether there is still something to release: also after it was lost."""
         self._lose_if_over()
         return self._state in (State.HELD, State.LOST) and bool(self._entries)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether all have left it, and it is kept until a transaction has ended."""
+        return self.awaits_end and len(self._entries) == 1
 
     def is_mine(self) -> bool:
         """Return whether the running code holds it now, or who waits for it, so that it may enter again."""
@@ -646,7 +666,7 @@ class Lease:
         return None if left >= self.ttl else left
 
     def _not_held(self) -> LockNotHeld:
-        if self._state is State.RELEASED:
+        if self._state is State.RELEASED or self.is_left:
             return LockNotHeld(self.name)
         return LockNotHeld(self.name, f"it is {self._state.value}")
 

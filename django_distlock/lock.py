@@ -53,7 +53,8 @@ class LockTerms(TypedDict, total=False):
     max_hold: end renewal so that the lease lives no longer than this.
     min_hold: refuse the name to others for so long after it was acquired, even if it is released.
     lock_delay: refuse it to others for so long after a lease ended by expiry, not by release.
-    release: "at_exit", or "on_commit": after the outermost transaction that is open at the exit has ended.
+    release: "auto": at the exit, or after the end of the transaction that it was acquired in, if that
+        is still open; "on_commit": after the end of all transactions that are open at the exit; "at_exit".
     purpose: what it is held for, shown to people.
     """
 
@@ -66,7 +67,7 @@ class LockTerms(TypedDict, total=False):
     max_hold: Seconds | None
     min_hold: Seconds
     lock_delay: Seconds
-    release: Literal["at_exit", "on_commit"]
+    release: Literal["auto", "at_exit", "on_commit"]
     purpose: str
 
 
@@ -84,7 +85,7 @@ class Terms:
     max_hold: float | None = None
     min_hold: float = 0.0
     lock_delay: float = 0.0
-    on_commit: bool = False
+    release: str = "auto"
     purpose: str = ""
 
     @classmethod
@@ -96,12 +97,11 @@ class Terms:
         for name, check in _CHECKS.items():
             if name in known:
                 known[name] = check(known[name], name)
-        release = known.pop("release", "at_exit")
-        if release not in {"at_exit", "on_commit"}:
-            msg = f'release must be "at_exit" or "on_commit", not {release!r}.'
+        if known.get("release", "auto") not in {"auto", "at_exit", "on_commit"}:
+            msg = f'release must be "auto", "at_exit" or "on_commit", not {known["release"]!r}.'
             raise ValueError(msg)
         try:
-            return cls(**known, has_timeout="timeout" in known, on_commit=release == "on_commit")
+            return cls(**known, has_timeout="timeout" in known)
         except TypeError:
             unknown = next(word for word in wishes if word not in _WORDS)
             words = _WORDS | {"on_busy"} if call == "distributed_lock()" else _WORDS
@@ -279,7 +279,7 @@ class Lock:
 
     async def atake(self, timeout: float | None, note: Note = id) -> Lease:
         """See take()."""
-        if self.terms.on_commit:
+        if self.terms.release == "on_commit":
             raise NotSupported(
                 self.terms.using,
                 'release="on_commit" in async code',
@@ -347,21 +347,22 @@ class Lock:
         request = self._request(backend)
         backend.check_ttl(request.ttl)
         lease = Lease(backend, request, renew=terms.renew, max_hold=terms.max_hold)
-        if terms.on_commit:
-            lease.on_commit = True
+        lease.release_when = terms.release
         return lease
 
     def _reentered(self) -> Lease | None:
         """Return the lease that this context holds already, entered once more."""
-        if not self.terms.reentrant:
-            return None
         for lease in held_here():
+            if not self.terms.reentrant and not lease.is_left:
+                continue
             if lease.name == self.name and lease.using == self.terms.using and lease.is_mine():
                 if lease.shared and not self.terms.shared:
+                    until = ", until its transaction ends," if lease.is_left else ","
                     raise LockDeadlock(
-                        self.name, "this caller holds it shared, and would wait for itself"
+                        self.name, f"this caller holds it shared{until} and would wait for itself"
                     )
-                lease.on_commit |= self.terms.on_commit
+                if self.terms.release == "on_commit":
+                    lease.release_when = "on_commit"
                 return lease.enter()
         return None
 
@@ -370,7 +371,9 @@ class Lock:
             lease.give_to(caller)
         with self._mutex:
             self._acquired = [
-                known for known in self._acquired if (old := known()) and old.is_entered
+                known
+                for known in self._acquired
+                if (old := known()) and old.is_entered and not old.is_left
             ]
             self._acquired.append(lease.ref)
 

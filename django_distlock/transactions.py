@@ -1,7 +1,8 @@
-"""Locks and the caller's transactions: releasing after their end, warning about a release before it."""
+"""Locks and the caller's transactions: releasing after their end, warning where the order is wrong."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import threading
@@ -16,7 +17,7 @@ from .engine.naming import printable
 from .exceptions import LockError, ReleasedBeforeCommit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -24,38 +25,48 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("django_distlock")
 _PACKAGE = __name__.rpartition(".")[0]
+#: What was warned of in each file: the registries of ``warnings``, for places that are not the caller's line.
+_told: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
 
 
-def open_blocks() -> dict[str, Any]:
-    """Return the outermost open atomic block of each database in this thread."""
-    found = {}
+def open_here() -> tuple[Any, ...]:
+    """Return what stands for each transaction of this thread: its outermost atomic block.
+
+    For a connection without autocommit it is the connection, whether a statement has begun one or not.
+    """
+    found: tuple[Any, ...] = ()
     for connection in _used_here():
-        if connection.in_atomic_block and (block := _outermost(connection)) is not None:
-            found[connection.alias] = block
+        if connection.in_atomic_block or not connection.autocommit:
+            mark = _mark(connection)
+            if mark is not None:
+                found += (mark,)
     return found
 
 
-def release_at_end(lease: Lease) -> bool:
-    """Release *lease* after all open transactions of this thread have ended; False if none is open.
+def still_open(marks: Collection[Any] | None) -> list[BaseDatabaseWrapper]:
+    """Return the connections whose open transaction is one of *marks*; None: any transaction."""
+    found = []
+    for connection in _used_here():
+        mark = _mark(connection)
+        if mark is not None and (marks is None or mark in marks) and _is_open(connection):
+            found.append(connection)
+    return found
+
+
+def release_at_end(lease: Lease, open_ones: Sequence[BaseDatabaseWrapper]) -> None:
+    """Release *lease* once after the transactions of *open_ones* have ended.
 
     Django calls its on-commit functions after a commit, and drops them at a rollback and when the
     connection is closed. A finalizer then releases the lease.
     """
-    open_ones = [c for c in connections.all(initialized_only=True) if _has_transaction(c)]
-    if open_ones:
-        _LastEnd(lease, len(open_ones)).listen(open_ones)
-    return bool(open_ones)
+    _LastEnd(lease, len(open_ones)).listen(open_ones)
 
 
-def warn_if_before_commit(lease: Lease, began_in: dict[str, Any], *, strict: bool) -> None:
-    """Warn, once for each place in the code, if a block around the acquire of *lease* is still open."""
-    now = open_blocks() if began_in else {}
-    for alias, block in began_in.items():
-        if now.get(alias) is block:
-            problem = ReleasedBeforeCommit(lease.name, alias)
-            if strict:
-                raise problem
-            warnings.warn(problem, stacklevel=_frames_to_caller())
+def tell_of_release(name: str, open_ones: Iterable[BaseDatabaseWrapper], *, strict: bool) -> None:
+    """Warn that the lock *name* was released inside the atomic blocks of *open_ones*."""
+    for connection in open_ones:
+        if connection.in_atomic_block:
+            _tell(ReleasedBeforeCommit, name, connection.alias, strict=strict)
 
 
 class _LastEnd:
@@ -68,14 +79,21 @@ class _LastEnd:
     def listen(self, open_ones: Iterable[BaseDatabaseWrapper]) -> None:
         for connection in open_ones:
             waiting: list[Any] = connection.run_on_commit
+            savepoints: set[Any] = set()
+            end = _End(self)
             if _is_manual(connection):
-                waiting.append((set(), _ManualEnd(self), False))
-                _tell_of_commits(connection)
+                end.told_by = ()
+                # MySQL and SQLite commit, too, when autocommit is turned on.
+                connection.run_commit_hooks_on_set_autocommit_on = True
+                _Telling.instead_of("commit", connection)
             else:
                 # As on_commit() in the outermost block: an inner block's function is dropped with its savepoint.
                 outside = connection.atomic_blocks.index(_outermost(connection))
-                savepoints = set(connection.savepoint_ids[:outside])
-                waiting.append((savepoints, _End(self), False))
+                savepoints.update(connection.savepoint_ids[:outside])
+                if outside:
+                    end.told_by = (connection.savepoint_ids[outside - 1],)
+                    _Telling.instead_of("savepoint_commit", connection)
+            waiting.append((savepoints, end, False))
 
     def is_last(self) -> bool:
         self._open -= 1
@@ -83,7 +101,9 @@ class _LastEnd:
 
     def release(self) -> None:
         try:
-            self._lease.release_now()
+            self._lease.awaits_end = False
+            if self._lease.is_entered:
+                self._lease.release_now()
         except LockError:
             # The data is committed; an error would look as if it was not.
             logger.exception(
@@ -92,11 +112,15 @@ class _LastEnd:
 
     def drop(self) -> None:
         if self.is_last():
+            self._lease.awaits_end = False
             self._lease.release_later()
 
 
 class _End:
     """The end of one transaction: Django calls it at the commit, or drops it."""
+
+    #: The arguments of the call that ends it, if Django's on-commit functions come later than that or never.
+    told_by: tuple[Any, ...] | None = None
 
     def __init__(self, last: _LastEnd) -> None:
         self._last = last
@@ -110,34 +134,31 @@ class _End:
             self._last.release()
 
 
-class _ManualEnd(_End):
-    """The end of a transaction that the caller commits without Django."""
+class _Telling:
+    """A connection's method that commits, and then calls the ends that wait for it.
 
-
-class _TellingCommit:
-    """A connection's commit() that also calls the ends of manual transactions.
-
-    Django calls on-commit functions only when autocommit is on again, which may be never.
+    Without autocommit, Django calls on-commit functions only when autocommit is on again, which may
+    be never. In a TestCase it does not call them at all: there, the outermost block of the code
+    under test ends with a savepoint.
     """
 
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+    def __init__(self, commit: Any, connection: BaseDatabaseWrapper) -> None:
+        self._commit = commit
         self._connection = connection
-        self._commit = connection.commit
 
-    def __call__(self) -> None:
-        self._commit()
+    @classmethod
+    def instead_of(cls, method: str, connection: BaseDatabaseWrapper) -> None:
+        commit = getattr(connection, method)
+        if not isinstance(commit, cls):
+            setattr(connection, method, cls(commit, connection))
+
+    def __call__(self, *savepoint: str) -> None:
+        self._commit(*savepoint)
         waiting: list[Any] = self._connection.run_on_commit
-        ended = [entry for entry in waiting if isinstance(entry[1], _ManualEnd)]
+        ended = [entry for entry in waiting if getattr(entry[1], "told_by", None) == savepoint]
         self._connection.run_on_commit = [entry for entry in waiting if entry not in ended]
         for _, end, _ in ended:
             end()
-
-
-def _tell_of_commits(connection: BaseDatabaseWrapper) -> None:
-    # MySQL and SQLite commit, too, when autocommit is turned on.
-    connection.run_commit_hooks_on_set_autocommit_on = True
-    if not isinstance(connection.commit, _TellingCommit):
-        connection.commit = _TellingCommit(connection)  # type: ignore[method-assign]  # on this one
 
 
 def _used_here() -> Sequence[BaseDatabaseWrapper]:
@@ -151,11 +172,17 @@ def _used_here() -> Sequence[BaseDatabaseWrapper]:
     return connections.all(initialized_only=True)
 
 
-def _has_transaction(connection: BaseDatabaseWrapper) -> bool:
+def _mark(connection: BaseDatabaseWrapper) -> Any:
+    """Return what stands for the transaction of *connection*; see open_here()."""
+    return connection if _is_manual(connection) else _outermost(connection)
+
+
+def _is_open(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the transaction that _mark() stands for goes on, or may: not every driver tells."""
     if connection.closed_in_transaction:
         return False
     if not _is_manual(connection):
-        return _outermost(connection) is not None
+        return True
     driver: Any = connection.connection
     if connection.vendor == "postgresql":
         return bool(driver.info.transaction_status)
@@ -178,9 +205,23 @@ def _outermost(connection: BaseDatabaseWrapper) -> Any:
     return next(blocks, None)
 
 
-def _frames_to_caller() -> int:
-    """Return the number of stack frames between here and the code that used the lock."""
-    frame, level = sys._getframe(1), 1  # noqa: SLF001 - what warnings does itself
+def _tell(kind: type[ReleasedBeforeCommit], name: str, alias: str, *, strict: bool) -> None:
+    """Warn, once for each place in the code and not for each name; raise an error if *strict*."""
+    if strict:
+        raise kind(name, alias)
+    path, line, module = _place()
+    warnings.warn_explicit(
+        kind("", alias), None, path, line, module, registry=_told.setdefault(path, {})
+    )
+
+
+def _place() -> tuple[str, int, str]:
+    """Return the file, line and module of the code that uses the lock: a decorated function, or our caller."""
+    frame = sys._getframe(1)  # noqa: SLF001 - what warnings does itself
     while frame.f_back and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "contextlib")):
-        frame, level = frame.f_back, level + 1
-    return level
+        if locked := frame.f_locals.get("locked"):
+            function = inspect.unwrap(locked.function)
+            if code := getattr(function, "__code__", None):
+                return code.co_filename, code.co_firstlineno, function.__module__
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "")

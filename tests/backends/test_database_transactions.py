@@ -8,7 +8,7 @@ import time
 import uuid
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 from django.db import DatabaseError, connections, transaction
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from django_distlock.engine.values import Release, Request
 
 THREADS, UPDATES = 6, 60
+When = Literal["auto", "on_commit"]
 LEVELS = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 
 
@@ -173,7 +174,7 @@ def test_sqlite_tells_at_once_that_the_callers_own_transaction_is_in_the_way(
     assert lock(name).locked() is False
 
 
-# The three nestings of a lock and a transaction.
+# The nestings of a lock and a transaction.
 
 
 def read_modify_write(account: Account, alias: str) -> None:
@@ -195,9 +196,27 @@ def lock_inside(account: Account, alias: str, name: str) -> None:
         time.sleep(0.002)
 
 
+def lock_by_hand(account: Account, alias: str, name: str) -> None:
+    with transaction.atomic(using=alias):
+        recipe = lock(name, using=alias)
+        assert recipe.acquire(timeout=60)
+        try:
+            read_modify_write(account, alias)
+        finally:
+            recipe.release()
+        time.sleep(0.002)
+
+
 def lock_until_commit(account: Account, alias: str, name: str) -> None:
     with transaction.atomic(using=alias):
         with lock(name, using=alias, timeout=60, release="on_commit"):
+            read_modify_write(account, alias)
+        time.sleep(0.002)
+
+
+def lock_until_exit(account: Account, alias: str, name: str) -> None:
+    with transaction.atomic(using=alias):
+        with lock(name, using=alias, timeout=60, release="at_exit"):
             read_modify_write(account, alias)
         time.sleep(0.002)
 
@@ -241,7 +260,7 @@ def patient(server_database: str, settings: Settings) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("nesting", [lock_outside, lock_until_commit])
+@pytest.mark.parametrize("nesting", [lock_outside, lock_inside, lock_by_hand, lock_until_commit])
 @pytest.mark.usefixtures("read_committed", "patient")
 def test_no_update_is_lost_with_the_lock_around_the_transaction(
     nesting: Callable[[Account, str, str], None], account: Account, server_database: str, name: str
@@ -254,14 +273,14 @@ def test_no_update_is_lost_with_the_lock_around_the_transaction(
 def test_updates_are_lost_with_the_lock_inside_the_transaction(
     account: Account, server_database: str, name: str
 ) -> None:
-    assert lost_updates(lock_inside, account, server_database, name) > 0
+    assert lost_updates(lock_until_exit, account, server_database, name) > 0
 
 
 def test_release_before_the_commit_is_warned_of_at_the_call_site(
     server_database: str, name: str
 ) -> None:
     with pytest.warns(ReleasedBeforeCommit) as warned, transaction.atomic(using=server_database):
-        with lock(name, using=server_database):
+        with lock(name, using=server_database, release="at_exit"):
             pass
 
     assert [record.filename for record in warned] == [__file__]
@@ -273,7 +292,7 @@ def test_strict_alias_raises_and_so_rolls_back(
     settings.DISTLOCK = {"default": {"STRICT": True, "OPTIONS": {"using": server_database}}}
 
     with pytest.raises(ReleasedBeforeCommit), transaction.atomic(using=server_database):
-        with lock(name):
+        with lock(name, release="at_exit"):
             Account.objects.using(server_database).filter(pk=account.pk).update(balance=9)
 
     account.refresh_from_db()
@@ -281,31 +300,31 @@ def test_strict_alias_raises_and_so_rolls_back(
     assert not is_held(server_database, name)
 
 
-# release="on_commit": each way that a transaction ends releases once.
+# Each way that a transaction ends releases once.
 
 
-def commit(alias: str, name: str) -> None:
+def commit(alias: str, name: str, when: When) -> None:
     with transaction.atomic(using=alias):
-        take_until_commit(alias, name)
+        take_until_commit(alias, name, when)
 
 
-def roll_back(alias: str, name: str) -> None:
+def roll_back(alias: str, name: str, when: When) -> None:
     with pytest.raises(RolledBack), transaction.atomic(using=alias):
-        take_until_commit(alias, name)
+        take_until_commit(alias, name, when)
         raise RolledBack
 
 
-def roll_back_savepoint(alias: str, name: str) -> None:
+def roll_back_savepoint(alias: str, name: str, when: When) -> None:
     with transaction.atomic(using=alias):
         with pytest.raises(RolledBack), transaction.atomic(using=alias):
-            take_until_commit(alias, name)
+            take_until_commit(alias, name, when)
             raise RolledBack
         still_held(alias, name)
 
 
-def roll_back_savepoint_of_the_release(alias: str, name: str) -> None:
+def roll_back_savepoint_of_the_release(alias: str, name: str, when: When) -> None:
     with transaction.atomic(using=alias):
-        lease = lock(name, using=alias, release="on_commit").acquire()
+        lease = lock(name, using=alias, release=when).acquire()
         assert lease
         with pytest.raises(RolledBack), transaction.atomic(using=alias):
             lease.release()
@@ -313,11 +332,11 @@ def roll_back_savepoint_of_the_release(alias: str, name: str) -> None:
         still_held(alias, name)
 
 
-def roll_back_outer(alias: str, name: str) -> None:
+def roll_back_outer(alias: str, name: str, when: When) -> None:
     with pytest.raises(RolledBack):
         with transaction.atomic(using=alias):
             with transaction.atomic(using=alias):
-                take_until_commit(alias, name)
+                take_until_commit(alias, name, when)
             still_held(alias, name)
             raise RolledBack
 
@@ -334,52 +353,52 @@ def by_hand(alias: str) -> Iterator[None]:
         raise
 
 
-def commit_by_hand(alias: str, name: str) -> None:
+def commit_by_hand(alias: str, name: str, when: When) -> None:
     with by_hand(alias):
-        take_until_commit(alias, name)
+        take_until_commit(alias, name, when)
         transaction.commit(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
-def commit_by_hand_again(alias: str, name: str) -> None:
+def commit_by_hand_again(alias: str, name: str, when: When) -> None:
     with by_hand(alias):
         Account.objects.using(alias).count()
         transaction.commit(using=alias)
-        take_until_commit(alias, name)
+        take_until_commit(alias, name, when)
         transaction.commit(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
-def roll_back_by_hand(alias: str, name: str) -> None:
+def roll_back_by_hand(alias: str, name: str, when: When) -> None:
     with by_hand(alias):
-        take_until_commit(alias, name)
+        take_until_commit(alias, name, when)
         transaction.rollback(using=alias)
         eventually(lambda: not ask_elsewhere(alias, name), 5)
 
 
-def roll_back_savepoint_by_hand(alias: str, name: str) -> None:
+def roll_back_savepoint_by_hand(alias: str, name: str, when: When) -> None:
     with by_hand(alias):
         with pytest.raises(RolledBack), transaction.atomic(using=alias):
-            take_until_commit(alias, name)
+            take_until_commit(alias, name, when)
             raise RolledBack
         still_held(alias, name)
         transaction.commit(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
-def commit_inner_block_by_hand(alias: str, name: str) -> None:
+def commit_inner_block_by_hand(alias: str, name: str, when: When) -> None:
     with by_hand(alias):
         with transaction.atomic(using=alias):
-            take_until_commit(alias, name)
+            take_until_commit(alias, name, when)
         still_held(alias, name)
         transaction.commit(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
-def close_by_hand(alias: str, name: str) -> None:
+def close_by_hand(alias: str, name: str, when: When) -> None:
     transaction.set_autocommit(False, using=alias)
     try:
-        take_until_commit(alias, name)
+        take_until_commit(alias, name, when)
     finally:
         connections[alias].close()
 
@@ -388,17 +407,17 @@ def still_held(alias: str, name: str) -> None:
     never(lambda: not ask_elsewhere(alias, name), 0.2)
 
 
-def lose_connection(alias: str, name: str) -> None:
+def lose_connection(alias: str, name: str, when: When) -> None:
     connection = connections[alias]
     with pytest.raises((DatabaseError, InterfaceError)), transaction.atomic(using=alias):
-        take_until_commit(alias, name)
+        take_until_commit(alias, name, when)
         kill_session(connection)
         Account.objects.using(alias).count()
     connection.close()
 
 
-def take_until_commit(alias: str, name: str) -> None:
-    with lock(name, using=alias, release="on_commit"):
+def take_until_commit(alias: str, name: str, when: When) -> None:
+    with lock(name, using=alias, release=when):
         Account.objects.using(alias).count()
     assert ask_elsewhere(alias, name)
 
@@ -430,12 +449,14 @@ ENDINGS = [
 ]
 
 
+@pytest.mark.parametrize("when", ["auto", "on_commit"])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_each_end_of_a_transaction_releases_exactly_once(
     monkeypatch: pytest.MonkeyPatch,
-    ending: Callable[[str, str], None],
+    ending: Callable[[str, str, When], None],
     server_database: str,
     name: str,
+    when: When,
 ) -> None:
     locked = locks[server_database]
     released, release = [], locked.release
@@ -447,7 +468,7 @@ def test_each_end_of_a_transaction_releases_exactly_once(
 
     monkeypatch.setattr(locked, "release", note)
 
-    ending(server_database, name)
+    ending(server_database, name, when)
 
     eventually(lambda: not is_held(server_database, name), 5)
     never(lambda: len(released) > 1, 0.3)
@@ -486,7 +507,7 @@ def test_end_of_manual_transaction_management_that_commits_releases(
     mariadb: object, name: str
 ) -> None:
     with by_hand("mariadb"):
-        take_until_commit("mariadb", name)
+        take_until_commit("mariadb", name, "on_commit")
 
     assert not ask_elsewhere("mariadb", name)
 
@@ -538,7 +559,7 @@ def test_block_in_a_test_case_is_the_transaction(server_database: str, name: str
     of_test_case._from_testcase = True  # type: ignore[attr-defined]  # as Django's TestCase marks its own
     with of_test_case:
         with pytest.raises(RolledBack), transaction.atomic(using=server_database):
-            take_until_commit(server_database, name)
+            take_until_commit(server_database, name, "auto")
             raise RolledBack
 
         eventually(lambda: not ask_elsewhere(server_database, name), 5)

@@ -175,7 +175,7 @@ def test_a_lease_released_before_the_commit_loses_updates(
     def work() -> None:
         for _ in range(ROUNDS):
             with transaction.atomic(using=database):
-                with lock(name, using=database, timeout=30):
+                with lock(name, using=database, timeout=30, release="at_exit"):
                     raise_balance(database)
                 # What an application does between the end of its method and its commit.
                 time.sleep(0.002)
@@ -200,7 +200,7 @@ def test_a_lock_in_the_transaction_loses_none(database: str, name: str) -> None:
 
 def test_the_bug_is_warned_of(database: str, name: str) -> None:
     with transaction.atomic(using=database), pytest.warns(ReleasedBeforeCommit):
-        with lock(name, using=database):
+        with lock(name, using=database, release="at_exit"):
             pass
 
 

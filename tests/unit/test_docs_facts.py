@@ -64,7 +64,9 @@ MEMCACHED_PAGE = "docs/reference/backends/memcached.md"
 MACHINERY = {
     "abandon",
     "due",
-    "on_commit",
+    "release_when",
+    "awaits_end",
+    "is_left",
     "is_granted",
     "is_in_line",
     "leave",
@@ -116,7 +118,7 @@ def test_terms_are_listed_with_their_defaults() -> None:
         "TIMEOUT` of the alias",
         "TTL` of the alias",
     )
-    assert listed.pop("release") == '"at_exit"'
+    assert listed.pop("release") == '"auto"'
     assert {name: ast.literal_eval(text) for name, text in listed.items()} == {
         name: defaults[name] for name in listed
     }

@@ -47,6 +47,7 @@ ERRORS = [
     StaleFencingToken("a", 7, "a later holder has claimed this data"),
     NotSupported("cache", "fencing tokens", "Use another backend."),
     ReleasedBeforeCommit("a", "default"),
+    ReleasedBeforeCommit("", "default"),
     InvalidLockBackend("DISTLOCK['x']: unknown key 'Y'."),
 ]
 

@@ -1,0 +1,455 @@
+"""When a lock is free that was acquired inside a transaction: after its end, unless told otherwise."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection, transaction
+from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
+from django.test import RequestFactory, TestCase
+from django.utils.decorators import method_decorator
+from django.views import View
+from pytest_django.fixtures import Settings
+
+from django_distlock import (
+    LockDeadlock,
+    LockLost,
+    LockNotHeld,
+    ReleasedBeforeCommit,
+    current_lease,
+    distributed_lock,
+    lock,
+    lock_all,
+    transactions,
+)
+from tests.fixtures.eventually import eventually
+from tests.unit.conftest import LOCMEM
+
+pytestmark = pytest.mark.usefixtures("memory")
+
+
+class RolledBack(Exception):
+    """Ends an atomic block."""
+
+
+def is_free(name: str = "a") -> bool:
+    return not lock(name).locked()
+
+
+# Every way to leave it.
+
+
+def by_with() -> None:
+    with lock("a"):
+        pass
+
+
+def by_release_of_the_lock() -> None:
+    recipe = lock("a")
+    assert recipe.acquire()
+    recipe.release()
+
+
+def by_release_of_the_lease() -> None:
+    lease = lock("a").acquire()
+    assert lease
+    lease.release()
+
+
+def by_with_lease() -> None:
+    lease = lock("a").acquire()
+    assert lease
+    with lease:
+        pass
+
+
+def by_release_inside_with() -> None:
+    with lock("a") as lease:
+        lease.release()
+
+
+def by_lock_all() -> None:
+    with lock_all("b", "a"):
+        pass
+
+
+def by_error() -> None:
+    with pytest.raises(ZeroDivisionError), lock("a"):
+        raise ZeroDivisionError
+
+
+def by_decorated_function() -> None:
+    @distributed_lock("a")
+    def work() -> None: ...
+
+    work()
+
+
+def by_decorated_method_of_a_view() -> None:
+    class Page(View):
+        @method_decorator(distributed_lock("a"))
+        def get(self, request: HttpRequest) -> HttpResponse:
+            return HttpResponse()
+
+    Page.as_view()(RequestFactory().get("/"))
+
+
+def by_generator() -> None:
+    @distributed_lock("a")
+    def items() -> Iterator[int]:
+        yield 1
+
+    assert list(items()) == [1]
+
+
+WAYS = [
+    *(by_with, by_release_of_the_lock, by_release_of_the_lease, by_with_lease),
+    *(by_release_inside_with, by_lock_all, by_error, by_decorated_function),
+    *(by_decorated_method_of_a_view, by_generator),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_kept_until_the_commit(way: Callable[[], None]) -> None:
+    with transaction.atomic():
+        with transaction.atomic():
+            way()
+        assert not is_free()
+
+    assert is_free()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_a_transaction_it_is_free_at_once(way: Callable[[], None]) -> None:
+    way()
+
+    assert is_free()
+
+
+def test_it_is_kept_until_the_rollback() -> None:
+    with pytest.raises(RolledBack), transaction.atomic():
+        by_with()
+        assert not is_free()
+        raise RolledBack
+
+    eventually(is_free, 5)
+
+
+def test_a_streaming_response_that_is_closed_after_the_transaction_frees_it() -> None:
+    @distributed_lock("a")
+    def stream() -> StreamingHttpResponse:
+        return StreamingHttpResponse([b"x"])
+
+    with transaction.atomic():
+        response = stream()
+    assert not is_free()
+
+    response.close()
+
+    assert is_free()
+
+
+def test_a_transaction_that_begins_and_ends_inside_it_keeps_nothing() -> None:
+    with lock("a"), transaction.atomic(durable=True):
+        pass
+
+    assert is_free()
+
+
+def test_on_commit_waits_also_for_a_transaction_that_has_begun_inside_it() -> None:
+    recipes = lock("a"), lock("b", release="on_commit")
+    leases = [recipe.acquire() for recipe in recipes]
+    assert all(leases)
+    with transaction.atomic():
+        for recipe in recipes:
+            recipe.release()
+
+        assert (is_free("a"), is_free("b")) == (True, False)
+    assert is_free("b")
+
+
+def test_without_autocommit_it_is_kept_until_the_next_commit() -> None:
+    transaction.set_autocommit(False)
+    try:
+        with lock("a"), connection.cursor() as cursor:
+            cursor.execute("BEGIN")
+        assert not is_free()
+
+        transaction.commit()
+
+        assert is_free()
+        by_with()
+        assert is_free()
+    finally:
+        transaction.set_autocommit(True)
+
+
+# While it is kept.
+
+
+def test_its_thread_enters_again_and_others_wait() -> None:
+    entered: list[str] = []
+
+    def other() -> None:
+        with lock("a", timeout=10):
+            entered.append("other")
+
+    with ThreadPoolExecutor(1) as pool:
+        with transaction.atomic():
+            with lock("a") as first:
+                pass
+            waiting = pool.submit(other)
+            with lock("a", timeout=0) as again:
+                assert again is first
+            with lock("a", timeout=0, reentrant=False) as once_more:
+                assert once_more is first
+            assert first.held
+            assert current_lease() is first
+            entered.append("own")
+        waiting.result()
+
+    assert entered == ["own", "other"]
+    assert not first.held
+
+
+def test_entering_again_and_again_piles_nothing_up() -> None:
+    with transaction.atomic():
+        for _ in range(100):
+            by_with()
+
+        lease = current_lease("a")
+        assert lease
+        assert len(lease._entries) == 1
+        assert len(connection.run_on_commit) == 1
+    assert is_free()
+
+
+def test_who_is_inside_at_the_commit_stays_inside() -> None:
+    recipe = lock("a")
+    with transaction.atomic():
+        by_with()
+        lease = recipe.acquire()
+        assert lease
+    assert lease.held
+
+    recipe.release()
+
+    assert is_free()
+
+
+def test_a_second_release_is_refused() -> None:
+    with transaction.atomic():
+        with lock("a") as lease:
+            pass
+        with pytest.raises(LockNotHeld, match="already released"):
+            lease.release()
+        assert not is_free()
+    assert is_free()
+
+
+def test_one_that_must_not_be_entered_twice_still_waits_for_itself() -> None:
+    with transaction.atomic():
+        by_with()
+        with lock("a"):
+            assert lock("a", reentrant=False, timeout=0).acquire() is None
+
+
+def test_a_reader_that_becomes_a_writer_is_told_why_it_cannot() -> None:
+    with transaction.atomic():
+        with lock("a", shared=True):
+            pass
+        with pytest.raises(LockDeadlock, match="holds it shared, until its transaction ends"):
+            lock("a", timeout=5).acquire()
+    assert is_free()
+
+
+def test_the_end_of_an_inner_entry_keeps_nothing_if_the_outer_one_goes_on() -> None:
+    with lock("a"):
+        with transaction.atomic():
+            by_with()
+        assert not is_free()
+    assert is_free()
+
+
+def test_an_entry_from_inside_a_transaction_keeps_it_if_the_outer_one_has_ended_before() -> None:
+    outer = lock("a").acquire()
+    assert outer
+    with transaction.atomic():
+        with lock("a"):
+            outer.release()
+        assert not is_free()
+    assert is_free()
+
+
+def test_it_can_be_handed_over_before_the_commit() -> None:
+    with transaction.atomic():
+        with lock("a") as lease:
+            pass
+        text = lease.detach()
+
+    assert not is_free()
+    type(lease).attach(text).release()
+    assert is_free()
+
+
+def test_a_thread_that_ends_without_ending_its_transaction_frees_it() -> None:
+    def leave_open() -> None:
+        transaction.atomic().__enter__()
+        by_with()
+
+    thread = threading.Thread(target=leave_open)
+    thread.start()
+    thread.join()
+    gc.collect()  # a connection of Django is in a circle
+
+    eventually(is_free, 5)
+
+
+def test_a_lease_that_is_released_in_another_thread_is_free_at_once() -> None:
+    with transaction.atomic(), ThreadPoolExecutor(1) as pool:
+        lease = lock("a").acquire()
+        assert lease
+        pool.submit(lease.release).result()
+
+        assert is_free()
+
+
+# A lease that ends before.
+
+
+def test_one_lost_before_the_exit_is_told_of_there_so_that_the_transaction_rolls_back() -> None:
+    with pytest.raises(LockLost), transaction.atomic(), lock("a") as lease:
+        lease.lose("a test says so")
+
+
+def test_one_lost_between_the_exit_and_the_commit_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with transaction.atomic():
+        with lock("a") as lease:
+            pass
+        lease.lose("a test says so")
+
+    said = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert said == [
+        (logging.WARNING, "Lock a was lost: a test says so"),
+        (logging.ERROR, "Lock a could not be released after the commit"),
+    ]
+
+
+# In a TestCase.
+
+
+class InTestCase(TestCase):
+    """Django's own: its blocks are no transactions of the code under test."""
+
+    def code_under_test(self) -> None:
+        with transaction.atomic(durable=True):
+            by_with()
+            transaction.on_commit(lambda: None)
+            assert not is_free()
+
+    def test_it_is_free_at_the_end_of_the_outermost_block_of_the_code(self) -> None:
+        with self.captureOnCommitCallbacks() as callbacks:
+            self.code_under_test()
+
+            assert is_free()
+        assert len(callbacks) == 1
+
+    def test_it_is_free_after_its_rollback(self) -> None:
+        with pytest.raises(RolledBack), transaction.atomic():
+            self.code_under_test_without_durable()
+            raise RolledBack
+
+        eventually(is_free, 5)
+
+    def code_under_test_without_durable(self) -> None:
+        with transaction.atomic():
+            by_with()
+        assert not is_free()
+
+    def test_outside_a_block_of_the_code_it_is_free_at_once(self) -> None:
+        by_with()
+
+        assert is_free()
+
+
+# In async code.
+
+
+async def test_in_async_code_it_is_free_at_once() -> None:
+    async with lock("a"):
+        pass
+    assert not await lock("a").alocked()
+
+
+async def test_a_transaction_in_a_thread_of_async_code_keeps_it() -> None:
+    def work() -> bool:
+        with transaction.atomic():
+            by_with()
+            return is_free()
+
+    async with lock("b"):
+        assert await sync_to_async(work)() is False
+    assert not await lock("a").alocked()
+    assert not await lock("b").alocked()
+
+
+# release="at_exit".
+
+
+def leave_early(name: str) -> None:
+    with transaction.atomic():
+        with lock(name, release="at_exit"):
+            pass
+        assert is_free(name)
+
+
+@distributed_lock("{name}", release="at_exit")
+def decorated(name: str) -> None: ...
+
+
+@distributed_lock("{name}", release="at_exit")
+def decorated_too(name: str) -> None: ...
+
+
+def test_at_exit_is_warned_of_once_for_each_place_whatever_the_names() -> None:
+    transactions._told.clear()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for number in range(5):
+            leave_early(f"a:{number}")
+            with transaction.atomic():
+                decorated(f"b:{number}")
+                decorated_too(f"c:{number}")
+
+    assert {each.category for each in shown} == {ReleasedBeforeCommit}
+    assert {each.filename for each in shown} == {__file__}
+    assert [each.lineno for each in shown] == [
+        leave_early.__code__.co_firstlineno + 2,
+        decorated.__wrapped__.__code__.co_firstlineno,  # type: ignore[attr-defined]
+        decorated_too.__wrapped__.__code__.co_firstlineno,  # type: ignore[attr-defined]
+    ]
+    assert len(transactions._told[__file__]) == len(shown) + 1  # the version of the filters
+
+
+def test_at_exit_raises_if_strict(settings: Settings) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM, "STRICT": True}}
+    with pytest.raises(ReleasedBeforeCommit, match="Lock 'a' was released before"):
+        leave_early("a")
+
+    assert is_free()
+
+
+@pytest.mark.filterwarnings("error")
+def test_at_exit_says_nothing_without_a_transaction() -> None:
+    with lock("a", release="at_exit"), transaction.atomic():
+        pass
+    assert is_free()
