@@ -14,6 +14,7 @@ from .exceptions import (
     LockOutcomeUnknown,
     NotSupported,
     ReleasedBeforeCommit,
+    SnapshotBeforeLock,
     StaleFencingToken,
 )
 from .handler import locks
@@ -34,6 +35,7 @@ __all__ = [
     "LockOutcomeUnknown",
     "NotSupported",
     "ReleasedBeforeCommit",
+    "SnapshotBeforeLock",
     "StaleFencingToken",
     "current_lease",
     "distributed_lock",

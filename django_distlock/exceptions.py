@@ -198,6 +198,20 @@ class ReleasedBeforeCommit(_InTransaction):
         )
 
 
+class SnapshotBeforeLock(_InTransaction):
+    """The transaction had read before the lock was acquired, and goes on reading the data of then.
+
+    This is a warning, or with STRICT in DISTLOCK an error, raised before the lock is acquired.
+    """
+
+    def __str__(self) -> str:
+        return (
+            f"{self._lock} was to be acquired in a transaction on {self.database!r} that has read before: at its "
+            "isolation level it reads old data while it holds the lock. Acquire the lock before "
+            "anything is read, or outside atomic(), or use the isolation level READ COMMITTED."
+        )
+
+
 class InvalidLockBackend(ImproperlyConfigured):
     """The DISTLOCK setting is wrong; the text names the alias and the key."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, TypeVar, Unpac
 
 from asgiref.sync import markcoroutinefunction
 
+from . import transactions
 from .conf import DEFAULT_ALIAS, checked_ttl, optional_seconds, seconds
 from .decorators import Decorator, decorated
 from .engine.acquisition import aacquire, acquire
@@ -348,6 +349,8 @@ class Lock:
         backend.check_ttl(request.ttl)
         lease = Lease(backend, request, renew=terms.renew, max_hold=terms.max_hold)
         lease.release_when = terms.release
+        if lease.began_in:
+            transactions.tell_of_snapshots(self.name, lease.began_in, strict=backend.strict)
         return lease
 
     def _reentered(self) -> Lease | None:

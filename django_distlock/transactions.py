@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from .engine.naming import printable
-from .exceptions import LockError, ReleasedBeforeCommit
+from .exceptions import LockError, ReleasedBeforeCommit, SnapshotBeforeLock
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -67,6 +67,13 @@ def tell_of_release(name: str, open_ones: Iterable[BaseDatabaseWrapper], *, stri
     for connection in open_ones:
         if connection.in_atomic_block:
             _tell(ReleasedBeforeCommit, name, connection.alias, strict=strict)
+
+
+def tell_of_snapshots(name: str, marks: Collection[Any], *, strict: bool) -> None:
+    """Warn if an open transaction goes on reading what it read before the lock *name* is taken."""
+    for connection in still_open(marks):
+        if connection.in_atomic_block and _has_snapshot(connection):
+            _tell(SnapshotBeforeLock, name, connection.alias, strict=strict)
 
 
 class _LastEnd:
@@ -205,7 +212,26 @@ def _outermost(connection: BaseDatabaseWrapper) -> Any:
     return next(blocks, None)
 
 
-def _tell(kind: type[ReleasedBeforeCommit], name: str, alias: str, *, strict: bool) -> None:
+def _has_snapshot(connection: BaseDatabaseWrapper) -> bool:
+    """Return whether the transaction reads data of an earlier moment; False, too, if only a query could tell."""
+    driver: Any = connection.connection
+    level = getattr(connection, "isolation_level", None)
+    if connection.vendor == "postgresql":
+        is_high = getattr(level, "name", "") in {"REPEATABLE_READ", "SERIALIZABLE"}
+        # A savepoint, too, is a statement, but does not read.
+        is_first_block = not any(connection.savepoint_ids)
+        return is_high and is_first_block and bool(driver.info.transaction_status)
+    if connection.vendor == "mysql" and level == "repeatable read":
+        # A write alone makes no snapshot; that of Django returns one column on MariaDB, the key.
+        last = driver if hasattr(driver, "field_count") else getattr(driver, "_result", None)
+        fields = getattr(last, "field_count", 0)
+        return (fields() if callable(fields) else fields) > 1
+    return False
+
+
+def _tell(
+    kind: type[ReleasedBeforeCommit | SnapshotBeforeLock], name: str, alias: str, *, strict: bool
+) -> None:
     """Warn, once for each place in the code and not for each name; raise an error if *strict*."""
     if strict:
         raise kind(name, alias)

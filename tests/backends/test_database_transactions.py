@@ -8,10 +8,12 @@ import time
 import uuid
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import pytest
 from django.db import DatabaseError, connections, transaction
+from django.db.backends.postgresql.psycopg_any import IsolationLevel
 from django.db.utils import InterfaceError
 from django.test.utils import CaptureQueriesContext
 
@@ -20,6 +22,7 @@ from django_distlock import (
     LockError,
     LockNotAcquired,
     ReleasedBeforeCommit,
+    SnapshotBeforeLock,
     lock,
     locks,
 )
@@ -601,6 +604,141 @@ def change_elsewhere(account: Account, alias: str) -> None:
     thread = threading.Thread(target=change)
     thread.start()
     thread.join()
+
+
+@pytest.fixture
+def at_level(server_database: str) -> Iterator[Callable[[str], str]]:
+    """Have the connections of Django be of an isolation level."""
+    connection = connections[server_database]
+    options = connection.settings_dict["OPTIONS"]
+    before = options.get("isolation_level")
+
+    def put(level: str) -> str:
+        is_postgres = connection.vendor == "postgresql"
+        options["isolation_level"] = IsolationLevel[level] if is_postgres else to_words(level)
+        connection.close()
+        return server_database
+
+    yield put
+    options["isolation_level"] = before
+    if before is None:
+        del options["isolation_level"]
+    connection.close()
+
+
+def to_words(level: str) -> str:
+    return level.replace("_", " ").lower()
+
+
+def read(alias: str) -> None:
+    list(Account.objects.using(alias).all()[:1])
+
+
+def test_a_snapshot_from_before_the_lock_is_warned_of_at_the_call_site(
+    at_level: Callable[[str], str], name: str
+) -> None:
+    alias = at_level("REPEATABLE_READ")
+    with transaction.atomic(using=alias):
+        read(alias)
+        with pytest.warns(SnapshotBeforeLock) as warned, lock(name, using=alias):
+            pass
+
+    assert [record.filename for record in warned] == [__file__]
+
+
+def test_a_strict_alias_refuses_it_before_anything_is_taken(
+    settings: Settings, at_level: Callable[[str], str], name: str
+) -> None:
+    alias = at_level("REPEATABLE_READ")
+    settings.DISTLOCK = {"default": {"STRICT": True, "OPTIONS": {"using": alias}}}
+
+    with transaction.atomic(using=alias):
+        read(alias)
+        with pytest.raises(SnapshotBeforeLock, match=name):
+            lock(name).acquire()
+        assert not is_held(alias, name)
+
+
+def test_postgresql_reads_a_snapshot_when_serializable_and_mariadb_what_is_there(
+    at_level: Callable[[str], str], name: str
+) -> None:
+    alias = at_level("SERIALIZABLE")
+    with warnings.catch_warnings(record=True) as shown, transaction.atomic(using=alias):
+        warnings.simplefilter("always")
+        read(alias)
+        with lock(name, using=alias):
+            pass
+
+    assert len(shown) == (connections[alias].vendor == "postgresql")
+
+
+def first(alias: str, name: str) -> None:
+    with transaction.atomic(using=alias), lock(name, using=alias):
+        read(alias)
+
+
+def first_in_an_inner_block(alias: str, name: str) -> None:
+    with (
+        transaction.atomic(using=alias),
+        transaction.atomic(using=alias),
+        lock(name, using=alias),
+    ):
+        read(alias)
+
+
+def outside(alias: str, name: str) -> None:
+    read(alias)
+    with lock(name, using=alias), transaction.atomic(using=alias):
+        read(alias)
+
+
+def again(alias: str, name: str) -> None:
+    with lock(name, using=alias), transaction.atomic(using=alias):
+        read(alias)
+        with lock(name, using=alias):
+            pass
+
+
+def in_a_test_case(alias: str, name: str) -> None:
+    of_test_case = transaction.atomic(using=alias)
+    of_test_case._from_testcase = True  # type: ignore[attr-defined]  # as above
+    with of_test_case:
+        read(alias)
+        with lock(name, using=alias):
+            pass
+
+
+@pytest.mark.parametrize("order", [first, first_in_an_inner_block, outside, again, in_a_test_case])
+def test_what_is_read_later_or_under_the_lock_is_not_warned_of(
+    order: Callable[[str, str], None], at_level: Callable[[str], str], name: str
+) -> None:
+    order(at_level("REPEATABLE_READ"), name)
+
+
+def test_a_transaction_that_sees_every_commit_is_not_warned_of(
+    at_level: Callable[[str], str], name: str
+) -> None:
+    alias = at_level("READ_COMMITTED")
+    with transaction.atomic(using=alias):
+        read(alias)
+        with lock(name, using=alias):
+            pass
+
+
+@pytest.mark.server
+def test_a_write_makes_no_snapshot_on_mariadb(
+    mariadb: object, name: str, request: pytest.FixtureRequest
+) -> None:
+    options = connections["mariadb"].settings_dict["OPTIONS"]
+    options["isolation_level"] = "repeatable read"
+    request.addfinalizer(connections["mariadb"].close)
+    request.addfinalizer(partial(options.pop, "isolation_level"))
+    connections["mariadb"].close()
+    with transaction.atomic(using="mariadb"):
+        Account.objects.using("mariadb").create(name=name, balance=0, opening_balance=0)
+        with lock(name, using="mariadb"):
+            pass
+        transaction.set_rollback(True, using="mariadb")
 
 
 def test_claim_outside_a_lock_is_no_operation(name: str) -> None:

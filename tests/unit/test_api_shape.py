@@ -38,6 +38,7 @@ def test_the_public_names_are_these() -> None:
             "LockOutcomeUnknown",
             "NotSupported",
             "ReleasedBeforeCommit",
+            "SnapshotBeforeLock",
             "StaleFencingToken",
             "current_lease",
             "distributed_lock",

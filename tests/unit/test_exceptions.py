@@ -24,6 +24,7 @@ from django_distlock import (
     LockOutcomeUnknown,
     NotSupported,
     ReleasedBeforeCommit,
+    SnapshotBeforeLock,
     StaleFencingToken,
 )
 from django_distlock.engine.holder import Holder
@@ -48,6 +49,7 @@ ERRORS = [
     NotSupported("cache", "fencing tokens", "Use another backend."),
     ReleasedBeforeCommit("a", "default"),
     ReleasedBeforeCommit("", "default"),
+    SnapshotBeforeLock("a", "default"),
     InvalidLockBackend("DISTLOCK['x']: unknown key 'Y'."),
 ]
 
@@ -127,6 +129,7 @@ def _fail() -> None:
         (StaleFencingToken, {LockError}),
         (NotSupported, {LockError}),
         (ReleasedBeforeCommit, {LockError, RuntimeWarning}),
+        (SnapshotBeforeLock, {LockError, RuntimeWarning}),
         (InvalidLockBackend, {ImproperlyConfigured}),
     ],
 )

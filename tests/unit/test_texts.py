@@ -28,6 +28,7 @@ from django_distlock import (
     LockNotOwned,
     NotSupported,
     ReleasedBeforeCommit,
+    SnapshotBeforeLock,
     StaleFencingToken,
     current_lease,
     distributed_lock,
@@ -167,6 +168,7 @@ def test_what_is_listed_is_harmless() -> None:
         StaleFencingToken(HOSTILE, 1, HOSTILE, 1),
         NotSupported("redis", HOSTILE, HOSTILE),
         ReleasedBeforeCommit(HOSTILE, "default"),
+        SnapshotBeforeLock(HOSTILE, "default"),
     ],
     ids=lambda error: type(error).__name__,
 )
