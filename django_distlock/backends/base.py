@@ -186,7 +186,7 @@ class BaseLockBackend(ABC):
 
         With *dry_run* tell what would be deleted. Safe beside itself and beside traffic.
         """
-        raise NotSupported(self.alias, "purge()")
+        raise NotSupported(self.alias, "purge()", "It leaves no records behind.")
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Return what ``manage.py check`` should say; servers are asked only for *databases*."""

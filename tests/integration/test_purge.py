@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import re
@@ -492,7 +493,7 @@ def test_command_says_what_it_deleted(
 
     would, did, then = run("--dry-run"), run(), run()
 
-    told = rf"{ALIAS}: %s of [\d,]+ records %s in \d+\.\d s\n"
+    told = rf"{ALIAS}: %s of [\d,]+ records %s in [\d.]+ s\n"
     assert re.fullmatch(told % (2, "would be deleted"), would)
     assert re.fullmatch(told % (2, "deleted"), did)
     assert re.fullmatch(told % (0, "deleted"), then)
@@ -564,8 +565,8 @@ def test_command_purges_only_what_is_asked_for(prefix: str, settings: Settings) 
     ("arguments", "complaint"),
     [
         (["--using=nope"], "DISTLOCK has no alias 'nope'; it has purge."),
-        (["--older-than=5"], "10 seconds or more"),
-        (["--batch-size=0"], "batch_size must be from 1"),
+        (["--older-than=5"], "^--older-than must be 10 seconds or more"),
+        (["--batch-size=0"], "^--batch-size must be from 1"),
         (["--older-than=soon"], "'soon' is not a time"),
         (["--older-than=-1d"], "not a time"),
     ],
@@ -575,6 +576,60 @@ def test_command_refuses_wrong_arguments(arguments: list[str], complaint: str) -
         run(*arguments)
 
     assert refusal.value.returncode in {1, 2}
+
+
+def test_command_without_verbosity_says_nothing_but_errors(
+    prefix: str, settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    put_old("default", "x", method_name=f"{prefix}|x")
+
+    assert run("-v0", stdout=Terminal()) == ""
+    assert names("default", prefix) == set()
+
+    settings.DISTLOCK = {"broken": {"BACKEND": "no.such.Backend"}}
+    with pytest.raises(CommandError, match=r"Not purged: broken\."):
+        run("-v0")
+    assert "no.such.Backend" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--json", "-v0"], ["--json", "--dry-run"]])
+def test_command_tells_programs_in_one_json_object(
+    prefix: str, settings: Settings, arguments: list[str]
+) -> None:
+    put_old("default", "x", method_name=f"{prefix}|x")
+
+    report = json.loads(run(*arguments, stdout=Terminal()))
+
+    [told] = report.pop("purged")
+    assert report == {"dry_run": "--dry-run" in arguments, "failed": []}
+    assert told.keys() == {"alias", "looked_at", "deleted", "seconds"}
+    assert (told["alias"], told["deleted"]) == (ALIAS, 1)
+    assert told["looked_at"] >= 1
+    assert 0 < told["seconds"] < 60
+
+
+def test_command_tells_programs_what_failed(settings: Settings) -> None:
+    settings.DISTLOCK = {"broken": {"BACKEND": "no.such.Backend"}}
+    out = io.StringIO()
+
+    with pytest.raises(CommandError):
+        run("--json", stdout=out)
+
+    report = json.loads(out.getvalue())
+    [failed] = report.pop("failed")
+    assert report == {"dry_run": False, "purged": []}
+    assert failed["alias"] == "broken"
+    assert "no.such.Backend" in failed["error"]
+
+
+def test_command_says_that_no_alias_can_be_purged(settings: Settings) -> None:
+    settings.DISTLOCK = {ALIAS: {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}}
+
+    assert run() == "No alias of DISTLOCK leaves records behind: there is nothing to purge.\n"
+    assert run("-v0") == ""
+    assert json.loads(run("--json")) == {"dry_run": False, "purged": [], "failed": []}
+    with pytest.raises(CommandError):
+        run("--using", ALIAS)
 
 
 def test_settings_that_cannot_be_read_are_told(settings: Settings) -> None:

@@ -185,7 +185,7 @@ def test_options_of_the_purge_are_listed_with_their_defaults() -> None:
         key.split()[0]: columns[0].strip("`") for key, columns in table(PURGE, "## Options").items()
     }
 
-    assert set(listed) == {"--using", "--older-than", "--batch-size", "--dry-run"}
+    assert set(listed) == {"--using", "--older-than", "--batch-size", "--dry-run", "--json"}
     assert listed["--older-than"] == known["--older-than"]
     assert int(listed["--batch-size"]) == known["--batch-size"]
     assert f"at least {purge.LEAST_AGE:g} seconds" in prose(PURGE)

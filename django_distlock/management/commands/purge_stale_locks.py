@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from argparse import ArgumentTypeError
@@ -59,43 +60,60 @@ class Command(BaseCommand):
         parser.add_argument(
             "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
         )
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
             aliases = _known(options["using"]) or list(locks)
         except InvalidLockBackend as error:
             raise CommandError(str(error)) from error
-        failed = [alias for alias in aliases if not self._try_purge(alias, options)]
+        shows = options["verbosity"] > 0 and not options["json"]
+        outcomes = [self._outcome(alias, options, shows=shows) for alias in aliases]
+        purged = [each for each in outcomes if "deleted" in each]
+        failed = [each for each in outcomes if "error" in each]
+        if options["json"]:
+            report = {"dry_run": options["dry_run"], "purged": purged, "failed": failed}
+            self.stdout.write(json.dumps(report))
+        elif shows and not purged and not failed:
+            self.stdout.write(
+                "No alias of DISTLOCK leaves records behind: there is nothing to purge."
+            )
         if failed:
-            raise CommandError(f"Not purged: {', '.join(failed)}.")
+            raise CommandError(f"Not purged: {', '.join(each['alias'] for each in failed)}.")
 
-    def _try_purge(self, alias: str, options: dict[str, Any]) -> bool:
+    def _outcome(self, alias: str, options: dict[str, Any], *, shows: bool) -> dict[str, Any]:
+        """Return for --json what became of an alias; nothing if it cannot be purged and need not be."""
         try:
             if options["using"] or locks[alias].supports_purge:
-                self._purge(alias, options)
+                return self._purge(alias, options, shows=shows)
         except (LockError, InvalidLockBackend) as error:
             self.stderr.write(self.style.ERROR(f"{alias}: {error}"))
-            return False
+            return {"alias": alias, "error": str(error)}
         except ValueError as error:
-            raise CommandError(str(error), returncode=WRONG_ARGUMENTS) from error
-        return True
+            text = re.sub(r"^(older|batch)_", r"--\1-", str(error))
+            raise CommandError(text, returncode=WRONG_ARGUMENTS) from error
+        return {}
 
-    def _purge(self, alias: str, options: dict[str, Any]) -> None:
+    def _purge(self, alias: str, options: dict[str, Any], *, shows: bool) -> dict[str, Any]:
         size, dry_run = options["batch_size"], options["dry_run"]
+        shows_bar = shows and self.stdout.isatty()
         looked_at = deleted = 0
         began = clock.wait_time()
         batches = locks[alias].purge(options["older_than"], batch_size=size, dry_run=dry_run)
         for batch in _giving_way(batches):
             looked_at, deleted = looked_at + batch.looked_at, deleted + batch.deleted
-            if self.stdout.isatty():
+            if shows_bar:
                 bar = "#" * round(batch.progress * WIDTH)
                 self.stdout.write(f"\r{alias}: [{bar:.<{WIDTH}}] {batch.progress:4.0%}", ending="")
                 self.stdout.flush()
-        done = "would be deleted" if dry_run else "deleted"
         spent = clock.wait_time() - began
-        if self.stdout.isatty():
+        if shows_bar:
             self.stdout.write("\r\x1b[K", ending="")
-        self.stdout.write(f"{alias}: {deleted:,} of {looked_at:,} records {done} in {spent:.1f} s")
+        if shows:
+            done = f"{'would be ' if dry_run else ''}deleted in {clock.in_words(spent)}"
+            self.stdout.write(f"{alias}: {deleted:,} of {looked_at:,} records {done}")
+        facts = {"looked_at": looked_at, "deleted": deleted, "seconds": round(spent, 3)}
+        return {"alias": alias, **facts}
 
 
 def _known(aliases: list[str] | None) -> list[str]:
