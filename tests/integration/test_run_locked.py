@@ -160,9 +160,9 @@ def test_a_command_that_does_not_listen_is_killed(start: Start, name: str) -> No
 
 def free(name: str) -> None:
     """As an operator does."""
-    row = MethodLock.objects.get(description=name)
+    row = records.rows("default").get(description=name)
     with connection.cursor() as cursor:
-        assert records.free(cursor, row.method_name, row.owner)
+        assert records.free(cursor, row)
 
 
 def test_on_a_terminal_an_interrupt_reaches_the_command_once(name: str) -> None:

@@ -303,7 +303,7 @@ for i = 1, #found, 2 do
     answer[#answer + 1] = found[i]
     answer[#answer + 1] = left
     answer[#answer + 1] = holder
-  else
+  elseif left + lock_delay > 0 then
     answer[3] = math.max(answer[3], left + lock_delay)
   end
 end
