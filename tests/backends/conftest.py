@@ -118,7 +118,7 @@ def counted_statements(alias: str) -> Iterator[list[str]]:
         return execute(sql, params, many, context)
 
     before = []
-    for _, connection in backend(alias)._own._idle:
+    for connection in backend(alias)._own._idle:
         connection.execute_wrappers.append(count)
         before.append((connection, connection.distlock_cursor))  # type: ignore[attr-defined]  # the engine's
         if not isinstance(before[-1][1], CursorWrapper):

@@ -84,7 +84,7 @@ def test_begin_limits_and_lock_are_one_request(
         ]
 
     pools = backend()._own, backend()._sessions._pool
-    drivers = [connection.connection.pgconn for pool in pools for _, connection in pool._idle]
+    drivers = [connection.connection.pgconn for pool in pools for connection in pool._idle]
     for driver in drivers:
         driver.trace(trace.fileno())
     with lock(name, using="locks"):

@@ -320,7 +320,7 @@ def test_backend_that_leaves_nothing_behind_cannot_be_purged(settings: Settings)
 def once_it_has_looked(call: Callable[[], object]) -> Iterator[None]:
     """Call when the purge has seen what is old, and has not begun to delete."""
     purge()
-    [(_, connection)] = database_backend()._own._idle
+    [connection] = database_backend()._own._idle
     calls = [call]
 
     def watch(execute: Callable[..., Any], sql: str, *args: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
+from django_distlock.engine.settling import settled
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError
@@ -21,7 +23,7 @@ from .sqlite import SQLite
 from .waiters import GIVE_WAY, Notified, Places, Watcher
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
 
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
     from .engine import Engine
 
-_T = TypeVar("_T")
 _ENGINES: dict[str, type[Engine]] = {"postgresql": PostgreSQL, "mysql": MySQL, "sqlite": SQLite}
 #: Requests in one statement.
 BATCH = 500
@@ -77,21 +78,25 @@ class DatabaseBackend(BaseDatabaseBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        watcher, key = self._watcher, request.key
-        if watcher is not None and left != 0 and watcher.gives_way(key):
+        watcher = self._watcher
+        if watcher is not None and left != 0 and watcher.gives_way(request.key):
             return Busy(None, GIVE_WAY)
-        # A guard() locks the counter, but not the row of the lock.
-        answer = self._persist(
-            partial(self._own.ask, partial(self._take, request=request, queued=queued)),
-            is_repeatable=False,
-            instead=partial(self._busy_if_guarded, key),
-        )
+        answer = self._persist(0.0, self._try, request, queued)
         if watcher is not None and isinstance(answer, Busy):
-            watcher.note_refusal(key)
+            watcher.note_refusal(request.key)
         return answer
 
+    def _try(self, request: Request, queued: bool) -> Grant | Busy:
+        try:
+            return self._own.ask(self.engine.try_acquire, request, queued)
+        except Contended:
+            # A guard() locks the counter, but not the row of the lock.
+            if self._ask(partial(is_guarded, engine=self.engine, key=request.key)):
+                return Busy()
+            raise
+
     def release(self, request: Request) -> Release:
-        released = self._verb(partial(self.engine.release, request=request), request.ttl)
+        released: Release = self._persist(request.ttl, self._own.ask, self.engine.release, request)
         if self.options.fair:
             self._places.ring_first(request.key)
         elif self._watcher is not None:
@@ -103,26 +108,27 @@ class DatabaseBackend(BaseDatabaseBackend):
         kept: list[bool] = []
         for begin in range(0, len(requests), BATCH):
             batch = requests[begin : begin + BATCH]
-            kept += self._verb(
-                partial(self.engine.extend, requests=batch),
-                min(request.ttl for request in batch),
-            )
+            patience = min(request.ttl for request in batch)
+            kept += self._persist(patience, self._own.ask, self.engine.extend, batch)
         return kept
 
     def take_over(self, request: Request, former: str) -> bool:
         """Change the owner."""
-        verb = partial(self.engine.take_over, request=request, former=former)
-        return self._verb(verb, request.ttl)
+        ask, verb = self._own.ask, self.engine.take_over
+        is_ours: bool = self._persist(request.ttl, ask, verb, request, former)
+        return is_ours
 
     def probe(self, request: Request) -> Busy | None:
-        return self._verb(partial(self.engine.probe, request=request))
+        busy: Busy | None = self._persist(0.0, self._own.ask, self.engine.probe, request)
+        return busy
 
     def enqueue(self, request: Request, bell: Bell) -> None:
         channel = ""
         if self._notified is not None:
             self._notified.expect(request.owner, None, bell)
             channel = self._notified.channel
-        ticket = self._verb(partial(self.engine.enqueue, request=request, channel=channel))
+        ask = partial(self._own.ask, self.engine.enqueue, request, channel)
+        ticket = settled(partial(self._persist, 0.0, ask), within=math.inf)
         if self._notified is not None:
             self._notified.ring_for(request.owner, ticket)
         if self.options.fair:
@@ -145,7 +151,7 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def dequeue(self, request: Request) -> None:
         self.forget_bell(request)
-        self._verb(partial(self.engine.dequeue, request=request))
+        self._persist(0.0, self._own.ask, self.engine.dequeue, request)
 
     def forget_bell(self, request: Request) -> None:
         for listener in self._listeners:
@@ -194,23 +200,9 @@ class DatabaseBackend(BaseDatabaseBackend):
         with suppress(LockBackendError):
             for begin in range(0, len(owners), BATCH):
                 batch = owners[begin : begin + BATCH]
-                self._own.ask(partial(self.engine.keep_places, owners=batch))
+                self._own.ask(self.engine.keep_places, batch)
 
     def _watch(self, request: Request, bell: Bell) -> None:
         """Have the bell rung when the lock has come free; with others of this process before us, theirs is."""
         if self._watcher is not None and not self._places.is_behind(request):
             self._watcher.expect(request.owner, request.key, bell)
-
-    def _take(self, cursor: Any, request: Request, *, queued: bool) -> Grant | Busy:
-        answer = self.engine.try_acquire(cursor, request, queued=queued)
-        if answer is None:
-            problem = f"the database {self.options.using!r} is busy with other writers"
-            raise Contended(self.alias, problem)
-        return answer
-
-    def _busy_if_guarded(self, key: str) -> Busy | None:
-        return Busy() if self._ask(partial(is_guarded, engine=self.engine, key=key)) else None
-
-    def _verb(self, verb: Callable[[Any], _T], patience: float = 0.0) -> _T:
-        """Return the answer of a verb of the engine that may be carried out twice."""
-        return self._persist(partial(self._own.ask, verb), patience)

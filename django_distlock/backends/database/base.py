@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,12 +13,12 @@ from django.db import connections
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.failures import server_error
 from django_distlock.engine.naming import printable
+from django_distlock.engine.settling import settled
 from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
     LockError,
-    LockOutcomeUnknown,
     NotSupported,
     StaleFencingToken,
 )
@@ -116,46 +117,27 @@ class BaseDatabaseBackend(BaseLockBackend):
         with self._own.cursor() as cursor:
             return verb(cursor)
 
-    def _insist(self, verb: Callable[[CursorWrapper], _T], patience: float = 0.0) -> _T:
-        """Return the answer of a verb that may be carried out twice, on Django's cursor. See _persist()."""
-        return self._persist(partial(self._ask, verb), patience)
+    def _insist(self, verb: Callable[[CursorWrapper], _T]) -> _T:
+        """Return what *verb* returns for Django's cursor; once more if an idle connection had died unseen."""
+        return settled(partial(self._press, verb), within=math.inf)
 
-    def _press(self, verb: Callable[[CursorWrapper], _T], patience: float = 0.0) -> _T:
-        """Return the answer of a verb that is carried out once, on Django's cursor. See _persist()."""
-        return self._persist(partial(self._ask, verb), patience, is_repeatable=False)
+    def _press(self, verb: Callable[[CursorWrapper], _T]) -> _T:
+        """See _insist(), for what must not be carried out twice."""
+        answer: _T = self._persist(0.0, self._ask, verb)
+        return answer
 
-    def _persist(
-        self,
-        ask: Callable[[], _T],
-        patience: float = 0.0,
-        *,
-        is_repeatable: bool = True,
-        instead: Callable[[], _T | None] | None = None,
-    ) -> _T:
-        """Ask again as long as only others at work on the same rows are in the way, unless there is an answer *instead*.
-
-        For *patience* seconds, or as long as for an answer, if that is more. What is repeatable is also asked
-        once more after a lost reply, however late: an idle connection may have died unseen.
-        """
+    def _persist(self, patience: float, ask: Callable[..., _T], *args: Any) -> _T:
+        """Ask again while others at work on the same rows are in the way, for *patience* or io_timeout seconds."""
         wait: Wait | None = None
-        lost: LockOutcomeUnknown | None = None
         while True:
             try:
-                return ask()
-            except LockBackendError as error:
-                if isinstance(error, Contended):
-                    if instead is not None and (answer := instead()) is not None:
-                        return answer
-                    self._own_transaction_must_not_block(error)
-                    wait = wait or Wait(max(patience, self.options.io_timeout))
-                    if not wait.is_over:
-                        time.sleep(wait.next_pause(longest=SHORT_PAUSE))
-                        continue
-                if lost is not None:
-                    raise LockOutcomeUnknown(*error.args) from lost
-                if not is_repeatable or not isinstance(error, LockOutcomeUnknown):
+                return ask(*args)
+            except Contended as error:
+                self._own_transaction_must_not_block(error)
+                wait = wait or Wait(max(patience, self.options.io_timeout))
+                if wait.is_over:
                     raise
-                lost = error
+            time.sleep(wait.next_pause(longest=SHORT_PAUSE))
 
     def _own_transaction_must_not_block(self, error: Contended) -> None:
         """Tell a caller whose own transaction is the other writer: it would wait for itself."""

@@ -12,7 +12,6 @@ from weakref import WeakSet
 from django.db import DatabaseError, Error, connections
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
-from django_distlock.engine import clock
 from django_distlock.engine.background import background
 from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
@@ -44,6 +43,13 @@ class Unusable(Exception):
     """The server is one, or is in a state, in which it keeps no locks; what an engine finds out."""
 
 
+class Crowded(Exception):
+    """Nobody has the lock, but others are at work on its rows; what an engine finds out."""
+
+    def __str__(self) -> str:
+        return "they have locked the rows of a free lock"
+
+
 class OwnConnections:
     """A few connections to one database, in autocommit, each borrowed for one request."""
 
@@ -59,19 +65,21 @@ class OwnConnections:
 
     def forget(self) -> None:
         """Begin with no connections."""
-        self._idle: list[tuple[float, BaseDatabaseWrapper]] = []
+        #: Taken from and put back at its end, each a single step that needs no lock.
+        self._idle: list[Any] = []
         #: All there are, idle or lent; one counts until it is closed, or lost by an exception from outside.
         self._all: WeakSet[BaseDatabaseWrapper] = WeakSet()
         # A plain lock: an exception from outside finds no code of Python's between its taking and its block.
         self._mutex = threading.Lock()
         self._has_place = threading.Condition(self._mutex)
+        self._waiting = 0
         self._closes_idle = False
 
-    def ask(self, verb: Callable[[Any], _T]) -> _T:
+    def ask(self, verb: Callable[..., _T], *args: Any) -> _T:
         """Return what *verb* returns for the engine's cursor of a connection; database errors become lock errors."""
-        connection: Any = self.borrow()
+        connection = self.borrow()
         try:
-            answer = verb(connection.distlock_cursor)
+            answer = verb(connection.distlock_cursor, *args)
         except BaseException:  # noqa: BLE001 - whatever it is, it goes on
             is_sound = False
             try:
@@ -108,26 +116,25 @@ class OwnConnections:
 
     def close(self) -> None:
         """Close the idle ones."""
-        with self._mutex:
-            idle, self._idle = self._idle, []
-        for _, connection in idle:
-            self._close(connection)
+        with suppress(IndexError):
+            while True:
+                self._close(self._idle.pop())
 
     def abandon(self) -> None:
         """In a forked child: drop the parent's connections with no goodbye, and begin anew."""
-        for _, connection in self._idle:
+        for connection in self._idle:
             abandon(connection)
         self.forget()
 
-    def borrow(self) -> BaseDatabaseWrapper:
+    def borrow(self) -> Any:
         """Return a connection for one caller alone; LockBackendError if none comes free in time."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            pass
         with self._mutex:
-            if self._idle:
-                return self._idle.pop()[1]
-            if len(self._all) >= self._limit:
-                self._await_place()
-                if self._idle:
-                    return self._idle.pop()[1]
+            if (connection := self._awaited()) is not None:
+                return connection
             connection = connections.create_connection(self._database)
             self._all.add(connection)
         try:
@@ -137,29 +144,39 @@ class OwnConnections:
             raise
         return connection
 
-    def give_back(self, connection: BaseDatabaseWrapper, *, is_sound: bool) -> None:
+    def give_back(self, connection: Any, *, is_sound: bool) -> None:
         """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones."""
         if not is_sound:
             # What broke one connection has broken the idle ones too, mostly: a restarted server.
             self._close(connection)
             self.close()
             return
-        with self._mutex:
-            self._idle.append((clock.wait_time(), connection))
-            self._has_place.notify()
+        connection.distlock_was_used = True
+        self._idle.append(connection)
+        if self._waiting:
+            with self._mutex:
+                self._has_place.notify()
         if not self._closes_idle:
             self._closes_idle = True
             background.submit(self._alias, self._close_idle, IDLE)
 
-    def _await_place(self) -> None:
+    def _awaited(self) -> Any:
+        """Return a connection that comes free in time; None as soon as another may be opened."""
         wait = Wait(self._io_timeout)
-        while not self._idle and len(self._all) >= self._limit:
-            if wait.is_over:
-                problem = (
-                    f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
-                )
-                raise LockBackendError(self._alias, problem)
-            self._has_place.wait(wait.left)
+        self._waiting += 1
+        try:
+            while len(self._all) >= self._limit:
+                with suppress(IndexError):
+                    return self._idle.pop()
+                if wait.is_over:
+                    problem = (
+                        f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
+                    )
+                    raise LockBackendError(self._alias, problem)
+                self._has_place.wait(wait.left)
+        finally:
+            self._waiting -= 1
+        return None
 
     def _connect(self, connection: Any, *, bounded: bool = True) -> None:
         connection.settings_dict = self._settings()
@@ -193,14 +210,18 @@ class OwnConnections:
             self._has_place.notify()
 
     def _close_idle(self) -> None:
-        oldest = clock.wait_time() - IDLE
-        with self._mutex:
-            old = [connection for since, connection in self._idle if since <= oldest]
-            self._idle = [entry for entry in self._idle if entry[0] > oldest]
-            self._closes_idle = are_left = bool(self._idle)
-        for connection in old:
-            self._close(connection)
-        if are_left:
+        """Close those that were not used since the last time."""
+        self._closes_idle = False
+        with suppress(IndexError):
+            for _ in range(len(self._idle)):
+                connection = self._idle.pop(0)
+                if connection.distlock_was_used:
+                    connection.distlock_was_used = False
+                    self._idle.append(connection)
+                else:
+                    self._close(connection)
+        if self._idle and not self._closes_idle:
+            self._closes_idle = True
             background.submit(self._alias, self._close_idle, IDLE)
 
     def _settings(self) -> dict[str, Any]:
@@ -227,6 +248,8 @@ class OwnConnections:
             if is_of_server and not self._engine.is_missing_table(error):
                 raise self._lost(error) from error
             raise LockBackendError(self._alias, _explained(error, self._database)) from error
+        except Crowded as error:
+            raise self._contended(error) from error
         except Unusable as error:
             raise LockBackendError(self._alias, str(error)) from error
 

@@ -75,8 +75,8 @@ class Engine(ABC):
         return False
 
     @abstractmethod
-    def try_acquire(self, cursor: Any, request: Request, *, queued: bool) -> Grant | Busy | None:
-        """See BaseLockBackend.try_acquire(). None: nobody has it, but others are at work on its rows."""
+    def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
+        """See BaseLockBackend.try_acquire(). Crowded: nobody has it, but others are at work on its rows."""
 
     @abstractmethod
     def release(self, cursor: Any, request: Request) -> Release:

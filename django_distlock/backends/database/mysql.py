@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.exceptions import first_line
 
+from .connections import Crowded
 from .engine import (
     COUNTER,
     LOCK,
@@ -146,12 +147,12 @@ class MySQL(Engine):
         """Return whether the server says that there is no such table."""
         return code(error) == _NO_SUCH_TABLE
 
-    def try_acquire(self, cursor: Any, request: Request, *, queued: bool) -> Grant | Busy | None:
+    def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
         known = parameters(request)
         name = known.pop("name")
         cursor.execute(self._acquire, known)
         if cursor.lastrowid:
-            answer: Grant | Busy | None = Grant(cursor.lastrowid)
+            answer: Grant | Busy = Grant(cursor.lastrowid)
         else:
             answer = self._after_refusal(cursor, known, name)
         if queued and isinstance(answer, Grant):
@@ -160,7 +161,7 @@ class MySQL(Engine):
             self.keep_places(cursor, [request.owner])
         return answer
 
-    def _after_refusal(self, cursor: Any, known: dict[str, Any], name: str) -> Grant | Busy | None:
+    def _after_refusal(self, cursor: Any, known: dict[str, Any], name: str) -> Grant | Busy:
         """Return who has the lock. If nobody has, it came free meanwhile, or has no rows yet: ask again."""
         for _ in range(2):
             cursor.execute(_LOOK, {"key": known["key"], "owner": known["owner"]})
@@ -177,7 +178,7 @@ class MySQL(Engine):
             cursor.execute(self._acquire, known)
             if cursor.lastrowid:
                 return Grant(cursor.lastrowid)
-        return None
+        raise Crowded
 
     def release(self, cursor: Any, request: Request) -> Release:
         cursor.execute(

@@ -12,6 +12,7 @@ from django.db.utils import DatabaseError, Error, IntegrityError
 from django_distlock.engine.values import Busy, Grant, Release, Request
 
 from . import mysql, postgresql
+from .connections import Crowded
 from .engine import COUNTER, LOCK, PATIENCE, WAITER, Engine, busy, missed, parameters
 
 if TYPE_CHECKING:
@@ -110,9 +111,7 @@ class Portable(Engine):
             "40P01",
         } or code in {1205, 1213, 1020}
 
-    def try_acquire(
-        self, cursor: CursorWrapper, request: Request, *, queued: bool
-    ) -> Grant | Busy | None:
+    def try_acquire(self, cursor: CursorWrapper, request: Request, queued: bool) -> Grant | Busy:
         """Ask once; the rows are made at the first use of a name, in transactions of their own."""
         known = parameters(request)
         with short_transaction(cursor):
@@ -121,6 +120,8 @@ class Portable(Engine):
             self._create(cursor, known)
             with short_transaction(cursor):
                 answer = self._take(cursor, request, known)
+        if answer is None:
+            raise Crowded
         if queued:
             self._mind_place(cursor, known, is_granted=isinstance(answer, Grant))
         return answer

@@ -14,7 +14,12 @@ from django.db.utils import OperationalError
 
 from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.database.engine import COUNTER, LOCK
-from django_distlock.backends.database.postgresql import HAS_PSYCOPG3, MICROSECONDS, is_direct
+from django_distlock.backends.database.postgresql import (
+    HAS_PSYCOPG3,
+    MICROSECONDS,
+    is_direct,
+    result_of,
+)
 from django_distlock.engine import clock
 from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant, digest
@@ -29,9 +34,7 @@ from .occupants import (
 from .server import Link, SessionServer, stay
 
 if HAS_PSYCOPG3:
-    from psycopg import ClientCursor, generators
-    from psycopg.errors import error_from_result
-    from psycopg.pq import ExecStatus
+    from psycopg import ClientCursor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -368,16 +371,9 @@ def _execute(session: Session, name: str, values: list[str]) -> Row:
     return _row(_result(session, raw.pgconn.send_query_prepared, name.encode(), known))
 
 
-def _result(session: Session, send: Callable[..., None], *arguments: Any) -> PGresult:
-    """Return the last result, by libpq, which psycopg 3 lends: its cursors take as long as the server."""
-    raw: Any = session.connection.connection
+def _result(session: Session, send: Callable[..., None], *args: Any) -> PGresult:
     with session.connection.wrap_database_errors:
-        send(*arguments)
-        results: list[PGresult] = raw.wait(generators.execute(raw.pgconn))
-        for result in results:
-            if result.status == ExecStatus.FATAL_ERROR:
-                raise error_from_result(result, raw.info.encoding)
-    return results[-1]
+        return result_of(session.connection.connection, send, *args)
 
 
 def _row(result: PGresult) -> Row:
