@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from django.core.cache import BaseCache, caches
 
 from django_distlock.engine import clock
+from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
@@ -76,7 +76,7 @@ class AddBackend(BaseLockBackend):
             msg = f"'trust_add' does not name {dotted_path(kind)}, the class of the cache {self.options.cache!r}."
             raise ValueError(msg)
         self._keys = own_instance(self.options.cache)
-        self._released: deque[str] = deque(maxlen=256)
+        self._released = RecentOwners()
         self._is_proved = False
 
     def check_ttl(self, ttl: float) -> None:
@@ -107,7 +107,7 @@ class AddBackend(BaseLockBackend):
             if request.owner in self._released:
                 return Release.RELEASED
             return Release.GONE if found is None else Release.TAKEN
-        self._released.append(request.owner)
+        self._released.add(request.owner)
         if found.ends - clock.lease_time() > MARGIN:
             self._ask("delete", request.key)
         return Release.RELEASED

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from django_distlock.engine import clock
+from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import (
     Busy,
     Grant,
@@ -117,7 +117,7 @@ class LocMemBackend(BaseLockBackend):
         super().__init__(settings)
         self._mutex = threading.Lock()
         self._records: dict[str, _Record] = {}
-        self._released: deque[str] = deque(maxlen=256)
+        self._released = RecentOwners()
         self._token = 0
 
     def try_acquire(
@@ -150,7 +150,7 @@ class LocMemBackend(BaseLockBackend):
                 return Release.RELEASED
             if holding is None:
                 return Release.TAKEN if record.holdings else Release.GONE
-            self._released.append(request.owner)
+            self._released.add(request.owner)
             record.available = max(record.available, holding.acquired + request.min_hold)
             record.wake()
             if not (record.holdings or record.waiters or record.available > clock.lease_time()):

@@ -120,13 +120,13 @@ def counted_statements(alias: str) -> Iterator[list[str]]:
     before = []
     for connection in backend(alias)._own._idle:
         connection.execute_wrappers.append(count)
-        before.append((connection, connection.distlock_cursor))  # type: ignore[attr-defined]  # the engine's
+        before.append((connection, connection.distlock_cursor))
         if not isinstance(before[-1][1], CursorWrapper):
-            connection.distlock_cursor = _Counted(before[-1][1], note)  # type: ignore[attr-defined]  # as above
+            connection.distlock_cursor = _Counted(before[-1][1], note)
     yield statements
     for connection, cursor in before:
         connection.execute_wrappers.clear()
-        connection.distlock_cursor = cursor  # type: ignore[attr-defined]  # as above
+        connection.distlock_cursor = cursor
 
 
 class _Counted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +22,7 @@ from django_distlock.backends.cache_alias import (
 )
 from django_distlock.conf import seconds
 from django_distlock.engine import clock
+from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
@@ -88,7 +88,7 @@ class CacheMemcachedBackend(BaseLockBackend):
         self._prefix = _client_prefix(self._given)
         self._server = _only_server(self.options, self._cache.client_servers)
         self._pool = Pool(self.alias, self._server, self._connect)
-        self._released: deque[str] = deque(maxlen=256)
+        self._released = RecentOwners()
 
     def check_ttl(self, ttl: float) -> None:
         check_ttl(ttl)
@@ -170,12 +170,12 @@ class CacheMemcachedBackend(BaseLockBackend):
         try:
             is_deleted = self._pool.ask(verb, request.key, *args, twice=False)
         except LockOutcomeUnknown:
-            self._released.append(request.owner)
+            self._released.add(request.owner)
             if clock.wait_time() - began > SOON:
                 raise
             return False
         if is_deleted:
-            self._released.append(request.owner)
+            self._released.add(request.owner)
         return is_deleted
 
     def _look(self, request: Request) -> tuple[Record | None, bytes, bytes]:

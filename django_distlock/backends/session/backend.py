@@ -126,7 +126,7 @@ class SessionBackend(BaseDatabaseBackend):
         """Look at the socket."""
         session = self._sessions.held(request.owner)
         if session is None:
-            return not self._sessions.has_released(request.owner)
+            return request.owner not in self._sessions.released
         return session.is_over
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
@@ -142,7 +142,7 @@ class SessionBackend(BaseDatabaseBackend):
         if session is None:
             return self._tell(request)
         # First, for whoever asks is_session_over() before the lease knows that it is released.
-        self._sessions.note_release(request.owner)
+        self._sessions.released.add(request.owner)
         is_freed = self._free(session)
         if self._is_noted(request):
             keys = [reader_key(request.key, digest(request.owner))]
@@ -372,7 +372,7 @@ class SessionBackend(BaseDatabaseBackend):
         """Return what became of a holding that has no session."""
         if (waiting := self._sessions.get(request.owner)) is not None:
             waiting.interrupt()
-        if self._sessions.has_released(request.owner):
+        if request.owner in self._sessions.released:
             return Release.RELEASED
         return Release.GONE if self.probe(request) is None else Release.TAKEN
 

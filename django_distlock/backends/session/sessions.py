@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,6 +14,7 @@ from django_distlock.backends.database import bounds
 from django_distlock.backends.database.connections import abandon
 from django_distlock.engine.caller import current_task, thread_number
 from django_distlock.engine.forks import forks
+from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import Request, digest
 from django_distlock.exceptions import LockBackendError
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from django_distlock.engine.values import Grant
 
     from .server import Link, SessionServer
-
-#: How many of the owners that released or were interrupted last are remembered.
-REMEMBERED = 1000
 
 
 class _Process:
@@ -137,7 +134,7 @@ class Sessions:
     def _forget(self) -> None:
         self._mutex = threading.Lock()
         self._by_owner: dict[str, Session] = {}
-        self._ended: OrderedDict[str, bool] = OrderedDict()
+        self.released, self._interrupted = RecentOwners(), RecentOwners()
         self._links: WeakKeyDictionary[BaseDatabaseWrapper, Link] = WeakKeyDictionary()
 
     @property
@@ -168,7 +165,8 @@ class Sessions:
         with self._mutex:
             self._by_owner[owner] = session
             # It may have been interrupted before it began; one that was released may ask again.
-            if self._ended and self._ended.pop(owner, None) is False:
+            self.released.discard(owner)
+            if self._interrupted.discard(owner):
                 session.is_interrupted = True
         link = self._links.get(connection)
         session.was_idle = link is not None
@@ -194,21 +192,13 @@ class Sessions:
         session.was_cut = not is_sound and bounds.is_cut(session.connection)
         self._pool.give_back(session.connection, is_sound=is_sound)
 
-    def note_release(self, owner: str) -> None:
-        """Remember that *owner* has released."""
-        self._note(owner, is_released=True)
-
-    def has_released(self, owner: str) -> bool:
-        """Return whether *owner* has released, not too long ago."""
-        return self._ended.get(owner, False)
-
     def interrupt(self, owner: str) -> None:
         """End the wait of *owner*, which may only be about to begin."""
         session = self._by_owner.get(owner)
         if session is not None:
             session.interrupt()
-        elif owner not in self._ended:
-            self._note(owner, is_released=False)
+        elif owner not in self.released:
+            self._interrupted.add(owner)
 
     @classmethod
     def holds_any(cls, caller: str) -> bool:
@@ -229,9 +219,3 @@ class Sessions:
             abandon(session.connection)
         self._pool.abandon()
         self._forget()
-
-    def _note(self, owner: str, *, is_released: bool) -> None:
-        with self._mutex:
-            self._ended[owner] = is_released
-            while len(self._ended) > REMEMBERED:
-                self._ended.popitem(last=False)

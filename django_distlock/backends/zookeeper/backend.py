@@ -141,7 +141,7 @@ class ZooKeeperBackend(BaseLockBackend):
         """Look at what kazoo has heard."""
         place = self._places.get(request.owner)
         if place is None:
-            return not self._places.has_released(request.owner)
+            return request.owner not in self._places.released
         return self._places.is_dead(place)
 
     def probe(self, request: Request) -> Busy | None:

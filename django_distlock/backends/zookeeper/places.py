@@ -17,6 +17,7 @@ from kazoo.exceptions import (
 
 from django_distlock.engine import clock
 from django_distlock.engine.background import Alarm
+from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import Busy, Request
 
 from .line import prefix
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 #: After these a request may have been carried out.
 UNSURE = (ConnectionLoss, OperationTimeoutError, RequestTimeoutError, SessionMovedError)
-#: How many of the owners that released last are remembered.
-REMEMBERED = 1000
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +87,7 @@ class Places:
         self._by_owner: dict[str, Place] = {}
         self._doomed: set[Place] = set()
         self._watchers: dict[str, set[Place]] = {}
-        self._released: dict[str, None] = {}
+        self.released = RecentOwners()
         self._ends = Alarm(self._drop_ended)
 
     def get(self, owner: str) -> Place | None:
@@ -100,7 +99,7 @@ class Places:
         with self._mutex:
             place = self._by_owner.get(request.owner)
             if place is None:
-                self._released.pop(request.owner, None)
+                self.released.discard(request.owner)
                 place = self._by_owner[request.owner] = Place(request, folder)
             return place
 
@@ -131,15 +130,9 @@ class Places:
         with self._mutex:
             if is_released:
                 # First, for whoever asks is_session_over() before the lease knows that it is released.
-                self._released[place.request.owner] = None
-                if len(self._released) > REMEMBERED:
-                    del self._released[next(iter(self._released))]
+                self.released.add(place.request.owner)
             self._doomed.discard(place)
             self._leave_owner(place)
-
-    def has_released(self, owner: str) -> bool:
-        """Return whether *owner* has released, not too long ago."""
-        return owner in self._released
 
     def _leave_owner(self, place: Place) -> None:
         if self._by_owner.get(place.request.owner) is place:

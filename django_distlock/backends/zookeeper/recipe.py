@@ -196,7 +196,7 @@ class Recipe:
     def give_back(self, request: Request, ends: float) -> Steps[Release]:
         """Delete our node, and tell what was found."""
         place = self._places.get(request.owner)
-        if place is None and self._places.has_released(request.owner):
+        if place is None and request.owner in self._places.released:
             return Release.RELEASED
         while True:
             try:
