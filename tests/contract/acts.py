@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -151,6 +152,7 @@ def fork_inside(aliases: dict[str, Any], name: str, *, by_c: bool, **terms: Any)
         never(lambda: lease.lost, 0.2)
         pid = ctypes.PyDLL(None).fork() if by_c else os.fork()
         if pid == 0:
+            faulthandler.enable()
             say(
                 "forked",
                 held=lease.held,

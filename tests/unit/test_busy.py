@@ -260,7 +260,7 @@ def test_a_busy_task_is_logged_in_one_line(
 ) -> None:
     app = pytest.importorskip("celery").Celery(set_as_current=False)
 
-    @app.task(throws=thrown, max_retries=0)  # type: ignore[untyped-decorator]  # of Celery, found at run time
+    @app.task(throws=thrown, max_retries=0, shared=False)  # type: ignore[untyped-decorator]  # of Celery, found at run time
     @distributed_lock(busy, timeout=0, on_busy=on_busy)
     def work() -> None:
         pytest.fail("held by another thread")
@@ -278,7 +278,7 @@ def test_a_busy_task_is_logged_in_one_line(
 def test_other_errors_of_a_task_keep_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
     app = pytest.importorskip("celery").Celery(set_as_current=False)
 
-    @app.task  # type: ignore[untyped-decorator]  # of Celery, found at run time
+    @app.task(shared=False)  # type: ignore[untyped-decorator]  # of Celery, found at run time
     @distributed_lock("free")
     def work() -> None:
         raise KeyError("x")

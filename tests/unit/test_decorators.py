@@ -507,7 +507,7 @@ class TestMisuse:
     def test_a_celery_task_is_decorated_inside(self) -> None:
         app = pytest.importorskip("celery").Celery(set_as_current=False)
 
-        @app.task  # type: ignore[untyped-decorator]  # Celery has no types
+        @app.task(shared=False)  # type: ignore[untyped-decorator]  # Celery has no types
         def task() -> None: ...
 
         for decorate in (distributed_lock, distributed_lock("a", on_busy=respond()), lock("a")):
