@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
-.PHONY: help demo demo-server test test-fast see-red mutants lint docs clean
+.PHONY: help demo demo-server test test-fast see-red mutants lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +36,10 @@ lint: $(VENV)/.installed-dev ## style, types, layers, spelling
 
 docs: $(VENV)/.installed-dev ## build the documentation into docs/_build
 	tools/build-docs
+
+messages: $(VENV)/.installed-dev ## collect the texts to translate, and compile the translations (needs gettext)
+	cd django_distlock && ../$(BIN)/python -m django makemessages --all --no-obsolete --no-location --no-wrap
+	cd django_distlock && ../$(BIN)/python -m django compilemessages
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage .coverage.* htmlcov mutants dist docs/_build
