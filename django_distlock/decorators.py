@@ -248,11 +248,7 @@ _TYPES = ["text/html", "application/json", "application/problem+json"]
 
 def skip(value: Any = None) -> Policy:
     """Return *value* instead of running the function."""
-
-    def policy(busy: LockNotAcquired, *args: Any, **kwargs: Any) -> Any:
-        return value
-
-    return policy
+    return lambda *args, **kwargs: value
 
 
 def respond(status: int = 409) -> Policy:
@@ -317,7 +313,7 @@ def _wants_json(args: tuple[Any, ...]) -> bool:
         if settled := getattr(arg, "accepted_media_type", None):
             return "json" in settled
     # A client that takes anything is answered in what it sends.
-    types = _TYPES[::-1] if request.content_type == "application/json" else _TYPES
+    types = _TYPES[::-1] if (request.content_type or "").endswith("json") else _TYPES
     return (request.get_preferred_type(types) or "").endswith("json")
 
 

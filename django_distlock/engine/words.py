@@ -21,12 +21,11 @@ _ADVICE = {
     "use using": "alias backend client connection database db redis cache masters",
     "use purpose": "reason description comment",
     'use release="on_commit"': "on_commit xact",
-    "use on_busy of distributed_lock()": "side_effect policy",
+    "use on_busy of distributed_lock()": "side_effect suppress_acquisition_exceptions policy",
     "use KEY_PREFIX in DISTLOCK": "namespace prefix key_prefix version",
     "leave it out: waiters are woken": "sleep sleep_time interval poll_interval retry_interval retry_delay",
     "leave it out: every lease has a secret owner": "id token owner identifier",
-    "leave it out": "thread_local strict signal_expire raise_on_release_error raise_on_redis_errors ephemeral "
-    "suppress_acquisition_exceptions",
+    "leave it out": "thread_local strict signal_expire raise_on_release_error raise_on_redis_errors ephemeral",
 }
 
 

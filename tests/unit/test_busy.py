@@ -91,6 +91,23 @@ def test_a_busy_command_ends_with_one_line(busy: str, command: type[BaseCommand]
     assert line.startswith(f"LockNotAcquired: Lock {busy!r} is held by ")
 
 
+@pytest.mark.parametrize("name", ["busy", "status", "countdown", "options", "value"])
+def test_an_argument_of_the_call_may_have_any_name(busy: str, name: str) -> None:
+    pytest.importorskip("celery")
+
+    def work(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("held by another thread")
+
+    request = RequestFactory().get("/")
+    given = {name: 1}
+
+    assert distributed_lock(busy, timeout=0, on_busy=skip("later"))(work)(**given) == "later"
+    answer: Any = distributed_lock(busy, timeout=0, on_busy=respond())(work)(request, **given)
+    assert answer.status_code == 409
+    with pytest.raises(LockNotAcquired):
+        distributed_lock(busy, timeout=0, on_busy=retry())(work)(**given)
+
+
 async def test_a_coroutine_function_may_be_the_policy_of_one(busy: str) -> None:
     async def instead(error: LockNotAcquired) -> str:
         await asyncio.sleep(0)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from django.contrib.syndication.views import Feed
 from django.http import HttpRequest, HttpResponse
 from django.test import AsyncClient, AsyncRequestFactory, Client, RequestFactory
 from django.urls import path
@@ -18,7 +19,7 @@ from django.utils.decorators import (
 from django.views import View
 from pytest_django.fixtures import Settings
 
-from django_distlock import current_lease, distributed_lock, lock
+from django_distlock import current_lease, distributed_lock, lock, respond
 from django_distlock.backends.locmem import LocMemBackend
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -39,6 +40,36 @@ def test_dispatch_of_a_view_holds_it() -> None:
     assert isinstance(response, HttpResponse)
     assert response.content == b"True"
     assert not _is_held("a")
+
+
+def test_a_lock_may_decorate_dispatch_too() -> None:
+    @method_decorator([lock("a"), distributed_lock("{number}", on_busy=respond())], name="dispatch")
+    class Held(View):
+        def get(self, request: HttpRequest, number: int) -> HttpResponse:
+            return HttpResponse(f"{_is_held('a')} {_is_held('7')}")
+
+    response = Held.as_view()(RequestFactory().get("/"), number=7)
+
+    assert isinstance(response, HttpResponse)
+    assert response.content == b"True True"
+
+
+def test_a_view_may_be_an_object() -> None:
+    class Latest(Feed):  # type: ignore[type-arg]  # Django's has no types
+        title = link = description = "latest"
+
+        def items(self, obj: object) -> list[bool]:
+            return [_is_held("a")]
+
+        def item_title(self, item: object) -> str:
+            return f"held: {item}"
+
+        def item_link(self, item: object) -> str:
+            return "/"
+
+    view = distributed_lock("a", on_busy=respond())(Latest())
+
+    assert b"held: True" in view(RequestFactory().get("/")).content
 
 
 async def test_dispatch_of_an_asynchronous_view_holds_it() -> None:

@@ -56,9 +56,7 @@ WHERE owner = :owner OR available_at <= {_NOW}
 RETURNING fencing_token
 """
 
-_LOOK = (
-    f"SELECT CASE WHEN expires_at > {_NOW} THEN holder END, {_LEFT} FROM {LOCK} WHERE method_name = :key"
-)
+_LOOK = f"SELECT CASE WHEN expires_at > {_NOW} THEN holder END, {_LEFT} FROM {LOCK} WHERE method_name = :key"
 _PROBE = f"{_LOOK} AND available_at > {_NOW}"
 
 # Frees the lock if :owner has it, but a late one from no lock_delay. A row that tells if it was in time, or none: it was not ours.
