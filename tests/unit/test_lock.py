@@ -237,6 +237,7 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
         ("auto_renewal", "use renew"),
         ("auto_renew", "use renew"),
         ("on_commit", 'use release="on_commit"'),
+        ("xact", "use transaction_lock()"),
         ("sleep", "leave it out: waiters are woken"),
         ("id", "leave it out: every lease has a secret owner"),
         ("thread_local", "leave it out"),
