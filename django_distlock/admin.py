@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
@@ -24,7 +25,7 @@ from .models import MethodLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from datetime import datetime, timedelta
+    from datetime import timedelta
 
     from django.db.models import QuerySet
     from django.http import HttpRequest
@@ -118,7 +119,8 @@ class MethodLockAdmin(ForcedRelease):
         if lock.state == State.STALE:
             return _("ended %s ago") % _span(lock.server_now - lock.expires_at)
         if lock.state == State.RESERVED:
-            until = timezone.now() + (lock.available_at - lock.server_now)
+            # Aware, whatever USE_TZ says.
+            until = datetime.now(UTC) + (lock.available_at - lock.server_now)
             return _("until %s") % clock.time_of_day(until)
         return _span(lock.expires_at - lock.server_now)
 

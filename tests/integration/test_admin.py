@@ -420,6 +420,25 @@ def test_what_min_hold_reserves_is_freed_and_logged_as_that(
         assert cast("int", later.fencing_token) > cast("int", lease.fencing_token) + 1
 
 
+def test_what_is_reserved_is_shown_and_told_where_times_have_no_zone(
+    name: str, operator: Client, settings: Settings
+) -> None:
+    settings.USE_TZ = False
+    with lock(name, min_hold=600):
+        pass
+
+    with pytest.raises(LockNotAcquired) as caught, lock(name, timeout=0):
+        pass
+    found = cells(listed(operator, q=name), name)
+
+    assert found[1] == "reserved"
+    assert re.fullmatch(r"until (\d{4}-\d\d-\d\d )?\d\d:\d\d", found[4])
+    assert f"is reserved {found[4]} (" in str(caught.value)
+    assert messages(submit(operator, confirm(operator, row_of("default", name)))) == [
+        "1 lock was released."
+    ]
+
+
 def test_action_asks_for_those_that_are_held_and_frees_them(
     database: str, name: str, operator: Client
 ) -> None:
