@@ -22,7 +22,7 @@ _ADVICE = {
     "use purpose": "reason description comment",
     'use release="on_commit"': "on_commit",
     "use transaction_lock()": "xact",
-    "use on_busy of distributed_lock()": "side_effect suppress_acquisition_exceptions policy",
+    "use on_busy of distributed_lock()": "side_effect policy graceful suppress_acquisition_exceptions",
     "use KEY_PREFIX in DISTLOCK": "namespace prefix key_prefix version",
     "leave it out: waiters are woken": "sleep sleep_time interval poll_interval retry_interval retry_delay",
     "leave it out: every lease has a secret owner": "id token owner identifier",
