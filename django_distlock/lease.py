@@ -225,11 +225,12 @@ class Lease:
     # What the holder does.
 
     def release(self) -> None:
-        """Give the lock back; the inner end of a re-entry only counts.
+        """Release the lock; if it was entered several times, only the last release does.
 
         Inside a transaction, the *release* of lock() says when others get it.
 
-        LockNotHeld: released before. LockLost: it had ended. LockNotOwned: somebody else has it.
+        LockNotHeld if it was released before, LockLost if the lease has ended, LockNotOwned if
+        somebody else has the lock.
         """
         open_ones: list[BaseDatabaseWrapper] = []
         if self.began_in or self.release_when == "on_commit":

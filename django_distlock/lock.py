@@ -165,9 +165,9 @@ class Lock:
     def acquire(
         self, blocking: bool = True, timeout: Seconds | None = -1, **unknown: Never
     ) -> Lease | None:
-        """Return a lease, or None if somebody else has it until *timeout* seconds are over.
+        """Return a lease, or None if the lock is still busy after *timeout* seconds.
 
-        -1 stands for the timeout of the lock, None for no limit; *blocking* False tries once.
+        -1 means the timeout of the lock, None no limit; with *blocking* False it tries once.
         """
         try:
             return self.take(self._patience(timeout, blocking, unknown), self._remember)
@@ -178,7 +178,7 @@ class Lock:
     def aacquire(
         self, blocking: bool = True, timeout: Seconds | None = -1, **unknown: Never
     ) -> Coroutine[Any, Any, Lease | None]:
-        """See acquire(). The lock is the caller's, also if it has another task await this."""
+        """See acquire(). The lock belongs to the caller, even if another task awaits the result."""
         return self._aacquire(blocking, timeout, unknown, Caller(), Awaited())
 
     async def _aacquire(
@@ -209,7 +209,7 @@ class Lock:
         return self._recall().arelease()
 
     def locked(self) -> bool:
-        """Return whether anybody holds the lock now. It may be another answer a moment later."""
+        """Return whether anybody holds the lock now; this can change at any moment."""
         backend = self._backend()
         return settled(partial(backend.probe, self._request(backend))) is not None
 
