@@ -73,4 +73,5 @@ def session_number(owner: str, alias: str = "locks") -> int:
     found = backend(alias)
     session = found._sessions.held(owner)
     assert session is not None
-    return found.server.session_number(session.connection)
+    number: int = session.connection.distlock_number
+    return number

@@ -133,7 +133,7 @@ def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
     def end_the_wait() -> None:
         eventually(lambda: waiters("mariadb") == 1)
         session = backend("site0")._sessions._by_owner[request.owner]
-        ask("mariadb", "KILL QUERY %s", backend().server.session_number(session.connection))
+        ask("mariadb", "KILL QUERY %s", session.connection.distlock_number)
         connections["mariadb"].close()  # this thread's
 
     with lock(name, using="locks"), ThreadPoolExecutor() as threads:

@@ -258,7 +258,7 @@ def test_a_wait_whose_session_is_terminated_is_an_error_and_holds_nothing(
         thread.start()
         eventually(lambda: waiters(database) == 1)
         [session] = backend("site0")._sessions._by_owner.values()
-        end_session(database, backend("site0").server.session_number(session.connection))
+        end_session(database, session.connection.distlock_number)
         thread.join(10)
 
     assert len(outcome) == 1

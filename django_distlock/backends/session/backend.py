@@ -30,11 +30,10 @@ from django_distlock.exceptions import (
     NotSupported,
 )
 
-from . import listing
+from . import occupants
 from .deadlocks import DeadlockWatch
 from .occupants import LONGEST_NAME, Occupant, reader_key
-from .server import look, stay
-from .sessions import Session, SessionRequest, Sessions
+from .sessions import Session, SessionRequest, Sessions, look, stay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.values import Held, Request
 
-    from .server import SessionServer
+    from .sessions import SessionServer
 
 #: How many connections serve the statements beside the sessions.
 BESIDE = 4
@@ -108,7 +107,7 @@ class SessionBackend(BaseDatabaseBackend):
             return self._ask_on(session, self._take)
         except LockBackendError:
             # An idle connection may have died unseen; what it did not get it does not hold.
-            if not session.was_idle or not session.was_cut:
+            if not session.was_cut:
                 raise
         return self._ask_on(Session(request), self._take)
 
@@ -147,7 +146,7 @@ class SessionBackend(BaseDatabaseBackend):
         if self._is_noted(request):
             keys = [reader_key(request.key, digest(request.owner))]
             with suppress(LockBackendError):  # listing forgets it too
-                self._insist(partial(listing.forget_readers, keys=keys))
+                self._insist(partial(occupants.forget_readers, keys=keys))
         return Release.RELEASED if is_freed else Release.GONE
 
     def probe(self, request: Request) -> Busy | None:
@@ -159,12 +158,12 @@ class SessionBackend(BaseDatabaseBackend):
             raise NotSupported(
                 self.alias, "listing", "Without fencing nothing stands beside its locks."
             )
-        return self._insist(partial(listing.held, server=self.server, keeps=self.keeps, key=key))
+        return self._insist(partial(occupants.held, server=self.server, keeps=self.keeps, key=key))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the session that *owner_digest* names, and raise the token past it."""
         return self._press(
-            partial(listing.end_holding, server=self.server, key=key, owner_digest=owner_digest)
+            partial(occupants.end_holding, server=self.server, key=key, owner_digest=owner_digest)
         )
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
@@ -254,7 +253,7 @@ class SessionBackend(BaseDatabaseBackend):
             if answer.holder is not None:
                 return answer
             return self._insist(partial(self._last_holder, key=request.key))
-        occupant = Occupant.of(session, session.link.number)
+        occupant = Occupant.of(session, session.connection.distlock_number)
         if answer.token is None:
             token = self._count(session, occupant, patience)
             if token is None:
@@ -268,7 +267,7 @@ class SessionBackend(BaseDatabaseBackend):
                 "token": answer.token,
                 "holder": occupant.to_json(),
             }
-            self._insist(partial(listing.note_reader, server=self.server, known=known))
+            self._insist(partial(occupants.note_reader, server=self.server, known=known))
         if not self.needs_row and len(stored(request.name)) > LONGEST_NAME:
             self._make_row(request)  # for people, beside the token
         return answer
@@ -284,7 +283,7 @@ class SessionBackend(BaseDatabaseBackend):
             try:
                 if self.counts_on_session:
                     with self._sessions.translated(), session.connection.wrap_database_errors:
-                        return verb(session.link.cursor)
+                        return verb(session.connection.distlock_cursor)
                 # Once more if an idle connection had died unseen: a token may well be raised twice.
                 return settled(partial(self._own.ask, verb), within=math.inf)
             except Contended:
@@ -357,7 +356,7 @@ class SessionBackend(BaseDatabaseBackend):
         return self._insist(partial(self.server.make_row, key=request.key, name=request.name))
 
     def _last_holder(self, cursor: Any, key: str) -> Busy:
-        occupant = listing.occupant(cursor, key)
+        occupant = occupants.occupant(cursor, key)
         return Busy(None if occupant is None else occupant.holder)
 
     def _look(self, cursor: Any, *, request: Request) -> Busy | None:

@@ -20,12 +20,10 @@ from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant
 
 from .occupants import PREFIX, Occupant, as_held
-from .server import Link, SessionServer
+from .sessions import SessionServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_distlock.engine.values import Held
     from django_distlock.engine.waiting import Wait
@@ -58,10 +56,10 @@ class MySQLSessions(SessionServer):
     )
     is_mariadb = False
 
-    def begin(self, connection: BaseDatabaseWrapper) -> Link:
+    def begin(self, connection: Any) -> None:
         """Lift the limits that an operator may have set for everybody; find a dead server soon."""
         keep_alive(connection)
-        self.is_mariadb = connection.mysql_is_mariadb  # type: ignore[attr-defined]  # of Django's MySQL
+        self.is_mariadb = connection.mysql_is_mariadb
         limits = (
             "max_statement_time = 0, idle_write_transaction_timeout = 0, idle_readonly_transaction_timeout = 0"
             if self.is_mariadb
@@ -69,27 +67,18 @@ class MySQLSessions(SessionServer):
         )
         with connection.cursor() as cursor:
             cursor.execute(f"SET SESSION {limits}")
-        cursor = connection.connection.cursor()
-        return Link(cursor, self.session_number(connection))
+        connection.distlock_number, connection.distlock_limit = (
+            connection.connection.thread_id(),
+            -1,
+        )
 
-    def session_number(self, connection: BaseDatabaseWrapper) -> int:
-        """Return the id of the connection."""
-        number: int = connection.connection.thread_id()
-        return number
-
-    def keep(self, session: Session, seconds: float) -> None:
-        """A word is enough, unless the limit is another."""
-        if not self._limit(session, seconds):
-            session.execute("SELECT 1")
-
-    def _limit(self, session: Session, seconds: float) -> bool:
-        """Have the server end the session after *seconds* without a word; tell whether that was sent."""
+    def limit(self, session: Session, seconds: float) -> bool:
         wanted = min(LONGEST, math.ceil(seconds))
-        if session.link.limit == wanted:
+        if session.connection.distlock_limit == wanted:
             return False
         more = f", idle_transaction_timeout = {wanted}" if self.is_mariadb else ""
         session.execute(f"SET SESSION wait_timeout = {wanted}{more}")
-        session.link.limit = wanted
+        session.connection.distlock_limit = wanted
         return True
 
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
@@ -103,8 +92,15 @@ class MySQLSessions(SessionServer):
         token: int = cursor.lastrowid
         return token
 
-    def make_row(self, cursor: Any, key: str, name: str) -> bool:
-        return make_row(cursor, key, name)
+    @staticmethod
+    def make_row(cursor: Any, key: str, name: str) -> bool:
+        """Look first: even an INSERT IGNORE waits for a row that is held."""
+        known = {"key": key, "name": stored(name)}
+        cursor.execute(_SELECT, known)
+        if cursor.fetchone() is not None:
+            return False
+        cursor.execute(CREATE[0], known)
+        return True
 
     def waits(self, cursor: Any) -> Iterator[Edge]:
         """Who waits stands in the statement, who holds beside the token."""
@@ -134,20 +130,19 @@ class MySQLSessions(SessionServer):
 class MySQLRows(MySQLSessions):
     """Rows kept locked by SELECT FOR UPDATE, with autocommit off: the first statement begins the transaction."""
 
-    def begin(self, connection: BaseDatabaseWrapper) -> Link:
-        link = super().begin(connection)
+    def begin(self, connection: Any) -> None:
+        super().begin(connection)
         with connection.wrap_database_errors:
-            link.cursor.execute("SET SESSION autocommit = 0")
-        return link
+            connection.distlock_cursor.execute("SET SESSION autocommit = 0")
 
     def take(self, session: Session, patience: float) -> Grant | Busy:
         """NOWAIT: a refusal is an error, and its transaction must be ended all the same."""
-        self._limit(session, session.request.ttl)
+        self.limit(session, session.request.ttl)
         return Grant(None) if self._lock(session, "NOWAIT") else Busy()
 
     def wait(self, session: Session, wait: Wait) -> Grant | Busy:
         """The server counts whole seconds; what is left of them is waited by looking again."""
-        self._limit(session, session.request.ttl)
+        self.limit(session, session.request.ttl)
         seconds = LONGEST if wait.left is None else min(LONGEST, int(wait.left))
         if seconds and not self.is_mariadb:
             session.execute(f"SET SESSION innodb_lock_wait_timeout = {seconds}")
@@ -208,12 +203,12 @@ class MySQLAdvisory(MySQLSessions):
     supports_shared = False
 
     def take(self, session: Session, patience: float) -> Grant | Busy:
-        self._limit(session, session.request.ttl)
+        self.limit(session, session.request.ttl)
         return Grant(None) if self._get(session, 0) else Busy()
 
     def wait(self, session: Session, wait: Wait) -> Grant | Busy:
         """MariaDB knows fractions of seconds; with MySQL what is left of them is waited by looking again."""
-        self._limit(session, session.request.ttl)
+        self.limit(session, session.request.ttl)
         left = LONGEST if wait.left is None else min(LONGEST, wait.left)
         is_taken = self._get(session, left if self.is_mariadb else int(left))
         while not (is_taken or wait.is_over or session.is_interrupted):
@@ -255,16 +250,6 @@ class MySQLAdvisory(MySQLSessions):
 def _who_waits(session: Session) -> str:
     """Return the comment that a waiting statement begins with."""
     return f"/*{PREFIX}{session.caller} {session.request.key}*/ "
-
-
-def make_row(cursor: Any, key: str, name: str) -> bool:
-    """See SessionServer.make_row(). Look first: even an INSERT IGNORE waits for a row that is held."""
-    known = {"key": key, "name": stored(name)}
-    cursor.execute(_SELECT, known)
-    if cursor.fetchone() is not None:
-        return False
-    cursor.execute(CREATE[0], known)
-    return True
 
 
 @lru_cache(maxsize=1000)

@@ -31,7 +31,7 @@ from .occupants import (
     Occupant,
     as_held,
 )
-from .server import Link, SessionServer, stay
+from .sessions import SessionServer, stay
 
 if HAS_PSYCOPG3:
     from psycopg import ClientCursor
@@ -39,7 +39,6 @@ if HAS_PSYCOPG3:
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from django.db.backends.base.base import BaseDatabaseWrapper
     from psycopg.pq.abc import PGresult
 
     from django_distlock.engine.values import Held
@@ -151,7 +150,7 @@ class PostgreSQLSessions(SessionServer):
 INSERT INTO {COUNTER} (method_name, value, holder) VALUES (%(key)s, %(token)s, %(holder)s)
 ON CONFLICT (method_name) DO NOTHING"""
 
-    def begin(self, connection: BaseDatabaseWrapper) -> Link:
+    def begin(self, connection: Any) -> None:
         """Refuse a pooler, which would hand the session with its lock to others; lift the limits."""
         if not is_direct(connection):
             problem = (
@@ -170,16 +169,12 @@ ON CONFLICT (method_name) DO NOTHING"""
         own: Any = ClientCursor(raw) if HAS_PSYCOPG3 else raw.cursor()
         with connection.wrap_database_errors:
             own.execute(self.plans())
-        return Link(own, self.session_number(connection))
+        connection.distlock_cursor, connection.distlock_limit = own, -1
+        connection.distlock_number = raw.info.backend_pid
 
     @abstractmethod
     def plans(self) -> str:
         """Return what prepares the statements of a session."""
-
-    def session_number(self, connection: BaseDatabaseWrapper) -> int:
-        """Return the id of the server process."""
-        number: int = connection.connection.info.backend_pid
-        return number
 
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
         known = {"key": key, "holder": holder, "row_wait": f"{milliseconds(patience)}ms"}
@@ -191,8 +186,10 @@ ON CONFLICT (method_name) DO NOTHING"""
         token: int = row[0]
         return token
 
-    def make_row(self, cursor: Any, key: str, name: str) -> bool:
-        return make_row(cursor, key, name)
+    @staticmethod
+    def make_row(cursor: Any, key: str, name: str) -> bool:
+        cursor.execute(_CREATE, {"key": key, "name": stored(name)})
+        return bool(cursor.rowcount)
 
     def waits(self, cursor: Any) -> Iterator[Edge]:
         """The server tells who stands in whose way, the label who they are."""
@@ -232,7 +229,7 @@ class PostgreSQLRows(PostgreSQLSessions):
 
     def _lock(self, session: Session, how: str, limits: str) -> Grant | Busy:
         request = session.request
-        self._limit(session, request.ttl)
+        self.limit(session, request.ttl)
         mode = "share" if request.shared else "update"
         # In hexadecimal, the key needs no quotes.
         key = f"convert_from(decode('{request.key.encode().hex()}', 'hex'), 'UTF8')"
@@ -252,18 +249,13 @@ class PostgreSQLRows(PostgreSQLSessions):
         """A transaction that has failed is rolled back by its commit: its locks were gone before."""
         return _run(session, "COMMIT")[1] == "COMMIT"
 
-    def keep(self, session: Session, seconds: float) -> None:
-        """A word is enough, unless the limit is another."""
-        if not self._limit(session, seconds):
-            session.execute("SELECT 1")
-
-    def _limit(self, session: Session, seconds: float) -> bool:
-        """Have the server end a transaction after *seconds* without a word; tell whether that was sent."""
+    def limit(self, session: Session, seconds: float) -> bool:
+        """Of a transaction: one that is in none holds nothing."""
         limit = milliseconds(seconds)
-        if limit == session.link.limit:
+        if limit == session.connection.distlock_limit:
             return False
         session.execute(f"SET idle_in_transaction_session_timeout = {limit}")
-        session.link.limit = limit
+        session.connection.distlock_limit = limit
         return True
 
     def is_held(self, cursor: Any, key: str) -> bool:
@@ -288,7 +280,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         limit = milliseconds(request.ttl)
         values = [str(lock_number(request.key)), str(limit), str(Label.of(session))]
         if self.fencing:
-            holder = Occupant.of(session, session.link.number).to_json()
+            holder = Occupant.of(session, session.connection.distlock_number).to_json()
             values += [request.key, holder, str(milliseconds(patience))]
         try:
             taken, token, last = _execute(session, "take", values)
@@ -299,7 +291,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
             session.execute("ROLLBACK")
             self.free(session)
             return Busy()
-        session.link.limit = limit
+        session.connection.distlock_limit = limit
         if taken is not None:
             return Grant(None if token is None else int(token))
         occupant = Occupant.from_json(last)
@@ -333,14 +325,13 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         """The server tells whether it was ours."""
         return _execute(session, "free", [str(lock_number(session.request.key))])[0] == "true"
 
-    def keep(self, session: Session, seconds: float) -> None:
-        """A word is enough, unless the limit is another."""
+    def limit(self, session: Session, seconds: float) -> bool:
         limit = milliseconds(seconds)
-        if limit == session.link.limit:
-            session.execute("SELECT 1")
-        else:
-            session.execute("SELECT set_config('idle_session_timeout', %s, false)", [str(limit)])
-            session.link.limit = limit
+        if limit == session.connection.distlock_limit:
+            return False
+        session.execute("SELECT set_config('idle_session_timeout', %s, false)", [str(limit)])
+        session.connection.distlock_limit = limit
+        return True
 
     def is_held(self, cursor: Any, key: str) -> bool:
         """The server lists them, by halves of their numbers."""
@@ -385,11 +376,6 @@ def _neighbours(cursor: Any) -> list[tuple[int, Label, list[int] | None]]:
     cursor.execute(_NEIGHBOURS, {})
     found = [(pid, Label.parse(text), ahead) for pid, text, ahead in cursor.fetchall()]
     return [(pid, label, ahead) for pid, label, ahead in found if label is not None]
-
-
-def make_row(cursor: Any, key: str, name: str) -> bool:
-    cursor.execute(_CREATE, {"key": key, "name": stored(name)})
-    return bool(cursor.rowcount)
 
 
 def milliseconds(seconds: float | None) -> int:

@@ -1,14 +1,15 @@
-"""Sessions: a connection of our own for each lock that is held or waited for."""
+"""Sessions: a connection of our own for each lock that is held or waited for, and what its server must do."""
 
 from __future__ import annotations
 
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from django_distlock.backends.database import bounds
 from django_distlock.backends.database.connections import abandon
@@ -19,14 +20,29 @@ from django_distlock.engine.values import Request, digest
 from django_distlock.exceptions import LockBackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from django.db.backends.base.base import BaseDatabaseWrapper
+    from collections.abc import Callable, Iterable, Iterator
 
     from django_distlock.backends.database.connections import OwnConnections
-    from django_distlock.engine.values import Grant
+    from django_distlock.backends.database.engine import Engine
+    from django_distlock.engine.values import Busy, Grant, Held
+    from django_distlock.engine.waiting import Wait
 
-    from .server import Link, SessionServer
+    from .deadlocks import Edge
+    from .occupants import Counted
+
+
+#: Seconds to wait for a fencing token that a guard() holds: a mere look, and while waiting anyway.
+LOOK, STAY = 0.05, 1.0
+
+
+def look(request: Request) -> float:
+    """Return how long a mere look may take: of several readers each waits for the others' tokens."""
+    return STAY if request.shared else LOOK
+
+
+def stay(wait: Wait) -> float:
+    """Return how long to wait for a token at the end of *wait*."""
+    return STAY if wait.left is None else min(STAY, wait.left)
 
 
 class _Process:
@@ -60,15 +76,14 @@ class SessionRequest(Request):
 class Session:
     """One connection, and the one lock that it holds or waits for. Made without one; see Sessions.open()."""
 
-    connection: BaseDatabaseWrapper
-    link: Link
+    connection: Any
 
     def __init__(self, request: Request) -> None:
         self.request = request
         #: The thread or task that it is for.
         self.caller: str = getattr(request, "caller", "")
-        #: Whether its connection came from the pool, and whether the server had closed it at its end.
-        self.was_idle = self.was_cut = False
+        #: Whether the server had closed its connection at its end.
+        self.was_cut = False
         #: Held by whoever makes a request on the connection.
         self.mutex = threading.Lock()
         self.grant: Grant | None = None
@@ -83,7 +98,7 @@ class Session:
 
     def execute(self, statement: str, parameters: Any = None) -> Any:
         """Execute *statement* on the session; return the driver's cursor, with the answer."""
-        cursor = self.link.cursor
+        cursor = self.connection.distlock_cursor
         with self.connection.wrap_database_errors:
             cursor.execute(statement, parameters)
         return cursor
@@ -135,7 +150,6 @@ class Sessions:
         self._mutex = threading.Lock()
         self._by_owner: dict[str, Session] = {}
         self.released, self._interrupted = RecentOwners(), RecentOwners()
-        self._links: WeakKeyDictionary[BaseDatabaseWrapper, Link] = WeakKeyDictionary()
 
     @property
     def in_use(self) -> int:
@@ -168,11 +182,8 @@ class Sessions:
             self.released.discard(owner)
             if self._interrupted.discard(owner):
                 session.is_interrupted = True
-        link = self._links.get(connection)
-        session.was_idle = link is not None
-        if link is None:
-            link = self._links[connection] = self._server.begin(connection)
-        session.link = link
+        if not hasattr(connection, "distlock_number"):
+            self._server.begin(connection)
 
     def get(self, owner: str) -> Session | None:
         """Return the session of *owner*, whether it holds or waits."""
@@ -219,3 +230,75 @@ class Sessions:
             abandon(session.connection)
         self._pool.abandon()
         self._forget()
+
+
+class SessionServer(ABC):
+    """Its verbs are given a session, or a cursor of another connection, in autocommit."""
+
+    supports_shared: ClassVar[bool] = True
+    #: Writes down who reads, unless that is done: %(key)s, %(token)s, %(holder)s.
+    note_reader: ClassVar[str]
+
+    def __init__(self, engine: Engine, name: Callable[[], str], *, fencing: bool) -> None:
+        """*engine*: of its own connections; *name*: what tells the name of the database."""
+        self.engine = engine
+        self.name = name
+        self.fencing = fencing
+
+    # On the session itself.
+
+    @abstractmethod
+    def begin(self, connection: Any) -> None:
+        """Set up a new connection to hold locks; Unusable where it cannot.
+
+        It is given its *distlock_number*, by which the server knows the session, a *distlock_cursor* of the
+        driver, and *distlock_limit*: for how long the server was told to bear its silence, in its own unit.
+        """
+
+    @abstractmethod
+    def take(self, session: Session, patience: float) -> Grant | Busy:
+        """Take the lock if it is free, with the token if that is one statement; else leave nothing behind."""
+
+    @abstractmethod
+    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
+        """Do as take() does, but stand in the server's queue."""
+
+    @abstractmethod
+    def free(self, session: Session) -> bool:
+        """Give the lock back; return whether it was still held."""
+
+    @abstractmethod
+    def limit(self, session: Session, seconds: float) -> bool:
+        """Have the server end the session after *seconds* of silence; False if it knows that already."""
+
+    def keep(self, session: Session, seconds: float) -> None:
+        """Have the server keep the session for *seconds* from now: a word is enough, unless the limit is another."""
+        if not self.limit(session, seconds):
+            session.execute("SELECT 1")
+
+    # Beside it, or on it.
+
+    @abstractmethod
+    def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
+        """Commit a new fencing token and its holder; an error of contention if a guard() holds it meanwhile."""
+
+    @staticmethod
+    @abstractmethod
+    def make_row(cursor: Any, key: str, name: str) -> bool:
+        """Make the lock's row, with its name, if there is none; tell whether there was none."""
+
+    @abstractmethod
+    def is_held(self, cursor: Any, key: str) -> bool:
+        """Return whether anybody has the lock."""
+
+    @abstractmethod
+    def held(self, cursor: Any, known: dict[str, Counted]) -> Iterable[Held]:
+        """Tell which of the *known* locks, by key, are held."""
+
+    @abstractmethod
+    def waits(self, cursor: Any) -> Iterable[Edge]:
+        """Tell which caller waits for which."""
+
+    @abstractmethod
+    def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
+        """End the session that holds the lock as *owner_digest* says; tell whether there was one."""

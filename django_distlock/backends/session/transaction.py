@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,6 +24,7 @@ from django_distlock.conf import DEFAULT_TIMEOUT, optional_seconds
 from django_distlock.engine.caller import Caller
 from django_distlock.engine.forks import forks
 from django_distlock.engine.naming import checked_name, printable, server_key
+from django_distlock.engine.settling import settled
 from django_distlock.engine.waiting import Wait
 from django_distlock.engine.waits import Holder, Lock, Waiter, waits
 from django_distlock.exceptions import (
@@ -30,7 +32,6 @@ from django_distlock.exceptions import (
     LockDeadlock,
     LockError,
     LockNotAcquired,
-    LockOutcomeUnknown,
 )
 
 from . import mysql, postgresql
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
 
     from django_distlock.backends.database.engine import Engine
+
+    from .sessions import SessionServer
 
 #: What the rows of a RowLockBackend without KEY_PREFIX have in front: the same name is the same lock.
 KIND = "row"
@@ -91,6 +94,8 @@ class Taker(ABC):
 
     #: For what a connection of our own does: the row is made outside of the caller's transaction.
     engine: ClassVar[Engine]
+    #: What makes the row.
+    server: ClassVar[type[SessionServer]]
 
     def __init__(self, connection: BaseDatabaseWrapper, name: str, wait: Wait) -> None:
         self.connection = connection
@@ -121,10 +126,6 @@ class Taker(ABC):
         finally:
             waits.end(waiter)
         _taken.note(self.connection, self._lock, waiter.caller)
-
-    @abstractmethod
-    def make_row(self, cursor: Any) -> None:
-        """Make the row if there is none. *cursor*: of a connection of our own."""
 
     @abstractmethod
     def look_before(self) -> None:
@@ -200,19 +201,16 @@ class Taker(ABC):
     def _ask_for_row(self) -> None:
         alias = self.connection.alias
         pool = _pool(alias, self.engine)
-        for is_last in (False, True):
-            try:
-                if alias not in _schemas:
-                    with pool.cursor() as cursor:
-                        _schemas[alias] = schema_of_tables(cursor)
-                with suppress(Contended), pool.cursor() as cursor:
-                    self.make_row(cursor)
-            except LockOutcomeUnknown:
-                # An idle connection may have died, with a restarted server; made twice, it is still one row.
-                if is_last:
-                    raise
-            else:
-                return
+
+        def ask() -> None:
+            if alias not in _schemas:
+                with pool.cursor() as cursor:
+                    _schemas[alias] = schema_of_tables(cursor)
+            with suppress(Contended), pool.cursor() as cursor:
+                self.server.make_row(cursor, self.key, self.name)
+
+        # An idle connection may have died, with a restarted server; made twice, it is still one row.
+        settled(ask, within=math.inf)
 
 
 class OnPostgreSQL(Taker):
@@ -224,9 +222,7 @@ class OnPostgreSQL(Taker):
     """
 
     engine = PostgreSQL(fair=False)
-
-    def make_row(self, cursor: Any) -> None:
-        postgresql.make_row(cursor, self.key, self.name)
+    server = postgresql.PostgreSQLRows
 
     def look_before(self) -> None:
         """Only look whether the transaction has begun: its isolation is told with the lock."""
@@ -285,9 +281,7 @@ class OnMySQL(Taker):
     """A locking read makes no snapshot here, so only what was done before the lock matters."""
 
     engine = MySQL(fair=False)
-
-    def make_row(self, cursor: Any) -> None:
-        mysql.make_row(cursor, self.key, self.name)
+    server = mysql.MySQLRows
 
     def look_before(self) -> None:
         is_mariadb = self.connection.mysql_is_mariadb  # type: ignore[attr-defined]  # of Django's MySQL
