@@ -171,8 +171,8 @@ class DatabaseBackend(BaseDatabaseBackend):
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
     ) -> Iterator[Purged]:
         """Delete, each batch in a short transaction of its own; ValueError for sizes out of range."""
-        terms = purge.Terms(older_than, batch_size, dry_run)
-        return purge.purge(self._insist, self.keeps, terms)
+        limits = purge.Limits(older_than, batch_size, dry_run)
+        return purge.purge(self._insist, self.keeps, limits)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Say what this database cannot do; with *databases*, whether it can be used."""

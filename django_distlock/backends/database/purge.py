@@ -54,7 +54,7 @@ _DELETE_WAITERS = f"DELETE FROM {WAITER} WHERE ticket IN {{these}} AND expires_a
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Limits:
     """What to delete: what is older than so many seconds, so many rows in one transaction."""
 
     older_than: float
@@ -76,17 +76,17 @@ class _Row(NamedTuple):
     is_old: int
 
 
-def purge(ask: Ask, is_mine: Callable[[str], bool], terms: Terms) -> Iterator[Purged]:
+def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[Purged]:
     """Yield each batch as it is done. *ask* runs a verb on a cursor in autocommit; *is_mine*: of this alias."""
-    known = ask(partial(_moment, terms=terms))
+    known = ask(partial(_moment, limits=limits))
     first, last = ask(_ends)
     for batch in _batches(ask, _LOOK, known):
-        deleted = _finish(ask, _delete, _chosen(batch, is_mine), known, terms)
+        deleted = _finish(ask, _delete, _chosen(batch, is_mine), known, limits)
         yield Purged(
             len(batch), deleted, min(1.0, (batch[-1].key - first + 1) / (last - first + 1))
         )
     for batch in _batches(ask, _LOOK_AT_WAITERS, known):
-        deleted = _finish(ask, _delete_waiters, _chosen(batch, is_mine), known, terms)
+        deleted = _finish(ask, _delete_waiters, _chosen(batch, is_mine), known, limits)
         yield Purged(len(batch), deleted, 1.0)
 
 
@@ -102,26 +102,26 @@ def _chosen(batch: list[_Row], is_mine: Callable[[str], bool]) -> list[int]:
 
 
 def _finish(
-    ask: Ask, delete: Callable[..., int], keys: list[int], known: Parameters, terms: Terms
+    ask: Ask, delete: Callable[..., int], keys: list[int], known: Parameters, limits: Limits
 ) -> int:
-    if terms.dry_run or not keys:
+    if limits.dry_run or not keys:
         return len(keys)
     deleted: int = ask(partial(delete, keys=keys, known=known))
     return deleted
 
 
-def _moment(cursor: CursorWrapper, *, terms: Terms) -> Parameters:
+def _moment(cursor: CursorWrapper, *, limits: Limits) -> Parameters:
     """Return what the statements name: instants of the server, once for the whole purge."""
     connection = cursor.db
     cursor.execute(f"SELECT {clock(cursor)}{connection.features.bare_select_suffix}", {})
     (read,) = cursor.fetchone()
     now = read if isinstance(read, datetime) else datetime.fromisoformat(read)
-    cutoff = now - timedelta(seconds=terms.older_than)
+    cutoff = now - timedelta(seconds=limits.older_than)
     write = connection.ops.adapt_datetimefield_value
     # A place in the queue is worth nothing once nobody can renew it: no grace is for it.
     dead = now - timedelta(seconds=LEAST_AGE)
     instants = {"now": write(now), "cutoff": write(cutoff), "dead": write(dead)}
-    return {**instants, "token": microseconds(cutoff), "size": terms.batch_size}
+    return {**instants, "token": microseconds(cutoff), "size": limits.batch_size}
 
 
 def _ends(cursor: CursorWrapper) -> tuple[int, int]:
