@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db.models.functions import Now
 from django.db.utils import DatabaseError, Error, IntegrityError
@@ -54,17 +54,20 @@ _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
 VALUES (%(key)s, %(owner)s, %(channel)s, %(until)s)"""
 _TICKET = f"SELECT ticket FROM {WAITER} WHERE owner = %(owner)s"
-_KEEP_PLACE = f"UPDATE {WAITER} SET expires_at = %(until)s WHERE owner = %(owner)s"
 
 _EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - servers' clocks are read in UTC, some without saying so
 
 
-class _Row:
-    """A lock's row, as the server gives it."""
+class _Row(NamedTuple):
+    """The columns of _ROW."""
 
-    def __init__(self, columns: tuple[Any, ...]) -> None:
-        self.owner, self.last_owner, self.holder, self.token = columns[:4]
-        self.acquired, self.expires, self.available = columns[4:]
+    owner: str | None
+    last_owner: str | None
+    holder: str | None
+    token: int
+    acquired: datetime
+    expires: datetime
+    available: datetime
 
     def busy(self, now: datetime) -> Busy:
         """Return who has it at the instant *now*."""
@@ -122,8 +125,10 @@ class Portable(Engine):
                 answer = self._take(cursor, request, known)
         if answer is None:
             raise Crowded
-        if queued:
-            self._mind_place(cursor, known, is_granted=isinstance(answer, Grant))
+        if queued and isinstance(answer, Grant):
+            self.dequeue(cursor, request)
+        elif queued:
+            self.keep_places(cursor, [request.owner])
         return answer
 
     def release(self, cursor: CursorWrapper, request: Request) -> Release:
@@ -153,26 +158,23 @@ class Portable(Engine):
         columns = cursor.fetchone()
         if columns is None:
             return None
-        row, now = _Row(columns), self._now(cursor)
+        row, now = _Row(*columns), self._now(cursor)
         return row.busy(now) if row.available > now else None
 
     def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
         """Take a place, or keep the one that this owner has."""
-        until = self._now(cursor) + timedelta(seconds=PATIENCE)
-        known: dict[str, Any] = {"key": request.key, "owner": request.owner}
-        known |= {"channel": channel, "until": until}
-        cursor.execute(_KEEP_PLACE, known)
+        known: dict[str, Any] = {"key": request.key, "owner": request.owner, "channel": channel}
+        self.keep_places(cursor, [request.owner])
         if not cursor.rowcount:
-            cursor.execute(_ENQUEUE, known)
+            until = self._now(cursor) + timedelta(seconds=PATIENCE)
+            cursor.execute(_ENQUEUE, {**known, "until": until})
         cursor.execute(_TICKET, known)
         ticket: int = cursor.fetchone()[0]
         return ticket
 
     def keep_places(self, cursor: CursorWrapper, owners: Sequence[str]) -> None:
-        marks, until = (
-            ", ".join(["%s"] * len(owners)),
-            self._now(cursor) + timedelta(seconds=PATIENCE),
-        )
+        marks = ", ".join(["%s"] * len(owners))
+        until = self._now(cursor) + timedelta(seconds=PATIENCE)
         statement = f"UPDATE {WAITER} SET expires_at = %s WHERE owner IN ({marks})"
         cursor.execute(statement, [until, *owners])
 
@@ -194,16 +196,6 @@ class Portable(Engine):
             return Grant(row.token)
         if row.available > now or (self.fair and self._is_behind(cursor, {**known, "now": now})):
             return row.busy(now)
-        return self._grant(cursor, row, now, request, known)
-
-    def _grant(
-        self,
-        cursor: CursorWrapper,
-        row: _Row,
-        now: datetime,
-        request: Request,
-        known: dict[str, Any],
-    ) -> Grant | None:
         cursor.execute(
             f"SELECT value FROM {COUNTER} WHERE method_name = %(key)s{self._for_update}", known
         )
@@ -223,17 +215,19 @@ class Portable(Engine):
             if row is None or row.owner != request.owner or row.expires <= now:
                 return False
             ends = _ends(now, request)
-            ends = {
-                "expires": max(row.expires, ends["expires"]),
-                "available": max(row.available, ends["available"]),
-            }
-            cursor.execute(_LENGTHEN, {**known, "now": now, **ends})
+            expires, available = (
+                max(row.expires, ends["expires"]),
+                max(row.available, ends["available"]),
+            )
+            cursor.execute(
+                _LENGTHEN, {**known, "now": now, "expires": expires, "available": available}
+            )
             return True
 
     def _lock(self, cursor: CursorWrapper, known: dict[str, Any]) -> tuple[_Row | None, datetime]:
         cursor.execute(_ROW + self._for_update, known)
         columns = cursor.fetchone()
-        return None if columns is None else _Row(columns), self._now(cursor)
+        return None if columns is None else _Row(*columns), self._now(cursor)
 
     def _now(self, cursor: CursorWrapper) -> datetime:
         cursor.execute(self._clock)
@@ -251,16 +245,6 @@ class Portable(Engine):
                 cursor.execute(statement, {**known, "now": now})
             except IntegrityError:
                 continue  # somebody else was first
-
-    def _mind_place(
-        self, cursor: CursorWrapper, known: dict[str, Any], *, is_granted: bool
-    ) -> None:
-        if is_granted:
-            cursor.execute(f"DELETE FROM {WAITER} WHERE owner = %(owner)s", known)
-        else:
-            cursor.execute(
-                _KEEP_PLACE, {**known, "until": self._now(cursor) + timedelta(seconds=PATIENCE)}
-            )
 
 
 def is_guarded(cursor: CursorWrapper, engine: Engine, key: str) -> bool:
