@@ -93,7 +93,7 @@ class SQLite(Engine):
     parameter = ":{}"
     after = _AFTER
     now = _NOW
-    pauses = (0.001, 0.015)
+    pauses = (0.001, 0.007)
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
