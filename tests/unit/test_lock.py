@@ -247,7 +247,6 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
         ("side_effect", "use on_busy of distributed_lock()"),
         ("suppress_acquisition_exceptions", "use on_busy of distributed_lock()"),
         ("graceful", "use on_busy of distributed_lock()"),
-        ("xact", "use transaction_lock()"),
         (
             "colour",
             "it takes lock_delay, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
