@@ -238,8 +238,8 @@ class Lease:
             open_ones = transactions.still_open(of_which)
             is_last = len(self._entries) == 1 and not self.awaits_end
             if open_ones and is_last and self.release_when != "at_exit" and self.held:
-                self.awaits_end = True
                 transactions.release_at_end(self, open_ones)
+                self.awaits_end = True
                 return
         if self.release_now() and open_ones:
             transactions.tell_of_release(self.name, open_ones, strict=self.backend.strict)

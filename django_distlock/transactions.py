@@ -59,7 +59,24 @@ def release_at_end(lease: Lease, open_ones: Sequence[BaseDatabaseWrapper]) -> No
     Django calls its on-commit functions after a commit, and drops them at a rollback and when the
     connection is closed. A finalizer then releases the lease.
     """
-    _LastEnd(lease, len(open_ones)).listen(open_ones)
+    last = _LastEnd(lease, len(open_ones))
+    for connection in open_ones:
+        waiting: list[Any] = connection.run_on_commit
+        savepoints: set[Any] = set()
+        end = _End(last)
+        if _is_manual(connection):
+            end.told_by = ()
+            # MySQL and SQLite commit, too, when autocommit is turned on.
+            connection.run_commit_hooks_on_set_autocommit_on = True
+            _Telling.instead_of("commit", connection)
+        else:
+            # As on_commit() in the outermost block: an inner block's function is dropped with its savepoint.
+            outside = connection.atomic_blocks.index(_outermost(connection))
+            savepoints.update(connection.savepoint_ids[:outside])
+            if outside:  # in the block of a TestCase
+                end.told_by = (connection.savepoint_ids[outside - 1],)
+                _Telling.instead_of("savepoint_commit", connection)
+        waiting.append((savepoints, end, False))
 
 
 def tell_of_release(name: str, open_ones: Iterable[BaseDatabaseWrapper], *, strict: bool) -> None:
@@ -82,25 +99,6 @@ class _LastEnd:
     def __init__(self, lease: Lease, open_ones: int) -> None:
         self._lease = lease
         self._open = open_ones
-
-    def listen(self, open_ones: Iterable[BaseDatabaseWrapper]) -> None:
-        for connection in open_ones:
-            waiting: list[Any] = connection.run_on_commit
-            savepoints: set[Any] = set()
-            end = _End(self)
-            if _is_manual(connection):
-                end.told_by = ()
-                # MySQL and SQLite commit, too, when autocommit is turned on.
-                connection.run_commit_hooks_on_set_autocommit_on = True
-                _Telling.instead_of("commit", connection)
-            else:
-                # As on_commit() in the outermost block: an inner block's function is dropped with its savepoint.
-                outside = connection.atomic_blocks.index(_outermost(connection))
-                savepoints.update(connection.savepoint_ids[:outside])
-                if outside:
-                    end.told_by = (connection.savepoint_ids[outside - 1],)
-                    _Telling.instead_of("savepoint_commit", connection)
-            waiting.append((savepoints, end, False))
 
     def is_last(self) -> bool:
         self._open -= 1
