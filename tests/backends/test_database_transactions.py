@@ -557,6 +557,18 @@ def test_transactions_on_two_databases_both_end_before_the_lock_is_free(
     assert not ask_elsewhere("postgres", name)
 
 
+@pytest.mark.server
+def test_blocks_of_two_databases_around_the_lock_both_keep_it(
+    postgres: object, mariadb: object, name: str
+) -> None:
+    with transaction.atomic(using="mariadb"):
+        with transaction.atomic(using="postgres"):
+            with lock(name, using="postgres"):
+                pass
+        still_held("postgres", name)
+    assert not ask_elsewhere("postgres", name)
+
+
 def test_block_in_a_test_case_is_the_transaction(server_database: str, name: str) -> None:
     of_test_case = transaction.atomic(using=server_database)
     of_test_case._from_testcase = True  # type: ignore[attr-defined]  # as Django's TestCase marks its own

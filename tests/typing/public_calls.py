@@ -29,6 +29,7 @@ from django_distlock import (
     LockOutcomeUnknown,
     NotSupported,
     ReleasedBeforeCommit,
+    SnapshotBeforeLock,
     StaleFencingToken,
     current_lease,
     distributed_lock,
@@ -361,5 +362,5 @@ def catch_more(work: Callable[[], None]) -> None:
         assert_type(stale.fence, int | None)
     except NotSupported as missing:
         assert_type(missing.what, str)
-    except (LockDeadlock, ReleasedBeforeCommit, LockError, InvalidLockBackend):
+    except (LockDeadlock, ReleasedBeforeCommit, SnapshotBeforeLock, LockError, InvalidLockBackend):
         raise
