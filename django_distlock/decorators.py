@@ -361,8 +361,12 @@ class RequestTransactions:
             raise RuntimeError(msg)
 
     def _aliases(self, args: tuple[Any, ...]) -> list[str]:
-        if not any(isinstance(arg, HttpRequest) for arg in args[:2]):
-            return []  # no view, or a method that Django REST framework calls inside the transactions
+        request = find_request(args)
+        if request is None:
+            return []
+        view = request.resolver_match and request.resolver_match.func
+        if view and not isinstance(getattr(view, "_non_atomic_requests", ()), _EveryAlias):
+            return []  # Django has begun the transactions of this view itself, or was told not to
         exempt = set(self._marked)
         databases = connections.settings.items()
         return [

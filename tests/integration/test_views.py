@@ -15,6 +15,8 @@ from django.test import AsyncClient, Client
 from django.urls import include, path, reverse
 from django.utils.decorators import method_decorator
 from django.views import View
+from rest_framework.decorators import api_view
+from rest_framework.request import Request
 
 from django_distlock import Lease, distributed_lock, lock, respond
 from django_distlock.signals import lock_acquired, lock_released
@@ -51,6 +53,43 @@ def non_atomic_outside(request: HttpRequest) -> HttpResponse:
 @distributed_lock(NAME)
 @transaction.non_atomic_requests
 def non_atomic_inside(request: HttpRequest) -> HttpResponse:
+    return note("body")
+
+
+@method_decorator(transaction.non_atomic_requests, name="dispatch")
+class NonAtomicGet(View):
+    @distributed_lock(NAME)
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return note("body")
+
+
+@method_decorator([transaction.non_atomic_requests, distributed_lock(NAME)], name="dispatch")
+class NonAtomicDispatchOutside(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return note("body")
+
+
+@method_decorator([distributed_lock(NAME), transaction.non_atomic_requests], name="dispatch")
+class NonAtomicDispatchInside(View):
+    def get(self, request: HttpRequest) -> HttpResponse:
+        return note("body")
+
+
+@transaction.non_atomic_requests
+def non_atomic_with_a_service(request: HttpRequest) -> HttpResponse:
+    return DecoratedMethod().dispatch(request)
+
+
+@transaction.non_atomic_requests
+@api_view(["GET"])
+@distributed_lock(NAME)
+def non_atomic_rest(request: Request) -> HttpResponse:
+    return note("body")
+
+
+@distributed_lock(NAME)
+@api_view(["GET"])
+def rest(request: Request) -> HttpResponse:
     return note("body")
 
 
@@ -168,6 +207,12 @@ urlpatterns = [
     path("function/", function_view),
     path("non-atomic-outside/", non_atomic_outside),
     path("non-atomic-inside/", non_atomic_inside),
+    path("non-atomic-get/", NonAtomicGet.as_view()),
+    path("non-atomic-dispatch-outside/", NonAtomicDispatchOutside.as_view()),
+    path("non-atomic-dispatch-inside/", NonAtomicDispatchInside.as_view()),
+    path("non-atomic-service/", non_atomic_with_a_service),
+    path("non-atomic-rest/", non_atomic_rest),
+    path("rest/", rest),
     path("decorated-dispatch/", DecoratedDispatch.as_view()),
     path("decorated-method/", DecoratedMethod.as_view()),
     path("failing/<int:account_id>/", failing_view),
@@ -188,7 +233,7 @@ urlpatterns = [
 ]
 pytestmark = pytest.mark.urls(__name__)
 
-ATOMIC_KINDS = ("/function/", "/decorated-dispatch/", "/decorated-method/")
+ATOMIC_KINDS = ("/function/", "/rest/", "/decorated-dispatch/", "/decorated-method/")
 ASYNC_KINDS = ("/async/", "/async-dispatch/", "/async-get/", "/async-method/")
 REFUSING_KINDS = ("/refusing/", "/refusing-async/", "/refusing-class/")
 
@@ -389,7 +434,18 @@ def test_without_atomic_requests_there_is_no_transaction(
 
 
 @pytest.mark.usefixtures("atomic_requests")
-@pytest.mark.parametrize("url", ["/non-atomic-outside/", "/non-atomic-inside/"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "/non-atomic-outside/",
+        "/non-atomic-inside/",
+        "/non-atomic-get/",
+        "/non-atomic-dispatch-outside/",
+        "/non-atomic-dispatch-inside/",
+        "/non-atomic-service/",
+        "/non-atomic-rest/",
+    ],
+)
 def test_a_view_marked_non_atomic_stays_so(client: Client, events: Journal, url: str) -> None:
     client.get(url)
 

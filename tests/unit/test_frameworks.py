@@ -7,7 +7,7 @@ import pytest
 from django.db import connections
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.test import AsyncClient, Client, RequestFactory
-from django.urls import include, path
+from django.urls import include, path, resolve
 from django.utils.decorators import method_decorator
 from ninja import NinjaAPI, Schema
 from ninja.decorators import decorate_view
@@ -219,13 +219,16 @@ def test_the_request_of_the_rest_framework_has_djangos_inside() -> None:
     assert find_request((object(), Request(request))) is request
 
 
-def test_a_method_of_the_rest_framework_begins_no_transaction_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("url", "begins"), [("/inside/7", False), ("/outside/7", True)])
+def test_transactions_begin_only_in_the_view_that_django_leaves_them_to(
+    monkeypatch: pytest.MonkeyPatch, url: str, begins: bool
 ) -> None:
-    def view(*args: Any) -> None: ...
+    def body(*args: Any) -> None: ...
 
     monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
-    request = RequestFactory().get("/")
+    request = RequestFactory().post(url)
+    request.resolver_match = resolve(url)
+    run = RequestTransactions(body).inside
 
-    assert RequestTransactions(view).inside((object(), Request(request))) is view
-    assert RequestTransactions(view).inside((request,)) is not view
+    for args in [(request,), (Request(request),), (object(), Request(request))]:
+        assert (run(args) is not body) == begins
