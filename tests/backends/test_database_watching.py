@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from functools import partial
@@ -15,15 +16,18 @@ from django_distlock.backends.database import waiters
 from django_distlock.backends.database.bounds import cut
 from django_distlock.engine import waiting
 from django_distlock.engine.holder import Holder
-from django_distlock.engine.values import Busy, Grant, Release
+from django_distlock.engine.values import Grant, Release
 from tests.backends.conftest import backend
-from tests.contract.crew import start
+from tests.contract.crew import start, together
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.threads import refuse_first_thread
 
 if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
     from django_distlock.engine.values import Request
 
+DATABASE = "django_distlock.backends.database.DatabaseBackend"
 WATCHED = ["default", pytest.param("mariadb", marks=pytest.mark.server)]
 
 
@@ -125,25 +129,29 @@ def test_without_a_thread_for_it_a_waiter_looks_itself(
 
 
 def test_who_has_just_released_what_others_want_lets_them_go_first(
-    watched: str, name: str, monkeypatch: pytest.MonkeyPatch
+    watched: str, name: str, settings: Settings
 ) -> None:
-    monkeypatch.setattr(waiters, "GIVE_WAY", 0.5)
-    monkeypatch.setattr(waiters, "CONTESTED", 30.0)
-    locked = locks[watched]
-    held = rival(watched, name)
-    other, second, single = (
-        locked.request(name, ttl=60, holder=Holder.current()) for _ in range(3)
-    )
-    assert isinstance(locked.try_acquire(other, queued=False, left=5), Busy)
-    locked.release(held)
+    """Who asks again at once would always be there before those who wait for the next look."""
+    settings.DISTLOCK = {
+        site: {"BACKEND": DATABASE, "OPTIONS": {"using": watched}} for site in ("first", "second")
+    }
+    order: list[str] = []
+    third = rival("first", name)
 
-    # Others find it free meanwhile, and so does who cannot wait.
-    assert isinstance(locked.try_acquire(second, queued=False, left=5), Busy)
-    assert locked.probe(second) is None
-    assert isinstance(locked.try_acquire(single, queued=False), Grant)
-    locked.release(single)
-    eventually(lambda: isinstance(locked.try_acquire(second, queued=False, left=None), Grant), 5)
-    locked.release(second)
+    def work(site: str) -> None:
+        for _ in range(20):
+            with lock(name, using=site, timeout=60):
+                order.append(site)
+                time.sleep(0.002)
+
+    def leave_once_both_were_refused() -> None:
+        sites = [locks[site] for site in ("first", "second")]
+        eventually(lambda: all(third.key in site.queue.turns for site in sites), 20)
+        locks["first"].release(third)
+
+    together(partial(work, "first"), partial(work, "second"), leave_once_both_were_refused)
+
+    assert sum(one != next_one for one, next_one in itertools.pairwise(order)) >= 8
 
 
 def test_nobody_gives_way_for_a_lock_that_nobody_else_wants(watched: str, name: str) -> None:

@@ -23,7 +23,6 @@ from django_distlock.backends.database import (
     engine,
     purge,
     records,
-    waiters,
 )
 from django_distlock.backends.database.mysql import MySQL
 from django_distlock.backends.database.options import DatabaseOptions, SessionOptions
@@ -332,7 +331,6 @@ FACTS = [
     (DATABASE_PAGE, "ends 1 % of the ttl and 2 milliseconds earlier"),
     (DATABASE_PAGE, f"about every {looks(MySQL)} milliseconds"),
     (DATABASE_PAGE, f"about every {looks(SQLite)} milliseconds; it reads"),
-    (DATABASE_PAGE, f"does not try again for {waiters.GIVE_WAY * 1000:g} milliseconds"),
     (REDIS_PAGE, f"idle for {redis_connections.IDLE:g} seconds"),
     (CACHE_PAGE, f"longer than {cache_alias.LONGEST_KEY} characters"),
     (CACHE_PAGE, f"more than {add.MARGIN:g} second of its ttl is left"),

@@ -20,7 +20,7 @@ from .options import DatabaseOptions, check_settings, check_sqlite
 from .portable import Portable, is_guarded
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
-from .waiters import GIVE_WAY, Notified, Places, Watcher
+from .waiters import Notified, Places, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -78,13 +78,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        watcher = self._watcher
-        if watcher is not None and left != 0 and watcher.gives_way(request.key):
-            return Busy(None, GIVE_WAY)
-        answer = self._persist(0.0, self._try, request, queued)
-        if watcher is not None and isinstance(answer, Busy):
-            watcher.note_refusal(request.key)
-        return answer
+        return self._persist(0.0, self._try, request, queued)
 
     def _try(self, request: Request, queued: bool) -> Grant | Busy:
         try:
@@ -99,8 +93,6 @@ class DatabaseBackend(BaseDatabaseBackend):
         released: Release = self._persist(request.ttl, self._own.ask, self.engine.release, request)
         if self.options.fair:
             self._places.ring_first(request.key)
-        elif self._watcher is not None:
-            self._watcher.note_release(request.key)
         return released
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:

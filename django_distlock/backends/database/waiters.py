@@ -35,14 +35,8 @@ logger = logging.getLogger("django_distlock")
 TICK, LINGER = 1.0, 5.0
 #: Seconds between two times that the places of those who do not look themselves are kept.
 KEEP = 0.5
-#: Seconds for which who has just released a lock that others want does not ask for it again.
-GIVE_WAY = 0.005
-#: Seconds after a refusal for which others are believed to want the lock still.
-CONTESTED = 0.5
 #: By how much a watcher's pause grows where nothing changes.
 GROWTH = 1.2
-#: Locks in one look.
-BATCH = 500
 
 
 class Listener:
@@ -173,9 +167,6 @@ class Watcher(Listener):
     def forget(self) -> None:
         super().forget()
         self._news = ThreadBell()
-        #: By key: when others had the lock, and when this process gave it back meanwhile.
-        self._refused: dict[str, float] = {}
-        self._released: dict[str, float] = {}
 
     def expect(self, owner: str, called: Any, bell: Bell) -> None:
         is_new = owner not in self._bells
@@ -186,38 +177,6 @@ class Watcher(Listener):
     def close(self) -> None:
         super().close()
         self._news.ring()
-
-    def note_refusal(self, key: str) -> None:
-        """Note that others want the lock."""
-        now = clock.wait_time()
-        if len(self._refused) >= BATCH:
-            self._refused = {
-                one: at for one, at in self._refused.copy().items() if at > now - CONTESTED
-            }
-        self._refused[key] = now
-
-    def note_release(self, key: str) -> None:
-        """Note that this process had it; others want it still if they had it a moment ago."""
-        at = self._refused.get(key)
-        if at is None:
-            return
-        now = clock.wait_time()
-        if now - at < CONTESTED:
-            if len(self._released) >= BATCH:
-                self._released.clear()
-            self._released[key] = now
-        else:
-            self._refused.pop(key, None)
-
-    def gives_way(self, key: str) -> bool:
-        """Return whether this process gave the lock back but a moment ago, and others want it."""
-        at = self._released.get(key)
-        if at is None:
-            return False
-        if clock.wait_time() - at < GIVE_WAY:
-            return True
-        self._released.pop(key, None)
-        return False
 
     def _listen(self, connection: Any) -> None:
         cursor, engine = connection.distlock_cursor, self._engine
