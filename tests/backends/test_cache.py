@@ -29,6 +29,7 @@ from django_distlock.backends.memcached import CacheMemcachedBackend
 from django_distlock.checks import DOCS
 from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
+from django_distlock.engine.background import background
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Release
 from django_distlock.handler import make_backend
@@ -55,6 +56,8 @@ OURS = "tests.backends.caches"
 def closed(settings: Settings) -> Iterator[None]:
     yield
     locks.close()
+    # Else a thread that makes its own instance of an alias right now would keep it in the next test.
+    eventually(lambda: not background._has_jobs(), 15, "the work on locks is done")
     SoundCache.stored.clear()
 
 
