@@ -277,6 +277,25 @@ def test_a_waiter_has_it_soon_after_the_force(
     assert waiter.result(10)
 
 
+@needs("delays", "wakes_waiters")
+def test_a_waiter_has_it_soon_after_the_end_of_a_reservation(
+    faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 15.0)
+    monkeypatch.setattr(waiting, "LONGEST_WAKEABLE_PAUSE", 15.0)
+    queued = threading.Event()
+    with lock(name, using=using, min_hold=600):
+        pass
+    faulty.notice("enqueue", queued.set)
+    waiter = start(lambda: _take_and_release(using, name))
+    assert queued.wait(10)
+    [reserved] = _records(faulty, rival())
+
+    assert faulty.force_release(reserved.key, reserved.owner_digest)
+
+    assert waiter.result(10)
+
+
 def _take_and_release(using: str, name: str) -> bool:
     with lock(name, using=using, timeout=20) as lease:
         return lease.held

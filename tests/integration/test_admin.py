@@ -517,6 +517,25 @@ def test_holder_that_changes_after_the_comparison_is_not_freed(
     assert "not released" in messages(done)[0]
 
 
+def test_reservation_that_ends_after_the_comparison_frees_no_later_one(
+    database: str, name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = put(database, name, State.RESERVED)
+    page = confirm(operator, row)
+    compare = MethodLockAdmin._free
+
+    def late(self: MethodLockAdmin, request: Any, lock: MethodLock) -> bool:
+        rows = MethodLock.objects.using(database).filter(pk=lock.pk)
+        rows.update(fencing_token=lock.fencing_token + 1)
+        return compare(self, request, lock)
+
+    monkeypatch.setattr(MethodLockAdmin, "_free", late)
+    done = submit(operator, page)
+
+    assert cast("MethodLock", reread(row)).available_at == row.available_at
+    assert "not released" in messages(done)[0]
+
+
 def test_lock_that_was_purged_meanwhile_is_told(name: str, operator: Client) -> None:
     row = put_old("default", name, State.STALE)
     page = confirm(operator, row)
