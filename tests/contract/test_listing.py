@@ -179,8 +179,11 @@ def test_what_lock_delay_reserves_can_be_freed(
     eventually(lambda: [each.reserved for each in _records(backend, other)] == [True])
 
     assert lock(name, using=using).locked()
+    seen = backend.probe(other.request)
     assert not other.tries()
-    assert other.refused.reserved
+    for busy in (seen, other.refused):
+        assert busy is not None
+        assert (busy.holder, busy.reserved) == (None, True)
     [reserved] = _records(backend, other)
     assert backend.force_release(reserved.key, reserved.owner_digest) is True
 
