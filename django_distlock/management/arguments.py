@@ -1,9 +1,17 @@
-"""What the arguments of several commands have in common."""
+"""What the commands have in common: aliases, times, exit codes."""
 
 from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
+from typing import TYPE_CHECKING
+
+from django.core.management.base import CommandError
+
+from django_distlock import InvalidLockBackend, locks
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 #: Exit code of wrong arguments, argparse's own.
@@ -20,3 +28,26 @@ def duration(text: str) -> float:
         raise ArgumentTypeError(msg)
     number, unit = found.groups()
     return float(number) * UNITS[unit]
+
+
+def add_using(parser: ArgumentParser, which: str) -> None:
+    """Add --using, which may be given several times; *which* aliases it stands for by default."""
+    parser.add_argument(
+        "--using",
+        action="append",
+        metavar="ALIAS",
+        help=f"an alias of DISTLOCK; can be given several times (default: every alias{which})",
+    )
+
+
+def wanted_aliases(using: list[str] | None) -> list[str]:
+    """Return the aliases that --using names, or all; CommandError if there is no such alias."""
+    try:
+        known = list(locks)
+    except InvalidLockBackend as error:
+        raise CommandError(str(error)) from error
+    for alias in using or ():
+        if alias not in known:
+            text = f"DISTLOCK has no alias {alias!r}; it has {', '.join(known)}."
+            raise CommandError(text, returncode=WRONG_ARGUMENTS)
+    return list(dict.fromkeys(using or known))

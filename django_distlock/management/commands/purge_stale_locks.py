@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from argparse import ArgumentTypeError
 from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import BaseCommand, CommandError
@@ -13,6 +12,12 @@ from django.core.management.base import BaseCommand, CommandError
 from django_distlock import locks
 from django_distlock.engine import clock
 from django_distlock.exceptions import InvalidLockBackend, LockError
+from django_distlock.management.arguments import (
+    WRONG_ARGUMENTS,
+    add_using,
+    duration,
+    wanted_aliases,
+)
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -20,10 +25,8 @@ if TYPE_CHECKING:
 
     from django_distlock.engine.values import Purged
 
-UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 #: Characters of the progress bar.
 WIDTH = 30
-WRONG_ARGUMENTS = 2
 
 
 class Command(BaseCommand):
@@ -37,15 +40,10 @@ class Command(BaseCommand):
     requires_system_checks = ()
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument(
-            "--using",
-            action="append",
-            metavar="ALIAS",
-            help="an alias of DISTLOCK; can be given several times (default: every alias that can be purged)",
-        )
+        add_using(parser, " that can be purged")
         parser.add_argument(
             "--older-than",
-            type=_seconds,
+            type=duration,
             default="1d",
             metavar="TIME",
             help="seconds, or a number with s, m, h, d or w: 12h, 7d (default: %(default)s)",
@@ -63,10 +61,7 @@ class Command(BaseCommand):
         parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        try:
-            aliases = _known(options["using"]) or list(locks)
-        except InvalidLockBackend as error:
-            raise CommandError(str(error)) from error
+        aliases = wanted_aliases(options["using"])
         shows = options["verbosity"] > 0 and not options["json"]
         outcomes = [self._outcome(alias, options, shows=shows) for alias in aliases]
         purged = [each for each in outcomes if "deleted" in each]
@@ -116,16 +111,6 @@ class Command(BaseCommand):
         return {"alias": alias, **facts}
 
 
-def _known(aliases: list[str] | None) -> list[str]:
-    for alias in aliases or ():
-        if alias not in list(locks):
-            known = ", ".join(locks)
-            raise CommandError(
-                f"DISTLOCK has no alias {alias!r}; it has {known}.", returncode=WRONG_ARGUMENTS
-            )
-    return list(dict.fromkeys(aliases or ()))
-
-
 def _giving_way(batches: Iterator[Purged]) -> Iterator[Purged]:
     """Pause between batches: SQLite gives the file to whoever asks next, not to the longest waiter."""
     while True:
@@ -136,14 +121,3 @@ def _giving_way(batches: Iterator[Purged]) -> Iterator[Purged]:
         yield batch
         if batch.deleted:
             time.sleep(clock.wait_time() - began)
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip().lower())
-    if found is None:
-        msg = (
-            f"{text!r} is not a time: write seconds, or a number with s, m, h, d or w, such as 12h."
-        )
-        raise ArgumentTypeError(msg)
-    number, unit = found.groups()
-    return float(number) * UNITS[unit]
