@@ -20,6 +20,7 @@ from .exceptions import (
 from .handler import locks
 from .lease import Lease
 from .lock import Lock, current_lease, distributed_lock, lock, lock_all
+from .operators import force_release
 
 __all__ = [
     "InvalidLockBackend",
@@ -39,6 +40,7 @@ __all__ = [
     "StaleFencingToken",
     "current_lease",
     "distributed_lock",
+    "force_release",
     "lock",
     "lock_all",
     "locks",

@@ -102,6 +102,13 @@ class Held:
         object.__setattr__(self, "name", printable(self.name, LONGEST_LISTED))
         object.__setattr__(self, "key", printable(self.key))
 
+    @property
+    def state(self) -> str:
+        """Whether it is "held", "stale" or "reserved"."""
+        if self.reserved:
+            return "reserved"
+        return "stale" if self.remaining is not None and self.remaining <= 0 else "held"
+
 
 @dataclass(frozen=True, slots=True)
 class Purged:

@@ -33,6 +33,7 @@ from django_distlock import (
     StaleFencingToken,
     current_lease,
     distributed_lock,
+    force_release,
     lock,
     lock_all,
     locks,
@@ -318,6 +319,8 @@ def look_after_locks() -> None:
             assert_type(held, Held)
             assert_type(held.holder, Holder | None)
             assert_type(locks[alias].force_release(held.key, held.owner_digest), bool)
+    assert_type(force_release("a"), int)
+    assert_type(force_release("a", using="default"), int)
     locks.close()
 
 

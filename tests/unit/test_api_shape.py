@@ -42,6 +42,7 @@ def test_the_public_names_are_these() -> None:
             "StaleFencingToken",
             "current_lease",
             "distributed_lock",
+            "force_release",
             "lock",
             "lock_all",
             "locks",

@@ -1,0 +1,147 @@
+"""``manage.py list_locks``: who holds which lock, of every alias that can tell."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from django_distlock import InvalidLockBackend, LockError, NotSupported
+from django_distlock.engine import clock
+from django_distlock.management.arguments import add_using, duration, wanted_aliases
+from django_distlock.operators import holdings
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+    from django_distlock.engine.values import Held
+
+HEADINGS = "alias", "state", "name", "holder", "remaining", "waiters"
+STATES = "held", "stale", "reserved"
+
+
+class Command(BaseCommand):
+    help = (
+        "List who holds which lock. On a terminal it is a table (if rich is installed), elsewhere "
+        "lines with tabs. Aliases that cannot list their locks are left out. "
+        "Exit codes: 0 all listed, 1 some aliases failed (the others are listed), 2 wrong arguments."
+    )
+    # One alias with wrong settings must not hide the locks of the others.
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        add_using(parser, " that can list its locks")
+        parser.add_argument("--name", metavar="PATTERN", help="only names like this: 'invoice:*'")
+        parser.add_argument("--state", choices=STATES, help="only locks in this state")
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.add_argument(
+            "--watch",
+            nargs="?",
+            type=duration,
+            const="2",
+            metavar="TIME",
+            help="list them again so often, until Ctrl-C (default: each %(const)s s)",
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        aliases = wanted_aliases(options["using"])
+        if options["watch"] is None:
+            failed = self._list(aliases, options)
+            if failed:
+                raise CommandError(f"Not listed: {', '.join(failed)}.")
+            return
+        with suppress(KeyboardInterrupt):
+            while True:
+                if self.stdout.isatty():
+                    self.stdout.write("\x1b[H\x1b[2J", ending="")
+                self._list(aliases, options)
+                self.stdout.flush()
+                time.sleep(options["watch"])
+
+    def _list(self, aliases: list[str], options: dict[str, Any]) -> list[str]:
+        """Write the locks of *aliases*; return those that failed."""
+        found: list[tuple[str, Held]] = []
+        failed: dict[str, str] = {}
+        for alias in aliases:
+            try:
+                found += [(alias, held) for held in holdings(alias)]
+            except NotSupported as error:
+                if options["using"]:
+                    failed[alias] = str(error)
+            except (LockError, InvalidLockBackend) as error:
+                failed[alias] = str(error)
+        wanted = [(alias, held) for alias, held in found if _is_wanted(held, options)]
+        if options["json"]:
+            report = {
+                "locks": [_as_json(alias, held) for alias, held in wanted],
+                "failed": [{"alias": alias, "error": error} for alias, error in failed.items()],
+            }
+            self.stdout.write(json.dumps(report))
+        elif options["verbosity"]:
+            self._write([_cells(alias, held) for alias, held in wanted])
+        for problem in failed.values():
+            self.stderr.write(self.style.ERROR(problem))
+        return list(failed)
+
+    def _write(self, rows: list[tuple[str, ...]]) -> None:
+        if self.stdout.isatty():
+            if not rows:
+                self.stdout.write("Nobody holds a lock.")
+                return
+            with suppress(ImportError):
+                self.stdout.write(_table(rows), ending="")
+                return
+        for row in rows:
+            self.stdout.write("\t".join(row))
+
+
+def _is_wanted(held: Held, options: dict[str, Any]) -> bool:
+    has_name = options["name"] is None or fnmatchcase(held.name, options["name"])
+    return has_name and options["state"] in {None, held.state}
+
+
+def _cells(alias: str, held: Held) -> tuple[str, ...]:
+    left = held.remaining
+    if left is None:
+        remaining = "-"
+    else:
+        remaining = clock.in_words(left) if left > 0 else f"ended {clock.in_words(-left)} ago"
+    state = f"{held.state}, shared" if held.shared else held.state
+    waiters = "-" if held.waiters is None else str(held.waiters)
+    return alias, state, held.name, str(held.holder or "-"), remaining, waiters
+
+
+def _as_json(alias: str, held: Held) -> dict[str, Any]:
+    return {
+        "alias": alias,
+        "name": held.name,
+        "key": held.key,
+        "state": held.state,
+        "shared": held.shared,
+        "holder": held.holder and asdict(held.holder),
+        "remaining": held.remaining,
+        "waiters": held.waiters,
+        "fencing_token": held.token,
+    }
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """Return *rows* as wide as the terminal; ImportError without rich."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for heading in HEADINGS:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console()
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get()

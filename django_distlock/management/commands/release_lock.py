@@ -1,0 +1,82 @@
+"""``manage.py release_lock NAME``: take a lock away from its holder."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from django_distlock import InvalidLockBackend, LockError, NotSupported, locks
+from django_distlock.engine import clock
+from django_distlock.management.arguments import WRONG_ARGUMENTS
+from django_distlock.operators import holdings
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+    from django_distlock.engine.values import Held
+
+NOT_HELD, NO_SERVER = 1, os.EX_UNAVAILABLE
+
+
+class Command(BaseCommand):
+    help = (
+        "Take a lock away from whoever holds it, after a question. The holder is not stopped: it "
+        "learns at its next renewal that it has lost the lock. "
+        f"Exit codes: 0 released, {NOT_HELD} nobody held it or the answer was no, "
+        f"{WRONG_ARGUMENTS} wrong arguments, {NO_SERVER} the server does not answer."
+    )
+    # One alias with wrong settings must not stand in the way of another.
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("name", help="the name of the lock")
+        parser.add_argument(
+            "--using",
+            default="default",
+            metavar="ALIAS",
+            help="the alias in DISTLOCK (default: %(default)s)",
+        )
+        parser.add_argument("--yes", action="store_true", help="do not ask")
+        parser.add_argument(
+            "--json", action="store_true", help="print one JSON object; needs --yes"
+        )
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if not options["yes"] and (options["json"] or not sys.stdin.isatty()):
+            text = "Nobody can be asked here: add --yes."
+            raise CommandError(text, returncode=WRONG_ARGUMENTS)
+        try:
+            released = self._release(options)
+        except (InvalidLockBackend, NotSupported, ValueError) as error:
+            raise CommandError(str(error), returncode=WRONG_ARGUMENTS) from error
+        except LockError as error:
+            raise CommandError(str(error), returncode=NO_SERVER) from error
+        if options["json"]:
+            self.stdout.write(json.dumps({"released": released}))
+        elif options["verbosity"]:
+            self.stdout.write(f"Released: {released}")
+        if not released:
+            sys.exit(NOT_HELD)
+
+    def _release(self, options: dict[str, Any]) -> int:
+        """Return how many of the holdings that were shown were ended."""
+        backend = locks[options["using"]]
+        found = holdings(options["using"], options["name"])
+        for held in found if not options["json"] and options["verbosity"] else ():
+            self.stdout.write(_line(held))
+        if found and not options["yes"] and input("Release it? [y/N] ").strip().lower() != "y":
+            return 0
+        return sum(backend.force_release(held.key, held.owner_digest) for held in found)
+
+
+def _line(held: Held) -> str:
+    left = "" if held.remaining is None else f", {clock.in_words(max(0, held.remaining))} left"
+    return (
+        f"{held.name}: {held.state} by {held.holder}{left}"
+        if held.holder
+        else f"{held.name}: {held.state}{left}"
+    )

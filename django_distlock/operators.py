@@ -1,0 +1,34 @@
+"""What operators do, in code and in commands: list who holds what, and end a holding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .conf import DEFAULT_ALIAS
+from .engine.naming import checked_name
+from .engine.settling import settled
+from .handler import locks
+
+if TYPE_CHECKING:
+    from .engine.values import Held
+
+
+def holdings(using: str, name: str | None = None) -> list[Held]:
+    """Return who holds the locks of alias *using*: all of them, or the lock *name*.
+
+    NotSupported if the alias cannot list its locks, LockBackendError if its server does not answer.
+    """
+    backend = locks[using]
+    key = None if name is None else backend.key_of(checked_name(name))
+    # To its end: a query that is left open stands in the way of writers.
+    return settled(lambda: [*backend.held(key)])
+
+
+def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:
+    """End what anybody holds of the lock *name*, also what min_hold reserves; return how many holdings it ended.
+
+    The holder is not stopped: it learns at its next renewal that it has lost the lock, at once if it is
+    in this process. NotSupported if the alias cannot list its locks.
+    """
+    backend = locks[using]
+    return sum(backend.force_release(held.key, held.owner_digest) for held in holdings(using, name))

@@ -1,0 +1,257 @@
+"""``list_locks``, ``release_lock`` and force_release(): what operators see, and what they end."""
+
+import io
+import json
+import os
+import pty
+import re
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from django_distlock import NotSupported, force_release, lock
+from django_distlock.backends.database.records import State
+from django_distlock.management.arguments import WRONG_ARGUMENTS
+from django_distlock.management.commands.release_lock import NO_SERVER, NOT_HELD
+from tests.fixtures.processes import Spawn
+
+from .lock_rows import HOLDER, put
+
+DOWN = {
+    "BACKEND": "django_distlock.backends.redis.RedisBackend",
+    "OPTIONS": {"location": "redis://127.0.0.1:1"},
+}
+LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
+DUMMY = {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def name() -> str:
+    return f"operators:{uuid.uuid4().hex}"
+
+
+@pytest.fixture(autouse=True)
+def aliases(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {}, "memory": LOCMEM}
+
+
+def listed(*arguments: str) -> list[list[str]]:
+    out = io.StringIO()
+    call_command("list_locks", *arguments, stdout=out)
+    return [line.split("\t") for line in out.getvalue().splitlines()]
+
+
+def test_each_lock_of_each_alias_is_a_line(name: str) -> None:
+    put("default", f"{name}:1", State.HELD)
+    put("default", f"{name}:2", State.STALE)
+    put("default", f"{name}:3", State.RESERVED)
+    put("default", f"{name}:4", State.FREE)
+    with lock(f"{name}:5", using="memory", shared=True, purpose="counting"):
+        rows = sorted(listed(f"--name={name}:*"), key=lambda row: row[2])
+
+    assert [row[:3] for row in rows] == [
+        ["default", "held", f"{name}:1"],
+        ["default", "stale", f"{name}:2"],
+        ["default", "reserved", f"{name}:3"],
+        ["memory", "held, shared", f"{name}:5"],
+    ]
+    assert rows[0][3] == str(HOLDER)
+    assert re.fullmatch(r"11[89] minutes", rows[0][4])
+    assert re.fullmatch(r"ended [67]\d s ago", rows[1][4])
+    assert re.fullmatch(r"11[89] minutes", rows[2][4])
+    assert "(counting)" in rows[3][3]
+
+
+def test_state_and_alias_narrow_the_list(name: str) -> None:
+    put("default", f"{name}:1", State.HELD)
+    put("default", f"{name}:2", State.STALE)
+
+    assert [row[2] for row in listed("--state=stale", f"--name={name}:*")] == [f"{name}:2"]
+    assert listed("--using=memory", f"--name={name}:*") == []
+
+
+def test_programs_get_an_object(name: str) -> None:
+    put("default", name, State.HELD)
+
+    out = io.StringIO()
+    call_command("list_locks", "--json", f"--name={name}", stdout=out)
+
+    report = json.loads(out.getvalue())
+    [found] = report["locks"]
+    assert found.pop("remaining") == pytest.approx(7140, abs=30)
+    assert found.pop("fencing_token") > 0
+    assert found.pop("holder")["host"] == HOLDER.host
+    assert found.pop("waiters") in {0, None}
+    assert found == {
+        "alias": "default",
+        "name": name,
+        "key": name,
+        "state": "held",
+        "shared": False,
+    }
+    assert report["failed"] == []
+
+
+def test_on_a_terminal_it_is_a_table_and_names_are_no_markup(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    put("default", f"{name}:[red]x[/red]", State.HELD)
+    out = Terminal()
+
+    call_command("list_locks", f"--name={name}*", stdout=out)
+
+    assert "[red]x[/red]" in "".join(part.strip(" │┃\n") for part in _cells(out, 2))
+    assert "remaining" in out.getvalue()
+
+
+def _cells(out: Terminal, column: int) -> Iterator[str]:
+    for line in out.getvalue().splitlines():
+        if line.startswith("│"):
+            yield line.split("│")[column + 1]
+
+
+def test_an_empty_terminal_says_so(name: str) -> None:
+    out = Terminal()
+
+    call_command("list_locks", f"--name={name}", stdout=out)
+
+    assert out.getvalue() == "Nobody holds a lock.\n"
+
+
+def test_an_alias_that_is_down_or_wrong_does_not_hide_the_others(settings: Any, name: str) -> None:
+    settings.DISTLOCK = {"default": {}, "down": DOWN, "wrong": {"BACKEND": "redis"}, "dummy": DUMMY}
+    put("default", name, State.HELD)
+    out, err = io.StringIO(), io.StringIO()
+
+    with pytest.raises(CommandError, match="Not listed: down, wrong") as failed:
+        call_command("list_locks", f"--name={name}", stdout=out, stderr=err)
+
+    assert failed.value.returncode == 1
+    assert name in out.getvalue()
+    assert "DISTLOCK['down']" in err.getvalue()
+    assert "DISTLOCK['wrong']" in err.getvalue()
+    assert "dummy" not in err.getvalue()
+
+
+def test_an_alias_that_cannot_list_says_so_if_it_is_asked(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {}, "dummy": DUMMY}
+    err = io.StringIO()
+
+    with pytest.raises(CommandError, match="Not listed: dummy"):
+        call_command("list_locks", "--using=dummy", stderr=err)
+
+    assert "does not support listing" in err.getvalue()
+
+
+def test_an_unknown_alias_is_a_wrong_argument() -> None:
+    with pytest.raises(CommandError, match="no alias 'nowhere'") as refused:
+        call_command("list_locks", "--using=nowhere")
+
+    assert refused.value.returncode == WRONG_ARGUMENTS
+
+
+def test_it_is_shown_again_and_again_until_the_operator_has_seen_enough(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    put("default", name, State.HELD)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("django_distlock.management.commands.list_locks.time.sleep", pause)
+
+    assert [row[2] for row in listed("--watch=5s", f"--name={name}")] == [name, name, name]
+    assert pauses == [5, 5, 5]
+
+
+def test_a_lock_is_released_and_its_holder_is_told(name: str) -> None:
+    lease = lock(name).acquire()
+    assert lease
+    out = io.StringIO()
+
+    call_command("release_lock", name, "--yes", stdout=out)
+
+    assert f"{name}: held by {lease.holder}" in out.getvalue()
+    assert lease.lost
+    assert not lock(name).locked()
+
+
+def test_a_lock_that_nobody_holds_has_a_code_of_its_own(name: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        call_command("release_lock", name, "--yes", verbosity=0)
+
+    assert ended.value.code == NOT_HELD
+
+
+def test_programs_are_told_how_many_were_released(name: str) -> None:
+    out = io.StringIO()
+
+    readers = [lock(name, using="memory", shared=True, reentrant=False).acquire() for _ in range(2)]
+    call_command("release_lock", name, "--using=memory", "--yes", "--json", stdout=out)
+
+    assert [reader and reader.lost for reader in readers] == [True, True]
+    assert json.loads(out.getvalue()) == {"released": 2}
+
+
+@pytest.mark.parametrize(("answer", "is_released"), [("y", True), ("n", False), ("", False)])
+def test_it_asks_before(spawn: Spawn, name: str, answer: str, is_released: bool) -> None:
+    lease = lock(name).acquire()
+    assert lease
+
+    child = spawn(f"{__name__}:release_at_a_terminal", name=name, answer=answer)
+
+    assert child.wait() == (0 if is_released else NOT_HELD)
+    assert "Release it? [y/N]" in child.stderr
+    assert lock(name, reentrant=False).locked() is not is_released
+    lease.release_later()
+
+
+def release_at_a_terminal(name: str, answer: str) -> None:
+    ours, theirs = pty.openpty()
+    os.dup2(theirs, 0)
+    os.write(ours, f"{answer}\n".encode())
+    call_command("release_lock", name)
+
+
+def test_it_does_not_ask_where_nobody_answers(name: str) -> None:
+    with pytest.raises(CommandError, match="add --yes") as refused:
+        call_command("release_lock", name, "--json")
+
+    assert refused.value.returncode == WRONG_ARGUMENTS
+
+
+def test_errors_of_a_release_have_codes_of_their_own(settings: Any, name: str) -> None:
+    settings.DISTLOCK = {"default": DOWN, "dummy": DUMMY}
+
+    for arguments, code in (([], NO_SERVER), (["--using=dummy"], WRONG_ARGUMENTS)):
+        with pytest.raises(CommandError) as refused:
+            call_command("release_lock", name, "--yes", *arguments)
+        assert refused.value.returncode == code
+
+
+def test_in_code_all_holdings_of_a_name_are_ended(name: str) -> None:
+    with lock(name, using="memory", min_hold=60):
+        pass
+
+    assert force_release(name, using="memory") == 1
+    assert force_release(name, using="memory") == 0
+    assert lock(name, using="memory", timeout=0).acquire()
+
+
+def test_what_cannot_be_listed_cannot_be_released(settings: Any, name: str) -> None:
+    settings.DISTLOCK = {"default": DUMMY}
+
+    with pytest.raises(NotSupported):
+        force_release(name)
