@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,10 @@ DEFAULT_ALIAS = "default"
 DEFAULT_BACKEND = "django_distlock.backends.database.DatabaseBackend"
 DEFAULT_TTL = 30.0
 DEFAULT_TIMEOUT = 10.0
-KEYS = ("BACKEND", "TTL", "TIMEOUT", "KEY_PREFIX", "STRICT", "OPTIONS")
+KEYS = ("BACKEND", "TTL", "TIMEOUT", "KEY_PREFIX", "STRICT", "OPTIONS", "TEST")
+#: Where locks are while Django's tests run, and what the key TEST takes to have them elsewhere.
+TEST_BACKEND = "django_distlock.backends.locmem.LocMemBackend"
+TEST_KEYS = ("BACKEND", "OPTIONS")
 #: Seconds, about 31 years: servers add a time to the current date, and the sum must fit.
 LONGEST = 1e9
 LEAST_TTL = 0.01
@@ -37,6 +41,19 @@ class BackendSettings:
     key_prefix: str = ""
     strict: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    test: dict[str, Any] = field(default_factory=dict)
+
+    def in_tests(self) -> BackendSettings:
+        """Return what stands for it while Django's tests run."""
+        backend = self.test.get("BACKEND", TEST_BACKEND)
+        options = self.test.get("OPTIONS", self.options if backend is None else {})
+        return replace(self, backend=backend or self.backend, options=options)
+
+
+def tests_run() -> bool:
+    """Return whether Django's tests run: between setup_test_environment() and its teardown."""
+    utils = sys.modules.get("django.test.utils")
+    return hasattr(getattr(utils, "_TestState", None), "saved_data")
 
 
 def read_settings() -> dict[str, Any]:
@@ -122,9 +139,22 @@ def read_alias(alias: str, values: object) -> BackendSettings:
             key_prefix=_of_type(f"{where}: KEY_PREFIX", values.get("KEY_PREFIX", ""), str),
             strict=_of_type(f"{where}: STRICT", values.get("STRICT", False), bool),
             options=_of_type(f"{where}: OPTIONS", values.get("OPTIONS", {}), dict),
+            test=_test(f"{where}: TEST", values.get("TEST", {})),
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidLockBackend(str(error)) from error
+
+
+def _test(where: str, values: object) -> dict[str, Any]:
+    test: dict[str, Any] = _of_type(where, values, dict)
+    for key in test:
+        if key not in TEST_KEYS:
+            msg = f"{where}: unknown key {key!r}. It takes {', '.join(TEST_KEYS)}."
+            raise ValueError(msg)
+    if test.get("BACKEND") is not None:
+        _of_type(f"{where}: BACKEND", test["BACKEND"], str)
+    _of_type(f"{where}: OPTIONS", test.get("OPTIONS", {}), dict)
+    return test
 
 
 def _of_type(what: str, value: object, kind: type[Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
@@ -323,7 +324,9 @@ class Lock:
 
     def _backend(self) -> BaseLockBackend:
         made = locks.made.get(self.terms.using)
-        return made if made is not None and os.getpid() == forks.pid else locks[self.terms.using]
+        if made is None or os.getpid() != forks.pid or "django.test.utils" in sys.modules:
+            made = locks[self.terms.using]
+        return made
 
     def _request(self, backend: BaseLockBackend) -> Request:
         terms = self.terms

@@ -48,6 +48,14 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def locks_are_real() -> Iterator[None]:
+    """Keep every alias on its own backend: that is what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("django_distlock.conf.tests_run", bool)
+        yield
+
+
 @pytest.fixture
 def is_never_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a lost reply asked for again, however late it is found out."""

@@ -51,7 +51,7 @@ class BaseLockBackend(ABC):
     supports_shared: bool = False
     supports_fair: ClassVar[bool] = False
     supports_listing: bool = False
-    supports_purge: ClassVar[bool] = False
+    supports_purge: bool = False
     supports_detach: ClassVar[bool] = False
     #: min_hold and lock_delay.
     supports_delays: ClassVar[bool] = False

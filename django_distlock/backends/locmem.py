@@ -7,23 +7,29 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from django.db import connections
+
+from django_distlock import conf
 from django_distlock.engine import clock
+from django_distlock.engine.blocks import Block
 from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import (
     Busy,
     Grant,
     Held,
+    Purged,
     Release,
     Request,
     digest,
     digest_of_reservation,
 )
 from django_distlock.engine.waiting import Place, Waiting, Way
+from django_distlock.exceptions import StaleFencingToken
 
 from .base import BaseLockBackend
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import Bell
@@ -45,6 +51,8 @@ class _Record:
     last: _Holding | None = None
     holdings: dict[str, _Holding] = field(default_factory=dict)
     waiters: dict[str, tuple[Request, Bell]] = field(default_factory=dict)
+    #: The transactions that are guarded until they end.
+    guarded: list[Block] = field(default_factory=list)
 
     def expire(self, now: float) -> None:
         """Forget holdings whose ttl is over."""
@@ -57,7 +65,14 @@ class _Record:
         """Return whether *request* may have it now: free for it, and nobody it must let in first."""
         if now < self.available or self._is_behind(request):
             return False
+        if not self.holdings and self.is_guarded():
+            return False
         return all(request.shared and holding.request.shared for holding in self.holdings.values())
+
+    def is_guarded(self) -> bool:
+        """Return whether a transaction that called guard() goes on."""
+        self.guarded = [block for block in self.guarded if block.is_open]
+        return bool(self.guarded)
 
     def busy(self, now: float) -> Busy:
         """Return who has it, and for how long still."""
@@ -65,6 +80,11 @@ class _Record:
         ends = max([self.available] + [holding.expires for holding in self.holdings.values()])
         left = ends - now if ends > now else None
         return Busy(last.request.holder if last else None, left, reserved=bool(left and not last))
+
+    def is_over(self, now: float) -> bool:
+        """Return whether nobody has it or wants it, and nothing has to be remembered since *now*."""
+        is_in_use = self.holdings or self.waiters or self.is_guarded()
+        return not is_in_use and self.available <= now
 
     def reserved(self, now: float) -> list[Held]:
         """Return, for operators, what min_hold or lock_delay of its last holder reserves."""
@@ -115,6 +135,8 @@ class LocMemBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
+        # A command that is run by itself finds nothing here; one that a test calls does.
+        self.supports_purge = conf.tests_run()
         self._mutex = threading.Lock()
         self._records: dict[str, _Record] = {}
         self._released = RecentOwners()
@@ -153,7 +175,7 @@ class LocMemBackend(BaseLockBackend):
             self._released.add(request.owner)
             record.available = max(record.available, holding.acquired + request.min_hold)
             record.wake()
-            if not (record.holdings or record.waiters or record.available > clock.lease_time()):
+            if record.is_over(clock.lease_time()):
                 del self._records[request.key]
             return Release.RELEASED
 
@@ -169,6 +191,17 @@ class LocMemBackend(BaseLockBackend):
             if (holding := record.holdings.pop(former, None)) is not None:
                 record.holdings[request.owner] = replace(holding, request=request)
             return self._extend(request)
+
+    def guard(self, request: Request, token: int, using: str) -> None:
+        """Let nobody in after this holder before the caller's transaction ends, whatever database it is on."""
+        block = Block(connections[using], "guard()")
+        with self._mutex:
+            record = self._records.get(request.key, _Record())
+            last = record.holdings.get(request.owner, record.last)
+            found = last.token if last else None
+            if found != token:
+                raise StaleFencingToken(request.name, token, "a later holder has the lock", found)
+            record.guarded.append(block)
 
     def probe(self, request: Request) -> Busy | None:
         """Tell who has it."""
@@ -230,6 +263,21 @@ class LocMemBackend(BaseLockBackend):
                 record.available = 0.0  # it is free now, whatever min_hold it had
             record.wake()
             return is_ended
+
+    def purge(
+        self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
+    ) -> Iterator[Purged]:
+        """Forget the locks that ended longer ago than that."""
+        if not self.supports_purge:
+            super().purge(older_than)
+        with self._mutex:
+            now, records = clock.lease_time(), list(self._records.items())
+            for _, record in records:
+                record.expire(now)
+            over = [key for key, record in records if record.is_over(now - older_than)]
+            for key in () if dry_run else over:
+                del self._records[key]
+        yield Purged(len(records), len(over), 1.0)
 
     def abandon_after_fork(self) -> None:
         """Begin empty: the parent's locks are the parent's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
@@ -14,7 +14,7 @@ from django.core.checks import Error, run_checks
 from django.test import override_settings
 from pytest_django.fixtures import Settings
 
-from django_distlock import InvalidLockBackend, lock, locks
+from django_distlock import InvalidLockBackend, conf, lock, locks
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.dummy import DummyBackend
@@ -22,6 +22,7 @@ from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import checked_ttl, optional_seconds, read_alias, read_settings, seconds
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
+DUMMY = "django_distlock.backends.dummy.DummyBackend"
 
 WRONG: dict[str, tuple[Any, str]] = {
     "no dict": ([], "DISTLOCK must be a dict of aliases, not list."),
@@ -60,6 +61,19 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a TIMEOUT in text": ({"a": {"TIMEOUT": "1"}}, "DISTLOCK['a']: TIMEOUT must be a number"),
     "a prefix that is no text": ({"a": {"KEY_PREFIX": 1}}, "DISTLOCK['a']: KEY_PREFIX must be"),
     "a STRICT that is no bool": ({"a": {"STRICT": 1}}, "DISTLOCK['a']: STRICT must be a bool"),
+    "a TEST that is no dict": ({"a": {"TEST": None}}, "DISTLOCK['a']: TEST must be a dict"),
+    "an unknown key of TEST": (
+        {"a": {"TEST": {"TTL": 5}}},
+        "DISTLOCK['a']: TEST: unknown key 'TTL'. It takes BACKEND, OPTIONS.",
+    ),
+    "a BACKEND of TEST that is no text": (
+        {"a": {"TEST": {"BACKEND": LocMemBackend}}},
+        "DISTLOCK['a']: TEST: BACKEND must be a str",
+    ),
+    "OPTIONS of TEST that are no dict": (
+        {"a": {"TEST": {"OPTIONS": []}}},
+        "DISTLOCK['a']: TEST: OPTIONS must be a dict",
+    ),
     "OPTIONS that are no dict": ({"a": {"OPTIONS": []}}, "DISTLOCK['a']: OPTIONS must be a dict"),
     "an unknown option": (
         {"a": {"OPTIONS": {"usnig": "default"}}},
@@ -245,3 +259,75 @@ def test_a_ttl_that_is_all_drift_is_refused() -> None:
     with pytest.raises(ValueError, match="ttl must be at least"):
         checked_ttl(0.002)
     assert checked_ttl(0.05) == 0.05
+
+
+@pytest.fixture
+def tests_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Have locks notice that Django's tests run, as those of users do; call it to begin another test."""
+
+    def begin(test: str) -> None:
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", f"{test} (call)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conf, "tests_run", lambda: True)
+        yield begin
+    assert isinstance(locks["default"], DatabaseBackend)
+
+
+def test_aliases_are_in_memory_while_tests_run(
+    settings: Settings, tests_run: Callable[[str], None]
+) -> None:
+    settings.DISTLOCK = {
+        "default": {"TTL": 7, "KEY_PREFIX": "shop", "OPTIONS": {"using": "default"}},
+        "own": {"OPTIONS": {"fair": True}, "TEST": {"BACKEND": None}},
+        "own with other options": {
+            "OPTIONS": {"fair": True},
+            "TEST": {"BACKEND": None, "OPTIONS": {"io_timeout": 3}},
+        },
+        "other": {"OPTIONS": {"fair": True}, "TEST": {"BACKEND": DUMMY}},
+    }
+
+    default = locks["default"]
+    assert isinstance(default, LocMemBackend)
+    assert (default.ttl, default.key_prefix) == (7.0, "shop")
+    assert isinstance(locks["own"], DatabaseBackend)
+    assert (locks["own"].options.fair, locks["own"].options.io_timeout) == (True, 1.5)
+    own = locks["own with other options"].options
+    assert (own.fair, own.io_timeout) == (False, 3)
+    assert isinstance(locks["other"], DummyBackend)
+
+
+def test_alias_used_before_tests_run_is_swapped_and_put_back(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.DISTLOCK = {"default": {}}
+    recipe = lock("swapped")
+    with recipe as lease:
+        monkeypatch.setattr(conf, "tests_run", lambda: True)
+
+        with recipe as inner:
+            assert inner is lease
+        with lock("another") as other:
+            assert isinstance(other.backend, LocMemBackend)
+    monkeypatch.undo()
+
+    with recipe as lease:
+        assert isinstance(lease.backend, DatabaseBackend)
+
+
+def test_each_test_begins_without_locks(
+    settings: Settings, tests_run: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    settings.DISTLOCK = {"default": {}, "own": {"TEST": {"BACKEND": None}}}
+    tests_run("one")
+    left = [lock("left", using=alias).acquire() for alias in settings.DISTLOCK]
+    lock("handed on").acquire().detach()  # type: ignore[union-attr]  # a lease
+
+    tests_run("two")
+
+    assert all(lock("left", using=alias, timeout=0).acquire() for alias in settings.DISTLOCK)
+    assert lock("handed on", timeout=0).acquire()
+    assert [lease.reason for lease in left if lease] == ["the test that took it is over"] * 2
+    assert caplog.messages == ["Lock left was lost: the test that took it is over"] * 2
+    tests_run("three")
+    locks["default"]

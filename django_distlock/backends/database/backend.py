@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
+from django_distlock import conf
 from django_distlock.engine.settling import settled
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.engine.waiting import Place, Waiting, Way
@@ -55,9 +56,10 @@ class DatabaseBackend(BaseDatabaseBackend):
         self._places = Places()
         self._notified: Notified | None = None
         self._watcher: Watcher | None = None
-        if self.options.listen and isinstance(self.engine, PostgreSQL):
+        listens = self.options.listen and not conf.tests_run()  # as in OwnConnections
+        if listens and isinstance(self.engine, PostgreSQL):
             self._notified = Notified(self._own)
-        elif self.options.listen and self.engine.pauses:
+        elif listens and self.engine.pauses:
             self._watcher = Watcher(self._own, self.engine)
         self._listeners = [one for one in (self._notified, self._watcher) if one is not None]
         # Who claims an order gives each waiter a place of its own on the server, from when it came.

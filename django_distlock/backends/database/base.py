@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.core.checks import Error
 from django.db import connections
 
+from django_distlock import conf
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.failures import server_error
 from django_distlock.engine.naming import printable
@@ -149,6 +150,11 @@ class BaseDatabaseBackend(BaseLockBackend):
                 f"the caller's own transaction on {self.options.using!r} has locked the whole file: take and "
                 "release locks outside atomic(), or keep them in a database file of their own (OPTIONS 'using')"
             )
+            if conf.tests_run():
+                problem = (
+                    f"the transaction of this test, on {self.options.using!r}, has locked the whole file: keep "
+                    "locks in memory (take BACKEND out of the alias's TEST), or use TransactionTestCase"
+                )
             raise LockBackendError(self.alias, problem) from error
 
 

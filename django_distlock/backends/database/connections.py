@@ -12,6 +12,7 @@ from weakref import WeakSet
 from django.db import DatabaseError, Error, connections
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
+from django_distlock import conf
 from django_distlock.engine.background import background
 from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
@@ -61,6 +62,8 @@ class OwnConnections:
         self._engine = engine
         self._io_timeout = io_timeout
         self._limit = limit
+        # A connection that is left open keeps a test database from being destroyed.
+        self._keeps_idle = not conf.tests_run()
         self.forget()
 
     def forget(self) -> None:
@@ -145,8 +148,11 @@ class OwnConnections:
         return connection
 
     def give_back(self, connection: Any, *, is_sound: bool) -> None:
-        """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones."""
-        if not is_sound:
+        """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones.
+
+        While Django's tests run, every one is closed.
+        """
+        if not (is_sound and self._keeps_idle):
             # What broke one connection has broken the idle ones too, mostly: a restarted server.
             self._close(connection)
             self.close()
