@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from django.db import connections
 from django.db.utils import OperationalError
 
+from django_distlock import conf
 from django_distlock.backends.database.base import SHORT_PAUSE, place_of
 from django_distlock.backends.database.bounds import interruptible
 from django_distlock.backends.database.connections import OwnConnections
@@ -21,6 +22,7 @@ from django_distlock.backends.database.engine import LOCK, schema_of_tables
 from django_distlock.backends.database.mysql import MySQL, code
 from django_distlock.backends.database.postgresql import PostgreSQL, sqlstate
 from django_distlock.conf import DEFAULT_TIMEOUT, optional_seconds
+from django_distlock.engine.blocks import Block
 from django_distlock.engine.caller import Caller
 from django_distlock.engine.forks import forks
 from django_distlock.engine.naming import checked_name, printable, server_key
@@ -67,7 +69,8 @@ def transaction_lock(
 
     LockNotAcquired after *timeout* seconds (0: one try, None: no limit); the transaction can continue.
     It is the lock of a RowLockBackend on *using*. At REPEATABLE READ and above it must be the first
-    statement of the outermost atomic block; otherwise it raises LockError.
+    statement of the outermost atomic block; otherwise it raises LockError. While Django's tests run,
+    it is in memory on SQLite and inside a TestCase.
     """
     name, wait = checked_name(name), Wait(optional_seconds(timeout, "timeout"))
     connection = connections[using]
@@ -75,10 +78,30 @@ def transaction_lock(
         msg = f"transaction_lock() needs a transaction: call it inside atomic(using={using!r})."
         raise LockError(msg)
     taker = _TAKERS.get(connection.vendor)
+    if conf.tests_run() and (taker or connection.vendor == "sqlite"):
+        block = Block(connection, "transaction_lock()")
+        # The transaction of a TestCase has its own locks until the end of the test, and never commits.
+        if block.outside or taker is None:
+            _take_in_memory(block, name, wait)
+            return
     if taker is None:
         msg = f"transaction_lock() needs PostgreSQL, MariaDB or MySQL: {using!r} is {connection.vendor}."
         raise LockError(msg)
     taker(connection, name, wait).take()
+
+
+def _take_in_memory(block: Block, name: str, wait: Wait) -> None:
+    key = block.connection.alias, name
+    while True:
+        with _in_memory_mutex:
+            holder = _in_memory.get(key)
+            if holder is None or not holder.is_open:
+                holder = _in_memory[key] = block
+        if holder.connection is block.connection:
+            return
+        if wait.is_over:
+            raise LockNotAcquired(name, wait.waited)
+        time.sleep(wait.next_pause(longest=SHORT_PAUSE))
 
 
 class Found(enum.Enum):
@@ -103,6 +126,15 @@ class Taker(ABC):
         self.key = server_key(name, kind=KIND)
         self.wait = wait
         self._lock = Lock(place_of(connection.settings_dict), self.key)
+        # Test runners have an alias name another database.
+        self._at = connection.alias
+        if conf.tests_run():
+            self._at += f" at {connection.settings_dict['NAME']}"
+        if self._at not in _pools:
+            alias = connection.alias
+            _pools[self._at] = OwnConnections(
+                alias, alias, self.engine, limit=AT_ONCE, io_timeout=IO_TIMEOUT
+            )
 
     def take(self) -> None:
         """Take the lock, or raise why not."""
@@ -112,7 +144,7 @@ class Taker(ABC):
         try:
             if not self.wait.is_over:
                 waits.begin(waiter)
-            with _pool(self.connection.alias, self.engine).translated():
+            with _pools[self._at].translated():
                 self.look_before()
                 self._ask_for_row()
                 attempts = 0
@@ -141,7 +173,7 @@ class Taker(ABC):
 
     def select(self, what: str, how: str) -> str:
         """Return the statement that locks the row."""
-        table = f"{_schemas[self.connection.alias]}{LOCK}"
+        table = f"{_schemas[self._at]}{LOCK}"
         return f"SELECT {what} FROM {table} WHERE method_name = %(key)s FOR UPDATE {how}"
 
     def _attempt(self) -> Found:
@@ -199,13 +231,12 @@ class Taker(ABC):
         raise LockError(msg)
 
     def _ask_for_row(self) -> None:
-        alias = self.connection.alias
-        pool = _pool(alias, self.engine)
+        at, pool = self._at, _pools[self._at]
 
         def ask() -> None:
-            if alias not in _schemas:
+            if at not in _schemas:
                 with pool.cursor() as cursor:
-                    _schemas[alias] = schema_of_tables(cursor)
+                    _schemas[at] = schema_of_tables(cursor)
             with suppress(Contended), pool.cursor() as cursor:
                 self.server.make_row(cursor, self.key, self.name)
 
@@ -369,15 +400,12 @@ class _Taken:
 
 _TAKERS: dict[str, type[Taker]] = {"postgresql": OnPostgreSQL, "mysql": OnMySQL}
 _taken = _Taken()
+_in_memory_mutex = threading.Lock()
+#: By alias and name, who took it last while tests run.
+_in_memory: dict[tuple[str, str], Block] = {}
 _pools: dict[str, OwnConnections] = {}
 #: Where the rows are: the caller's connection may look elsewhere.
 _schemas: dict[str, str] = {}
-
-
-def _pool(alias: str, engine: Engine) -> OwnConnections:
-    if alias not in _pools:
-        _pools[alias] = OwnConnections(alias, alias, engine, limit=AT_ONCE, io_timeout=IO_TIMEOUT)
-    return _pools[alias]
 
 
 def _abandon_pools() -> None:
