@@ -140,6 +140,18 @@ def test_the_tables_of_all_kinds_are_looked_for_on_postgresql(
     )
 
 
+def test_postgresql_does_not_let_the_user_read_the_tables(
+    strict: PostgreSQL, refused: Alias
+) -> None:
+    refused("postgres", USER="stranger", PASSWORD="right")
+
+    messages = found()
+
+    table = "permission denied for table django_distlock_methodlock"
+    assert messages[0] == message(f"DISTLOCK['default'], DISTLOCK['rows']: {table}.", RIGHTS)
+    assert [each.hint for each in messages] == [messages[0].hint] * len(messages)
+
+
 def test_mariadb_refuses_a_wrong_password(mariadb: MariaDB, refused: Alias) -> None:
     refused("mariadb", PASSWORD=SECRET)
 

@@ -91,16 +91,15 @@ class BaseDatabaseBackend(BaseLockBackend):
 
     def check_tables(self, tables: Sequence[str]) -> list[CheckMessage]:
         """Return an error if the server cannot be asked, or does not have all of *tables*."""
-        using = self.options.using
+        using, settings = self.options.using, connections[self.options.using].settings_dict
+        place = f"{settings['HOST'] or 'localhost'}:{settings['PORT'] or 'its default port'}"
         try:
             known = self._insist(lambda cursor: cursor.db.introspection.table_names(cursor))
         except LockBackendError as error:
-            settings = connections[using].settings_dict
-            host, port = settings["HOST"] or "localhost", settings["PORT"] or "its default port"
-            return [server_error(error, f"{host}:{port}")]
+            return [server_error(error, place)]
         missing = ", ".join(table for table in tables if table not in known)
         if not missing:
-            return []
+            return self.check_server(place)  # whether they may be read
         text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no table {missing}."
         hint = f"Run manage.py migrate django_distlock --database={using}."
         return [Error(text, hint=hint, id="distlock.E007")]

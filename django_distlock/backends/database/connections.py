@@ -288,6 +288,6 @@ def _close_quietly(connection: BaseDatabaseWrapper) -> None:
 
 def _explained(error: Exception, database: str) -> str:
     text = first_line(error)
-    if isinstance(error, (ProgrammingError, OperationalError)):
+    if isinstance(error, (ProgrammingError, OperationalError)) and "denied" not in text:
         return f"{text}: is the app migrated? Run manage.py migrate django_distlock --database={database}"
     return text
