@@ -87,7 +87,7 @@ class DatabaseBackend(BaseDatabaseBackend):
             return self._own.ask(self.engine.try_acquire, request, queued)
         except Contended:
             # A guard() locks the counter, but not the row of the lock.
-            if self._ask(partial(is_guarded, engine=self.engine, key=request.key)):
+            if self._ask(is_guarded, self.engine, request.key):
                 return Busy()
             raise
 
@@ -154,12 +154,11 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         """Tell the locks of this alias that are held or reserved, those that end first at the front."""
-        return self._insist(partial(records.held, is_mine=self.keeps, key=key))
+        return self._insist(records.held, self.keeps, key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding that *owner_digest* names, and raise the token past it."""
-        verb = partial(records.force_release, key=key, owner_digest=owner_digest)
-        return self._press(verb)
+        return self._press(records.force_release, key, owner_digest)
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from django.core.checks import CheckMessage
-    from django.db.backends.utils import CursorWrapper
 
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.values import Request
@@ -113,17 +112,17 @@ class BaseDatabaseBackend(BaseLockBackend):
         """Leave the connections to the parent."""
         self._own.abandon()
 
-    def _ask(self, verb: Callable[[CursorWrapper], _T]) -> _T:
+    def _ask(self, verb: Callable[..., _T], *args: Any) -> _T:
         with self._own.cursor() as cursor:
-            return verb(cursor)
+            return verb(cursor, *args)
 
-    def _insist(self, verb: Callable[[CursorWrapper], _T]) -> _T:
+    def _insist(self, verb: Callable[..., _T], *args: Any) -> _T:
         """Return what *verb* returns for Django's cursor; once more if an idle connection had died unseen."""
-        return settled(partial(self._press, verb), within=math.inf)
+        return settled(partial(self._press, verb, *args), within=math.inf)
 
-    def _press(self, verb: Callable[[CursorWrapper], _T]) -> _T:
+    def _press(self, verb: Callable[..., _T], *args: Any) -> _T:
         """See _insist(), for what must not be carried out twice."""
-        answer: _T = self._persist(0.0, self._ask, verb)
+        answer: _T = self._persist(0.0, self._ask, verb, *args)
         return answer
 
     def _persist(self, patience: float, ask: Callable[..., _T], *args: Any) -> _T:

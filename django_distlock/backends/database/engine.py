@@ -41,6 +41,12 @@ class Engine(ABC):
     after: ClassVar[str]
     #: This instant, as SQL.
     now: ClassVar[str]
+    #: Statements that return a row: whether the freed lock was in time; whether this owner has released it
+    #: before, and whether another has it; who has it, and for how long; the ticket.
+    release_sql: ClassVar[str]
+    missed_sql: ClassVar[str]
+    probe_sql: ClassVar[str]
+    enqueue_sql: ClassVar[str]
     #: Seconds between two looks of a watcher: the shortest and the longest pause; None: it cannot be watched.
     pauses: ClassVar[Any] = None
 
@@ -78,9 +84,18 @@ class Engine(ABC):
     def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
         """See BaseLockBackend.try_acquire(). Crowded: nobody has it, but others are at work on its rows."""
 
-    @abstractmethod
     def release(self, cursor: Any, request: Request) -> Release:
-        """See BaseLockBackend.release()."""
+        known = {"key": request.key, "owner": request.owner, "min_hold": request.min_hold}
+        cursor.execute(self.release_sql, known)
+        if (row := cursor.fetchone()) is not None:
+            return Release.RELEASED if row[0] else Release.GONE
+        return self.missed(cursor, request)
+
+    def missed(self, cursor: Any, request: Request) -> Release:
+        """Return what a release finds that has freed nothing."""
+        cursor.execute(self.missed_sql, {"key": request.key, "owner": request.owner})
+        is_ours, is_taken = cursor.fetchone() or (False, False)
+        return Release.RELEASED if is_ours else Release.TAKEN if is_taken else Release.GONE
 
     @abstractmethod
     def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
@@ -95,9 +110,10 @@ class Engine(ABC):
         cursor.execute(statement.format(LOCK, *marks), {name: known[name] for name in names})
         return self.extend(cursor, [request])[0]
 
-    @abstractmethod
     def probe(self, cursor: Any, request: Request) -> Busy | None:
-        """See BaseLockBackend.probe()."""
+        cursor.execute(self.probe_sql, {"key": request.key})
+        row = cursor.fetchone()
+        return None if row is None else busy(*row)
 
     def version(self, cursor: Any) -> object:
         """Return what differs once another connection has written anything; None where that costs as much as a look."""
@@ -113,9 +129,12 @@ class Engine(ABC):
         )
         return {key: (token, bool(is_free)) for key, token, is_free in cursor.fetchall()}
 
-    @abstractmethod
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
         """Take a place in the queue and return the ticket; *channel* is where to be woken."""
+        known = {"key": request.key, "owner": request.owner, "channel": channel}
+        cursor.execute(self.enqueue_sql, known)
+        ticket: int = cursor.fetchone()[0]
+        return ticket
 
     def keep_places(self, cursor: Any, owners: Sequence[str]) -> None:
         """Have the places of *owners* count for PATIENCE from now, those that have less than half of it left."""
@@ -185,11 +204,3 @@ def busy(holder: str | None, remaining: float | None) -> Busy:
     """Return who is busy: *holder* as JSON, None where nobody's lease lives; *remaining* in seconds."""
     left = None if remaining is None else max(0.0, float(remaining))
     return Busy(Holder.from_json(holder), left, reserved=bool(holder is None and left))
-
-
-def missed(row: tuple[bool, bool] | None) -> Release:
-    """Return what a release that freed nothing found: *row* is (released by us, held by another)."""
-    if row is None:
-        return Release.GONE
-    is_ours, is_taken = row
-    return Release.RELEASED if is_ours else Release.TAKEN if is_taken else Release.GONE

@@ -19,7 +19,6 @@ from .engine import (
     OutOfReach,
     StaleSnapshot,
     busy,
-    missed,
     parameters,
     turn,
 )
@@ -120,6 +119,7 @@ class MySQL(Engine):
     after = _AFTER
     now = "SYSDATE(6)"
     pauses = (0.002, 0.01)
+    missed_sql, probe_sql = _MISSED, _PROBE
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
@@ -193,17 +193,11 @@ class MySQL(Engine):
         _run(cursor, _RELEASE, known)
         if cursor.lastrowid:
             return Release.RELEASED if cursor.lastrowid == 2 else Release.GONE
-        cursor.execute(_MISSED, known)
-        return missed(cursor.fetchone())
+        return self.missed(cursor, request)
 
     def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
         # Django has the server count rows matched, not changed.
         return [bool(cursor.execute(_EXTEND, parameters(request))) for request in requests]
-
-    def probe(self, cursor: Any, request: Request) -> Busy | None:
-        cursor.execute(_PROBE, {"key": request.key})
-        row = cursor.fetchone()
-        return None if row is None else busy(*row)
 
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
         known = {"key": request.key, "owner": request.owner, "channel": channel}

@@ -13,7 +13,7 @@ from django_distlock.engine.values import Busy, Grant, Release, Request
 
 from . import mysql, postgresql
 from .connections import Crowded
-from .engine import COUNTER, LOCK, PATIENCE, WAITER, Engine, busy, missed, parameters
+from .engine import COUNTER, LOCK, PATIENCE, WAITER, Engine, busy, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -139,9 +139,10 @@ class Portable(Engine):
             if row is None:
                 return Release.GONE
             if row.owner != request.owner:
-                return missed(
-                    (row.last_owner == request.owner, row.owner is not None and row.expires > now)
-                )
+                is_taken = row.owner is not None and row.expires > now
+                if row.last_owner == request.owner:
+                    return Release.RELEASED
+                return Release.TAKEN if is_taken else Release.GONE
             in_time = row.expires > now
             freed = row.acquired + timedelta(seconds=request.min_hold)
             # A late one leaves its lock_delay in force.

@@ -14,7 +14,7 @@ try:
 except ImportError:
     _is_psycopg3 = False
 
-from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.values import Busy, Grant, Request
 from django_distlock.exceptions import first_line
 
 from .connections import Crowded
@@ -28,7 +28,6 @@ from .engine import (
     OutOfReach,
     StaleSnapshot,
     busy,
-    missed,
     parameters,
     turn,
 )
@@ -246,6 +245,7 @@ class PostgreSQL(Engine):
 
     looks_before_retry = False
     after = _AFTER
+    release_sql, missed_sql, probe_sql, enqueue_sql = _RELEASE, _MISSED, _PROBE, _ENQUEUE
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
@@ -296,32 +296,12 @@ class PostgreSQL(Engine):
             raise Crowded
         return busy(holder, remaining)
 
-    def release(self, cursor: Any, request: Request) -> Release:
-        known = {"key": request.key, "owner": request.owner, "min_hold": request.min_hold}
-        cursor.execute(_RELEASE, known)
-        if (row := cursor.fetchone()) is not None:
-            return Release.RELEASED if row[0] else Release.GONE
-        del known["min_hold"]
-        cursor.execute(_MISSED, known)
-        return missed(cursor.fetchone())
-
     def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
         names = ("key", "owner", "ttl", "lock_delay")
         leases = [{name: getattr(request, name) for name in names} for request in requests]
         cursor.execute(_EXTEND, {"leases": json.dumps(leases)})
         kept = {owner for (owner,) in cursor.fetchall()}
         return [request.owner in kept for request in requests]
-
-    def probe(self, cursor: Any, request: Request) -> Busy | None:
-        cursor.execute(_PROBE, {"key": request.key})
-        row = cursor.fetchone()
-        return None if row is None else busy(*row)
-
-    def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
-        known = {"key": request.key, "owner": request.owner, "channel": channel}
-        cursor.execute(_ENQUEUE, known)
-        ticket: int = cursor.fetchone()[0]
-        return ticket
 
     def keep_places(self, cursor: Any, owners: Sequence[str]) -> None:
         cursor.execute(_KEEP_PLACES, {"owners": json.dumps(owners)})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django_distlock.engine.values import Purged
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
     from django.db.backends.utils import CursorWrapper
 
-    Ask = Callable[[Callable[[CursorWrapper], Any]], Any]
+    Ask = Callable[..., Any]
     Parameters = dict[str, Any]
 
 #: Seconds. A statement that was sent before a row was deleted may make it anew with a token of its
@@ -78,7 +77,7 @@ class _Row(NamedTuple):
 
 def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[Purged]:
     """Yield each batch as it is done. *ask* runs a verb on a cursor in autocommit; *is_mine*: of this alias."""
-    known = ask(partial(_moment, limits=limits))
+    known = ask(_moment, limits)
     first, last = ask(_ends)
     for batch in _batches(ask, _LOOK, known):
         deleted = _finish(ask, _delete, _chosen(batch, is_mine), known, limits)
@@ -92,7 +91,7 @@ def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[
 
 def _batches(ask: Ask, look: str, known: Parameters) -> Iterator[list[_Row]]:
     after = 0
-    while batch := ask(partial(_read, look=look, known={**known, "after": after})):
+    while batch := ask(_read, look, {**known, "after": after}):
         yield batch
         after = batch[-1].key
 
@@ -106,11 +105,11 @@ def _finish(
 ) -> int:
     if limits.dry_run or not keys:
         return len(keys)
-    deleted: int = ask(partial(delete, keys=keys, known=known))
+    deleted: int = ask(delete, keys, known)
     return deleted
 
 
-def _moment(cursor: CursorWrapper, *, limits: Limits) -> Parameters:
+def _moment(cursor: CursorWrapper, limits: Limits) -> Parameters:
     """Return what the statements name: instants of the server, once for the whole purge."""
     connection = cursor.db
     cursor.execute(f"SELECT {clock(cursor)}{connection.features.bare_select_suffix}", {})
@@ -130,12 +129,12 @@ def _ends(cursor: CursorWrapper) -> tuple[int, int]:
     return first or 0, last or 0
 
 
-def _read(cursor: CursorWrapper, *, look: str, known: Parameters) -> list[_Row]:
+def _read(cursor: CursorWrapper, look: str, known: Parameters) -> list[_Row]:
     cursor.execute(look, known)
     return [_Row(*row) for row in cursor.fetchall()]
 
 
-def _delete(cursor: CursorWrapper, *, keys: list[int], known: Parameters) -> int:
+def _delete(cursor: CursorWrapper, keys: list[int], known: Parameters) -> int:
     with short_transaction(cursor):
         locks = _select(cursor, _SEIZE + for_update(cursor), keys, known)
         deleted = _execute(cursor, _DELETE, [key for key, _ in locks], known)
@@ -146,7 +145,7 @@ def _delete(cursor: CursorWrapper, *, keys: list[int], known: Parameters) -> int
     return deleted
 
 
-def _delete_waiters(cursor: CursorWrapper, *, keys: list[int], known: Parameters) -> int:
+def _delete_waiters(cursor: CursorWrapper, keys: list[int], known: Parameters) -> int:
     return _execute(cursor, _DELETE_WAITERS, keys, known)
 
 

@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
-from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.values import Busy, Grant, Request
 
 from .engine import (
     LOCK,
@@ -15,7 +15,6 @@ from .engine import (
     Engine,
     StaleSnapshot,
     busy,
-    missed,
     parameters,
     turn,
 )
@@ -94,6 +93,7 @@ class SQLite(Engine):
     after = _AFTER
     now = _NOW
     pauses = (0.001, 0.007)
+    release_sql, missed_sql, probe_sql, enqueue_sql = _RELEASE, _MISSED, _PROBE, _ENQUEUE
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
@@ -138,35 +138,11 @@ class SQLite(Engine):
         row = cursor.fetchone()
         return Busy() if row is None else busy(*row)
 
-    def release(self, cursor: Any, request: Request) -> Release:
-        known = {"key": request.key, "owner": request.owner, "min_hold": request.min_hold}
-        cursor.execute(_RELEASE, known)
-        if (row := cursor.fetchone()) is not None:
-            return Release.RELEASED if row[0] else Release.GONE
-        cursor.execute(_MISSED, known)
-        return missed(cursor.fetchone())
-
     def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
-        kept = []
-        for request in requests:
-            known = {"key": request.key, "owner": request.owner}
-            cursor.execute(_EXTEND, {**known, "ttl": request.ttl, "lock_delay": request.lock_delay})
-            kept.append(cursor.rowcount == 1)
-        return kept
-
-    def probe(self, cursor: Any, request: Request) -> Busy | None:
-        cursor.execute(_PROBE, {"key": request.key})
-        row = cursor.fetchone()
-        return None if row is None else busy(*row)
+        return [cursor.execute(_EXTEND, parameters(each)).rowcount == 1 for each in requests]
 
     def version(self, cursor: Any) -> object:
         return cursor.execute("PRAGMA data_version").fetchone()[0]
-
-    def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
-        known = {"key": request.key, "owner": request.owner, "channel": channel}
-        cursor.execute(_ENQUEUE, known)
-        ticket: int = cursor.fetchone()[0]
-        return ticket
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Write the token as it is: the caller is the file's one writer until its transaction ends."""

@@ -146,11 +146,11 @@ class SessionBackend(BaseDatabaseBackend):
         if self._is_noted(request):
             keys = [reader_key(request.key, digest(request.owner))]
             with suppress(LockBackendError):  # listing forgets it too
-                self._insist(partial(occupants.forget_readers, keys=keys))
+                self._insist(occupants.forget_readers, keys)
         return Release.RELEASED if is_freed else Release.GONE
 
     def probe(self, request: Request) -> Busy | None:
-        return self._insist(partial(self._look, request=request))
+        return self._press(self._look, request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         """Tell the locks of this alias that are held."""
@@ -158,13 +158,11 @@ class SessionBackend(BaseDatabaseBackend):
             raise NotSupported(
                 self.alias, "listing", "Without fencing nothing stands beside its locks."
             )
-        return self._insist(partial(occupants.held, server=self.server, keeps=self.keeps, key=key))
+        return self._insist(occupants.held, self.server, self.keeps, key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the session that *owner_digest* names, and raise the token past it."""
-        return self._press(
-            partial(occupants.end_holding, server=self.server, key=key, owner_digest=owner_digest)
-        )
+        return self._press(occupants.end_holding, self.server, key, owner_digest)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Say, where the server may be asked, whether it can be used, and is not reached through a pooler."""
@@ -252,8 +250,8 @@ class SessionBackend(BaseDatabaseBackend):
         if isinstance(answer, Busy):
             if answer.holder is not None:
                 return answer
-            return self._insist(partial(self._last_holder, key=request.key))
-        occupant = Occupant.of(session, session.connection.distlock_number)
+            return self._insist(self._last_holder, request.key)
+        occupant = Occupant.of(session)
         if answer.token is None:
             token = self._count(session, occupant, patience)
             if token is None:
@@ -267,7 +265,7 @@ class SessionBackend(BaseDatabaseBackend):
                 "token": answer.token,
                 "holder": occupant.to_json(),
             }
-            self._insist(partial(occupants.note_reader, server=self.server, known=known))
+            self._insist(self.server.note_reader, known)
         if not self.needs_row and len(stored(request.name)) > LONGEST_NAME:
             self._make_row(request)  # for people, beside the token
         return answer
@@ -353,13 +351,13 @@ class SessionBackend(BaseDatabaseBackend):
 
     def _make_row(self, request: Request) -> bool:
         """Make the lock's row if there is none, in a transaction of its own; tell whether there was none."""
-        return self._insist(partial(self.server.make_row, key=request.key, name=request.name))
+        return self._insist(self.server.make_row, request.key, request.name)
 
     def _last_holder(self, cursor: Any, key: str) -> Busy:
         occupant = occupants.occupant(cursor, key)
         return Busy(None if occupant is None else occupant.holder)
 
-    def _look(self, cursor: Any, *, request: Request) -> Busy | None:
+    def _look(self, cursor: Any, request: Request) -> Busy | None:
         if not self.server.is_held(cursor, request.key):
             return None
         return self._last_holder(cursor, request.key) if self.supports_fencing else Busy()

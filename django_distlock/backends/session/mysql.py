@@ -50,7 +50,7 @@ _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 class MySQLSessions(SessionServer):
     """What row locks and GET_LOCK have in common."""
 
-    note_reader = (
+    note_reader_sql = (
         f"INSERT IGNORE INTO {COUNTER} (method_name, value, holder)"
         " VALUES (%(key)s, %(token)s, %(holder)s)"
     )

@@ -40,9 +40,9 @@ class Occupant:
     shared: bool
 
     @classmethod
-    def of(cls, session: Session, number: int) -> Occupant:
-        """Return what *session* is, which the server knows by *number*."""
-        request = session.request
+    def of(cls, session: Session) -> Occupant:
+        """Return what *session* is."""
+        request, number = session.request, session.connection.distlock_number
         name = stored(request.name)[:LONGEST_NAME]
         known = digest(request.owner), session.caller, number
         return cls(name, request.holder, *known, request.shared)
@@ -57,18 +57,16 @@ class Occupant:
             return None
 
     def to_json(self) -> str:
-        """Return it as a short JSON object, in ASCII."""
-        holder = self.holder
-        who = {"host": holder.host, "pid": holder.pid, "thread": holder.thread}
+        """Return it as a short JSON object, in ASCII; that of the holder is made once."""
         known = {
             "name": self.name,
-            "holder": {**who, "task": holder.task, "purpose": holder.purpose},
             "owner_digest": self.owner_digest,
             "caller": self.caller,
             "session": self.session,
             "shared": self.shared,
         }
-        return json.dumps(known, separators=(",", ":"))
+        text = json.dumps(known, separators=(",", ":"))
+        return f'{text[:-1]},"holder":{self.holder.to_json()}}}'
 
 
 class Label(NamedTuple):
@@ -154,19 +152,14 @@ def occupant(cursor: CursorWrapper, key: str) -> Occupant | None:
     return None if row is None else Occupant.from_json(row[0])
 
 
-def note_reader(cursor: CursorWrapper, *, server: SessionServer, known: dict[str, Any]) -> None:
-    """Write a reader down: its key, token and holder; for the second time, nothing."""
-    cursor.execute(server.note_reader, known)
-
-
-def forget_readers(cursor: CursorWrapper, *, keys: Collection[str]) -> None:
+def forget_readers(cursor: CursorWrapper, keys: Collection[str]) -> None:
     """Delete what note_reader() has written."""
     for key in keys:
         cursor.execute(f"DELETE FROM {COUNTER} WHERE method_name = %(key)s", {"key": key})
 
 
 def held(
-    cursor: CursorWrapper, *, server: SessionServer, keeps: Callable[[str], bool], key: str | None
+    cursor: CursorWrapper, server: SessionServer, keeps: Callable[[str], bool], key: str | None
 ) -> list[Held]:
     """Return the locks that are held, of those whose key one *keeps*, or this one; forget readers that died."""
     one = "" if key is None else " WHERE c.method_name = %(key)s OR c.method_name LIKE %(readers)s"
@@ -179,13 +172,11 @@ def held(
         for reader in lock.readers
         if reader.occupant
     }
-    forget_readers(cursor, keys=noted - {reader_key(one.key, one.owner_digest) for one in found})
+    forget_readers(cursor, noted - {reader_key(one.key, one.owner_digest) for one in found})
     return found
 
 
-def end_holding(
-    cursor: CursorWrapper, *, server: SessionServer, key: str, owner_digest: str
-) -> bool:
+def end_holding(cursor: CursorWrapper, server: SessionServer, key: str, owner_digest: str) -> bool:
     """End the session that holds the lock, and raise the token past it; tell whether there was one."""
     keys = {"key": key, "reader": reader_key(key, owner_digest)}
     cursor.execute(f"{_COUNTERS} WHERE c.method_name IN (%(key)s, %(reader)s)", keys)

@@ -146,7 +146,7 @@ AND classid = %(high)s::bigint::oid AND objid = %(low)s::bigint::oid LIMIT 1
 class PostgreSQLSessions(SessionServer):
     """What row locks and advisory locks have in common."""
 
-    note_reader = f"""
+    note_reader_sql = f"""
 INSERT INTO {COUNTER} (method_name, value, holder) VALUES (%(key)s, %(token)s, %(holder)s)
 ON CONFLICT (method_name) DO NOTHING"""
 
@@ -280,7 +280,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         limit = milliseconds(request.ttl)
         values = [str(lock_number(request.key)), str(limit), str(Label.of(session))]
         if self.fencing:
-            holder = Occupant.of(session, session.connection.distlock_number).to_json()
+            holder = Occupant.of(session).to_json()
             values += [request.key, holder, str(milliseconds(patience))]
         try:
             taken, token, last = _execute(session, "take", values)

@@ -237,7 +237,7 @@ class SessionServer(ABC):
 
     supports_shared: ClassVar[bool] = True
     #: Writes down who reads, unless that is done: %(key)s, %(token)s, %(holder)s.
-    note_reader: ClassVar[str]
+    note_reader_sql: ClassVar[str]
 
     def __init__(self, engine: Engine, name: Callable[[], str], *, fencing: bool) -> None:
         """*engine*: of its own connections; *name*: what tells the name of the database."""
@@ -286,6 +286,10 @@ class SessionServer(ABC):
     @abstractmethod
     def make_row(cursor: Any, key: str, name: str) -> bool:
         """Make the lock's row, with its name, if there is none; tell whether there was none."""
+
+    def note_reader(self, cursor: Any, known: dict[str, Any]) -> None:
+        """Write a reader down: its key, token and holder; for the second time, nothing."""
+        cursor.execute(self.note_reader_sql, known)
 
     @abstractmethod
     def is_held(self, cursor: Any, key: str) -> bool:
