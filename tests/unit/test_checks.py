@@ -50,7 +50,7 @@ def test_a_typo_in_one_alias_is_the_problem_of_this_alias_alone(settings: Settin
         lock("y", using="typo").acquire()
     assert found() == [
         Error(
-            "DISTLOCK['typo']: unknown key 'TLL'. It takes BACKEND, TTL, TIMEOUT, KEY_PREFIX, STRICT, OPTIONS.",
+            "DISTLOCK['typo']: unknown key 'TLL'. It takes BACKEND, TTL, TIMEOUT, KEY_PREFIX, STRICT, OPTIONS, TEST.",
             hint=f"Correct the setting. See {PAGE}#distlock-e001",
             id="distlock.E001",
         )
