@@ -262,9 +262,9 @@ def test_after_a_grant_that_came_too_late_another_owner_asks(
     faulty: Faulty, using: str, name: str, tick: float
 ) -> None:
     hung = faulty.hang_replies("try_acquire")
-    taking = start(lambda: lock(name, using=using, ttl=2 * tick, timeout=200 * tick).acquire())
+    taking = start(lambda: lock(name, using=using, ttl=5 * tick, timeout=200 * tick).acquire())
     eventually(lambda: faulty.answers["try_acquire"])
-    late = clock.lease_time() + 2 * tick
+    late = clock.lease_time() + 5 * tick
     [pending] = [each for each in registry.leases() if each.name == name]
     first = pending.request.owner
     eventually(lambda: clock.lease_time() > late)
