@@ -106,7 +106,7 @@ def _may_ask_at_once(backend: BaseLockBackend, lease: Lease) -> bool:
     request = lease.request
     if request.shared or not backend.waiting.in_line:
         return True
-    if backend.queue.turns and request.key in backend.queue.turns:
+    if request.key in backend.queue.turns.wanted:
         return False  # others may be let go first
     # Told first: an exception from outside may come between the two.
     lease.stand_in(backend.queue, lease.ref)

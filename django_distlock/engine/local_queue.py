@@ -84,7 +84,7 @@ class LocalQueue:
         with self._mutex:
             line = self.lines.get(key)
             if isinstance(line, _Line):
-                if self.turns and line.places and line.places[0] is place:
+                if self.turns.wanted and line.places and line.places[0] is place:
                     self.turns.released(key, clock.wait_time())
                 with suppress(ValueError):
                     line.places.remove(place)

@@ -10,6 +10,7 @@ import re
 import string
 import unicodedata
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def printable(text: object, most: int = LONGEST_SHOWN) -> str:
     return shown
 
 
+@lru_cache(maxsize=1000)
 def stored(name: str) -> str:
     """Return *name* for a column of text: in ASCII, which any character set has; shown() gives it back."""
     text = printable(name, LONGEST_LISTED)

@@ -52,45 +52,43 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[str, _Wanted] = {}
+        #: By key; who asks whether there are any looks here.
+        self.wanted: dict[str, _Wanted] = {}
 
     def refused(self, key: str) -> None:
         """Note that another process had it."""
-        if (wanted := self._wanted.get(key)) is not None:
+        if (wanted := self.wanted.get(key)) is not None:
             wanted.left = TURNS
             return
-        if len(self._wanted) >= MOST_KNOWN:
-            self._wanted.clear()
-        self._wanted[key] = _Wanted(TURNS)
+        if len(self.wanted) >= MOST_KNOWN:
+            self.wanted.clear()
+        self.wanted[key] = _Wanted(TURNS)
 
     def waited_for(self, key: str, held: float, now: float) -> None:
         """Note that others waited while this process had it, for *held* seconds until now."""
         self.refused(key)
-        wanted = self._wanted[key]
+        wanted = self.wanted[key]
         wanted.held, wanted.granted, wanted.released = held, None, now
 
     def granted(self, key: str, now: float) -> None:
         """Note that this process has it."""
-        if (wanted := self._wanted.get(key)) is not None:
+        if (wanted := self.wanted.get(key)) is not None:
             wanted.granted, wanted.released = now, None
 
     def released(self, key: str, now: float) -> None:
         """Note that it has it no more."""
-        if (wanted := self._wanted.get(key)) is not None and wanted.granted is not None:
+        if (wanted := self.wanted.get(key)) is not None and wanted.granted is not None:
             wanted.held, wanted.granted, wanted.released = now - wanted.granted, None, now
 
     def __contains__(self, key: str) -> bool:
-        return key in self._wanted
+        return key in self.wanted
 
     def first_pause(self, key: str, now: float) -> float:
         """Return how long to pause before the first try: as one who has waited all the time would, or 0."""
-        wanted = self._wanted.get(key)
+        wanted = self.wanted.get(key)
         if wanted is None or wanted.released is None:
             return 0.0
         wanted.left -= 1
         if wanted.left <= 0:
-            del self._wanted[key]
+            del self.wanted[key]
         return max(0.0, pause(wanted.held) - (now - wanted.released))
-
-    def __len__(self) -> int:
-        return len(self._wanted)
