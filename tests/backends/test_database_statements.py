@@ -119,3 +119,25 @@ def test_row_stays_at_release_without_an_owner(database: str, name: str) -> None
     row.refresh_from_db()
     assert [row.owner, row.holder, row.description] == [None, None, name]
     assert row.fencing_token == lease.fencing_token
+
+
+PREPARED = {
+    "postgres": "SELECT count(*) FROM pg_prepared_statements",
+    "mariadb": "SHOW SESSION STATUS LIKE 'Com_prepare_sql'",
+}
+
+
+@pytest.mark.server
+def test_a_server_parses_the_statements_of_a_connection_once(
+    server_database: str, name: str
+) -> None:
+    locks.close()
+    for number in range(10):
+        with lock(f"{name}:{number}", using=server_database):
+            pass
+
+    with backend(server_database)._own.cursor() as cursor:
+        cursor.execute(PREPARED[server_database])
+        *_, count = cursor.fetchone()
+
+    assert int(count) == 2
