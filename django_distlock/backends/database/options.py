@@ -64,22 +64,16 @@ class SessionOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class AdvisoryOptions:
+class AdvisoryOptions(SessionOptions):
     """See SessionOptions.
 
     fencing: give fencing tokens and tell holders, by a row beside each lock; False: no rows at all.
     """
 
-    using: str = "default"
-    max_connections: int = 16
-    io_timeout: float = 1.5
     fencing: bool = True
 
-    def __post_init__(self) -> None:
-        _check(self)
 
-
-def _check(options: DatabaseOptions | SessionOptions | AdvisoryOptions) -> None:
+def _check(options: DatabaseOptions | SessionOptions) -> None:
     for option in fields(options):
         _check_type(option.name, getattr(options, option.name), type(option.default))
     if options.using not in connections.settings:

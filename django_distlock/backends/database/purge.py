@@ -79,34 +79,14 @@ def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[
     """Yield each batch as it is done. *ask* runs a verb on a cursor in autocommit; *is_mine*: of this alias."""
     known = ask(_moment, limits)
     first, last = ask(_ends)
-    for batch in _batches(ask, _LOOK, known):
-        deleted = _finish(ask, _delete, _chosen(batch, is_mine), known, limits)
-        yield Purged(
-            len(batch), deleted, min(1.0, (batch[-1].key - first + 1) / (last - first + 1))
-        )
-    for batch in _batches(ask, _LOOK_AT_WAITERS, known):
-        deleted = _finish(ask, _delete_waiters, _chosen(batch, is_mine), known, limits)
-        yield Purged(len(batch), deleted, 1.0)
-
-
-def _batches(ask: Ask, look: str, known: Parameters) -> Iterator[list[_Row]]:
-    after = 0
-    while batch := ask(_read, look, {**known, "after": after}):
-        yield batch
-        after = batch[-1].key
-
-
-def _chosen(batch: list[_Row], is_mine: Callable[[str], bool]) -> list[int]:
-    return [row.key for row in batch if row.is_old and is_mine(row.method_name)]
-
-
-def _finish(
-    ask: Ask, delete: Callable[..., int], keys: list[int], known: Parameters, limits: Limits
-) -> int:
-    if limits.dry_run or not keys:
-        return len(keys)
-    deleted: int = ask(delete, keys, known)
-    return deleted
+    for look, *delete in ((_LOOK, _delete), (_LOOK_AT_WAITERS, _execute, _DELETE_WAITERS)):
+        after = 0
+        while batch := ask(_read, look, {**known, "after": after}):
+            after = batch[-1].key
+            keys = [row.key for row in batch if row.is_old and is_mine(row.method_name)]
+            deleted = ask(*delete, keys, known) if keys and not limits.dry_run else len(keys)
+            done = (after - first + 1) / (last - first + 1) if look is _LOOK else 1.0
+            yield Purged(len(batch), deleted, min(1.0, done))
 
 
 def _moment(cursor: CursorWrapper, limits: Limits) -> Parameters:
@@ -143,10 +123,6 @@ def _delete(cursor: CursorWrapper, keys: list[int], known: Parameters) -> int:
         counters = _select(cursor, _SEIZE_COUNTERS + for_update(cursor), names, known)
         _execute(cursor, _DELETE_COUNTERS, [name for (name,) in counters], known)
     return deleted
-
-
-def _delete_waiters(cursor: CursorWrapper, keys: list[int], known: Parameters) -> int:
-    return _execute(cursor, _DELETE_WAITERS, keys, known)
 
 
 def _select(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
@@ -14,7 +15,6 @@ from weakref import WeakSet
 from django_distlock.backends.database import bounds
 from django_distlock.backends.database.connections import abandon
 from django_distlock.engine.caller import current_task, thread_number
-from django_distlock.engine.forks import forks
 from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import Request, digest
 from django_distlock.exceptions import LockBackendError
@@ -45,25 +45,15 @@ def stay(wait: Wait) -> float:
     return STAY if wait.left is None else min(STAY, wait.left)
 
 
-class _Process:
-    """What tells this process from all others; another one after a fork."""
-
-    def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        self.secret = secrets.token_hex(8)
-
-
-_process = _Process()
-forks.in_child(_process.renew)
+#: With its number, it tells this process from all others.
+_SECRET = secrets.token_hex(8)
 _caller = lru_cache(maxsize=1000)(digest)
 
 
 def this_caller() -> str:
     """Return a short text for the running thread or task, different from all others anywhere."""
     task = current_task()
-    return _caller(f"{_process.secret}:{thread_number()}:{0 if task is None else id(task)}")
+    return _caller(f"{_SECRET}:{os.getpid()}:{thread_number()}:{0 if task is None else id(task)}")
 
 
 @dataclass(frozen=True, slots=True)
