@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+# Else each process that tests start compiles every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test test-fast see-red mutants lint docs messages clean
+.PHONY: help demo demo-server test coverage all-installed test-fast see-red mutants lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -16,13 +18,18 @@ demo: $(VENV)/.installed ## two servers charge a fee: without a lock and with it
 demo-server: $(VENV)/.installed ## serve the demo's pages and its admin
 	$(BIN)/python -m testproject serve
 
-test: ## all that CI does, on every server; installs what is missing
-	tools/install-debian-packages
-	$(MAKE) --no-print-directory $(VENV)/.installed-dev
+test: all-installed ## all that CI does, on every server; installs what is missing
 	tools/run-all-tests
 
+coverage: all-installed ## the same, in twice the time, and a list of the lines that no test runs
+	tools/run-all-tests --coverage
+
+all-installed:
+	tools/install-debian-packages
+	$(MAKE) --no-print-directory $(VENV)/.installed-dev
+
 test-fast: $(VENV)/.installed-dev ## no servers, nothing slow, under a minute
-	$(BIN)/python -m pytest -q -m "not server and not slow"
+	printf '%s\n' 1/3 2/3 3/3 | xargs -P 3 -I PART $(BIN)/python -m pytest -q --part PART -m "not server and not slow"
 
 see-red: $(VENV)/.installed-dev ## take each protection out of a copy, and see its tests fail (ONLY="words of its name")
 	$(BIN)/python -m tests.protections $(if $(ONLY),"$(ONLY)")
