@@ -11,7 +11,6 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from django.core import mail
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
@@ -65,7 +64,7 @@ class LockHandler:
         self._settings: dict[str, Any] | None = None
         self.made: dict[str, BaseLockBackend] = {}
         #: What tells the running test from others; None unless Django's tests run.
-        self._test: str | list[Any] | None = None
+        self._test: object = None
 
     def __getitem__(self, alias: str) -> BaseLockBackend:
         """Return the backend of *alias*; InvalidLockBackend if the settings have none, or are wrong."""
@@ -116,13 +115,10 @@ class LockHandler:
 
     def _notice_test(self) -> None:
         """Begin each test without locks, and have the backends that stand in while tests run."""
-        test: str | list[Any] | None = None
-        if conf.tests_run():
-            # pytest tells which one it is; without it, TestCase makes a new outbox for each.
-            test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0] or mail.outbox
+        test = _running_test() if conf.tests_run() else None
         with self._mutex:
             before, self._test = self._test, test
-            if test is before or (isinstance(test, str) and test == before):
+            if test == before:
                 return
             for lease in registry.leases() if before is not None else ():
                 if lease.held:
@@ -196,6 +192,17 @@ def _meant(path: str) -> str:
 
 
 locks = LockHandler()
+
+
+def _running_test() -> object:
+    """Return what tells the running test from others: pytest's name of it, or the TestCase."""
+    if named := os.environ.get("PYTEST_CURRENT_TEST"):
+        return named.rpartition(" ")[0]
+    run = sys.modules["unittest"].TestCase.run.__code__
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - nothing else tells it
+    while frame is not None and frame.f_code is not run:
+        frame = frame.f_back
+    return "none" if frame is None else frame.f_locals["self"]
 
 
 def _watch_exit_of_child() -> None:
