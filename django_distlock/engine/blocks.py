@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from django_distlock.exceptions import LockError
@@ -15,25 +16,32 @@ class Block:
 
     def __init__(self, connection: Any, what: str) -> None:
         """Raise LockError if none is open; *what* needs one."""
-        self.connection: BaseDatabaseWrapper = connection
+        # One that its thread left open is closed when nobody has it any more.
+        self._connection: weakref.ref[BaseDatabaseWrapper] = weakref.ref(connection)
         blocks = connection.atomic_blocks
         #: How many blocks of a TestCase are around it.
-        self.outside = sum(getattr(block, "_from_testcase", False) for block in blocks)
-        if len(blocks) == self.outside:
+        self._outside = sum(getattr(block, "_from_testcase", False) for block in blocks)
+        if len(blocks) == self._outside:
             msg = f"{what} needs a transaction: call it inside atomic(using={connection.alias!r})."
             raise LockError(msg)
-        self._savepoint = connection.savepoint_ids[self.outside - 1] if self.outside else None
+        self._savepoint = connection.savepoint_ids[self._outside - 1] if self._outside else None
         # Django drops it when the transaction ends: nothing else tells it from the next.
-        self._entry: Any = (set(), lambda: None, False)
-        if not self.outside:
-            connection.run_on_commit.append(self._entry)
+        self._mark: Any = lambda: None
+        if not self._outside:
+            connection.run_on_commit.append((set(), self._mark, False))
+
+    def is_on(self, connection: BaseDatabaseWrapper) -> bool:
+        """Return whether it is a block of *connection*."""
+        return self._connection() is connection
 
     @property
     def is_open(self) -> bool:
         """Whether it goes on."""
-        connection = self.connection
-        if not self.outside:
-            return any(entry is self._entry for entry in connection.run_on_commit)
+        connection = self._connection()
+        if connection is None:
+            return False
+        if not self._outside:
+            return any(entry[1] is self._mark for entry in connection.run_on_commit)
         if self._savepoint is None:  # of atomic(savepoint=False)
-            return bool(len(connection.atomic_blocks) > self.outside)
+            return bool(len(connection.atomic_blocks) > self._outside)
         return bool(self._savepoint in connection.savepoint_ids)

@@ -215,6 +215,30 @@ class Transactions:
                 transaction_lock("x", timeout=0)
                 Account.objects.update(balance=5)
 
+    def test_rolled_back_savepoint_frees_nothing(self):
+        def try_it():
+            try:
+                with transaction.atomic():
+                    transaction_lock("x", timeout=0)
+                    return True
+            except LockNotAcquired:
+                return False
+            finally:
+                connection.close()
+        with ThreadPoolExecutor(1) as other:
+            with transaction.atomic():
+                transaction_lock("x")
+                lease = lock("x").acquire()
+                lease.guard()
+                lease.release_now()
+                with self.assertRaises(KeyError), transaction.atomic():
+                    transaction_lock("x")
+                    raise KeyError
+                assert not other.submit(try_it).result()
+                assert not is_free("x")
+            assert other.submit(try_it).result()
+            assert is_free("x")
+
     def test_transaction_lock_needs_a_block_of_its_own(self):
         with self.assertRaisesMessage(LockError, "call it inside atomic("):
             transaction_lock("x")

@@ -62,8 +62,6 @@ class OwnConnections:
         self._engine = engine
         self._io_timeout = io_timeout
         self._limit = limit
-        # A connection that is left open keeps a test database from being destroyed.
-        self._keeps_idle = not conf.tests_run()
         self.forget()
 
     def forget(self) -> None:
@@ -150,9 +148,9 @@ class OwnConnections:
     def give_back(self, connection: Any, *, is_sound: bool) -> None:
         """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones.
 
-        While Django's tests run, every one is closed.
+        While Django's tests run, every one is closed: it would keep a test database from being destroyed.
         """
-        if not (is_sound and self._keeps_idle):
+        if not is_sound or conf.tests_run():
             # What broke one connection has broken the idle ones too, mostly: a restarted server.
             self._close(connection)
             self.close()

@@ -70,7 +70,7 @@ def transaction_lock(
     LockNotAcquired after *timeout* seconds (0: one try, None: no limit); the transaction can continue.
     It is the lock of a RowLockBackend on *using*. At REPEATABLE READ and above it must be the first
     statement of the outermost atomic block; otherwise it raises LockError. While Django's tests run,
-    it is in memory on SQLite and inside a TestCase.
+    it is in memory, and works on SQLite too.
     """
     name, wait = checked_name(name), Wait(optional_seconds(timeout, "timeout"))
     connection = connections[using]
@@ -79,25 +79,22 @@ def transaction_lock(
         raise LockError(msg)
     taker = _TAKERS.get(connection.vendor)
     if conf.tests_run() and (taker or connection.vendor == "sqlite"):
-        block = Block(connection, "transaction_lock()")
-        # The transaction of a TestCase has its own locks until the end of the test, and never commits.
-        if block.outside or taker is None:
-            _take_in_memory(block, name, wait)
-            return
+        _take_in_memory(connection, name, wait)
+        return
     if taker is None:
         msg = f"transaction_lock() needs PostgreSQL, MariaDB or MySQL: {using!r} is {connection.vendor}."
         raise LockError(msg)
     taker(connection, name, wait).take()
 
 
-def _take_in_memory(block: Block, name: str, wait: Wait) -> None:
-    key = block.connection.alias, name
+def _take_in_memory(connection: BaseDatabaseWrapper, name: str, wait: Wait) -> None:
+    block, key = Block(connection, "transaction_lock()"), (connection.alias, name)
     while True:
         with _in_memory_mutex:
             holder = _in_memory.get(key)
             if holder is None or not holder.is_open:
                 holder = _in_memory[key] = block
-        if holder.connection is block.connection:
+        if holder.is_on(connection):
             return
         if wait.is_over:
             raise LockNotAcquired(name, wait.waited)
@@ -126,15 +123,6 @@ class Taker(ABC):
         self.key = server_key(name, kind=KIND)
         self.wait = wait
         self._lock = Lock(place_of(connection.settings_dict), self.key)
-        # Test runners have an alias name another database.
-        self._at = connection.alias
-        if conf.tests_run():
-            self._at += f" at {connection.settings_dict['NAME']}"
-        if self._at not in _pools:
-            alias = connection.alias
-            _pools[self._at] = OwnConnections(
-                alias, alias, self.engine, limit=AT_ONCE, io_timeout=IO_TIMEOUT
-            )
 
     def take(self) -> None:
         """Take the lock, or raise why not."""
@@ -144,7 +132,7 @@ class Taker(ABC):
         try:
             if not self.wait.is_over:
                 waits.begin(waiter)
-            with _pools[self._at].translated():
+            with _pool(self.connection.alias, self.engine).translated():
                 self.look_before()
                 self._ask_for_row()
                 attempts = 0
@@ -173,7 +161,7 @@ class Taker(ABC):
 
     def select(self, what: str, how: str) -> str:
         """Return the statement that locks the row."""
-        table = f"{_schemas[self._at]}{LOCK}"
+        table = f"{_schemas[self.connection.alias]}{LOCK}"
         return f"SELECT {what} FROM {table} WHERE method_name = %(key)s FOR UPDATE {how}"
 
     def _attempt(self) -> Found:
@@ -231,12 +219,13 @@ class Taker(ABC):
         raise LockError(msg)
 
     def _ask_for_row(self) -> None:
-        at, pool = self._at, _pools[self._at]
+        alias = self.connection.alias
+        pool = _pool(alias, self.engine)
 
         def ask() -> None:
-            if at not in _schemas:
+            if alias not in _schemas:
                 with pool.cursor() as cursor:
-                    _schemas[at] = schema_of_tables(cursor)
+                    _schemas[alias] = schema_of_tables(cursor)
             with suppress(Contended), pool.cursor() as cursor:
                 self.server.make_row(cursor, self.key, self.name)
 
@@ -406,6 +395,12 @@ _in_memory: dict[tuple[str, str], Block] = {}
 _pools: dict[str, OwnConnections] = {}
 #: Where the rows are: the caller's connection may look elsewhere.
 _schemas: dict[str, str] = {}
+
+
+def _pool(alias: str, engine: Engine) -> OwnConnections:
+    if alias not in _pools:
+        _pools[alias] = OwnConnections(alias, alias, engine, limit=AT_ONCE, io_timeout=IO_TIMEOUT)
+    return _pools[alias]
 
 
 def _abandon_pools() -> None:
