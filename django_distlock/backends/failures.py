@@ -12,6 +12,12 @@ if TYPE_CHECKING:
 
 #: What drivers and servers write, and what to do about it. The first that fits is given.
 ADVICE = {
+    r"no master found": (
+        "Start the Sentinels, or correct the settings: are they listening on {place}, and is that the master's name?"
+    ),
+    r"invalid connection option|unexpected keyword|invalid keyword|invalid integer": (
+        "Correct the settings: the driver refuses one of them."
+    ),
     r"to database|database \S+ does not exist|unknown database|db index": (
         "Create the database, or correct its name in the settings; the user needs the right to use it."
     ),
@@ -28,7 +34,9 @@ ADVICE = {
     r"too many|connection slots|max number of clients": (
         "The server has as many connections as it allows: raise its limit, or use fewer."
     ),
-    r"unable to open": "Create the folder of the file, and let this process write there.",
+    r"unable to open|not a database": (
+        "Correct the name of the file; its folder must exist, and this process must be able to write there."
+    ),
     r"timed out|timeout|in time|no reply|\(110\)": (
         "Start it, or correct the settings: can this machine reach {place}?"
     ),

@@ -282,6 +282,36 @@ def test_each_server_of_redlock_that_is_down_is_told(settings: Settings) -> None
     ]
 
 
+SQLITE: dict[str, dict[str, Any]] = {
+    "driver": {"NAME": "x.sqlite3", "OPTIONS": {"nonsense": 1}},
+    "folder": {"NAME": "/nowhere/x.sqlite3"},
+    "file": {"NAME": __file__},
+}
+WRONG = {
+    "driver": "Correct the settings: the driver refuses one of them.",
+    "folder": "Correct the name of the file; its folder must exist, and this process must be able to write there.",
+    "file": "Correct the name of the file; its folder must exist, and this process must be able to write there.",
+}
+
+
+def test_a_database_that_cannot_be_opened_is_told_and_stops_no_other(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for alias, known in SQLITE.items():
+        engine = {"ENGINE": "django.db.backends.sqlite3", **known}
+        database = connections.configure_settings({"default": {}, alias: engine})[alias]
+        monkeypatch.setitem(connections.settings, alias, database)
+    settings.DISTLOCK = {alias: {"OPTIONS": {"using": alias}} for alias in ["default", *SQLITE]}
+
+    messages = check_servers(databases=["default", *SQLITE])
+
+    told = {error.msg.split("'")[1]: str(error.hint).partition(" See ")[0] for error in messages}
+    assert told == WRONG
+    locks.reset()
+    for alias in SQLITE:
+        del connections[alias]
+
+
 def test_databases_that_are_not_named_are_not_asked(settings: Settings, down: None) -> None:
     settings.DISTLOCK = {"default": {"OPTIONS": {"using": "pg"}}}
 

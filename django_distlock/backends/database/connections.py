@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
+from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, Error, connections
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 #: Seconds after which an idle connection is closed.
 IDLE = 30.0
+#: What is raised for an alias of DATABASES that no connection can be made of.
+_WRONG_SETTINGS = (TypeError, ValueError, ImproperlyConfigured)
 #: Connections of a parent process: kept, as closing them would say goodbye in the parent's name.
 _OF_PARENTS: list[BaseDatabaseWrapper] = []
 
@@ -190,7 +193,7 @@ class OwnConnections:
             bound_requests(connection, self._io_timeout if bounded else None)
             self._engine.prepare(connection)
             connection.distlock_cursor = self._engine.cursor(connection)
-        except (DatabaseError, InterfaceError, TimeoutError) as error:
+        except (DatabaseError, InterfaceError, TimeoutError, *_WRONG_SETTINGS) as error:
             _close_quietly(connection)
             if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
                 raise self._contended(error) from error
