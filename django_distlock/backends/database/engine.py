@@ -188,15 +188,15 @@ def turn(clock: str, parameter: str) -> str:
 
 
 def parameters(request: Request) -> dict[str, Any]:
-    """Return what an acquire names: texts and seconds."""
+    """Return what an acquire names: texts and seconds; *taken_for*: until others can have it, unless released."""
     return {
         "key": request.key,
         "name": stored(request.name),
         "owner": request.owner,
         "holder": request.holder.to_json(),
         "ttl": request.ttl,
-        "min_hold": request.min_hold,
         "lock_delay": request.lock_delay,
+        "taken_for": max(request.min_hold, request.ttl + request.lock_delay),
     }
 
 

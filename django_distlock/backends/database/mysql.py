@@ -49,7 +49,7 @@ SET l.owner = %(owner)s, l.holder = %(holder)s,
     l.fencing_token = GREATEST(l.fencing_token + 1, {MICROSECONDS}),
     l.acquired_at = SYSDATE(6), l.updated_at = SYSDATE(6),
     l.expires_at = {_AFTER.format("%(ttl)s")},
-    l.available_at = GREATEST({_AFTER.format("%(min_hold)s")}, {_AFTER.format("(%(ttl)s + %(lock_delay)s)")}),
+    l.available_at = {_AFTER.format("%(taken_for)s")},
     c.value = LAST_INSERT_ID(GREATEST(c.value + 1, {MICROSECONDS})), c.holder = %(holder)s
 WHERE l.method_name = %(key)s AND l.available_at <= SYSDATE(6) AND {{turn}}
 """

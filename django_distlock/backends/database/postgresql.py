@@ -50,9 +50,7 @@ MICROSECONDS = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 #: insufficient_privilege, undefined_table
 _OUT_OF_REACH = {"42501", "42P01"}
 _AFTER = "clock_timestamp() + make_interval(secs => {})"
-_AVAILABLE = (
-    f"greatest({_AFTER.format('%(min_hold)s')}, {_AFTER.format('%(ttl)s + %(lock_delay)s')})"
-)
+_AVAILABLE = _AFTER.format("%(taken_for)s")
 # First in a list: what has ended by then has ended for all that follows.
 _HOLDER = "CASE WHEN expires_at > clock_timestamp() THEN holder END"
 _TURN = turn("clock_timestamp()", "%({})s")

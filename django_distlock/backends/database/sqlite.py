@@ -35,7 +35,7 @@ _MICROSECONDS = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 10
 _LEFT = "(julianday(available_at) - julianday('now')) * 86400.0"
 
 _TURN = turn(_NOW, ":{}")
-_UNTIL = f"{_NOW}, {_AFTER.format(':ttl')}, max({_AFTER.format(':min_hold')}, {_AFTER.format(':ttl + :lock_delay')})"
+_UNTIL = f"{_NOW}, {_AFTER.format(':ttl')}, {_AFTER.format(':taken_for')}"
 
 # Takes the lock for :owner if it is free for it, and raises its fencing token.
 # A row with the token, or none: refused. The same owner again gets the same token.
