@@ -133,7 +133,8 @@ class OwnConnections:
     def borrow(self) -> Any:
         """Return a connection for one caller alone; LockBackendError if none comes free in time."""
         try:
-            return self._idle.pop()
+            if not self._waiting:  # who waits for one comes first
+                return self._idle.pop()
         except IndexError:
             pass
         with self._mutex:
