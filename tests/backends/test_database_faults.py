@@ -27,7 +27,7 @@ from django_distlock import (
 )
 from django_distlock.backends.database.engine import PATIENCE
 from django_distlock.backends.database.records import rows
-from django_distlock.engine import waiting
+from django_distlock.engine import clock, waiting
 from django_distlock.engine.background import background
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.holder import Holder
@@ -222,8 +222,10 @@ def test_the_server_never_counts_more_connections_than_are_allowed(
 ) -> None:
     options = {"using": server_database, "max_connections": 4, "io_timeout": 20.0, "listen": False}
     settings.DISTLOCK = {"default": {"OPTIONS": options}}
-    # What other tests have left to do is done by connections of their own.
+    # What other tests have left to do, now or soon, is done by connections of their own.
     eventually(lambda: not registry.leases(), 15)
+    soon = clock.lease_time() + 5
+    eventually(lambda: all(due > soon for due, *_ in background._clock._jobs.copy()), 15)
     background.drain()
     locks.close()
     connections[server_database].close()
