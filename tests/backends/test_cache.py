@@ -130,7 +130,7 @@ def test_a_cache_that_can_hold_no_locks_is_refused_with_what_to_use_instead(
         f"DISTLOCK['locks']: OPTIONS: 'cache' names 'locks', a {kind}, which cannot keep locks: "
     )
     assert REFUSED[path] in text
-    [error] = run_checks(tags=["distlock"])
+    [error] = run_checks(tags=["distlock"], databases=[])
     assert error == Error(text, hint=error.hint, id="distlock.E001")
 
 
@@ -247,7 +247,7 @@ def test_a_default_cache_in_the_same_place_is_warned_of(
     configure(settings, alias("127.0.0.1:1"))
     settings.CACHES = {**settings.CACHES, "default": default}
 
-    found = run_checks(tags=["distlock"])
+    found = run_checks(tags=["distlock"], databases=[])
 
     text = (
         "DISTLOCK['locks']: its locks are in the cache 'locks', on the same server as the 'default' cache: "
@@ -263,11 +263,13 @@ def test_a_default_cache_in_the_same_place_is_warned_of(
 def test_a_server_of_the_locks_own_is_not_warned_of(settings: Settings) -> None:
     configure(settings, alias(["127.0.0.1:1", "127.0.0.1:2"]), server="127.0.0.1:3")
     settings.CACHES = {**settings.CACHES, "default": settings.CACHES["locks"]}
-    assert run_checks(tags=["distlock"]) == []
+    assert run_checks(tags=["distlock"], databases=[]) == []
 
     settings.DISTLOCK["locks"]["OPTIONS"]["server"] = "127.0.0.1:2"
     locks.reset()
-    assert [message.id for message in run_checks(tags=["distlock"])] == ["distlock.W010"]
+    assert [message.id for message in run_checks(tags=["distlock"], databases=[])] == [
+        "distlock.W010"
+    ]
 
 
 def test_locks_in_the_default_cache_are_warned_of(settings: Settings) -> None:
@@ -275,7 +277,9 @@ def test_locks_in_the_default_cache_are_warned_of(settings: Settings) -> None:
     options = {"cache": "default", "trust_add": (f"{OURS}.SoundCache",)}
     settings.DISTLOCK = {**ELSEWHERE, "locks": {"BACKEND": BACKEND, "OPTIONS": options}}
 
-    assert [message.id for message in run_checks(tags=["distlock"])] == ["distlock.W010"]
+    assert [message.id for message in run_checks(tags=["distlock"], databases=[])] == [
+        "distlock.W010"
+    ]
     assert locks["locks"].check(["default"]) == []
 
 

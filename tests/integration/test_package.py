@@ -35,10 +35,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shipped() -> set[str]:
-    """Return the files of the package in the repository."""
-    run = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "django_distlock"]
-    done = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True)
-    return {name for name in done.stdout.split() if (ROOT / name).exists()}
+    """Return the files of the package."""
+    found = (ROOT / "django_distlock").rglob("*")
+    return {
+        str(path.relative_to(ROOT))
+        for path in found
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
 
 
 def test_the_wheel_has_the_package_and_nothing_else(built: Path) -> None:

@@ -43,7 +43,11 @@ def start(spawn: Spawn, name: str) -> Start:
     return begin
 
 
-def run(name: str, command: list[str], options: dict[str, object]) -> None:
+def run(
+    name: str, command: list[str], options: dict[str, object], *, hangs_up: bool = True
+) -> None:
+    # Tests may themselves run under nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL if hangs_up else signal.SIG_IGN)
     given = [f"--{option}={value}" for option, value in options.items()]
     Command().run_from_argv(["manage.py", "run_locked", *given, name, "--", *command])
 
@@ -122,8 +126,8 @@ def test_what_was_ignored_by_the_caller_is_ignored_by_the_command(spawn: Spawn, 
 
 
 def run_under_nohup(name: str) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    run(name, ["sh", "-c", "kill -HUP $$; echo runs $$; read word; exit 7"], {})
+    script = "kill -HUP $$; echo runs $$; read word; exit 7"
+    run(name, ["sh", "-c", script], {}, hangs_up=False)
 
 
 def test_a_killed_caller_takes_the_command_along(start: Start, name: str) -> None:

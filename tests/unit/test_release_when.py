@@ -299,6 +299,8 @@ def test_it_can_be_handed_over_before_the_commit() -> None:
     assert is_free()
 
 
+# Python 3.13 complains of what such a thread leaves.
+@pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")
 def test_a_thread_that_ends_without_ending_its_transaction_frees_it() -> None:
     def leave_open() -> None:
         transaction.atomic().__enter__()
