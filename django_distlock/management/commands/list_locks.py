@@ -14,6 +14,7 @@ from django.core.management.base import BaseCommand, CommandError
 from django_distlock import InvalidLockBackend, LockError, NotSupported
 from django_distlock.engine import clock
 from django_distlock.management.arguments import add_using, duration, wanted_aliases
+from django_distlock.management.tables import write_rows
 from django_distlock.operators import holdings
 
 if TYPE_CHECKING:
@@ -76,6 +77,14 @@ class Command(BaseCommand):
             except (LockError, InvalidLockBackend) as error:
                 failed[alias] = str(error)
         wanted = [(alias, held) for alias, held in found if _is_wanted(held, options)]
+        self._show(wanted, failed, options)
+        for problem in failed.values():
+            self.stderr.write(self.style.ERROR(problem))
+        return list(failed)
+
+    def _show(
+        self, wanted: list[tuple[str, Held]], failed: dict[str, str], options: dict[str, Any]
+    ) -> None:
         if options["json"]:
             report = {
                 "locks": [_as_json(alias, held) for alias, held in wanted],
@@ -83,21 +92,10 @@ class Command(BaseCommand):
             }
             self.stdout.write(json.dumps(report))
         elif options["verbosity"]:
-            self._write([_cells(alias, held) for alias, held in wanted])
-        for problem in failed.values():
-            self.stderr.write(self.style.ERROR(problem))
-        return list(failed)
-
-    def _write(self, rows: list[tuple[str, ...]]) -> None:
-        if self.stdout.isatty():
-            if not rows:
+            if not wanted and self.stdout.isatty():
                 self.stdout.write("Nobody holds a lock.")
-                return
-            with suppress(ImportError):
-                self.stdout.write(_table(rows), ending="")
-                return
-        for row in rows:
-            self.stdout.write("\t".join(row))
+            else:
+                write_rows(self.stdout, HEADINGS, [_cells(*each) for each in wanted])
 
 
 def _is_wanted(held: Held, options: dict[str, Any]) -> bool:
@@ -128,20 +126,3 @@ def _as_json(alias: str, held: Held) -> dict[str, Any]:
         "waiters": held.waiters,
         "fencing_token": held.token,
     }
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    """Return *rows* as wide as the terminal; ImportError without rich."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for heading in HEADINGS:
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console()
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get()

@@ -1,0 +1,83 @@
+"""``manage.py check_locks``: how it tells what does not work. That all works is tested on every backend."""
+
+import io
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.engine.values import Grant
+
+DOWN = {
+    "BACKEND": "django_distlock.backends.redis.RedisBackend",
+    "OPTIONS": {"location": "redis://127.0.0.1:1"},
+}
+LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
+DUMMY = {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}
+
+
+def failure(*arguments: str) -> tuple[str, str]:
+    """Return the lines of a check that fails, and what it says of it."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.raises(CommandError, match="Not in order") as failed:
+        call_command("check_locks", *arguments, stdout=out, stderr=err)
+    assert failed.value.returncode == 1
+    return out.getvalue(), err.getvalue()
+
+
+def test_each_alias_is_a_line(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {}, "memory": LOCMEM}
+    out = io.StringIO()
+
+    call_command("check_locks", stdout=out)
+
+    rows = [line.split("\t") for line in out.getvalue().splitlines()]
+    assert [row[0] for row in rows] == ["default", "memory"]
+    assert [row[-1] for row in rows] == ["shared", "-"]
+    assert all(cell.endswith(" ms") for row in rows for cell in row[1:-1])
+
+
+def test_what_is_down_or_wrong_does_not_stop_the_others(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {}, "down": DOWN, "wrong": {"BACKEND": "redis"}}
+
+    lines, problems = failure()
+
+    assert [line.split("\t")[1:3] for line in lines.splitlines()][1:] == [["-", "-"], ["-", "-"]]
+    assert "down: acquire: DISTLOCK['down']" in problems
+    assert "wrong: DISTLOCK['wrong']" in problems
+    assert "default" not in problems
+
+
+def test_an_alias_that_excludes_nobody_is_not_in_order(settings: Any) -> None:
+    settings.DISTLOCK = {"default": DUMMY}
+
+    assert "contend: a second holder got the lock too" in failure()[1]
+
+
+def test_a_lock_that_the_list_has_not_is_told(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.DISTLOCK = {"default": LOCMEM}
+    monkeypatch.setattr(LocMemBackend, "held", lambda self, key=None: [])
+
+    assert "list: the lock is held, and the list does not have it" in failure()[1]
+
+
+def test_a_second_holder_is_given_back(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.DISTLOCK = {"default": LOCMEM}
+    released: list[str] = []
+    real, free = LocMemBackend.try_acquire, LocMemBackend.release
+
+    def grant(self: LocMemBackend, request: Any, **how: Any) -> Any:
+        return real(self, request, **how) if released or how["queued"] else Grant(1)
+
+    def note(self: LocMemBackend, request: Any) -> Any:
+        released.append(request.owner)
+        return free(self, request)
+
+    monkeypatch.setattr(LocMemBackend, "release", note)
+    monkeypatch.setattr(LocMemBackend, "try_acquire", grant)
+
+    assert "a second holder" in failure()[1]
+    assert len({*released}) == 2
