@@ -55,6 +55,13 @@ from django_distlock.signals import (
     lock_lost,
     lock_released,
 )
+from django_distlock.testing import (
+    assert_held,
+    assert_not_held,
+    held_elsewhere,
+    override_locks,
+    reset_locks,
+)
 from testproject.models import Account
 
 
@@ -367,3 +374,13 @@ def catch_more(work: Callable[[], None]) -> None:
         assert_type(missing.what, str)
     except (LockDeadlock, ReleasedBeforeCommit, SnapshotBeforeLock, LockError, InvalidLockBackend):
         raise
+
+
+@override_locks(free=True)
+def use_kit(distlock: object) -> None:
+    with held_elsewhere("a", using="default", shared=True, ttl=5):
+        assert_held("a", using="default")
+    with override_locks(busy=True):
+        assert_not_held()
+        assert_not_held("a", using="default")
+    reset_locks()

@@ -95,7 +95,9 @@ MACHINERY = {
 def test_every_public_name_is_in_the_reference() -> None:
     text = API.read_text() + ERRORS.read_text()
 
-    documented = re.findall(r"^\.\. (?:auto(?!class:: django)|data)\w*:: (\w+)", text, re.MULTILINE)
+    documented = re.findall(
+        r"^\.\. (?:auto|data)\w*:: (?!django_distlock\.)(\w+)", text, re.MULTILINE
+    )
 
     assert sorted(documented) == sorted(django_distlock.__all__)
 

@@ -1,0 +1,111 @@
+"""For the tests of users: locks that somebody else holds, locks that are free or busy, and what is held."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from django.conf import settings
+from django.test.utils import override_settings
+
+from .backends.dummy import DummyBackend
+from .conf import DEFAULT_ALIAS
+from .engine.holder import Holder
+from .engine.naming import checked_name
+from .engine.registry import registry
+from .engine.values import Busy, Grant
+from .exceptions import LockNotAcquired
+from .handler import locks
+from .lock import lock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .engine.values import Request
+
+#: Who has the locks that nobody has.
+SOMEBODY_ELSE = Holder("elsewhere", 1, "MainThread", purpose="somebody else")
+#: The settings of an alias that say nothing of its server.
+_TERMS = {"TTL", "TIMEOUT", "KEY_PREFIX", "STRICT"}
+
+
+class BusyBackend(DummyBackend):
+    """Refuses everything to everybody, and lets nobody wait."""
+
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        raise LockNotAcquired(request.name, 0.0, SOMEBODY_ELSE)
+
+    def probe(self, request: Request) -> Busy | None:
+        return Busy(SOMEBODY_ELSE)
+
+
+class override_locks(override_settings):  # noqa: N801 - as Django's override_settings
+    """Have all locks *free* for everybody, or *busy*: a decorator, or for ``with``, as override_settings().
+
+    Free locks exclude nobody and have no fencing tokens. Busy ones are refused at once, whatever the timeout.
+    """
+
+    def __init__(self, *, free: bool = False, busy: bool = False) -> None:
+        """Raise TypeError unless it is one of both."""
+        if free is busy:
+            msg = "override_locks() takes free=True or busy=True."
+            raise TypeError(msg)
+        kind = DummyBackend if free else BusyBackend
+        # Also where tests keep the backend of an alias.
+        instead = {"BACKEND": f"{kind.__module__}.{kind.__name__}", "TEST": {"BACKEND": None}}
+        written: dict[str, Any] = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
+        aliases = {
+            alias: {key: terms[key] for key in terms.keys() & _TERMS} | instead
+            for alias, terms in written.items()
+        }
+        super().__init__(DISTLOCK=aliases)
+
+
+@contextmanager
+def held_elsewhere(
+    name: str, using: str = DEFAULT_ALIAS, *, shared: bool = False, ttl: float = 600.0
+) -> Iterator[None]:
+    """Have somebody else hold the lock *name* in the block: it is busy, for this thread too.
+
+    AssertionError if it is held already.
+    """
+    backend = locks[using]
+    request = backend.request(checked_name(name), ttl=ttl, holder=SOMEBODY_ELSE, shared=shared)
+    answer = backend.try_acquire(request, queued=False)
+    if not isinstance(answer, Grant):
+        msg = f"Lock {name!r} is held already, by {answer.holder}."
+        raise AssertionError(msg)  # noqa: TRY004 - the test is wrong, not a type
+    try:
+        yield
+    finally:
+        backend.release(request)
+
+
+def assert_held(name: str, using: str = DEFAULT_ALIAS) -> None:
+    """Raise AssertionError unless somebody holds the lock *name*."""
+    if not lock(name, using=using).locked():
+        msg = f"Nobody holds lock {name!r}. Held: {', '.join(_held(using)) or 'none'}."
+        raise AssertionError(msg)
+
+
+def assert_not_held(name: str | None = None, using: str = DEFAULT_ALIAS) -> None:
+    """Raise AssertionError if somebody holds the lock *name*, or any lock of the alias."""
+    found = _held(using)
+    if name is not None:
+        found = [name] if lock(name, using=using).locked() else []
+    if found:
+        msg = f"Held: {', '.join(map(repr, found))}."
+        raise AssertionError(msg)
+
+
+def reset_locks() -> None:
+    """Give back what this process holds, and forget all locks that are in memory."""
+    registry.release_all()
+    locks.reset()
+
+
+def _held(using: str) -> list[str]:
+    backend = locks[using]
+    return [held.name for held in backend.held()] if backend.supports_listing else []

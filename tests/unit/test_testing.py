@@ -1,0 +1,152 @@
+"""The kit for the tests of users."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.http import HttpRequest, HttpResponse
+from django.test import RequestFactory, SimpleTestCase
+
+from django_distlock import LockNotAcquired, distributed_lock, lock, locks, respond, testing
+from django_distlock.testing import (
+    assert_held,
+    assert_not_held,
+    held_elsewhere,
+    override_locks,
+    reset_locks,
+)
+from tests.fixtures.eventually import eventually
+
+pytest_plugins = ["django_distlock.pytest_plugin"]
+MEMORY = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
+
+
+@pytest.fixture(autouse=True)
+def aliases(settings: Any, request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.cls is None:  # else it has those that it was decorated for
+        settings.DISTLOCK = {"default": {**MEMORY, "TIMEOUT": 20}, "other": MEMORY}
+    yield
+    reset_locks()
+
+
+def test_a_lock_that_is_held_elsewhere_is_busy_for_this_thread_too() -> None:
+    with held_elsewhere("a"):
+        with pytest.raises(LockNotAcquired, match="held by elsewhere pid 1") as busy:
+            lock("a", timeout=0).__enter__()
+        assert lock("b", timeout=0).acquire()
+
+    assert busy.value.holder == testing.SOMEBODY_ELSE
+    assert lock("a", timeout=0).acquire()
+
+
+def test_whoever_waits_gets_it_when_the_block_ends() -> None:
+    told: list[str] = []
+
+    def wait() -> None:
+        with lock("a"):
+            told.append("got it")
+
+    with held_elsewhere("a"):
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        eventually(lambda: locks["default"].queue)
+
+    waiter.join(10)
+    assert told == ["got it"]
+
+
+def test_readers_elsewhere_let_readers_in() -> None:
+    with held_elsewhere("a", shared=True), held_elsewhere("a", "other"):
+        assert not lock("a", timeout=0).acquire()
+        assert lock("a", shared=True, timeout=0).acquire()
+
+
+def test_what_is_held_already_is_not_held_elsewhere() -> None:
+    with lock("a"), pytest.raises(AssertionError, match="'a' is held already, by"):
+        held_elsewhere("a").__enter__()
+
+
+def test_what_is_held_is_told() -> None:
+    with lock("a"), lock("b"):
+        assert_held("a")
+        with pytest.raises(AssertionError, match=r"Nobody holds lock 'c'\. Held: a, b\."):
+            assert_held("c")
+        assert_not_held("c")
+        with pytest.raises(AssertionError, match=r"Held: 'a'\."):
+            assert_not_held("a")
+        with pytest.raises(AssertionError, match=r"Held: 'a', 'b'\."):
+            assert_not_held()
+        assert_not_held(using="other")
+
+    assert_not_held()
+
+
+def test_a_reset_leaves_nothing() -> None:
+    lease = lock("a").acquire()
+    locks["default"].try_acquire(
+        locks["default"].request("b", ttl=9, holder=testing.SOMEBODY_ELSE), queued=False
+    )
+
+    reset_locks()
+
+    assert lease
+    assert not lease.held
+    assert_not_held()
+
+
+@pytest.fixture
+def left_behind() -> None:
+    assert lock("a").acquire()
+
+
+def test_the_fixture_begins_with_no_lock(left_behind: None, distlock: Any) -> None:
+    distlock.assert_not_held()
+    with distlock.held_elsewhere("a"):
+        distlock.assert_held("a")
+
+
+@distributed_lock("work", timeout=20, on_busy=respond())
+def work(request: HttpRequest) -> HttpResponse:
+    return HttpResponse("done")
+
+
+def test_free_locks_exclude_nobody() -> None:
+    with override_locks(free=True):
+        with held_elsewhere("work"):
+            assert work(RequestFactory().get("/")).content == b"done"
+        assert_not_held()
+
+
+def test_busy_locks_are_refused_at_once() -> None:
+    with override_locks(busy=True):
+        assert work(RequestFactory().get("/")).status_code == 409
+        with pytest.raises(LockNotAcquired, match="elsewhere"):
+            lock("x", timeout=None).__enter__()
+        assert lock("x", using="other", timeout=None).acquire() is None
+        assert lock("x").locked()
+
+    assert work(RequestFactory().get("/")).status_code == 200
+
+
+async def test_busy_locks_are_refused_at_once_in_async_code() -> None:
+    with override_locks(busy=True):
+        async with asyncio.timeout(5):
+            assert await lock("x", timeout=None).aacquire() is None
+
+
+@pytest.mark.parametrize("wrong", [{}, {"free": True, "busy": True}])
+def test_locks_are_free_or_busy(wrong: dict[str, bool]) -> None:
+    with pytest.raises(TypeError, match="free=True or busy=True"):
+        override_locks(**wrong)
+
+
+@override_locks(busy=True)
+class TestDecorated(SimpleTestCase):
+    def test_of_a_class(self) -> None:
+        assert lock("x").locked()
+
+    @override_locks(free=True)
+    def test_of_a_method(self) -> None:
+        assert not lock("x").locked()
