@@ -84,7 +84,9 @@ class Release(enum.Enum):
 class Held:
     """A lock as an operator sees it. *remaining* is seconds; below 0 the record is stale.
 
-    *owner_digest* tells two holdings apart without telling the owner. *reserved*: see Busy.
+    *age* is seconds since it was acquired, None if that is not known. *waiters* is how many callers of
+    all processes wait for the lock, None if the server is not told of them. *owner_digest* tells two
+    holdings apart without telling the owner. *reserved*: see Busy.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Held:
     shared: bool = False
     waiters: int | None = None
     reserved: bool = False
+    age: float | None = None
 
     def __post_init__(self) -> None:
         # Whoever may write to the server may have written anything there.
