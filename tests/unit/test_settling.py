@@ -19,7 +19,8 @@ class Server:
     """Takes *seconds* for each answer, by a clock that stands else; what is an error is raised."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1_000.0
+        # From the real time on: the clock thread of an earlier test may look at it.
+        self.now = clock.lease_time()
         self.asked = 0
         monkeypatch.setattr(clock, "lease_time", lambda: self.now)
 
