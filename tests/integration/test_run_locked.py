@@ -3,6 +3,7 @@
 import os
 import pty
 import re
+import select
 import signal
 import sys
 import uuid
@@ -184,17 +185,19 @@ def test_on_a_terminal_an_interrupt_reaches_the_command_once(name: str) -> None:
     )
     os.close(theirs)
     shown = b""
-    while b"runs" not in shown:
-        shown += os.read(ours, 1000)
 
+    def shows(text: bytes) -> bool:
+        nonlocal shown
+        shown += os.read(ours, 1000) if select.select([ours], [], [], 0)[0] else b""
+        return text in shown
+
+    eventually(lambda: shows(b"runs"), 30)
     os.write(ours, b"\x03")
-    while b"told" not in shown:
-        shown += os.read(ours, 1000)
+    eventually(lambda: shows(b"told"))
     process.terminate()
     process.wait(30)
     with pytest.raises(OSError, match="Input/output"):
-        while True:
-            shown += os.read(ours, 1000)
+        eventually(lambda: shows(b"the end"))
     os.close(ours)
 
     assert shown.count(b"told") == 1

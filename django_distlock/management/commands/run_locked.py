@@ -151,6 +151,11 @@ def run(command: list[str], lease: Lease, grace: float) -> int:
             kill.start()
 
         lease.on_lost(end)
+        # Python handles a signal that comes just before a wait begins once the wait is over: no long one here.
+        waiter = threading.Thread(target=child.wait, daemon=True)
+        waiter.start()
+        while waiter.is_alive():
+            waiter.join(0.25)
         code = child.wait()
         kill.cancel()
     finally:
