@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.template.response import TemplateResponse
 
 from .engine.naming import NameTemplate, signature_of, title_of
 from .exceptions import LockNotAcquired
@@ -158,6 +159,8 @@ def _sync(locked: _Locked) -> Callable[..., Any]:
             result = locked.transactions.inside(args)(*args, **kwargs)
             if inspect.isawaitable(result):
                 return _awaited(result, stack.pop_all())
+            if getattr(result, "status_code", 200) >= BAD_REQUEST:
+                lease.hold_on_success = 0.0
             if getattr(result, "streaming", False):
                 hold_until_closed(result, lease, stack.pop_all().close)
             return result
@@ -175,6 +178,8 @@ def _async(locked: _Locked) -> Callable[..., Any]:
                 refused = locked.refuse(busy, args, kwargs)
                 return await refused if inspect.isawaitable(refused) else refused
             result = await locked.function(*args, **kwargs)
+            if getattr(result, "status_code", 200) >= BAD_REQUEST:
+                lease.hold_on_success = 0.0
             if getattr(result, "streaming", False):
                 stack.pop_all()
                 hold_until_streamed(result, lease)
@@ -242,6 +247,8 @@ LONGEST_RETRY_AFTER = 5
 #: Retries after which the pauses grow no longer.
 LAST_GROWTH = 6
 
+#: What a view answers from here on is an error, after which free_on_error frees the lock.
+BAD_REQUEST = 400
 _TITLE = "Somebody else is already working on this; try again later."
 _TYPES = ["text/html", "application/json", "application/problem+json"]
 
@@ -251,21 +258,27 @@ def skip(value: Any = None) -> Policy:
     return lambda *args, **kwargs: value
 
 
-def respond(status: int = 409) -> Policy:
+def respond(status: int = 409, *, template: str = "") -> Policy:
     """Answer the request with *status*, and with ``Retry-After`` if the end of the holder's lease is known.
 
     It is at most 5 seconds, as a holder that renews its lease may be done at any time; for what
     min_hold or lock_delay reserves, it is all the rest of that.
-    Clients that prefer JSON get problem details (RFC 9457).
+    Clients that prefer JSON get problem details (RFC 9457); others get one sentence as plain text,
+    or a page: *template* is rendered with the LockNotAcquired as ``busy``.
     """
-    return functools.partial(_respond, status)
+    return functools.partial(_respond, status, template)
 
 
-def _respond(status: int, busy: LockNotAcquired, /, *args: Any, **kwargs: Any) -> HttpResponse:
+def _respond(
+    status: int, template: str, busy: LockNotAcquired, /, *args: Any, **kwargs: Any
+) -> HttpResponse:
     response: HttpResponse
     if _wants_json(args):
         problem = {"type": "about:blank", "title": _TITLE, "status": status}
         response = JsonResponse(problem, status=status, content_type=_TYPES[2])
+    elif template and (request := find_request(args)) is not None:
+        # Django renders it after the view, outside the event loop if the view is async.
+        response = TemplateResponse(request, template, {"busy": busy}, status=status)
     else:
         plain = "text/plain; charset=utf-8"
         response = HttpResponse(_TITLE, status=status, content_type=plain)

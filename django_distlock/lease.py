@@ -84,6 +84,8 @@ class Lease:
     due = 0.0
     #: See LockTerms.
     release_when = "auto"
+    #: Its min_hold, where that counts only if nothing fails until the release.
+    hold_on_success = 0.0
     #: Whether its last entry has been left, and the end of a transaction is going to release it.
     awaits_end = False
     _state = State.PENDING
@@ -386,6 +388,8 @@ class Lease:
 
     def leave(self, error: BaseException | None) -> None:
         """Release it at the end of a block that raised *error*, which a failed release does not hide."""
+        if error is not None:
+            self.hold_on_success = 0.0
         try:
             if self.is_entered and not self.is_left:
                 self.release()
@@ -394,6 +398,8 @@ class Lease:
 
     async def aleave(self, error: BaseException | None) -> None:
         """See leave()."""
+        if error is not None:
+            self.hold_on_success = 0.0
         try:
             if self.is_entered and not self.is_left:
                 await self.arelease()
@@ -431,6 +437,8 @@ class Lease:
                 self._entries = ()
                 # Whoever gives it back answers for it: a task that is cancelled meanwhile ends before.
                 self.caller = current_caller()
+                if self.hold_on_success:
+                    self.request = replace(self.request, min_hold=self.hold_on_success)
                 return False
             mine = [each for each in entries if each.is_current]
             entries.remove((mine or entries)[-1])
@@ -506,6 +514,7 @@ class Lease:
             "ttl": request.ttl,
             "shared": request.shared,
             "min_hold": request.min_hold,
+            "hold_on_success": self.hold_on_success,
             "lock_delay": request.lock_delay,
             "token": self.fencing_token,
         }
@@ -685,6 +694,7 @@ class _Handed:
         self.former = known.pop("owner")
         self._token = known.pop("token")
         renew, max_hold = known.pop("renew"), known.pop("max_hold")
+        hold_on_success = known.pop("hold_on_success", 0.0)
         name = checked_name(known.pop("name"))
         self._start, on_its_way = clock.lease_time(), clock.travelled(*known.pop("postmark"))
         if max_hold is not None:
@@ -694,6 +704,7 @@ class _Handed:
                 raise LockLost(name, "its max_hold is over")
         request = self.backend.request(name, **known, holder=Holder.current())
         self.lease = Lease(self.backend, request, renew=renew, max_hold=max_hold)
+        self.lease.hold_on_success = hold_on_success
 
     def attach(self) -> Lease:
         """Return the lease, held; LockLost if it had ended, or another process has attached it."""

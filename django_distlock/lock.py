@@ -54,6 +54,7 @@ class LockTerms(TypedDict, total=False):
     renew: extend the lease in the background at a third of its ttl; True unless said otherwise.
     max_hold: end renewal so that the lease lives no longer than this.
     min_hold: refuse the name to others for so long after it was acquired, even if it is released.
+    free_on_error: do not apply min_hold if the block or function raised, or the view answered 400 or more.
     lock_delay: refuse it to others for so long after a lease ended by expiry, not by release.
     release: "auto": at the exit, or after the end of the transaction that it was acquired in, if that
         is still open; "on_commit": after the end of all transactions that are open at the exit; "at_exit".
@@ -68,6 +69,7 @@ class LockTerms(TypedDict, total=False):
     renew: bool
     max_hold: Seconds | None
     min_hold: Seconds
+    free_on_error: bool
     lock_delay: Seconds
     release: Literal["auto", "at_exit", "on_commit"]
     purpose: str
@@ -86,6 +88,7 @@ class Terms:
     renew: bool = True
     max_hold: float | None = None
     min_hold: float = 0.0
+    free_on_error: bool = False
     lock_delay: float = 0.0
     release: str = "auto"
     purpose: str = ""
@@ -338,7 +341,7 @@ class Lock:
             ttl=ttl,
             holder=Holder.current(terms.purpose),
             shared=terms.shared,
-            min_hold=terms.min_hold,
+            min_hold=0.0 if terms.free_on_error else terms.min_hold,
             lock_delay=terms.lock_delay,
         )
 
@@ -352,6 +355,8 @@ class Lock:
         backend.check_ttl(request.ttl)
         lease = Lease(backend, request, renew=terms.renew, max_hold=terms.max_hold)
         lease.release_when = terms.release
+        if terms.free_on_error:
+            lease.hold_on_success = terms.min_hold
         if lease.began_in:
             transactions.tell_of_snapshots(self.name, lease.began_in, strict=backend.strict)
         return lease

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from asgiref.sync import sync_to_async
 
 from django_distlock import LockLost, LockNotAcquired, LockNotHeld, lock
+from django_distlock.lock import LockTerms
 from tests.fixtures.eventually import eventually, never
 
 from .crew import start
@@ -177,6 +179,41 @@ def test_min_hold_that_is_over_at_the_release_refuses_nobody(
         eventually(lambda: time.monotonic() > over)
 
     assert rival().tries()
+
+
+@needs("delays")
+def test_free_on_error_reserves_only_what_was_done(
+    using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    terms: LockTerms = {"using": using, "min_hold": 100, "free_on_error": True}
+
+    with pytest.raises(ZeroDivisionError), lock(name, **terms):
+        raise ZeroDivisionError
+    assert rival().tries()
+
+    with lock(f"{name}:done", **terms):
+        pass
+    other = rival(of=f"{name}:done")
+    assert not other.tries()
+    assert other.refused.reserved
+    assert other.refused.remaining is not None
+    assert 90 < other.refused.remaining <= 100.001
+
+
+@needs("delays")
+async def test_free_on_error_does_so_in_a_task_too(
+    using: str, name: str, rival: Callable[..., Rival]
+) -> None:
+    terms: LockTerms = {"using": using, "min_hold": 100, "free_on_error": True}
+
+    with pytest.raises(ZeroDivisionError):
+        async with lock(name, **terms):
+            raise ZeroDivisionError
+    async with lock(f"{name}:done", **terms):
+        pass
+
+    assert await sync_to_async(rival().tries)()
+    assert not await sync_to_async(rival(of=f"{name}:done").tries)()
 
 
 @needs("delays")

@@ -131,6 +131,22 @@ def test_an_attached_lease_keeps_the_terms(using: str, name: str, tick: float) -
         assert lease.remaining <= 300 * tick
 
 
+@needs("delays")
+def test_who_attached_it_decides_if_a_min_hold_counts(using: str, name: str, rival: Rivals) -> None:
+    def handed_on(name: str) -> Lease:
+        taken = lock(name, using=using, min_hold=100, free_on_error=True).acquire()
+        assert taken
+        return Lease.attach(taken.detach())
+
+    with pytest.raises(ZeroDivisionError), handed_on(name):
+        raise ZeroDivisionError
+    with handed_on(f"{name}:done"):
+        pass
+
+    assert rival().tries()
+    assert not rival(of=f"{name}:done").tries()
+
+
 def test_max_hold_is_counted_from_the_acquire(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:

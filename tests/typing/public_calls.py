@@ -78,6 +78,7 @@ def take_a_lock(account: Account) -> None:
         renew=False,
         max_hold=None,
         min_hold=0.5,
+        free_on_error=True,
         lock_delay=timedelta(seconds=1),
         release="on_commit",
         purpose="the yearly report",

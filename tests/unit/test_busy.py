@@ -7,13 +7,16 @@ import io
 import json
 from collections.abc import AsyncGenerator, Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from django.core.management import BaseCommand, call_command
 from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
 from django.test import RequestFactory
+from pytest_django.fixtures import Settings
 
 from django_distlock import LockNotAcquired, distributed_lock, lock, respond, retry, skip
 from django_distlock.decorators import find_request
@@ -160,6 +163,27 @@ def test_respond_answers_in_json_whom_asks_for_it(busy: str) -> None:
     assert response.status_code == 423
     assert response["Content-Type"] == "application/problem+json"
     assert json.loads(response.content)["status"] == 423
+
+
+def test_respond_shows_people_a_page_that_tells_when(
+    busy: str, tmp_path: Path, settings: Settings
+) -> None:
+    (tmp_path / "busy.html").write_text("{{ busy.name }}{{ busy.reserved_until|default:'' }}")
+    settings.TEMPLATES = [
+        {"BACKEND": "django.template.backends.django.DjangoTemplates", "DIRS": [tmp_path]}
+    ]
+
+    @distributed_lock(busy, timeout=0, on_busy=respond(template="busy.html"))
+    def view(request: HttpRequest) -> HttpResponse:
+        pytest.fail("held by another thread")
+
+    page = view(RequestFactory().get("/"))
+    asked = view(RequestFactory().get("/", headers={"accept": "application/json"}))
+
+    assert isinstance(page, TemplateResponse)
+    assert page.render().content == busy.encode()
+    assert (page.status_code, page["Retry-After"]) == (409, "5")
+    assert asked["Content-Type"] == "application/problem+json"
 
 
 def test_retry_outside_of_a_task_raises(busy: str) -> None:

@@ -72,6 +72,24 @@ def test_a_view_may_be_an_object() -> None:
     assert b"held: True" in view(RequestFactory().get("/")).content
 
 
+@pytest.mark.parametrize(
+    ("status", "is_reserved"), [(200, True), (302, True), (400, False), (500, False)]
+)
+def test_a_view_that_fails_reserves_nothing(status: int, is_reserved: bool) -> None:
+    @distributed_lock("a", timeout=0, min_hold=60, free_on_error=True)
+    def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(status=status)
+
+    @distributed_lock("b", timeout=0, min_hold=60, free_on_error=True)
+    async def aview(request: HttpRequest) -> HttpResponse:
+        return HttpResponse(status=status)
+
+    view(RequestFactory().get("/"))
+    asyncio.run(aview(AsyncRequestFactory().get("/")))
+
+    assert (_is_held("a"), _is_held("b")) == (is_reserved, is_reserved)
+
+
 async def test_dispatch_of_an_asynchronous_view_holds_it() -> None:
     @method_decorator(distributed_lock("a"), name="dispatch")
     class Held(View):

@@ -63,6 +63,7 @@ MEMCACHED_PAGE = "docs/reference/backends/memcached.md"
 MACHINERY = {
     "abandon",
     "due",
+    "hold_on_success",
     "release_when",
     "awaits_end",
     "is_left",

@@ -249,7 +249,7 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
         ("graceful", "use on_busy of distributed_lock()"),
         (
             "colour",
-            "it takes lock_delay, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
+            "it takes free_on_error, lock_delay, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
         ),
     ],
 )

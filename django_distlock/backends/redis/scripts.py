@@ -213,16 +213,16 @@ return busy()
 """
 
 # Gives back what an owner holds, and wakes who is next.
-# ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late, and take it from the queue.
-# Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
+# ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late, and take it from the queue,
+# min_hold (microseconds). Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
 _RELEASE = f"""
 local owner, is_final = ARGV[2], ARGV[3] == '1'
 local ends = number(redis.call('ZSCORE', holders, owner))
 
 local function give_back()
-  local _, acquired, min_hold = described(owner)
+  local _, acquired = described(owner)
   forget(owner)
-  hold_back(acquired + min_hold)
+  hold_back(acquired + ARGV[4])
   note('ended', owner)
   return 1
 end

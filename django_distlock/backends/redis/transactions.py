@@ -203,11 +203,11 @@ class _Lock:
             self.leave(owner)
         return [1, token]
 
-    def decide_release(self, owner: bytes, is_final: bytes) -> int:
+    def decide_release(self, owner: bytes, is_final: bytes, min_hold: int) -> int:
         if is_final:
             self.leave(owner)
         if self.holders.get(owner, 0) > self.now:
-            _, acquired, min_hold, *_ = self.described(owner)
+            _, acquired, *_ = self.described(owner)
             self.forget(owner)
             self.hold_back(acquired + min_hold)
             self.note(b"ended", owner)

@@ -100,14 +100,14 @@ class Verbs:
 
     def release(self, request: Request) -> Conversation[Release]:
         """Give it back."""
-        (answer,) = yield from self._answers(self._call(RELEASE, request, ""))
+        (answer,) = yield from self._answers(self._release(request, ""))
         return _RELEASES[answer]
 
     def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
         """Give them back for good: whatever of these owners arrives late is refused."""
         outcomes: list[Release | Exception] = []
         for some in _batches(requests, BATCH):
-            calls = [self._call(RELEASE, request, "1") for request in some]
+            calls = [self._release(request, "1") for request in some]
             for answer in (yield from self._together(calls)):
                 try:
                     outcomes.append(_RELEASES[self._checked(answer)])
@@ -175,6 +175,9 @@ class Verbs:
         if isinstance(answer, ResponseError) and not str(answer).startswith("UNBLOCKED"):
             raise LockBackendError(self._alias, f"Redis refused BLPOP: {answer}") from answer
         return answer[0].decode() if isinstance(answer, (list, tuple)) else None
+
+    def _release(self, request: Request, is_final: str) -> Call:
+        return self._call(RELEASE, request, is_final, microseconds(request.min_hold))
 
     def _call(self, script: Script, request: Request, *args: Any) -> Call:
         keys = self._space.of(request.key)
