@@ -116,6 +116,7 @@ class _LastEnd:
             )
 
     def drop(self) -> None:
+        self._lease.hold_on_success = 0.0  # rolled back
         if self.is_last():
             self._lease.awaits_end = False
             self._lease.release_later()

@@ -29,6 +29,7 @@ from django_distlock import (
     lock_all,
     transactions,
 )
+from django_distlock.lock import LockTerms
 from tests.fixtures.eventually import eventually
 from tests.unit.conftest import LOCMEM
 
@@ -140,6 +141,20 @@ def test_it_is_kept_until_the_rollback() -> None:
         raise RolledBack
 
     eventually(is_free, 5)
+
+
+def test_a_rollback_is_an_error_after_which_no_min_hold_counts() -> None:
+    terms: LockTerms = {"min_hold": 60, "free_on_error": True}
+
+    with pytest.raises(RolledBack), transaction.atomic():
+        with lock("a", **terms):
+            pass
+        raise RolledBack
+    with transaction.atomic(), lock("b", **terms):
+        pass
+
+    eventually(lambda: is_free("a"), 5)
+    assert not is_free("b")
 
 
 def test_a_streaming_response_that_is_closed_after_the_transaction_frees_it() -> None:
