@@ -15,6 +15,7 @@ urlpatterns = [
     path(
         "accounts/<int:account_id>/charge-unlocked/", views.charge_unlocked, name="charge-unlocked"
     ),
+    path("accounts/<int:account_id>/form/", views.charge_form, name="charge-form"),
     path("accounts/<int:account_id>/statement/", views.statement, name="statement"),
     path("admin/", admin.site.urls),
 ]

@@ -190,8 +190,9 @@ def server(environment: Environment, tmp_path: Path) -> Iterator["subprocess.Pop
 
 def lock_states(environment: Environment) -> dict[str, str]:
     query = """
-        SELECT description, CASE WHEN owner IS NULL THEN 'free'
-        WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'stale' ELSE 'held' END
+        SELECT description, CASE
+        WHEN owner IS NULL AND available_at > strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'reserved'
+        WHEN owner IS NULL THEN 'free' WHEN expires_at < strftime('%Y-%m-%d %H:%M:%f', 'now') THEN 'stale' ELSE 'held' END
         FROM django_distlock_methodlock
     """
     with closing(sqlite3.connect(environment["DISTLOCK_SQLITE_PATH"])) as connection:
@@ -210,7 +211,12 @@ def test_the_server_has_accounts_and_locks_to_show(environment: Environment) -> 
     index = page(environment, "/")
 
     assert all(f">{name}</a>" in index for name in ("Ada", "Grace", "Linus"))
-    expected = {"newsletter": "free", "import:orders": "stale", "report:monthly": "held"}
+    expected = {
+        "newsletter": "free",
+        "reminders:daily": "reserved",
+        "import:orders": "stale",
+        "report:monthly": "held",
+    }
     eventually(lambda: lock_states(environment) == expected)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from datetime import timedelta
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from django.contrib.auth.models import User
 from django.core.management import call_command
 from django.core.management.base import BaseCommand
+from django.utils import timezone
 
 from django_distlock import lock
+from django_distlock.models import MethodLock
 from testproject.models import Account
 from testproject.servers import let_go, read_line, start
 from testproject.services import open_account
@@ -61,14 +64,23 @@ def make_accounts() -> None:
 
 @contextmanager
 def some_locks() -> Iterator[None]:
-    """Have one lock that is free, one that a crash left behind, and one that is held meanwhile."""
+    """Have locks that are free, reserved and left behind by a crash; one that is held, and waited for."""
     with lock("newsletter", purpose="sending the newsletter"):
         pass
+    reserved = lock("reminders:daily", timeout=0, min_hold=timedelta(hours=1))
+    if reserved.acquire():
+        reserved.release()
     start("hold", "import:orders", "--purpose=importing orders", "--ttl=1", "--crash").wait()
     holder = start("hold", "report:monthly", "--purpose=the monthly report")
     read_line(holder)
+    # For people, it began long ago.
+    row = MethodLock.objects.filter(description="report:monthly")
+    row.update(acquired_at=timezone.now() - timedelta(hours=3))
+    waiter = start("hold", "report:monthly", "--purpose=the same report, once more")
     try:
-        yield
+        with lock("cache:warm-up", using="locmem", purpose="filling the cache"):
+            yield
     finally:
-        let_go(holder)
-        holder.wait()
+        for process in (holder, waiter):
+            let_go(process)
+            process.wait()

@@ -1,0 +1,221 @@
+"""A form that is charged once, however often it is sent: by HTTP, and by people at a browser."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.http import HttpResponse
+from django.test import Client
+from django.urls import reverse
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+
+from django_distlock import lock
+from testproject import views
+from testproject.models import Account, Fee
+from testproject.services import open_account
+from tests.fixtures.environment import free_port, is_listening
+from tests.fixtures.eventually import eventually
+from tests.fixtures.launch import launch
+
+JSON = {"accept": "application/json"}
+Send = Callable[..., Any]
+
+
+@pytest.fixture
+def account(databases: None) -> Account:
+    return open_account("Ada", Decimal("1000.00"))
+
+
+@pytest.fixture
+def send(client: Client, account: Account, monkeypatch: pytest.MonkeyPatch) -> Send:
+    """Sends the form, with the token "t" and the fields that are given."""
+    monkeypatch.setattr(views, "PATIENCE", 0.3)
+    url = reverse("charge-form", args=[account.pk])
+    return lambda headers=None, **fields: client.post(
+        url, {"token": "t", **fields}, headers=headers
+    )
+
+
+def fees(account: Account) -> int:
+    return Fee.objects.filter(account=account).count()
+
+
+def test_second_sending_is_refused_for_a_minute(send: Send, account: Account) -> None:
+    first, second, other = send(), send(), send(token="other")
+
+    assert (first.status_code, second.status_code, other.status_code) == (302, 409, 302)
+    assert 55 < int(second["Retry-After"]) <= 60
+    assert "It was done." in second.content.decode()
+    assert fees(account) == 2
+
+
+def test_program_is_told_so_in_json_and_names_its_request_in_a_header(
+    send: Send, account: Account
+) -> None:
+    named = {**JSON, "idempotency-key": "of a program"}
+
+    first, second = send(named), send(named)
+
+    assert first.json() == {"fee": "30.00"}
+    assert (second.status_code, second["Content-Type"]) == (409, "application/problem+json")
+    assert second.json()["status"] == 409
+    assert 55 < int(second["Retry-After"]) <= 60
+    assert fees(account) == 1
+
+
+def test_one_of_two_at_the_same_time_is_charged(send: Send, account: Account) -> None:
+    with ThreadPoolExecutor() as threads:
+        answers: list[HttpResponse] = list(threads.map(lambda _: send(), range(4)))
+
+    assert sorted(answer.status_code for answer in answers) == [302, 409, 409, 409]
+    assert fees(account) == 1
+
+
+def test_retry_after_a_failure_is_let_through_at_once(
+    send: Send, account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert send(fail="on").status_code == 503
+    with monkeypatch.context() as broken:
+        broken.setattr(views, "charge_fee", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            send()
+    assert fees(account) == 0
+
+    assert send().status_code == 302
+    assert send().status_code == 409
+    assert fees(account) == 1
+
+
+def test_two_accounts_may_have_the_same_token(send: Send, client: Client) -> None:
+    other = open_account("Grace", Decimal(1000))
+
+    answers = [send(), client.post(reverse("charge-form", args=[other.pk]), {"token": "t"})]
+
+    assert [answer.status_code for answer in answers] == [302, 302]
+
+
+@pytest.mark.parametrize("token", ["", "x" * 101, "x" * 20_000])
+def test_request_without_a_proper_token_is_refused(
+    send: Send, account: Account, token: str
+) -> None:
+    assert send(token=token).status_code == 400
+    assert fees(account) == 0
+
+
+def test_hostile_token_is_a_token(send: Send, account: Account) -> None:
+    hostile = "{account.name}\x00<script>\u202e'"
+
+    assert [send(token=hostile).status_code for _ in range(2)] == [302, 409]
+    assert lock(f"form:{account.pk}:{hostile}").locked()
+
+
+# At a browser, served by threads of another process.
+
+
+@pytest.fixture(scope="module")
+def site(databases: None) -> Iterator[str]:
+    port = free_port()
+    command = [sys.executable, "-m", "testproject", "runserver", "--noreload", f"127.0.0.1:{port}"]
+    root, quiet = Path(__file__).parents[2], subprocess.DEVNULL
+    server = launch(command, cwd=root, stdout=quiet, stderr=quiet)
+    try:
+        eventually(lambda: is_listening(port), 20, "the site answers")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[WebDriver]:
+    options = webdriver.ChromeOptions()
+    for flag in ("headless", "no-sandbox", "disable-gpu", f"user-data-dir={tmp_path}"):
+        options.add_argument(f"--{flag}")
+    driver = shutil.which("chromedriver")
+    assert driver, "chromedriver is missing: install Debian's chromium and chromium-driver"
+    chrome = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    yield chrome
+    chrome.quit()
+
+
+@pytest.fixture
+def form(browser: WebDriver, site: str, account: Account) -> str:
+    """The address of the form, which the browser shows."""
+    address = site + reverse("charge-form", args=[account.pk])
+    browser.get(address)
+    return address
+
+
+def press(browser: WebDriver) -> None:
+    browser.find_element(By.CSS_SELECTOR, "button").click()
+
+
+def shows(browser: WebDriver, text: str) -> None:
+    script = "return document.body ? document.body.innerText : ''"
+    eventually(lambda: text in browser.execute_script(script), 15, text)
+
+
+@pytest.mark.server
+def test_double_click_charges_once(browser: WebDriver, form: str, account: Account) -> None:
+    browser.execute_script(
+        "const button = document.querySelector('button'); button.click(); setTimeout(() => button.click(), 300)"
+    )
+
+    shows(browser, "It is being worked on.")
+    eventually(lambda: fees(account) == 1, 10)
+    browser.refresh()
+    shows(browser, "It was done.")
+    assert fees(account) == 1
+
+
+@pytest.mark.server
+def test_form_of_the_page_before_is_not_charged_again(
+    browser: WebDriver, form: str, account: Account
+) -> None:
+    press(browser)
+    shows(browser, "All 1 fees are in it.")
+
+    browser.back()
+    press(browser)
+
+    shows(browser, "It was done.")
+    browser.refresh()
+    shows(browser, "It was done.")
+    assert fees(account) == 1
+
+
+@pytest.mark.server
+def test_two_tabs_have_forms_of_their_own(browser: WebDriver, form: str, account: Account) -> None:
+    first = browser.current_window_handle
+    browser.switch_to.new_window("tab")
+    browser.get(form)
+    for tab in (first, browser.current_window_handle):
+        browser.switch_to.window(tab)
+        press(browser)
+        shows(browser, "fees are in it.")
+
+    assert fees(account) == 2
+
+
+@pytest.mark.server
+def test_form_that_failed_can_be_sent_again(
+    browser: WebDriver, form: str, account: Account
+) -> None:
+    browser.find_element(By.NAME, "fail").click()
+    press(browser)
+    shows(browser, "That failed, and nothing was charged.")
+
+    press(browser)
+
+    shows(browser, "All 1 fees are in it.")
+    assert fees(account) == 1
