@@ -59,7 +59,7 @@ def test_the_sdist_can_be_built_from(built: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
 
-    others = {"CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "PKG-INFO"}
+    others = {"CHANGELOG.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml", "PKG-INFO"}
     assert names - {".gitignore"} == shipped() | others
 
 

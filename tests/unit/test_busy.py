@@ -165,6 +165,21 @@ def test_respond_answers_in_json_whom_asks_for_it(busy: str) -> None:
     assert json.loads(response.content)["status"] == 423
 
 
+@pytest.mark.parametrize("accept", ["text/html", "application/json"])
+def test_respond_tells_a_client_neither_the_name_nor_the_holder(busy: str, accept: str) -> None:
+    @distributed_lock(busy, timeout=0)
+    def work() -> None:
+        pytest.fail("held by another thread")
+
+    with pytest.raises(LockNotAcquired) as caught:
+        work()
+    answer = respond()(caught.value, RequestFactory().get("/", headers={"accept": accept}))
+
+    assert caught.value.holder
+    for secret in (busy.encode(), caught.value.holder.host.encode(), b"pid"):
+        assert secret not in answer.content.replace(b"about:blank", b"")
+
+
 def test_respond_shows_people_a_page_that_tells_when(
     busy: str, tmp_path: Path, settings: Settings
 ) -> None:

@@ -242,13 +242,14 @@ def test_the_path_of_a_view_is_escaped(
     memory: LocMemBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "django_distlock")
-    request = RequestFactory().get("/report/x%0aCRITICAL django.security: %1b[2J/")
+    request = RequestFactory().get("/report/x%0aCRITICAL django.security: %1b[2J/?token=secret")
     assert "\n" in request.path
 
     told = _report(request).content.decode()
 
     assert told.isprintable()
     assert r"GET /report/x\nCRITICAL django.security: \x1b[2J/" in told
+    assert "secret" not in told
 
 
 def test_the_name_of_a_thread_is_escaped(memory: LocMemBackend) -> None:
