@@ -320,7 +320,7 @@ local is_reserved = ARGV[2] == '' and redis.call('ZCARD', holders) == 0 and
 if not is_reserved and not redis.call('ZSCORE', holders, ARGV[2]) then return 0 end
 forget(ARGV[2])
 redis.call('HSET', record, 'token', text(math.max(number(redis.call('HGET', record, 'token')) + 1, now)))
-if redis.call('ZCARD', holders) == 0 then redis.call('HSET', record, 'available', '0') end
+if redis.call('ZCARD', holders) == 0 then redis.call('HDEL', record, 'available') end
 keep(now)
 wake()
 return 1

@@ -1,12 +1,12 @@
-"""The same without scripts: WATCH, read, decide here, and write if nobody wrote meanwhile (MULTI, EXEC). No I/O.
+"""The same without scripts: WATCH, read, decide here, and write what changed if nobody wrote meanwhile (MULTI, EXEC).
 
-Each function here does what the one of its name does in scripts, and each decision what the script of its name does.
+No I/O. Each decision does what the script of its name does, and its parts what the functions of their names do there.
 """
 
 from __future__ import annotations
 
 import re
-from itertools import chain
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import OutOfMemoryError, ResponseError
@@ -25,96 +25,63 @@ ROUNDS = 100
 _HOLDING = re.compile(rb"(\d+) (\d+) (\d+) (\d+) (.*)", re.DOTALL)
 
 
-# What is asked.
-
-
 def transact(call: Call, *after: Command) -> Conversation[list[Any]]:
     """Carry *call* out as its script would, and return its answer and those to *after*.
 
     Two round trips; one to look. An error of Redis is an answer: nothing was carried out then.
     """
-    attempt = _look if call.script is LOOK else _change
+    reads = (
+        read for keys in dict.fromkeys(keys for keys, _ in _parts(call)) for read in _reads(keys)
+    )
+    # MULTI already here: were it refused among the writes, they would be carried out unguarded. No reads
+    # behind it: a Redis whose memory is full has no place to queue anything.
+    begin: tuple[Command, ...] = ("WATCH", *call.keys), ("TIME",), *reads, ("MULTI",)
+    end: tuple[Command, ...] = ("EXEC",), *after
+    answer: Any = None
+    writes: list[Command] = []
     for _ in range(ROUNDS):
-        answers = yield from attempt(call, after)
-        if answers:
-            return answers
+        found = yield (*begin, *end) if call.script is LOOK else begin
+        found, answers = found[: len(begin)], found[len(begin) :]
+        error = _first_error([*found, *answers[:1]])
+        if not error:
+            answer, writes = _decided(call, found[1:-1])
+        if not (error or answers):
+            answers = yield (*writes, *end)
+            queued, answers = answers[: len(writes)], answers[len(writes) :]
+            done = answers[0] if isinstance(answers[0], list) else answers[:1]
+            error = _first_error([*queued, *done])
+        if error:
+            return (yield from _refused(error, call, answer, writes))
+        if answers[0] is not None:
+            return [answer, *answers[1:]]
     return [ResponseError(f"others wrote meanwhile, {ROUNDS} times in a row")]
 
 
-def _look(call: Call, after: Sequence[Command]) -> Conversation[list[Any]]:
-    """Read, if nobody writes meanwhile; else return no answers."""
-    # Not between MULTI and EXEC: a Redis whose memory is full has no place to queue anything.
-    asked = _begin(call)
-    answers = yield (*asked, ("EXEC",), *after)
-    found, done, more = answers[: len(asked)], answers[len(asked)], answers[len(asked) + 1 :]
-    if error := _first_error([*found, done]):
-        return (yield from _refused(error))
-    answer, _ = _decided(call, found[1:-1])
-    return [answer, *more] if done is not None else []
+def _reads(keys: tuple[str, ...]) -> list[Command]:
+    record, *ordered = keys
+    sets = (("ZRANGE", key, 0, -1, "WITHSCORES") for key in ordered)
+    return [("HGETALL", record), *sets, ("PTTL", record), ("PTTL", ordered[0])]
 
 
-def _change(call: Call, after: Sequence[Command]) -> Conversation[list[Any]]:
-    """Read, decide, and write if nobody wrote meanwhile; else return no answers."""
-    found = yield _begin(call)
-    if error := _first_error(found):
-        return (yield from _refused(error))
-    answer, writes = _decided(call, found[1:-1])
-    # With nothing to write, EXEC still tells whether what was read belongs together.
-    answers = yield (*writes, ("EXEC",), *after)
-    queued, done, more = answers[: len(writes)], answers[len(writes)], answers[len(writes) + 1 :]
-    if error := _first_error([*queued, done, *(done if isinstance(done, list) else ())]):
-        return (yield from _refused(error, answer, _removals(call)))
-    return [answer, *more] if done is not None else []
-
-
-def _begin(call: Call) -> tuple[Command, ...]:
-    """Return what watches the keys, tells all that has to be known, and begins to write."""
-    reads: list[Command] = []
-    if call.script is EXTEND:
-        for record, holders, owner, _ in _leases(call):
-            reads += ("ZSCORE", holders, owner), ("PTTL", record), ("PTTL", holders)
-    else:
-        record, *ordered = call.keys
-        reads.append(("HGETALL", record))
-        reads += (("ZRANGE", key, 0, -1, "WITHSCORES") for key in ordered)
-        reads += ("PTTL", record), ("PTTL", ordered[0])
-    # MULTI already here: were it refused among the writes, they would be carried out unguarded.
-    return ("WATCH", *call.keys), ("TIME",), *reads, ("MULTI",)
+def _frees(owner: Any, write: Any) -> bool:
+    """Return whether *write* removes something of *owner*, or what a holding has reserved."""
+    verb, *_, last = write
+    is_removal = verb in {"ZREM", "HDEL", "DEL"}
+    return is_removal and (last == b"available" or str(owner).encode() in last)
 
 
 def _refused(
-    error: ResponseError, answer: Any = None, removals: Sequence[Command] = ()
+    error: ResponseError, call: Call, answer: Any, writes: Sequence[Command]
 ) -> Conversation[list[Any]]:
-    """Leave the connection as it was found; what only frees memory is carried out even if it is full."""
-    # They fail where a transaction has ended, or has not begun: nobody minds.
-    yield (("DISCARD",), ("UNWATCH",))
-    if not (removals and isinstance(error, OutOfMemoryError)):
-        return [error]
-    answers = yield removals
-    return [_first_error(answers) or answer]
+    """Leave the connection as it was found. If the memory is full, carry out what frees this owner's.
 
-
-def _removals(call: Call) -> list[Command]:
-    """Return what sets free what *call* is to free, without a look, since nobody else has this owner.
-
-    Not all that its script does: nobody is woken, nor is it remembered who gave it back.
+    Nobody else has this owner, so that needs no look; nor is anybody woken, or remembered to have ended.
     """
-    commands: list[Command] = []
-    if call.script in {RELEASE, FORCE, LEAVE}:
-        record, holders, queue, alive = call.keys
-        bells, owner, *is_final = map(str, call.args)
-        if call.script is not LEAVE:
-            commands += ("ZREM", holders, owner), ("HDEL", record, f"h:{owner}")
-        if call.script is FORCE:
-            commands.append(("HDEL", record, "available"))
-        elif call.script is LEAVE or "1" in is_final:
-            places = f"x{owner}", f"s{owner}"
-            commands += (
-                ("ZREM", queue, *places),
-                ("ZREM", alive, *places),
-                ("DEL", f"{bells}{owner}"),
-            )
-    return commands
+    is_freeing = isinstance(error, OutOfMemoryError) and call.script in {RELEASE, FORCE, LEAVE}
+    removals = [*filter(partial(_frees, call.args[1]), writes)] if is_freeing else []
+    # The first two fail where a transaction has ended, or has not begun: nobody minds.
+    _, _, *answers = yield (("DISCARD",), ("UNWATCH",), *removals)
+    return [(_first_error(answers) or answer) if is_freeing else error]
 
 
 def _first_error(answers: Sequence[Any]) -> ResponseError | None:
@@ -124,49 +91,63 @@ def _first_error(answers: Sequence[Any]) -> ResponseError | None:
 # What becomes of the lock.
 
 
+def _parts(call: Call) -> list[tuple[tuple[str, ...], tuple[Any, ...]]]:
+    """Return what is asked of each lock: its keys, what doorbells begin with, and the other arguments."""
+    if call.script is not EXTEND:
+        return [(call.keys, call.args)]
+    return [
+        (call.keys[i : i + 2], ("", *call.args[i : i + 2])) for i in range(0, len(call.keys), 2)
+    ]
+
+
 def _decided(call: Call, found: Sequence[Any]) -> tuple[Any, list[Command]]:
     """Return the answer of *call* where its reads were answered *found*, and what is to be written."""
-    if call.script is EXTEND:
-        return _extend(call, found)
-    bells, *args = (arg.encode() if isinstance(arg, str) else arg for arg in call.args)
-    lock = _Lock(call.keys, bells, found)
-    return getattr(lock, f"decide_{call.script.name}")(*args), lock.writes
-
-
-def _extend(call: Call, found: Sequence[Any]) -> tuple[list[int], list[Command]]:
-    now, leases = _instant(found[0]), _leases(call)
-    told = list(zip(leases, found[1::3], found[2::3], found[3::3], strict=True))
-    # The same lock may be among them twice.
-    ends = {lease[1:3]: int(float(score or 0)) for lease, score, _, _ in told}
-    lives = {key: ms for lease, _, *both in told for key, ms in zip(lease[:2], both, strict=True)}
-    kept: list[int] = []
-    writes: list[Command] = []
-    for record, holders, owner, ttl in leases:
-        kept.append(int(ends[holders, owner] > now))
-        if now < ends[holders, owner] < now + ttl:
-            ends[holders, owner] = now + ttl
-            writes += ("ZADD", holders, now + ttl, owner), *_keeping(lives, (record, holders), ttl)
-    return kept, writes
-
-
-def _leases(call: Call) -> list[tuple[str, str, str, int]]:
-    parts = call.keys[::2], call.keys[1::2], map(str, call.args[::2]), map(int, call.args[1::2])
-    return list(zip(*parts, strict=True))
+    time, *found = found
+    answers, locks = list[Any](), dict[tuple[str, ...], _Lock]()
+    for keys, words in _parts(call):
+        bells, *args = (word.encode() if isinstance(word, str) else word for word in words)
+        # The same lock may be extended twice.
+        if (lock := locks.get(keys)) is None:
+            count = len(_reads(keys))
+            lock = locks[keys] = _Lock(keys, bells, time, found[:count])
+            found = found[count:]
+        answers.append(getattr(lock, f"decide_{call.script.name}")(*args))
+    writes = [write for lock in locks.values() for write in lock.writes()]
+    return (answers if call.script is EXTEND else answers[0]), writes
 
 
 class _Lock:
-    """One lock as it was read. What is changed in it is put down in *writes* too, for Redis to carry out."""
+    """One lock: what was read, and what becomes of it. *others* are writes that are no change of these."""
 
-    def __init__(self, keys: tuple[str, ...], bells: Any, found: Sequence[Any]) -> None:
-        time, fields, holders, queue, alive, *lives = found
-        self.keys, self.bells, self.now = keys, bells, _instant(time)
+    def __init__(
+        self, keys: tuple[str, ...], bells: Any, time: Sequence[bytes], found: Sequence[Any]
+    ) -> None:
+        seconds, microseconds = map(int, time)
+        fields, *ordered, record_lives, holders_live = found
+        self.keys, self.bells, self.now = keys, bells, seconds * 1_000_000 + microseconds
         self.fields: dict[bytes, bytes] = dict(_pairs(fields))
-        self.holders, self.queue, self.alive = (
-            {member: int(float(score)) for member, score in _pairs(each)}
-            for each in (holders, queue, alive)
-        )
-        self.lives: dict[str, int] = dict(zip(keys, lives, strict=False))
-        self.writes: list[Command] = []
+        sets = [{member: int(float(score)) for member, score in _pairs(each)} for each in ordered]
+        self.holders, self.queue, self.alive = sets if len(sets) == 3 else (*sets, {}, {})
+        self.state: list[dict[bytes, Any]] = [self.fields, self.holders, self.queue, self.alive]
+        self.read = [{**each} for each in self.state]
+        #: For how many ms they live, and are to live.
+        self.lives: dict[str, int] = {keys[0]: record_lives, keys[1]: holders_live}
+        self.kept: dict[str, int] = {}
+        self.others: list[Command] = []
+
+    def writes(self) -> Iterator[Command]:
+        """Return what makes Redis have it as it is here."""
+        for key, before, now in zip(self.keys, self.read, self.state, strict=False):
+            is_record = key == self.keys[0]
+            for member in before.keys() - now.keys():
+                yield "HDEL" if is_record else "ZREM", key, member
+            for member, value in now.items():
+                if before.get(member) != value:
+                    yield (
+                        ("HSET", key, member, value) if is_record else ("ZADD", key, value, member)
+                    )
+        yield from (("PEXPIRE", key, left) for key, left in self.kept.items())
+        yield from self.others
 
     # The decisions.
 
@@ -174,28 +155,25 @@ class _Lock:
         min_hold, lock_delay, name, holder, is_queued, is_fair = more
         self.expire()
         if owner in self.holders:
-            self.hold(owner, max(self.holders[owner], self.now + ttl))
+            self.holders[owner] = max(self.holders[owner], self.now + ttl)
             return [1, self.described(owner)[0]]
         if self.is_noted(b"revoked", owner):
             return self.busy()
         is_free = not self.holders or mode == self.fields.get(b"mode") == b"s"
-        if (
-            self.number(b"available") > self.now
-            or not is_free
-            or self.is_behind(owner, mode, is_fair)
-        ):
+        is_free = is_free and self.number(b"available") <= self.now
+        if not is_free or self.is_behind(owner, mode, is_fair):
             if is_queued:
                 self.stand_in_line(mode + owner)
             return self.busy()
         token = max(self.number(b"token") + 1, self.now)
-        self.put(
-            (b"token", token),
-            (b"mode", mode),
-            (b"available", self.now if mode == b"x" else 0),
-            (b"name", name),
-            (b"h:" + owner, b"%d %d %d %d %b" % (token, self.now, min_hold, lock_delay, holder)),
-        )
-        self.hold(owner, self.now + ttl)
+        self.fields |= {
+            b"token": b"%d" % token,
+            b"mode": mode,
+            b"available": b"%d" % self.now if mode == b"x" else b"0",
+            b"name": name,
+            b"h:" + owner: b"%d %d %d %d %b" % (token, self.now, min_hold, lock_delay, holder),
+        }
+        self.holders[owner] = self.now + ttl
         if mode == b"x":
             self.hold_back(self.now + min_hold)
         self.keep(self.now + ttl + lock_delay)
@@ -224,6 +202,13 @@ class _Lock:
             self.wake()
         return answer
 
+    def decide_extend(self, owner: bytes, ttl: int) -> int:
+        ends = self.holders.get(owner, 0)
+        if self.now < ends < self.now + ttl:
+            self.holders[owner] = self.now + ttl
+            self.keep(self.now + ttl)
+        return int(ends > self.now)
+
     def decide_take_over(self, owner: bytes, former: bytes, ttl: int, holder: bytes) -> int:
         self.expire()
         if owner in self.holders:
@@ -232,8 +217,8 @@ class _Lock:
             return 0
         ends, described = self.holders[former], self.described(former)
         self.forget(former)
-        self.put((b"h:" + owner, b"%d %d %d %d %b" % (*described[:4], holder)))
-        self.hold(owner, max(ends, self.now + ttl))
+        self.fields[b"h:" + owner] = b"%d %d %d %d %b" % (*described[:4], holder)
+        self.holders[owner] = max(ends, self.now + ttl)
         self.keep(self.now + ttl)
         return 1
 
@@ -254,9 +239,9 @@ class _Lock:
             return 0
         if owner:
             self.forget(owner)
-        self.put((b"token", max(self.number(b"token") + 1, self.now)))
+        self.fields[b"token"] = b"%d" % max(self.number(b"token") + 1, self.now)
         if not self.holders:
-            self.put((b"available", 0))
+            self.fields.pop(b"available", None)
         self.keep(self.now)
         self.wake()
         return 1
@@ -289,35 +274,22 @@ class _Lock:
             return 0, 0, 0, 0, b""
         return int(found[1]), int(found[2]), int(found[3]), int(found[4]), found[5]
 
-    def write(self, *command: str | int | bytes) -> None:
-        self.writes.append(command)
-
-    def put(self, *changed: tuple[bytes, bytes | int]) -> None:
-        pairs = [
-            (name, b"%d" % value if isinstance(value, int) else value) for name, value in changed
-        ]
-        self.fields.update(pairs)
-        self.write("HSET", self.keys[0], *chain.from_iterable(pairs))
-
-    def hold(self, owner: bytes, ends: int) -> None:
-        self.holders[owner] = ends
-        self.write("ZADD", self.keys[1], ends, owner)
-
     def keep(self, ends: int) -> None:
-        self.writes += _keeping(self.lives, self.keys[:2], ends - self.now)
+        wanted = max(0, -((self.now - ends) // 1000)) + RETENTION * 1000
+        for key, left in self.lives.items():
+            if left < wanted - 600_000:
+                self.lives[key] = self.kept[key] = wanted
 
     def hold_back(self, instant: int) -> None:
         if instant > self.now and instant > self.number(b"available"):
-            self.put((b"available", instant))
-            left = -(-(instant - self.now) // 1000)
-            self.write("SET", f"{self.keys[0]}:r", "", "PX", left)
+            self.fields[b"available"] = b"%d" % instant
+            left = -((self.now - instant) // 1000)
+            self.others.append(("SET", f"{self.keys[0]}:r", "", "PX", left))
             self.keep(instant)
 
     def forget(self, owner: bytes) -> None:
         del self.holders[owner]
         self.fields.pop(b"h:" + owner, None)
-        self.write("ZREM", self.keys[1], owner)
-        self.write("HDEL", self.keys[0], b"h:" + owner)
         if not self.holders:
             # Redis drops an empty set, and how long it was to be kept: the next one is kept for ever.
             self.lives[self.keys[1]] = -1
@@ -345,9 +317,8 @@ class _Lock:
 
     def ring(self, owner: bytes) -> None:
         # Once, however often it was rung before.
-        self.write("DEL", self.bells + owner)
-        self.write("RPUSH", self.bells + owner, 1)
-        self.write("PEXPIRE", self.bells + owner, 10_000)
+        bell = self.bells + owner
+        self.others += ("DEL", bell), ("RPUSH", bell, 1), ("PEXPIRE", bell, 10_000)
 
     def wake(self) -> None:
         has_readers, is_first = bool(self.holders), True
@@ -362,34 +333,28 @@ class _Lock:
             self.ring(owner)
 
     def stand_in_line(self, waiter: bytes) -> None:
-        _, _, queue, alive = self.keys
-        ticket = max(max(self.queue.values(), default=0) + 1, self.now)
-        self.write("ZADD", queue, "NX", ticket, waiter)
+        self.queue.setdefault(waiter, max(max(self.queue.values(), default=0) + 1, self.now))
         self.stay(waiter)
-        for other, patience in self.alive.items():
-            if other != waiter and patience <= self.now - round(FORGOTTEN * 1_000_000):
-                self.write("ZREM", queue, other)
-                self.write("ZREM", alive, other)
+        for other, patience in list(self.alive.items()):
+            if patience <= self.now - round(FORGOTTEN * 1_000_000):
+                self.queue.pop(other, None)
+                del self.alive[other]
 
     def stay(self, waiter: bytes) -> None:
-        _, _, queue, alive = self.keys
         self.alive[waiter] = self.now + round(PATIENCE * 1_000_000)
-        self.write("ZADD", alive, self.alive[waiter], waiter)
-        self.write("PEXPIRE", queue, 60_000)
-        self.write("PEXPIRE", alive, 60_000)
+        self.kept |= dict.fromkeys(self.keys[2:], 60_000)
 
     def leave(self, owner: bytes) -> int:
         places = [mode + owner for mode in (b"x", b"s") if mode + owner in self.queue]
         for place in places:
             del self.queue[place]
-            self.write("ZREM", self.keys[2], place)
-            self.write("ZREM", self.keys[3], place)
-        self.write("DEL", self.bells + owner)
+            self.alive.pop(place, None)
+        self.others.append(("DEL", self.bells + owner))
         return len(places)
 
     def note(self, place: bytes, owner: bytes) -> None:
         noted = owner + b" " + self.fields.get(place, b"")
-        self.put((place, noted[: 8 * (len(owner) + 1)]))
+        self.fields[place] = noted[: 8 * (len(owner) + 1)]
 
     def is_noted(self, place: bytes, owner: bytes) -> bool:
         return owner in self.fields.get(place, b"")
@@ -398,21 +363,6 @@ class _Lock:
         ends, last = max(((ends, owner) for owner, ends in self.holders.items()), default=(0, b""))
         ends = max(ends, self.number(b"available"))
         return [0, self.described(last)[4], ends - self.now if ends > self.now else -1]
-
-
-def _instant(time: Sequence[bytes]) -> int:
-    seconds, microseconds = map(int, time)
-    return seconds * 1_000_000 + microseconds
-
-
-def _keeping(lives: dict[str, int], keys: Sequence[str], lifetime: int) -> Iterator[Command]:
-    """Make *keys* outlive what ends in *lifetime* microseconds. *lives*: how long they live, in ms."""
-    wanted = max(0, -(-lifetime // 1000)) + RETENTION * 1000
-    for key in keys:
-        # Nearly as long is long enough, and saves a write.
-        if lives[key] < wanted - 600_000:
-            lives[key] = wanted
-            yield "PEXPIRE", key, wanted
 
 
 def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
