@@ -27,7 +27,7 @@ from .engine.holder import Holder
 from .engine.naming import checked_name, printable
 from .engine.registry import registry
 from .engine.settling import asettled, settled
-from .engine.values import Release
+from .engine.values import Release, Request
 from .exceptions import LockError, LockLost, LockNotHeld, LockNotOwned, NotSupported
 from .handler import locks
 from .signals import announce, lock_extended, lock_lost, lock_released
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from .backends.base import BaseLockBackend
     from .engine.local_queue import LocalQueue, Place
-    from .engine.values import Request
 
     #: Brings a lease, or None if there is none (any more).
     Known = Callable[[], "Lease | None"]
@@ -728,7 +727,6 @@ class _Handed:
         return self._attached(is_ours=is_ours)
 
     def _give_up(self) -> None:
-        """Leave no pending lease; what the server did is given back in the background."""
         self.lease.give_up()
         self.backend.abandon_later(self.lease.request)
 

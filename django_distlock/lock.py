@@ -320,8 +320,7 @@ class Lock:
             )
         if not blocking:
             if timeout != -1:
-                msg = "A timeout makes no sense with blocking=False."
-                raise ValueError(msg)
+                raise ValueError("A timeout makes no sense with blocking=False.")
             return 0.0
         return self.default_timeout() if timeout == -1 else optional_seconds(timeout, "timeout")
 
@@ -443,7 +442,6 @@ def current_lease(name: str | None = None) -> Lease | None:
 
 
 def _alive(leases: Iterable[Known]) -> list[Lease]:
-    """Return those that there still are."""
     return [lease for known in leases if (lease := known()) is not None]
 
 
@@ -496,8 +494,7 @@ def distributed_lock(
     """
     checked = Terms.of(terms, "distributed_lock()")
     if function is not None and name is not None:
-        msg = "distributed_lock() has one name, in front or as name=..."
-        raise TypeError(msg)
+        raise TypeError("distributed_lock() has one name, in front or as name=...")
     is_name = terms or on_busy or getattr(function, "__name__", "") == "<lambda>"
     if isinstance(function, (staticmethod, classmethod)) or (callable(function) and not is_name):
         return decorated(function, None, checked, on_busy, Lock.on_terms)
@@ -514,8 +511,7 @@ class LockSet:
     def __init__(self, names: tuple[str, ...], terms: Terms) -> None:
         """Raise ValueError if there are no *names*."""
         if not names:
-            msg = "lock_all() takes at least one name."
-            raise ValueError(msg)
+            raise ValueError("lock_all() takes at least one name.")
         named = [Lock.on_terms(name, terms) for name in names]
         self.names = tuple(lock.name for lock in named)
         self._locks = {lock.name: lock for lock in sorted(named, key=lambda lock: lock.name)}
@@ -607,7 +603,6 @@ class LockSet:
         return f"<LockSet {list(self._locks.values())!r}>"
 
     def _wait(self) -> Wait:
-        """Begin the wait: all locks share one timeout."""
         return Wait(next(iter(self._locks.values())).default_timeout())
 
 

@@ -83,7 +83,6 @@ class AddBackend(BaseLockBackend):
         check_ttl(ttl)
 
     def request(self, name: str, **wishes: Any) -> Request:
-        """Return a request whose key fits into the cache together with its prefix."""
         room = LONGEST_KEY - len(self._keys.make_key(""))
         return Request(name, plain_key(self.key_of(name), room), **wishes)
 
@@ -113,7 +112,6 @@ class AddBackend(BaseLockBackend):
         return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Return which leases still exist; none is extended."""
         return [self._is_there(request) for request in requests]
 
     def probe(self, request: Request) -> Busy | None:
@@ -171,6 +169,5 @@ class AddBackend(BaseLockBackend):
 def is_trusted(kind: type, trusted: object) -> bool:
     """Return whether *trusted* names *kind*; TypeError if it is not a list of dotted paths."""
     if not (isinstance(trusted, list | tuple) and all(isinstance(path, str) for path in trusted)):
-        msg = f"'trust_add' must be a list of dotted paths, not {trusted!r}."
-        raise TypeError(msg)
+        raise TypeError(f"'trust_add' must be a list of dotted paths, not {trusted!r}.")
     return dotted_path(kind) in trusted

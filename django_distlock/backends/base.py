@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from django_distlock.conf import NoOptions, checked_options
+from django_distlock.conf import BackendSettings, NoOptions, checked_options
 from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.lanes import Lanes
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from django.core.checks import CheckMessage
 
-    from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import TaskBell, ThreadBell
 
 logger = logging.getLogger("django_distlock")

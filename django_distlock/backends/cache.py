@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from django_distlock.conf import checked_options
+from django_distlock.conf import BackendSettings, checked_options
 
 from .add import AddBackend, is_trusted
 from .base import BaseLockBackend
 from .cache_alias import cache_class, checked_cache, dotted_path, paths
 from .locmem import LocMemBackend
 from .memcached import CacheMemcachedBackend
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from django_distlock.conf import BackendSettings
 
 #: Classes, or their packages, whose server speaks the protocol of Redis.
 REDIS = (

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django.core.cache import DEFAULT_CACHE_ALIAS, caches
-from django.core.checks import Warning as CheckWarning
+from django.core.cache import DEFAULT_CACHE_ALIAS, BaseCache, caches
+from django.core.checks import CheckMessage, Warning as CheckWarning
 from django.utils.module_loading import import_string
 
 from django_distlock.engine.holder import Holder
@@ -18,9 +18,6 @@ from django_distlock.engine.naming import printable
 from django_distlock.exceptions import InvalidLockBackend
 
 if TYPE_CHECKING:
-    from django.core.cache import BaseCache
-    from django.core.checks import CheckMessage
-
     from django_distlock.conf import BackendSettings
 
 #: The limits of a ttl in seconds, on servers that count in whole seconds: memcached takes more
@@ -45,7 +42,6 @@ class Record:
     holder: Holder | None
 
     def pack(self) -> str:
-        """Return it as a value."""
         holder = self.holder.to_json() if self.holder else ""
         known = {"owner": self.owner, "ends": self.ends, "holder": holder}
         return json.dumps({**known, "name": printable(self.name, _LONGEST_NAME)})
@@ -64,8 +60,7 @@ class Record:
 def checked_cache(name: object) -> str:
     """Return *name* if CACHES has it; TypeError or ValueError if it does not."""
     if not isinstance(name, str):
-        msg = f"'cache' must be a str, not {name!r}."
-        raise TypeError(msg)
+        raise TypeError(f"'cache' must be a str, not {name!r}.")
     if name not in caches.settings:
         msg = f"'cache' names {name!r}, but CACHES has {', '.join(map(repr, caches.settings))}."
         raise ValueError(msg)
@@ -84,12 +79,10 @@ def cache_class(name: str) -> type[BaseCache]:
 
 
 def dotted_path(kind: type[Any]) -> str:
-    """Return the dotted path of *kind*."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def paths(kind: type[Any]) -> set[str]:
-    """Return the dotted paths of *kind* and its base classes."""
     return set(map(dotted_path, kind.__mro__))
 
 
@@ -119,11 +112,10 @@ def whole_seconds(ttl: float) -> int:
 def check_ttl(ttl: float) -> None:
     """Raise ValueError if a server that counts in whole seconds cannot keep *ttl*."""
     if not LEAST_TTL <= ttl <= LONGEST_TTL:
-        msg = (
+        raise ValueError(
             f"a ttl (and max_hold) must be {LEAST_TTL:g} seconds to {LONGEST_TTL / 86_400:g} days "
             f"because the server counts in whole seconds, not {ttl!r}."
         )
-        raise ValueError(msg)
 
 
 def check_ttl_setting(settings: BackendSettings) -> None:

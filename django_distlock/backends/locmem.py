@@ -55,7 +55,6 @@ class _Record:
     guarded: list[Block] = field(default_factory=list)
 
     def expire(self, now: float) -> None:
-        """Forget holdings whose ttl is over."""
         for owner, holding in list(self.holdings.items()):
             if holding.expires <= now:
                 del self.holdings[owner]
@@ -70,12 +69,10 @@ class _Record:
         return all(request.shared and holding.request.shared for holding in self.holdings.values())
 
     def is_guarded(self) -> bool:
-        """Return whether a transaction that called guard() goes on."""
         self.guarded = [block for block in self.guarded if block.is_open]
         return bool(self.guarded)
 
     def busy(self, now: float) -> Busy:
-        """Return who has it, and for how long still."""
         last = max(self.holdings.values(), key=lambda holding: holding.expires, default=None)
         ends = max([self.available] + [holding.expires for holding in self.holdings.values()])
         left = ends - now if ends > now else None
@@ -145,7 +142,6 @@ class LocMemBackend(BaseLockBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Ask once."""
         with self._mutex:
             now, record = clock.lease_time(), self._records.setdefault(request.key, _Record())
             record.expire(now)
@@ -163,7 +159,6 @@ class LocMemBackend(BaseLockBackend):
             return Grant(record.holdings[request.owner].token)
 
     def release(self, request: Request) -> Release:
-        """Give it back and wake who is next."""
         with self._mutex:
             record = self._records.get(request.key, _Record())
             record.expire(clock.lease_time())
@@ -180,12 +175,10 @@ class LocMemBackend(BaseLockBackend):
             return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Let each live on, if it does."""
         with self._mutex:
             return [self._extend(request) for request in requests]
 
     def take_over(self, request: Request, former: str) -> bool:
-        """Change the owner."""
         with self._mutex:
             record = self._records.get(request.key, _Record())
             if (holding := record.holdings.pop(former, None)) is not None:
@@ -204,14 +197,12 @@ class LocMemBackend(BaseLockBackend):
             record.guarded.append(block)
 
     def probe(self, request: Request) -> Busy | None:
-        """Tell who has it."""
         with self._mutex:
             now, record = clock.lease_time(), self._records.get(request.key, _Record())
             record.expire(now)
             return record.busy(now) if record.holdings or record.available > now else None
 
     def enqueue(self, request: Request, bell: Bell) -> None:
-        """Stand in line."""
         with self._mutex:
             record = self._records.setdefault(request.key, _Record())
             record.waiters[request.owner] = request, bell
@@ -226,7 +217,6 @@ class LocMemBackend(BaseLockBackend):
     forget_bell = dequeue
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        """Tell the locks that are held or reserved."""
         found: list[Held] = []
         with self._mutex:
             now = clock.lease_time()
@@ -251,7 +241,6 @@ class LocMemBackend(BaseLockBackend):
         return found
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        """End the holding that *owner_digest* names."""
         with self._mutex:
             record = self._records.get(key, _Record())
             owners = [owner for owner in record.holdings if digest(owner) == owner_digest]
@@ -267,7 +256,6 @@ class LocMemBackend(BaseLockBackend):
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
     ) -> Iterator[Purged]:
-        """Forget the locks that ended longer ago than that."""
         if not self.supports_purge:
             super().purge(older_than)
         with self._mutex:

@@ -21,15 +21,13 @@ from .naming import LONGEST_SHOWN, printable
 from .registry import registry
 from .settling import is_worth_asking_again
 from .steps import Steps, arun, run
-from .values import Busy, Grant, new_owner
+from .values import Busy, Grant, Request, new_owner
 from .waiting import Place, Wait, Way
 from .waits import Lock, Waiter, waits
 
 if TYPE_CHECKING:
     from django_distlock.backends.base import BaseLockBackend
     from django_distlock.lease import Lease
-
-    from .values import Request
 
     Answer = Grant | Busy | LockBackendError
 
@@ -177,17 +175,14 @@ class Attempt:
 
     @property
     def request(self) -> Request:
-        """What is asked for now."""
         return self.lease.request
 
     def carry_out(self, asked: Verb | Pause) -> Any:
-        """Do what the steps ask for, in this thread."""
         if isinstance(asked, Pause):
             return self.bell.wait(asked.seconds)
         return getattr(self.backend, asked.name)(*asked.args, **asked.wishes)
 
     async def await_carried_out(self, asked: Verb | Pause) -> Any:
-        """See carry_out(); in this task."""
         if isinstance(asked, Pause):
             return await self.bell.wait(asked.seconds)
         return await getattr(self.backend, f"a{asked.name}")(*asked.args, **asked.wishes)

@@ -13,16 +13,13 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from . import clock
 from .bells import ThreadBell
 from .forks import forks
 from .naming import printable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
 
 logger = logging.getLogger("django_distlock")
 
@@ -192,7 +189,6 @@ class _Clock:
             is_busy = self.run_due() or was_rung
 
     def _left(self, *, is_busy: bool) -> float | None:
-        """Return the seconds until a job is due, or to linger for one; None when none came meanwhile."""
         with self._mutex:
             if self._jobs:
                 return self._jobs[0][0] - clock.lease_time()

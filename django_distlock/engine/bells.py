@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
 
 from . import clock
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from contextlib import AbstractAsyncContextManager
 
 #: Seconds by which the clock of an event loop may differ from ours.
 SAME = 1.0
@@ -36,7 +34,6 @@ class ThreadBell:
         self._silence.acquire()
 
     def ring(self) -> bool:
-        """Wake the waiter."""
         with contextlib.suppress(RuntimeError):  # it has rung already
             self._silence.release()
         return True
@@ -56,7 +53,6 @@ class TaskBell:
         self._loop = asyncio.get_running_loop()
 
     def ring(self) -> bool:
-        """Wake the waiter; one whose event loop is closed is gone."""
         try:
             self._loop.call_soon_threadsafe(self._event.set)
         except RuntimeError:

@@ -31,12 +31,10 @@ class Block:
             connection.run_on_commit.append((set(), self._mark, False))
 
     def is_on(self, connection: BaseDatabaseWrapper) -> bool:
-        """Return whether it is a block of *connection*."""
         return self._connection() is connection
 
     @property
     def is_open(self) -> bool:
-        """Whether it goes on."""
         connection = self._connection()
         if connection is None:
             return False

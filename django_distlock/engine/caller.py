@@ -10,12 +10,10 @@ import threading
 import weakref
 from asyncio import _get_running_loop
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 from asgiref.sync import AsyncToSync, SyncToAsync
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 #: Frames of a task that awaits a thread, and of that thread: both have the ``task_context`` of the call.
 _AWAITS_THREAD = SyncToAsync.__call__.__code__
@@ -57,7 +55,6 @@ class _Here(threading.local):
 
     @cached_property
     def caller(self) -> Caller:
-        """Return this thread, without a task."""
         return Caller()
 
 
@@ -77,7 +74,6 @@ class Caller:
         self._hash = hash((self._mark, self._task))
 
     def __eq__(self, other: object) -> bool:
-        """Return whether it is the same thread or task; a dead one is never a later one."""
         if not isinstance(other, Caller):
             return NotImplemented
         return self._task == other._task and self._mark == other._mark
@@ -87,7 +83,6 @@ class Caller:
 
     @property
     def is_current(self) -> bool:
-        """Whether the running code is this caller."""
         if self._task is not None:
             task = self._task()
             return task is not None and task is current_task()
@@ -191,7 +186,6 @@ def _is_run_by_us(work: Any) -> bool:
 
 
 def current_caller() -> Caller:
-    """Return the running thread or task."""
     return here.caller if _get_running_loop() is None else Caller()
 
 

@@ -7,16 +7,13 @@ a test that freezes the time does not freeze its locks.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from django.utils import timezone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _gettime = time.clock_gettime

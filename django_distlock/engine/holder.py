@@ -43,8 +43,7 @@ class Holder(_Written):
         for part in ("host", "thread", "task", "purpose"):
             object.__setattr__(self, part, _short(getattr(self, part)))
         if not isinstance(self.pid, int):
-            msg = f"A pid is a number, not {type(self.pid).__name__}."
-            raise TypeError(msg)
+            raise TypeError(f"A pid is a number, not {type(self.pid).__name__}.")
 
     @classmethod
     def current(cls, purpose: str = "") -> Holder:
@@ -69,7 +68,6 @@ class Holder(_Written):
             return None
 
     def to_json(self) -> str:
-        """Return this holder as a short JSON object; it is made once."""
         try:
             return self._json
         except AttributeError:
@@ -101,8 +99,7 @@ def _forget_parent() -> None:
 
 def _short(text: str) -> str:
     if not isinstance(text, str):
-        msg = f"What is told of a holder is text, not {type(text).__name__}."
-        raise TypeError(msg)
+        raise TypeError(f"What is told of a holder is text, not {type(text).__name__}.")
     # What is not ASCII is text that not every server takes.
     return printable(text[:_LONGEST].encode("ascii", "backslashreplace").decode(), _LONGEST)
 

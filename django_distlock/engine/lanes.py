@@ -45,7 +45,6 @@ class Lanes:
         return await asyncio.wrap_future(future)
 
     async def run_release(self, verb: Callable[[], _T]) -> _T:
-        """Run *verb* in the lane of releases."""
         return await asyncio.wrap_future(self._pool("release", 2).submit(verb))
 
     def after(self, request: Request, job: Callable[[], None]) -> None:
@@ -56,7 +55,6 @@ class Lanes:
             job()
 
     def close(self) -> None:
-        """End the threads."""
         with self._mutex:
             pools, self._pools = self._pools, {}
         for pool in pools.values():

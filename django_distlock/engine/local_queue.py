@@ -72,7 +72,6 @@ class LocalQueue:
             return True
 
     def has_turn(self, key: str, bell: Bell) -> bool:
-        """Return whether it is the turn of *bell*."""
         with self._mutex:
             return self._line(key).places[0] is bell
 
@@ -110,7 +109,6 @@ class LocalQueue:
             return lease if lease is not None and lease.is_granted else None
 
     def contest(self, key: str) -> None:
-        """Note that other processes want the lock."""
         with self._mutex:
             if key in self.lines:
                 self._line(key).is_contested = True

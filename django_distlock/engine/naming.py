@@ -9,12 +9,10 @@ import json
 import re
 import string
 import unicodedata
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 #: What stays as it is. No upper case, spaces or accents: collations would fold them together.
 _PLAIN = re.compile(r"[a-z0-9._:@=/-]{1,100}", re.ASCII)
@@ -31,11 +29,9 @@ LONGEST_SHOWN, LONGEST_LISTED = 1_000, 100_000
 def checked_name(name: object) -> str:
     """Return *name* in its normal form (NFC); ValueError or TypeError if it can name no lock."""
     if not isinstance(name, str):
-        msg = f"A lock's name must be text, not {type(name).__name__}."
-        raise TypeError(msg)
+        raise TypeError(f"A lock's name must be text, not {type(name).__name__}.")
     if not name:
-        msg = "A lock's name must not be empty."
-        raise ValueError(msg)
+        raise ValueError("A lock's name must not be empty.")
     name = unicodedata.normalize("NFC", name)
     if len(name) > LONGEST_NAME:
         msg = f"A lock's name must have {LONGEST_NAME:,} characters at most, not {len(name):,}."
@@ -116,12 +112,11 @@ class NameTemplate:
             if field is None:
                 continue
             if not _FIELD.fullmatch(field) or conversion not in {None, "s"} or "{" in (form or ""):
-                msg = (
+                raise ValueError(
                     f"The lock name {self._text!r} has a field {field!r} that is more than an argument, its "
                     "public attributes and a format, as in {account.pk} and {month:02d}; "
                     "use a function: distributed_lock(name=lambda account: ...)."
                 )
-                raise ValueError(msg)
             first = field.partition(".")[0]
             if first not in parameters and not self._extra:
                 msg = f"The lock name {self._text!r} has a field {first!r}, but the function takes {[*parameters]}."

@@ -15,7 +15,6 @@ class RecentOwners:
         self._owners: OrderedDict[str, None] = OrderedDict()
 
     def add(self, owner: str) -> None:
-        """Remember *owner*, and forget the oldest one once there are too many."""
         self._owners[owner] = None
         if len(self._owners) > REMEMBERED:
             self._owners.popitem(last=False)

@@ -56,7 +56,6 @@ class Turns:
         self.wanted: dict[str, _Wanted] = {}
 
     def refused(self, key: str) -> None:
-        """Note that another process had it."""
         if (wanted := self.wanted.get(key)) is not None:
             wanted.left = TURNS
             return
@@ -71,12 +70,10 @@ class Turns:
         wanted.held, wanted.granted, wanted.released = held, None, now
 
     def granted(self, key: str, now: float) -> None:
-        """Note that this process has it."""
         if (wanted := self.wanted.get(key)) is not None:
             wanted.granted, wanted.released = now, None
 
     def released(self, key: str, now: float) -> None:
-        """Note that it has it no more."""
         if (wanted := self.wanted.get(key)) is not None and wanted.granted is not None:
             wanted.held, wanted.granted, wanted.released = now - wanted.granted, None, now
 

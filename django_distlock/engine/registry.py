@@ -63,12 +63,10 @@ class Registry:
             self._alarm.at(look)
 
     def discard(self, lease: Lease) -> None:
-        """Forget *lease*, which has ended."""
         self._leases.pop(id(lease), None)
         self._kept.pop(id(lease), None)
 
     def leases(self) -> list[Lease]:
-        """Return the leases of now."""
         known = [lease() for lease in list(self._leases.values())]
         return [lease for lease in known if lease is not None]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from . import clock
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
 
 _T = TypeVar("_T")
 

@@ -6,11 +6,8 @@ its errors are raised in the generator, where the request was yielded.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _Ask = TypeVar("_Ask")
@@ -35,7 +32,6 @@ def run(steps: Steps[_Ask, _T], carry_out: Callable[[_Ask], Any]) -> _T:
 
 
 async def arun(steps: Steps[_Ask, _T], carry_out: Callable[[_Ask], Awaitable[Any]]) -> _T:
-    """See run(): each request is awaited."""
     try:
         request = next(steps)
         while True:

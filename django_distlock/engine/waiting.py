@@ -88,7 +88,6 @@ class Wait:
 
     @property
     def waited(self) -> float:
-        """Seconds since the wait began."""
         return clock.wait_time() - self._began
 
     @property
@@ -98,7 +97,6 @@ class Wait:
 
     @property
     def is_over(self) -> bool:
-        """Whether no time is left."""
         return self._ends is not None and clock.wait_time() >= self._ends
 
     def next_pause(self, *bounds: float | None, longest: float = LONGEST_PAUSE) -> float:

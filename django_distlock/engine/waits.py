@@ -61,7 +61,6 @@ class Waiter:
 
     @property
     def is_patient(self) -> bool:
-        """Whether it has not given up."""
         return not self.wait.is_over
 
 
@@ -80,7 +79,6 @@ class Waits:
         self._waiting: dict[Caller, Waiter] = {}
 
     def arrive(self) -> int:
-        """Return a number higher than all before."""
         return next(self._arrivals)
 
     def begin(self, waiter: Waiter) -> None:
@@ -103,7 +101,6 @@ class Waits:
                 del self._waiting[waiter.caller]
 
     def count(self, lock: Lock) -> int:
-        """Return how many wait for *lock*."""
         return sum(waiter.lock == lock for waiter in list(self._waiting.values()))
 
     def _is_in_circle(self, waiter: Waiter) -> bool:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 #: The advice for words of redis-py, django-redis, python-redis-lock, django-pglock, sherlock, pottery and others.
 _ADVICE = {

@@ -20,7 +20,7 @@ from django_distlock.backends.cache_alias import (
     plain_key,
     whole_seconds,
 )
-from django_distlock.conf import seconds
+from django_distlock.conf import BackendSettings, seconds
 from django_distlock.engine import clock
 from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import Busy, Grant, Release, Request
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from django.core.checks import CheckMessage
 
-    from django_distlock.conf import BackendSettings
 
 MEMCACHED = "django.core.cache.backends.memcached.BaseMemcachedCache"
 PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
@@ -62,8 +61,7 @@ class MemcachedOptions:
     def __post_init__(self) -> None:
         server: object = self.server
         if server is not None and not isinstance(server, str):
-            msg = f"'server' must be a str, not {server!r}."
-            raise TypeError(msg)
+            raise TypeError(f"'server' must be a str, not {server!r}.")
         seconds(self.connect_timeout, "'connect_timeout'")
         seconds(self.io_timeout, "'io_timeout'")
 
@@ -204,8 +202,7 @@ def _memcached(name: str) -> Any:
     """Return an instance of the alias; ValueError if it is not on memcached."""
     kind = cache_class(checked_cache(name))
     if MEMCACHED not in paths(kind):
-        msg = f"'cache' names {name!r}, a {kind.__name__}, which is not on memcached."
-        raise ValueError(msg)
+        raise ValueError(f"'cache' names {name!r}, a {kind.__name__}, which is not on memcached.")
     return own_instance(name)
 
 
@@ -218,19 +215,17 @@ def _client_prefix(given: dict[str, Any]) -> str:
 
 def _check_protocol(given: dict[str, Any]) -> None:
     if given.get("binary") or given.get("username"):
-        msg = (
+        raise ValueError(
             "the cache uses pylibmc with the binary protocol, which locks do not speak. "
             "Give locks an alias without 'binary' and 'username', or pymemcache."
         )
-        raise ValueError(msg)
 
 
 def _only_server(options: MemcachedOptions, servers: Sequence[Any]) -> Any:
     """Return the server: with several, one that fails would have its keys looked for on another."""
     if options.server is None and len(servers) != 1:
-        msg = (
+        raise ValueError(
             f"the cache {options.cache!r} has {len(servers)} servers. If one fails, the others know "
             "nothing of its locks: name the one that is to keep them all as OPTIONS 'server'."
         )
-        raise ValueError(msg)
     return options.server or servers[0]

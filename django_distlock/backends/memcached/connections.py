@@ -5,14 +5,12 @@ from __future__ import annotations
 import select
 import socket
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from django_distlock.engine import clock
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _T = TypeVar("_T")
 
@@ -99,7 +97,6 @@ class Connection:
         return self.cas(key, b"", number, AT_ONCE)
 
     def close(self) -> None:
-        """Close it; the copy of a forked child's parent stays open."""
         self._replies.close()
         self._socket.close()
 
@@ -163,7 +160,6 @@ class Pool:
             raise LockOutcomeUnknown(self._alias, self._told(error)) from error
 
     def close(self) -> None:
-        """Close the idle ones."""
         _close_all(self._idle)
 
     def _lend(self, connection: Connection, verb: Callable[..., _T], *args: object) -> _T:

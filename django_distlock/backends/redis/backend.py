@@ -9,15 +9,15 @@ from django.core.cache import caches
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
-from django_distlock.engine.steps import arun, run
+from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 from django_distlock.exceptions import LockOutcomeUnknown
 
 from .checks import check_facts
 from .cluster import AsyncClusterLink, ClusterLink
-from .connections import AsyncPoolLink, PerLoop, PoolLink
+from .connections import AsyncPoolLink, Conversation, PerLoop, PoolLink
 from .listeners import STALE, Listeners
-from .scripts import RETENTION, KeySpace
+from .scripts import RETENTION, KeySpace, MakeKey
 from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
 from .verbs import BATCH, Verbs
 
@@ -28,11 +28,7 @@ if TYPE_CHECKING:
 
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import TaskBell, ThreadBell
-    from django_distlock.engine.steps import Steps
     from django_distlock.engine.values import Busy, Grant, Held, Release, Request
-
-    from .connections import Conversation
-    from .scripts import MakeKey
 
     Act = Callable[[], Any]
 
@@ -74,7 +70,6 @@ class RedisBackend(BaseLockBackend):
         self._open()
 
     def make_source(self) -> Source:
-        """Return where its Redis is."""
         return Source(
             self.options.location,
             connect_timeout=self.options.connect_timeout,
@@ -83,7 +78,6 @@ class RedisBackend(BaseLockBackend):
         )
 
     def make_key(self) -> MakeKey:
-        """Return what makes a key of Redis of a key of ours."""
         return str
 
     def request(self, name: str, **wishes: Any) -> Request:

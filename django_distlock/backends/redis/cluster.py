@@ -16,13 +16,12 @@ from redis.retry import Retry
 from django_distlock.engine.bells import timeout
 from django_distlock.engine.steps import arun, run
 
-from .connections import BROKEN, problem, unreachable
+from .connections import BROKEN, Command, Conversation, problem, unreachable
 from .scripts import Call
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from .connections import Command, Conversation
     from .sources import Source
 
 _T = TypeVar("_T")
@@ -38,7 +37,6 @@ class ClusterLink:
         self._client: Any = None
 
     def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
-        """See PoolLink.converse(); a time limit is always the usual one."""
         client = self._connected()
         try:
             return run(conversation, partial(_exchange, client))
@@ -48,7 +46,6 @@ class ClusterLink:
             self._give_back(client)
 
     def keys(self, pattern: str) -> Iterator[str]:
-        """See PoolLink.keys(); on every primary."""
         client = self._connected()
         try:
             for key in client.scan_iter(match=pattern, count=1000):
@@ -100,7 +97,6 @@ class AsyncClusterLink:
         self._client = AsyncRedisCluster.from_url(source.url, **source.cluster_settings(AsyncRetry))
 
     async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
-        """See PoolLink.converse(); a time limit is always the usual one."""
         try:
             async with timeout(self._source.connect_timeout + self._source.io_timeout):
                 await self._client.initialize()

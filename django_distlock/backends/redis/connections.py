@@ -14,7 +14,15 @@ import struct
 import sys
 import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Generator,
+    Hashable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -44,8 +52,6 @@ from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, fir
 from .scripts import Call
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Iterator
-
     from .sources import Source
 
 _T = TypeVar("_T")
@@ -66,7 +72,6 @@ _NUMBER, _TEXT, _ERROR = b":$-"
 
 
 def ask(command: Command) -> Conversation[Any]:
-    """Send one command; the result is its answer."""
     (answer,) = yield (command,)
     return answer
 
@@ -154,8 +159,7 @@ class _Conversing:
     def _read(self, data: bytes, answers: list[Any], count: int) -> bool:
         """Take in *data*, add to *answers* those that are all here, and return whether all *count* of them are."""
         if not data:
-            msg = "Connection closed by server."
-            raise RedisConnectionError(msg)
+            raise RedisConnectionError("Connection closed by server.")
         data, at = self._data + data, 0
         try:
             while len(answers) < count:
@@ -163,8 +167,7 @@ class _Conversing:
                 if isinstance(answer, RedisConnectionError):
                     raise answer
                 if self._knows_master and isinstance(answer, ReadOnlyError):
-                    msg = "the former master is now a replica"
-                    raise RedisConnectionError(msg) from answer
+                    raise RedisConnectionError("the former master is now a replica") from answer
                 answers.append(answer)
             self.is_whole = True
         except IndexError:
@@ -214,8 +217,7 @@ class Connection(_Conversing):
             while not self._read(self._socket.recv(_CHUNK), answers, len(commands)):
                 pass
         except BlockingIOError:
-            msg = "timed out"
-            raise TimeoutError(msg) from None
+            raise TimeoutError("timed out") from None
         if within is not None:
             self._limit_to(self._limit)
         return answers
@@ -270,7 +272,6 @@ class PoolLink:
         return answer
 
     def keys(self, pattern: str) -> Iterator[str]:
-        """Go over the keys that match."""
         cursor = b"0"
         while True:
             answer = self.converse(ask(("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)))
@@ -418,7 +419,6 @@ class PerLoop(Generic[_C]):
         self._made: dict[asyncio.AbstractEventLoop, tuple[_C, AsyncGenerator[None]]] = {}
 
     async def get(self) -> _C:
-        """Return that of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._made:
             for closed in [each for each in list(self._made) if each.is_closed()]:

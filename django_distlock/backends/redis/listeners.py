@@ -60,12 +60,10 @@ class Listeners:
             return line is not None and line.is_heard and line.listener != request.owner
 
     def owners(self, request: Request) -> list[str]:
-        """Return who waits for the same lock."""
         with self._mutex:
             return list(self._lines[request.key].waiting)
 
     def to_keep(self, request: Request) -> list[Request]:
-        """Return the others whose places are to be kept now."""
         with self._mutex:
             line, now = self._lines[request.key], clock.wait_time()
             if now - line.kept_at < KEEP:
@@ -75,7 +73,6 @@ class Listeners:
             return [other for owner, (other, _) in line.waiting.items() if owner not in absent]
 
     def ring(self, request: Request, owner: str) -> None:
-        """Have *owner*, who waits for the same lock, ask."""
         with self._mutex:
             line = self._lines[request.key]
             if owner in line.waiting:

@@ -388,12 +388,10 @@ class Call(NamedTuple):
 
     @property
     def by_sha(self) -> tuple[str | int | bytes, ...]:
-        """The command, for a server that knows the script."""
         return ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.args)
 
     @property
     def by_text(self) -> tuple[str | int | bytes, ...]:
-        """The command, for one that has not seen it yet."""
         return ("EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
 
 
@@ -416,7 +414,6 @@ class Keys:
         object.__setattr__(self, "bells", f"{self.record}:b:")
 
     def bell(self, owner: str) -> str:
-        """Return the key of the doorbell of a waiter."""
         return self.bells + owner
 
 

@@ -75,12 +75,10 @@ class Source:
 
     @property
     def service(self) -> str:
-        """What Sentinels know the master by."""
         return str(_read_url(self.url).get("host", ""))
 
     @property
     def connection(self) -> dict[str, Any]:
-        """The arguments of a connection pool."""
         tls = SSLConnection, SentinelManagedSSLConnection
         return self._of_pool(_read_url(self.url), self._limits(Retry), tls)
 
@@ -92,11 +90,9 @@ class Source:
         return self._of_pool(dict(parse_async_url(self.url)), limits, tls)
 
     def cluster_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
-        """Return the arguments of a cluster's client, but the URL."""
         return {**self.settings, **self._limits(retry)}
 
     def sentinel_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
-        """Return the arguments of a Sentinel's connections."""
         return {**self.sentinel_kwargs, **self._limits(retry)}
 
     def _limits(self, retry: type[AnyRetry]) -> dict[str, Any]:
@@ -131,8 +127,7 @@ def source_of_cache(
     location = settings.get("LOCATION", "")
     servers = re.split(r"[;,]", location) if isinstance(location, str) else list(location)
     if not servers or not servers[0]:
-        msg = "the cache has no LOCATION"
-        raise ValueError(msg)
+        raise ValueError("the cache has no LOCATION")
     return Source(
         url=servers[0].strip(),
         connect_timeout=connect_timeout,
@@ -168,8 +163,7 @@ def _parsed(url: str, is_cluster: bool) -> None:
         msg = f"a Redis is named by a URL (redis://, rediss:// or unix://): {problem}"
         raise ValueError(msg) from None
     if is_cluster and database:
-        msg = f"a Redis Cluster has database 0 only, not {database}"
-        raise ValueError(msg)
+        raise ValueError(f"a Redis Cluster has database 0 only, not {database}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,23 +181,18 @@ class RedisSettings:
     def __post_init__(self) -> None:
         for name in ("fair", "scripting", "cluster", "allow_eviction"):
             if not isinstance(getattr(self, name), bool):
-                msg = f"{name!r} must be True or False, not {getattr(self, name)!r}."
-                raise TypeError(msg)
+                raise TypeError(f"{name!r} must be True or False, not {getattr(self, name)!r}.")
         for name in ("connect_timeout", "io_timeout"):
             seconds(getattr(self, name), f"{name!r}")
         replicas = self.wait_replicas
         if isinstance(replicas, bool) or not isinstance(replicas, int):
-            msg = f"'wait_replicas' must be a whole number, not {replicas!r}."
-            raise TypeError(msg)
+            raise TypeError(f"'wait_replicas' must be a whole number, not {replicas!r}.")
         if replicas < 0:
-            msg = f"'wait_replicas' must be 0 or more, not {replicas!r}."
-            raise ValueError(msg)
+            raise ValueError(f"'wait_replicas' must be 0 or more, not {replicas!r}.")
         if replicas and self.cluster:
-            msg = "'wait_replicas' cannot be used with a cluster."
-            raise ValueError(msg)
+            raise ValueError("'wait_replicas' cannot be used with a cluster.")
         if self.cluster and not self.scripting:
-            msg = "'scripting' cannot be False with a cluster."
-            raise ValueError(msg)
+            raise ValueError("'scripting' cannot be False with a cluster.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,8 +204,7 @@ class RedisOptions(RedisSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.location, str):
-            msg = f"'location' must be a URL, not {type(self.location).__name__}."
-            raise TypeError(msg)
+            raise TypeError(f"'location' must be a URL, not {type(self.location).__name__}.")
 
 
 @dataclass(frozen=True, kw_only=True)

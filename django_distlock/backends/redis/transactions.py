@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from .scripts import EXTEND, FORCE, FORGOTTEN, LEAVE, LOOK, PATIENCE, RELEASE, RETENTION
+from .scripts import EXTEND, FORCE, FORGOTTEN, LEAVE, LOOK, PATIENCE, RELEASE, RETENTION, Call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from .connections import Command, Conversation
-    from .scripts import Call
 
 #: How often to begin again since others wrote meanwhile; one of those that write gets through each time.
 ROUNDS = 100

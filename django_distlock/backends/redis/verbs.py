@@ -22,21 +22,31 @@ from django_distlock.engine.values import (
     Grant,
     Held,
     Release,
+    Request,
     digest,
     digest_of_reservation,
 )
 from django_distlock.exceptions import LockBackendError
 
-from .scripts import ACQUIRE, EXTEND, FORCE, KEEP, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
+from .scripts import (
+    ACQUIRE,
+    EXTEND,
+    FORCE,
+    KEEP,
+    LEAVE,
+    LOOK,
+    RELEASE,
+    TAKE_OVER,
+    Call,
+    KeySpace,
+    Script,
+)
 from .transactions import transact
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from django_distlock.engine.values import Request
-
     from .connections import Command, Conversation
-    from .scripts import KeySpace, Script
     from .sources import RedisSettings
 
 _T = TypeVar("_T")
@@ -75,7 +85,6 @@ class Verbs:
         self._has_scripts = options.scripting
 
     def acquire(self, request: Request, *, queued: bool) -> Conversation[Grant | Busy]:
-        """Ask for the lock, once."""
         call = self._call(
             ACQUIRE,
             request,
@@ -99,7 +108,6 @@ class Verbs:
         return Grant(int(answer[1]))
 
     def release(self, request: Request) -> Conversation[Release]:
-        """Give it back."""
         (answer,) = yield from self._answers(self._release(request, ""))
         return _RELEASES[answer]
 
@@ -116,7 +124,6 @@ class Verbs:
         return outcomes
 
     def extend(self, requests: Sequence[Request]) -> Conversation[list[bool]]:
-        """Let them live longer; tell which are still their owners'."""
         kept: list[bool] = []
         for some in _batches(requests, self._batch):
             keys = [self._space.of(request.key) for request in some]
@@ -127,7 +134,6 @@ class Verbs:
         return kept
 
     def take_over(self, request: Request, former: str) -> Conversation[bool]:
-        """Have this owner hold what *former* holds."""
         args = former, microseconds(request.ttl), request.holder.to_json()
         (answer,) = yield from self._answers(self._call(TAKE_OVER, request, *args))
         return bool(answer == 1)
@@ -156,13 +162,11 @@ class Verbs:
         return bool(answer == 1)
 
     def keep(self, waiters: Sequence[Request]) -> Conversation[None]:
-        """Have *waiters* for one lock be alive, and whoever could have it rung."""
         keys = self._space.of(waiters[0].key)
         places = [f"{'s' if waiter.shared else 'x'}{waiter.owner}" for waiter in waiters]
         yield from self._answers(Call(KEEP, keys.all, (keys.bells, *places)))
 
     def leave(self, request: Request) -> Conversation[None]:
-        """Give up its place in the queue."""
         yield from self._answers(self._call(LEAVE, request))
 
     def listen(self, bells: Sequence[str], seconds: float) -> Conversation[str | None]:

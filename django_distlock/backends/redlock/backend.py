@@ -12,7 +12,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.redis.scripts import KeySpace
 from django_distlock.backends.redis.sources import Source, source_of_cache
 from django_distlock.engine.steps import arun, run
-from django_distlock.engine.waiting import Place, Waiting, Way
+from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 
 from .options import RedlockOptions, check_guard, check_servers
 from .servers import Servers
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import TaskBell, ThreadBell
     from django_distlock.engine.values import Busy, Grant, Held, Release, Request
-    from django_distlock.engine.waiting import Wait
 
 #: Seconds until a lock that is busy is asked for again: chosen at random, so that votes split no second time.
 PAUSE = (0.05, 0.2)
@@ -39,7 +38,6 @@ class _Waiting(Waiting):
     __slots__ = ()
 
     def pause(self, wait: Wait, remaining: float | None) -> float:
-        """Return how long to sleep."""
         pause = random.uniform(*PAUSE)  # noqa: S311 - to differ is enough
         return wait.bounded(pause if remaining is None else min(pause, remaining))
 
@@ -80,11 +78,9 @@ class RedlockBackend(BaseLockBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Ask once."""
         return run(self._verbs.acquire(request, self._channel(queued)), self._servers.ask)
 
     def release(self, request: Request) -> Release:
-        """Give it back, on all of them, and wake who is next."""
         return run(self._verbs.release(request, self._servers.channel), self._servers.ask)
 
     def abandon(self, request: Request) -> Release:
@@ -92,12 +88,10 @@ class RedlockBackend(BaseLockBackend):
         return self.release(request)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Extend many at once."""
         self._check_ttl(*requests)
         return run(self._verbs.extend(requests), self._servers.ask)
 
     def take_over(self, request: Request, former: str) -> bool:
-        """Change the owner, on a majority."""
         return run(self._verbs.take_over(request, former), self._servers.ask)
 
     def probe(self, request: Request) -> Busy | None:
@@ -108,19 +102,15 @@ class RedlockBackend(BaseLockBackend):
         self._servers.listen(request.owner, bell)
 
     def dequeue(self, request: Request) -> None:
-        """Leave the queue, as a release does."""
         self.release(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        """Tell the locks of this alias that a majority has."""
         return run(self._verbs.held(key, self.keeps), self._servers.ask)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        """End the holding that *owner_digest* names."""
         return run(self._verbs.force(key, owner_digest), self._servers.ask)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Say what is wrong with the settings; with *databases*, with the servers."""
         where = f"DISTLOCK[{self.alias!r}]"
         found = check_guard(where, self.options)
         if databases:
@@ -128,12 +118,10 @@ class RedlockBackend(BaseLockBackend):
         return found
 
     def close(self) -> None:
-        """Let connections and threads go."""
         super().close()
         self._servers.close()
 
     def abandon_after_fork(self) -> None:
-        """Forget the parent's connections, and say nothing on them."""
         self._close_unused.detach()
         self._open()
 
@@ -181,8 +169,7 @@ class RedlockBackend(BaseLockBackend):
         if "://" in server:
             return Source(server, **limits)
         if server not in caches.settings:
-            msg = f"'servers': CACHES has no alias {server!r}."
-            raise ValueError(msg)
+            raise ValueError(f"'servers': CACHES has no alias {server!r}.")
         source = source_of_cache(caches.settings[server], is_cluster=False, **limits)
         if source.sentinels or source.is_cluster:
             msg = f"'servers': the cache {server!r} is no single server, but several that share their data."
@@ -197,18 +184,16 @@ class RedlockBackend(BaseLockBackend):
         guard = self._guarded_seconds
         for request in requests:
             if guard and request.ttl > guard:
-                msg = (
+                raise ValueError(
                     f"DISTLOCK[{self.alias!r}]: a ttl of {request.ttl:g} seconds is more than {guard:g} seconds, "
                     "for which servers that restarted grant nothing: set OPTIONS 'longest_ttl'."
                 )
-                raise ValueError(msg)
 
 
 def _refuse_duplicates(sources: Sequence[Source]) -> None:
     places = [source.where for source in sources]
     for place in places:
         if places.count(place) > 1:
-            msg = (
+            raise ValueError(
                 f"'servers': {place} stands there twice; another database of it is no other server."
             )
-            raise ValueError(msg)

@@ -41,8 +41,7 @@ class RedlockOptions:
         self._check_servers()
         for name in ("fencing", "restart_guard", "durable", "allow_eviction"):
             if not isinstance(getattr(self, name), bool):
-                msg = f"{name!r} must be True or False, not {getattr(self, name)!r}."
-                raise TypeError(msg)
+                raise TypeError(f"{name!r} must be True or False, not {getattr(self, name)!r}.")
         for name in ("server_timeout", "connect_timeout"):
             if getattr(self, name) is not None:
                 seconds(getattr(self, name), f"{name!r}")
@@ -52,8 +51,7 @@ class RedlockOptions:
     def _check_servers(self) -> None:
         is_list = isinstance(self.servers, (list, tuple))
         if not is_list or not all(isinstance(server, str) for server in self.servers):
-            msg = "'servers' must be a list of URLs or of aliases of CACHES."
-            raise TypeError(msg)
+            raise TypeError("'servers' must be a list of URLs or of aliases of CACHES.")
         number = len(self.servers)
         if number < FEWEST or number % 2 == 0:
             msg = f"'servers' must be {FEWEST}, 5 or another odd number of servers, not {number}."
@@ -72,7 +70,6 @@ def check_guard(where: str, options: RedlockOptions) -> list[CheckMessage]:
 def check_servers(
     where: str, options: RedlockOptions, alias: str, sources: Sequence[Source]
 ) -> list[CheckMessage]:
-    """Ask each server."""
     found: list[CheckMessage] = []
     runs: dict[bytes, str] = {}
     for source in sources:

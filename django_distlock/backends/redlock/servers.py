@@ -22,7 +22,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError, RedisError
 from django_distlock.backends.redis.connections import packed, parsed
 from django_distlock.engine import clock
 from django_distlock.engine.background import NoThreadError, start_daemon
-from django_distlock.engine.bells import TaskBell, ThreadBell
+from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
 from django_distlock.exceptions import first_line
 
 from .votes import LONGEST, LONGEST_CONNECTING, Count, Question, majority
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from django_distlock.backends.redis.sources import Source
-    from django_distlock.engine.bells import Bell
 
 logger = logging.getLogger("django_distlock")
 
@@ -90,13 +89,11 @@ class Query:
         return not (self.round.is_over or is_known)
 
     def answer(self, answer: Any) -> None:
-        """Count the answer."""
         if self.is_open:
             self.round.count.take(self.server, answer)
             self.round.end_if_decided()
 
     def fail(self, what: str, error: Exception | None = None) -> None:
-        """Count it as failed."""
         if self.is_open:
             cause = f"{what}: {first_line(error)}" if error else what
             self.round.count.miss(self.server, cause, error, was_asked=self.sent_at > 0)
@@ -397,7 +394,6 @@ class Servers:
             end.close()
 
     def _work_once(self) -> None:
-        """Wait for something to do, and do it."""
         while self._watched and not self._watched[0][-1].is_open:
             heapq.heappop(self._watched)
         now = clock.wait_time()

@@ -162,7 +162,6 @@ class Verbs:
         return Busy(Holder.from_json(seen[0][2]), max(answer[1] for answer in seen) / 1e6)
 
     def force(self, key: str, owner_digest: str) -> Verb[bool]:
-        """End the holding that *owner_digest* names; tell whether it was there."""
         count: Count = yield self._question(self._looks(key))
         owners = {answer[0] for (answer,) in count.answers.values() if answer}
         ended = 0
@@ -201,7 +200,6 @@ class Verbs:
         return [_held(*lock, seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= self._most]
 
     def _keys(self, is_ours: Callable[[str], bool], lost: Count) -> Verb[dict[int, list[str]]]:
-        """Return the keys of our locks that each server has."""
         # SCAN may return a key twice.
         keys: dict[int, dict[str, None]] = {server: {} for server in self._everybody}
         cursors = dict.fromkeys(self._everybody, b"0")
@@ -297,17 +295,14 @@ def _sent() -> int:
 
 
 def _has_agreed(count: Count) -> bool:
-    """Whether a majority did what it was asked, or did not."""
     return count.says_yes() is not None
 
 
 def _is_written(count: Count) -> bool:
-    """Whether a majority has taken note of a token, or cannot."""
     return count.written() is not Election.OPEN
 
 
 def _is_said(count: Count) -> bool:
-    """Whether it is clear of each lock if it was extended."""
     return len(count.answers) > 0 and None not in count.says_kept()
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django_distlock.engine.clock import drift
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 #: Seconds that a server has for its answer: at most, and at least; and a new connection to it: at most.
 LONGEST, SHORTEST, LONGEST_CONNECTING = 0.05, 0.005, 0.25
@@ -63,10 +60,6 @@ class Election(enum.Enum):
 
 
 def election(servers: int, *, granted: int, refused: int, failed: int) -> Election:
-    """Return where a vote stands: won or lost as soon as nothing can change it any more.
-
-    Busy: a majority answered, and the rest cannot make up for those who refused.
-    """
     needed = majority(servers)
     if granted >= needed:
         return Election.WON
@@ -101,11 +94,9 @@ class Count:
 
     @property
     def pending(self) -> frozenset[int]:
-        """Those who have said nothing yet."""
         return self.asked - self.answers.keys() - self.failures.keys()
 
     def take(self, server: int, answer: Any) -> None:
-        """Take an answer in; an error is the server's refusal to carry it out."""
         if isinstance(answer, Exception):
             self.failures[server] = f"it refused: {answer}"
             self.errors.append(answer)
@@ -137,7 +128,6 @@ class Count:
     # Who has the lock.
 
     def election(self) -> Election:
-        """Return how the vote for us stands."""
         granted, refused = len(self.where(YES)), len(self.where(NO))
         failed = len(self.failures) + len(self.where(GUARDED))
         return election(self.total, granted=granted, refused=refused, failed=failed)
@@ -157,7 +147,6 @@ class Count:
         return token if token is None or votes >= majority(self.total) else 0
 
     def busy(self) -> Busy:
-        """Return who has the lock, if a majority names one holder."""
         refusals = [self.answers[server] for server in self.where(NO)]
         # By owner and try: the votes of several tries, given at several moments, make no majority.
         tries = Counter((owner, sent) for _, owner, _, _, sent in refusals if owner)
@@ -182,7 +171,6 @@ class Count:
     # What they did.
 
     def written(self) -> Election:
-        """Return how far a majority has taken note of the token."""
         # Servers that were not asked count as refusals.
         refused = len(self.where(NO)) + self.total - len(self.asked)
         granted, failed = len(self.where(YES)), len(self.failures)

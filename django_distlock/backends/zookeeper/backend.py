@@ -6,35 +6,30 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.core.checks import Error
+from django.core.checks import CheckMessage, Error
 from kazoo.exceptions import AuthFailedError, KazooException
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.failures import server_error
-from django_distlock.conf import LONGEST
+from django_distlock.conf import LONGEST, BackendSettings
 from django_distlock.engine import clock, steps
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Purged, Release
+from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .options import ZooKeeperOptions, ZooKeeperRequest
 from .places import Places
-from .recipe import BROKEN, Recipe
+from .recipe import BROKEN, Recipe, Steps
 from .session import Session, Silence
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from django.core.checks import CheckMessage
-
-    from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
-    from django_distlock.engine.values import Busy, Grant, Held, Request
     from django_distlock.lease import Lease
 
-    from .recipe import Steps
 
 _T = TypeVar("_T")
 #: How many locks are listed at once.
@@ -79,7 +74,6 @@ class ZooKeeperBackend(BaseLockBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Stand in line, and look who is first."""
         ends = self._patience(request, left) if queued else self._soon()
         take = self._recipe.take(request, ends, queued=queued)
         return self._have(take, changes=True, ends=ends)
@@ -92,7 +86,6 @@ class ZooKeeperBackend(BaseLockBackend):
         return await self._ahave(take, changes=True, ends=ends)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        """Wait until the node before ours has gone."""
         if self._is_told(request, bell):
             bell.wait(seconds)
 
@@ -110,7 +103,6 @@ class ZooKeeperBackend(BaseLockBackend):
     dequeue = dequeue_later = forget_bell
 
     def release(self, request: Request) -> Release:
-        """Delete the node: whoever watches it is told."""
         ends = self._soon()
         return self._have(self._recipe.give_back(request, ends), changes=True, ends=ends)
 
@@ -138,14 +130,12 @@ class ZooKeeperBackend(BaseLockBackend):
         return await self._ahave(self._recipe.keep(requests))
 
     def is_session_over(self, request: Request) -> bool:
-        """Look at what kazoo has heard."""
         place = self._places.get(request.owner)
         if place is None:
             return request.owner not in self._places.released
         return self._places.is_dead(place)
 
     def probe(self, request: Request) -> Busy | None:
-        """Look who is first."""
         return self._have(self._recipe.look(request.key))
 
     async def aprobe(self, request: Request) -> Busy | None:
@@ -154,24 +144,19 @@ class ZooKeeperBackend(BaseLockBackend):
     # For operators.
 
     def held(self, key: str | None = None) -> Iterator[Held]:
-        """Tell the locks of this alias that are held."""
         for keys in _batches(self._keys() if key is None else [key], BATCH):
             yield from self._have(self._recipe.holders(keys))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        """Delete the node of the holder: the next token is higher by itself."""
         return self._have(self._recipe.end_holding(key, owner_digest), changes=True)
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
     ) -> Iterator[Purged]:
-        """Delete the nodes of locks that nobody holds or waits for, made longer ago than that."""
         if not older_than >= 0:
-            msg = f"older_than must be 0 seconds or more, not {older_than!r}."
-            raise ValueError(msg)
+            raise ValueError(f"older_than must be 0 seconds or more, not {older_than!r}.")
         if not batch_size >= 1:
-            msg = f"batch_size must be 1 or more, not {batch_size!r}."
-            raise ValueError(msg)
+            raise ValueError(f"batch_size must be 1 or more, not {batch_size!r}.")
         return self._purge(older_than, batch_size, dry_run=dry_run)
 
     def _purge(self, older_than: float, batch_size: int, *, dry_run: bool) -> Iterator[Purged]:
@@ -186,7 +171,6 @@ class ZooKeeperBackend(BaseLockBackend):
         return list(filter(self.keeps, self._have(self._recipe.keys())))
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Say, where servers may be asked, whether the ensemble can be used."""
         if databases is None:
             return []
         try:
@@ -209,7 +193,6 @@ class ZooKeeperBackend(BaseLockBackend):
         self._session.say_goodbye(seconds)
 
     def abandon_after_fork(self) -> None:
-        """Leave the session to the parent."""
         self._session.abandon()
         self._begin()
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote, unquote
 
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import LONGEST_LISTED, printable
-from django_distlock.engine.values import digest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from django_distlock.engine.values import Request
+from django_distlock.engine.values import Request, digest
 
 #: The owner's digest, the attempt, reader or writer, and the number that ZooKeeper appends.
 _NODE = re.compile(r"([0-9a-f]{16})-[0-9a-f]{8}-([rw])-(-?\d{10})", re.ASCII)
@@ -99,6 +95,5 @@ class Label:
 
 
 def label(request: Request) -> bytes:
-    """Return what the node of *request* says."""
     name = json.dumps(printable(request.name, LONGEST_LISTED))
     return f'{{"name":{name},"holder":{request.holder.to_json()}}}'.encode()

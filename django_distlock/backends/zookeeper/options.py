@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kazoo.hosts import collect_hosts
 from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from django_distlock.conf import LONGEST, seconds
 from django_distlock.engine.values import Request
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _ACLS = {"open": OPEN_ACL_UNSAFE, "creator": CREATOR_ALL_ACL}
 _FLAGS = ("tls", "verify_certs", "check_hostname")
@@ -67,17 +65,14 @@ class ZooKeeperOptions:
 
     @property
     def acls(self) -> list[Any]:
-        """The ACL of every node, as kazoo takes it."""
         return list(_ACLS[self.acl] if isinstance(self.acl, str) else self.acl)
 
     @property
     def servers(self) -> str:
-        """The servers, for people."""
         found, _ = collect_hosts(_listed(self.hosts))
         return ", ".join(f"{host}:{port}" for host, port in found)
 
     def client_arguments(self) -> dict[str, Any]:
-        """Return what they are to a KazooClient."""
         tls = {name: getattr(self, name) for name in (*_FILES, "verify_certs", "check_hostname")}
         return {
             "hosts": _listed(self.hosts),
@@ -155,8 +150,7 @@ def _check_hosts(hosts: Any) -> None:
 
 def _check_root(root: object) -> None:
     if not isinstance(root, str):
-        msg = f"'root' must be text, not {root!r}."
-        raise TypeError(msg)
+        raise TypeError(f"'root' must be text, not {root!r}.")
     first, *parts = root.split("/")
     is_path = not first and parts and all(part not in {"", ".", ".."} for part in parts)
     _must(

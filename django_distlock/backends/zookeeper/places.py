@@ -63,12 +63,10 @@ class Place:
 
     @property
     def prefix(self) -> str:
-        """How the name of its node begins."""
         return prefix(self.request, self.attempt)
 
     @property
     def path(self) -> str:
-        """Its node."""
         return f"{self.folder}/{self.node}"
 
     def leave(self) -> None:
@@ -91,11 +89,9 @@ class Places:
         self._ends = Alarm(self._drop_ended)
 
     def get(self, owner: str) -> Place | None:
-        """Return the place of *owner*."""
         return self._by_owner.get(owner)
 
     def open(self, request: Request, folder: str) -> Place:
-        """Return the place of *request*, a new one if it has none."""
         with self._mutex:
             place = self._by_owner.get(request.owner)
             if place is None:
@@ -110,7 +106,6 @@ class Places:
         self._ends.at(place.ends)
 
     def granted(self) -> list[Place]:
-        """Return the places that hold."""
         return [place for place in list(self._by_owner.values()) if place.is_granted]
 
     def _drop_ended(self) -> None:
@@ -143,14 +138,12 @@ class Places:
     # Waiting for another node to go.
 
     def watch(self, place: Place, path: str) -> None:
-        """Have *place* rung by changed() when the node *path* is gone."""
         with self._mutex:
             self.unwatch(place)
             place.watched = path
             self._watchers.setdefault(path, set()).add(place)
 
     def unwatch(self, place: Place) -> None:
-        """Wait for nobody."""
         with self._mutex:
             others = self._watchers.get(place.watched, set())
             others.discard(place)

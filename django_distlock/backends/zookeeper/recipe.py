@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, SessionExpiredError
 
@@ -12,15 +13,9 @@ from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .line import Label, Line, label, quoted, unquoted
-from .options import wished_ttl
+from .options import ZooKeeperOptions, wished_ttl
 from .places import UNSURE, Place, Places
-from .session import Silence
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .options import ZooKeeperOptions
-    from .session import Ask, Session
+from .session import Ask, Session, Silence
 
 _T = TypeVar("_T")
 #: Yields what sends requests, is sent what each came to, errors as they are, and returns a result.
@@ -35,7 +30,6 @@ LOOK_AGAIN = 5.0
 
 
 def value(outcome: Any) -> Any:
-    """Return *outcome*, or raise it."""
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
@@ -140,7 +134,6 @@ class Recipe:
         return Busy()
 
     def _line(self, client: Any, place: Place) -> Steps[Line]:
-        """Return the line with our own node in it, which is made if there is none."""
         yield from self._know(client, place)
         if place.node:
             names = yield from self._names(client, place.folder)
@@ -253,7 +246,6 @@ class Recipe:
         return True
 
     def look(self, key: str) -> Steps[Busy | None]:
-        """Tell who holds *key*."""
         client = yield from self._connected()
         folder = self.folder(key)
         nodes = Line((yield from self._names(client, folder))).nodes
@@ -264,13 +256,11 @@ class Recipe:
     # For operators.
 
     def keys(self) -> Steps[list[str]]:
-        """Return the keys that have a node, in order."""
         client = yield from self._connected()
         names = yield from self._names(client, self._options.root)
         return sorted(key for key in map(unquoted, names) if key is not None)
 
     def holders(self, keys: Sequence[str]) -> Steps[list[Held]]:
-        """Tell who holds *keys*, and how many wait behind them."""
         client = yield from self._connected()
         folders = [self.folder(key) for key in keys]
         outcomes = yield [partial(client.get_children_async, folder) for folder in folders]
@@ -302,7 +292,6 @@ class Recipe:
         return found
 
     def end_holding(self, key: str, owner_digest: str) -> Steps[bool]:
-        """Delete the node of the holder with this digest; tell whether it was there."""
         client = yield from self._connected()
         folder = self.folder(key)
         line = Line((yield from self._names(client, folder, newest=True)))

@@ -8,9 +8,10 @@ import contextlib
 import math
 import select
 import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import AuthFailedError, ConnectionClosedError, KazooException
@@ -21,13 +22,10 @@ from kazoo.protocol.states import KazooState, KeeperState
 from django_distlock.engine import clock
 from django_distlock.engine.bells import TaskBell, ThreadBell
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from .options import ZooKeeperOptions
 
-    from .options import ZooKeeperOptions
-
-    #: Sends a request; returns kazoo's result, which is set when the reply comes.
-    Ask = Callable[[], Any]
+#: Sends a request; returns kazoo's result, which is set when the reply comes.
+Ask = Callable[[], Any]
 
 #: How kazoo tries to connect: without end, and again soon.
 _RETRY = {"max_tries": -1, "delay": 0.05, "max_delay": 1.0}
@@ -197,7 +195,6 @@ class Session:
         return exchange.outcomes()
 
     async def aask(self, asks: Sequence[Ask], ends: float) -> list[Any]:
-        """See ask(); the event loop waits, and no thread."""
         exchange = Exchange(asks, bell := TaskBell())
         try:
             while not exchange.is_over and (left := ends - clock.wait_time()) > 0:
