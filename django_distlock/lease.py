@@ -35,7 +35,6 @@ from .signals import announce, lock_extended, lock_lost, lock_released
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterable
     from datetime import timedelta
-    from types import TracebackType
 
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import Model, QuerySet
@@ -262,7 +261,7 @@ class Lease:
 
     async def arelease(self) -> None:
         """See release(). A cancelled call is completed in the background."""
-        if not _is_in_loop():
+        if _get_running_loop() is None:
             self.release_later()  # its task was destroyed: there is nothing to wait in
         elif not self._leaves_reentry():
             await finished(self._arelease())
@@ -365,25 +364,15 @@ class Lease:
         self.check()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.leave(error)
+    def __exit__(self, *error: Any) -> None:
+        self.leave(error[1])
 
     async def __aenter__(self) -> Lease:
         self.check()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.aleave(error)
+    async def __aexit__(self, *error: Any) -> None:
+        await self.aleave(error[1])
 
     def leave(self, error: BaseException | None) -> None:
         """Release it at the end of a block that raised *error*, which a failed release does not hide."""
@@ -783,14 +772,6 @@ def _still_held(known: Iterable[Known]) -> Iterable[Known]:
         elif isinstance(each, Awaited) and not each.is_over:
             kept[id(each)] = each
     return kept.values()
-
-
-def _is_in_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 async def finished(work: Coroutine[Any, Any, _T]) -> _T:

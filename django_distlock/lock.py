@@ -28,9 +28,8 @@ from .handler import locks
 from .lease import Awaited, Lease, held_here, note_held_here
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable
+    from collections.abc import Callable, Coroutine
     from datetime import timedelta
-    from types import TracebackType
 
     from .backends.base import BaseLockBackend
     from .decorators import Policy
@@ -117,20 +116,12 @@ _NO_WISHES = Terms()
 _WORDS = LockTerms.__optional_keys__
 
 
-def _or_none(value: object, what: str) -> float | None:
-    return None if value is None else seconds(value, what)
-
-
-def _or_zero(value: object, what: str) -> float:
-    return seconds(value, what, zero=True)
-
-
 _CHECKS: dict[str, Callable[[object, str], float | None]] = {
     "timeout": optional_seconds,
     "ttl": checked_ttl,
-    "max_hold": _or_none,
-    "min_hold": _or_zero,
-    "lock_delay": _or_zero,
+    "max_hold": lambda value, what: None if value is None else seconds(value, what),
+    "min_hold": partial(seconds, zero=True),
+    "lock_delay": partial(seconds, zero=True),
 }
 
 
@@ -225,24 +216,14 @@ class Lock:
     def __enter__(self) -> Lease:
         return self.take(-1, self._note_entry)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._leave().leave(error)
+    def __exit__(self, *error: Any) -> None:
+        self._leave().leave(error[1])
 
     async def __aenter__(self) -> Lease:
         return await self.atake(-1, self._note_entry)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._leave().aleave(error)
+    async def __aexit__(self, *error: Any) -> None:
+        await self._leave().aleave(error[1])
 
     def __repr__(self) -> str:
         return f"<Lock {printable(self.name)!r} using={self.terms.using!r}>"
@@ -251,14 +232,13 @@ class Lock:
 
     def enter(self, timeout: float | None, *, kept: bool = True) -> Lease:
         """Do what ``with`` does at its begin, within *timeout* seconds; *kept*: keep the lease alive."""
-        return self.take(timeout, self._note_entry if kept else self._note_loosely)
+        return self.take(timeout, partial(self._note_entry, kept=kept))
 
     async def aenter(
         self, timeout: float | None, *, kept: bool = True, caller: Caller | None = None
     ) -> Lease:
         """See enter()."""
-        note = self._note_entry if kept else partial(self._note_loosely, caller=caller)
-        return await self.atake(timeout, note)
+        return await self.atake(timeout, partial(self._note_entry, kept=kept, caller=caller))
 
     def take(self, timeout: float | None, note: Note = id) -> Lease:
         """Return a lease, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
@@ -268,8 +248,7 @@ class Lock:
         backend = self._backend()
         lease = self._reentered()
         is_new = lease is None
-        if lease is None:
-            lease = self._pending(backend)
+        lease = lease or self._pending(backend)
         try:
             if is_new:
                 if timeout == -1:
@@ -293,8 +272,7 @@ class Lock:
         backend = self._backend()
         lease = self._reentered()
         is_new = lease is None
-        if lease is None:
-            lease = self._pending(backend)
+        lease = lease or self._pending(backend)
         try:
             if is_new:
                 if timeout == -1:
@@ -387,24 +365,16 @@ class Lock:
             ]
             self._acquired.append(lease.ref)
 
-    def _note_entry(self, lease: Lease) -> None:
-        with self._mutex:
-            self._entered.append(lambda: lease)
-
-    def _note_loosely(self, lease: Lease, caller: Caller | None = None) -> None:
+    def _note_entry(self, lease: Lease, *, kept: bool = True, caller: Caller | None = None) -> None:
         if caller is not None:
             lease.give_to(caller)
         with self._mutex:
-            self._entered.append(lease.ref)
+            self._entered.append((lambda: lease) if kept else lease.ref)
 
     def _recall(self) -> Lease:
         """Return the last lease of this caller; others release theirs."""
         with self._mutex:
-            mine = [lease for lease in _alive(self._acquired) if lease.is_of_caller()]
-            if not mine:
-                raise LockNotHeld(self.name)
-            _remove_last(self._acquired, mine[-1])
-            return mine[-1]
+            return self._taken_out(self._acquired)
 
     def _leave(self) -> Lease:
         """Return what this caller entered last; a generator may be closed by another thread than its own."""
@@ -412,13 +382,16 @@ class Lock:
             if len(self._entered) == 1 and (only := self._entered[0]()) is not None:
                 self._entered.clear()
                 return only
-            entered = _alive(self._entered)
-            if not entered:
-                raise LockNotHeld(self.name)
-            mine = [lease for lease in entered if lease.is_of_caller()]
-            lease = (mine or entered)[-1]
-            _remove_last(self._entered, lease)
-            return lease
+            return self._taken_out(self._entered, or_of_others=True)
+
+    def _taken_out(self, known: list[Known], *, or_of_others: bool = False) -> Lease:
+        alive = [(each, lease) for each in known if (lease := each()) is not None]
+        mine = [place for place, (_, lease) in enumerate(alive) if lease.is_of_caller()]
+        if not mine and not (alive and or_of_others):
+            raise LockNotHeld(self.name)
+        _, found = alive.pop(mine[-1] if mine else -1)
+        known[:] = [each for each, _ in alive]
+        return found
 
 
 def lock(name: str, **terms: Unpack[LockTerms]) -> Lock:
@@ -439,18 +412,6 @@ def current_lease(name: str | None = None) -> Lease | None:
         if lease.is_mine() and wanted in (None, lease.name):
             return lease
     return None
-
-
-def _alive(leases: Iterable[Known]) -> list[Lease]:
-    return [lease for known in leases if (lease := known()) is not None]
-
-
-def _remove_last(leases: list[Known], lease: Lease) -> None:
-    """Remove the last entry for *lease*, and those whose lease nobody has any more."""
-    last = max(number for number, known in enumerate(leases) if known() is lease)
-    leases[:] = [
-        known for number, known in enumerate(leases) if number != last and known() is not None
-    ]
 
 
 @overload
@@ -564,16 +525,11 @@ class LockSet:
             stack.pop_all()
         return tuple(leases[name] for name in self.names)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         stack = ExitStack()
         for lock in self._locks.values():
             stack.push(lock)
-        stack.__exit__(kind, error, trace)
+        stack.__exit__(*error)
 
     async def __aenter__(self) -> tuple[Lease, ...]:
         return await self._aenter(kept=True)
@@ -588,16 +544,11 @@ class LockSet:
             stack.pop_all()
         return tuple(leases[name] for name in self.names)
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: Any) -> None:
         stack = AsyncExitStack()
         for lock in self._locks.values():
             stack.push_async_exit(lock)
-        await stack.__aexit__(kind, error, trace)
+        await stack.__aexit__(*error)
 
     def __repr__(self) -> str:
         return f"<LockSet {list(self._locks.values())!r}>"
