@@ -20,7 +20,7 @@ from django_distlock.backends.cache_alias import (
     plain_key,
     whole_seconds,
 )
-from django_distlock.conf import BackendSettings, seconds
+from django_distlock.conf import BackendSettings, check_values
 from django_distlock.engine import clock
 from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import Busy, Grant, Release, Request
@@ -62,8 +62,7 @@ class MemcachedOptions:
         server: object = self.server
         if server is not None and not isinstance(server, str):
             raise TypeError(f"'server' must be a str, not {server!r}.")
-        seconds(self.connect_timeout, "'connect_timeout'")
-        seconds(self.io_timeout, "'io_timeout'")
+        check_values(self)
 
 
 class CacheMemcachedBackend(BaseLockBackend):

@@ -18,7 +18,7 @@ from redis.connection import SSLConnection
 from redis.retry import Retry
 from redis.sentinel import SentinelManagedSSLConnection
 
-from django_distlock.conf import seconds
+from django_distlock.conf import check_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -179,11 +179,7 @@ class RedisSettings:
     io_timeout: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("fair", "scripting", "cluster", "allow_eviction"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name!r} must be True or False, not {getattr(self, name)!r}.")
-        for name in ("connect_timeout", "io_timeout"):
-            seconds(getattr(self, name), f"{name!r}")
+        check_values(self)
         replicas = self.wait_replicas
         if isinstance(replicas, bool) or not isinstance(replicas, int):
             raise TypeError(f"'wait_replicas' must be a whole number, not {replicas!r}.")

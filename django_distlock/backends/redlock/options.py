@@ -12,7 +12,7 @@ from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 from django_distlock.backends.failures import server_error
 from django_distlock.backends.redis.checks import check_facts
 from django_distlock.backends.redis.connections import PoolLink, ask
-from django_distlock.conf import checked_ttl, seconds
+from django_distlock.conf import check_values, checked_ttl
 from django_distlock.exceptions import LockBackendError
 
 if TYPE_CHECKING:
@@ -39,12 +39,7 @@ class RedlockOptions:
 
     def __post_init__(self) -> None:
         self._check_servers()
-        for name in ("fencing", "restart_guard", "durable", "allow_eviction"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name!r} must be True or False, not {getattr(self, name)!r}.")
-        for name in ("server_timeout", "connect_timeout"):
-            if getattr(self, name) is not None:
-                seconds(getattr(self, name), f"{name!r}")
+        check_values(self)
         if self.longest_ttl is not None:
             checked_ttl(self.longest_ttl, "'longest_ttl'")
 

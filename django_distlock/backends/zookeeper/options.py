@@ -10,11 +10,10 @@ from typing import Any
 from kazoo.hosts import collect_hosts
 from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
-from django_distlock.conf import LONGEST, seconds
+from django_distlock.conf import LONGEST, check_values
 from django_distlock.engine.values import Request
 
 _ACLS = {"open": OPEN_ACL_UNSAFE, "creator": CREATOR_ALL_ACL}
-_FLAGS = ("tls", "verify_certs", "check_hostname")
 _FILES = ("ca", "certfile", "keyfile", "keyfile_password")
 #: Where the servers keep what is theirs.
 _RESERVED = "zookeeper"
@@ -51,8 +50,7 @@ class ZooKeeperOptions:
     check_hostname: bool = True
 
     def __post_init__(self) -> None:
-        seconds(self.session_timeout, "'session_timeout'")
-        seconds(self.io_timeout, "'io_timeout'")
+        check_values(self)
         _check_hosts(self.hosts)
         _check_root(self.root)
         is_pairs = _is_list(self.auth) and all(
@@ -97,31 +95,18 @@ class ZooKeeperOptions:
             _must(self.acl in _ACLS, msg)
         else:
             _must(self.acl and _is_list(self.acl, of=ACL), msg, TypeError)
-        msg = (
-            "'acl' is 'creator', but without 'auth', 'sasl' or 'certfile' nobody tells who that is."
-        )
+        msg = "'acl' is 'creator': without 'auth', 'sasl' or 'certfile' nobody tells who that is."
         _must(self.acl != "creator" or self.auth or self.sasl or self.certfile, msg)
 
     def _check_tls(self) -> None:
-        for name in _FLAGS:
-            given = getattr(self, name)
-            _must(
-                isinstance(given, bool),
-                f"{name!r} must be True or False, not {given!r}.",
-                TypeError,
-            )
         for name in _FILES:
             if (given := getattr(self, name)) is not None:
                 _must(isinstance(given, str), f"{name!r} must be text.", TypeError)
                 _must(self.tls, f"{name!r} is of use only with 'tls'.")
-        _must(
-            (self.certfile is None) is (self.keyfile is None),
-            "'certfile' and 'keyfile' belong together.",
-        )
-        _must(
-            self.verify_certs or not self.check_hostname,
-            "'check_hostname' needs 'verify_certs'.",
-        )
+        has_both = (self.certfile is None) is (self.keyfile is None)
+        _must(has_both, "'certfile' and 'keyfile' belong together.")
+        is_verified = self.verify_certs or not self.check_hostname
+        _must(is_verified, "'check_hostname' needs 'verify_certs'.")
 
 
 def _must(fact: object, msg: str, error: type[Exception] = ValueError) -> None:
