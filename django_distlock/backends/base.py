@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from django_distlock.conf import BackendSettings, NoOptions, checked_options
 from django_distlock.engine import clock
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from django.core.checks import CheckMessage
 
     from django_distlock.engine.bells import TaskBell, ThreadBell
+    from django_distlock.engine.steps import Steps
 
 logger = logging.getLogger("django_distlock")
 
 #: Keys that a backend remembers, so as not to make them anew.
 KEYS = 1024
+_T = TypeVar("_T")
 
 
 class BaseLockBackend(ABC):
@@ -308,6 +310,67 @@ class BaseLockBackend(ABC):
     async def aabandon(self, request: Request) -> None:
         """See abandon()."""
         await self._lanes.run_release(lambda: self.abandon(request))
+
+
+class Run(Protocol):
+    """Has steps carried out, and returns their result."""
+
+    def __call__(self, steps: Steps[Any, _T], /) -> _T: ...
+
+
+class Verbs(Protocol):
+    """The verbs of a backend, as steps."""
+
+    def acquire(self, request: Request, *, queued: bool) -> Steps[Any, Grant | Busy]: ...
+    def release(self, request: Request) -> Steps[Any, Release]: ...
+    def extend(self, requests: Sequence[Request]) -> Steps[Any, list[bool]]: ...
+    def take_over(self, request: Request, former: str) -> Steps[Any, bool]: ...
+    def probe(self, request: Request) -> Steps[Any, Busy | None]: ...
+
+
+class StepsBackend(BaseLockBackend):
+    """A backend whose verbs are written once, as steps, for threads and for asyncio."""
+
+    _verbs: Verbs
+    _run: Run
+
+    @abstractmethod
+    async def _arun(self, steps: Steps[Any, _T]) -> _T:
+        raise NotImplementedError
+
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        return self._run(self._verbs.acquire(request, queued=queued))
+
+    async def atry_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        return await self._arun(self._verbs.acquire(request, queued=queued))
+
+    def release(self, request: Request) -> Release:
+        return self._run(self._verbs.release(request))
+
+    async def arelease(self, request: Request) -> Release:
+        return await self._arun(self._verbs.release(request))
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        return self._run(self._verbs.extend(requests))
+
+    async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        return await self._arun(self._verbs.extend(requests))
+
+    def take_over(self, request: Request, former: str) -> bool:
+        return self._run(self._verbs.take_over(request, former))
+
+    async def atake_over(self, request: Request, former: str) -> bool:
+        return await self._arun(self._verbs.take_over(request, former))
+
+    def probe(self, request: Request) -> Busy | None:
+        return self._run(self._verbs.probe(request))
+
+    async def aprobe(self, request: Request) -> Busy | None:
+        return await self._arun(self._verbs.probe(request))
 
 
 def tell_forced(

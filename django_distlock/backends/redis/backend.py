@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from django.core.cache import caches
 
-from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.base import StepsBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
 from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
@@ -15,7 +15,7 @@ from django_distlock.exceptions import LockOutcomeUnknown
 
 from .checks import check_facts
 from .cluster import AsyncClusterLink, ClusterLink
-from .connections import AsyncPoolLink, Conversation, PerLoop, PoolLink
+from .connections import AsyncPoolLink, PerLoop, PoolLink
 from .listeners import STALE, Listeners
 from .scripts import RETENTION, KeySpace, MakeKey
 from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import TaskBell, ThreadBell
-    from django_distlock.engine.values import Busy, Grant, Held, Release, Request
+    from django_distlock.engine.values import Held, Release, Request
 
     Act = Callable[[], Any]
 
@@ -40,7 +40,7 @@ LISTEN = 0.2
 CUT_OFF = 0.05
 
 
-class RedisBackend(BaseLockBackend):
+class RedisBackend(StepsBackend):
     """Locks in the Redis that ``OPTIONS["location"]`` names."""
 
     options_class: ClassVar[type[RedisSettings]] = RedisOptions
@@ -66,7 +66,7 @@ class RedisBackend(BaseLockBackend):
         self.place = self.source.url, self._space.pattern
         # The locks of one script must be on one server.
         batch = 1 if self.source.is_cluster else BATCH
-        self._verbs = Verbs(self.alias, self._space, self.options, batch=batch)
+        self._verbs: Verbs = Verbs(self.alias, self._space, self.options, batch=batch)
         self._open()
 
     def make_source(self) -> Source:
@@ -88,14 +88,6 @@ class RedisBackend(BaseLockBackend):
 
     # The verbs.
 
-    def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
-    ) -> Grant | Busy:
-        return self._link.converse(self._verbs.acquire(request, queued=queued))
-
-    def release(self, request: Request) -> Release:
-        return self._link.converse(self._verbs.release(request))
-
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
         """Give them back for good, in one go where one server has them all."""
         if self.source.is_cluster:
@@ -104,24 +96,15 @@ class RedisBackend(BaseLockBackend):
 
     def _revoke(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
         try:
-            return self._link.converse(self._verbs.revoke(requests))
+            return self._run(self._verbs.revoke(requests))
         except Exception as error:  # noqa: BLE001 - see BaseLockBackend.revoke_all()
             return [error] * len(requests)
 
     def server_of(self, request: Request) -> Hashable:
         return self._link.server_of(self._space.of(request.key).record)
 
-    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        return self._link.converse(self._verbs.extend(requests))
-
-    def take_over(self, request: Request, former: str) -> bool:
-        return self._link.converse(self._verbs.take_over(request, former))
-
-    def probe(self, request: Request) -> Busy | None:
-        return self._link.converse(self._verbs.probe(request))
-
     def dequeue(self, request: Request) -> None:
-        self._link.converse(self._verbs.leave(request))
+        self._run(self._verbs.leave(request))
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         run(self._sleep(self._link, request, bell, seconds), _done)
@@ -139,15 +122,15 @@ class RedisBackend(BaseLockBackend):
             keys = [each for each in dict.fromkeys(records) if each and self.keeps(each)]
         else:
             keys = [key]
-        found = self._link.converse(self._verbs.held(keys))
+        found = self._run(self._verbs.held(keys))
         return sorted((shown for shown, _ in found), key=lambda shown: shown.key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        found = self._link.converse(self._verbs.held([key]))
+        found = self._run(self._verbs.held([key]))
         ended = [
             (owner, shown.token) for shown, owner in found if shown.owner_digest == owner_digest
         ]
-        return any(self._link.converse(self._verbs.force(key, *each)) for each in ended)
+        return any(self._run(self._verbs.force(key, *each)) for each in ended)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if not databases:
@@ -166,32 +149,15 @@ class RedisBackend(BaseLockBackend):
 
     # Their twins for asyncio.
 
-    async def atry_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
-    ) -> Grant | Busy:
-        return await self._aconverse(self._verbs.acquire(request, queued=queued))
-
-    async def arelease(self, request: Request) -> Release:
-        return await self._aconverse(self._verbs.release(request))
-
     async def aabandon(self, request: Request) -> None:
-        await self._aconverse(self._verbs.leave(request))
+        await self._arun(self._verbs.leave(request))
         await self.arelease(request)
-
-    async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        return await self._aconverse(self._verbs.extend(requests))
-
-    async def atake_over(self, request: Request, former: str) -> bool:
-        return await self._aconverse(self._verbs.take_over(request, former))
-
-    async def aprobe(self, request: Request) -> Busy | None:
-        return await self._aconverse(self._verbs.probe(request))
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         await arun(self._sleep(await self._loops.get(), request, bell, seconds), _done)
 
-    async def _aconverse(self, conversation: Conversation[_T]) -> _T:
-        return await (await self._loops.get()).converse(conversation)
+    async def _arun(self, steps: Steps[Any, _T]) -> _T:
+        return await (await self._loops.get()).converse(steps)
 
     def _sleep(
         self, link: Any, request: Request, bell: ThreadBell | TaskBell, seconds: float
@@ -222,6 +188,7 @@ class RedisBackend(BaseLockBackend):
         self._listeners = Listeners()
         link = ClusterLink if self.source.is_cluster else PoolLink
         self._link = link(self.alias, self.source)
+        self._run = self._link.converse
         async_link = AsyncClusterLink if self.source.is_cluster else AsyncPoolLink
         self._loops = PerLoop[AsyncClusterLink | AsyncPoolLink](
             partial(async_link, self.alias, self.source)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import weakref
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.cache import caches
 
-from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.base import StepsBackend
 from django_distlock.backends.redis.scripts import KeySpace
 from django_distlock.backends.redis.sources import Source, source_of_cache
 from django_distlock.engine.steps import arun, run
@@ -16,7 +17,7 @@ from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 
 from .options import RedlockOptions, check_guard, check_servers
 from .servers import Servers
-from .verbs import Verbs
+from .verbs import Verb, Verbs
 from .votes import LONGEST, LONGEST_CONNECTING
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import TaskBell, ThreadBell
-    from django_distlock.engine.values import Busy, Grant, Held, Release, Request
+    from django_distlock.engine.values import Held, Release, Request
 
+_T = TypeVar("_T")
 #: Seconds until a lock that is busy is asked for again: chosen at random, so that votes split no second time.
 PAUSE = (0.05, 0.2)
 
@@ -42,7 +44,7 @@ class _Waiting(Waiting):
         return wait.bounded(pause if remaining is None else min(pause, remaining))
 
 
-class RedlockBackend(BaseLockBackend):
+class RedlockBackend(StepsBackend):
     """Locks in the servers that ``OPTIONS["servers"]`` names, by majority."""
 
     options_class = RedlockOptions
@@ -54,7 +56,6 @@ class RedlockBackend(BaseLockBackend):
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         self.supports_fencing = self.options.fencing
-        self.longest_ttl = self.options.longest_ttl or self.ttl
         self.sources = [self._source(server) for server in self.options.servers]
         _refuse_duplicates(self.sources)
         plain = KeySpace(str)
@@ -63,39 +64,26 @@ class RedlockBackend(BaseLockBackend):
             for server in self.options.servers
         ]
         self.place = tuple(source.url for source in self.sources), self._spaces[0].pattern
-        places = [source.where for source in self.sources]
-        self._verbs = Verbs(self.alias, places, self._spaces, self.options, self._guarded_seconds)
+        #: Seconds for which a server that restarted grants nothing.
+        self._guard = (self.options.longest_ttl or self.ttl) if self.options.restart_guard else 0.0
         self._open()
 
     def request(self, name: str, **wishes: Any) -> Request:
-        """Return a request; ValueError if it could outlive the restart of a server."""
-        request = super().request(name, **wishes)
-        self._check_ttl(request)
-        return request
+        self.check_ttl(wishes["ttl"])  # also that of a lease that another process has detached
+        return super().request(name, **wishes)
+
+    def check_ttl(self, ttl: float) -> None:
+        if 0 < self._guard < ttl:
+            raise ValueError(
+                f"DISTLOCK[{self.alias!r}]: a ttl of {ttl:g} seconds is more than {self._guard:g} seconds, "
+                "for which servers that restarted grant nothing: set OPTIONS 'longest_ttl'."
+            )
 
     # The verbs.
-
-    def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
-    ) -> Grant | Busy:
-        return run(self._verbs.acquire(request, self._channel(queued)), self._servers.ask)
-
-    def release(self, request: Request) -> Release:
-        return run(self._verbs.release(request, self._servers.channel), self._servers.ask)
 
     def abandon(self, request: Request) -> Release:
         """Give it back: whoever does leaves the queue."""
         return self.release(request)
-
-    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        self._check_ttl(*requests)
-        return run(self._verbs.extend(requests), self._servers.ask)
-
-    def take_over(self, request: Request, former: str) -> bool:
-        return run(self._verbs.take_over(request, former), self._servers.ask)
-
-    def probe(self, request: Request) -> Busy | None:
-        return run(self._verbs.probe(request), self._servers.ask)
 
     def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         """Have *bell* rung; servers learn of the waiter by its next try."""
@@ -105,10 +93,10 @@ class RedlockBackend(BaseLockBackend):
         self.release(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        return run(self._verbs.held(key, self.keeps), self._servers.ask)
+        return self._run(self._verbs.held(key, self.keeps))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        return run(self._verbs.force(key, owner_digest), self._servers.ask)
+        return self._run(self._verbs.force(key, owner_digest))
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         where = f"DISTLOCK[{self.alias!r}]"
@@ -127,38 +115,24 @@ class RedlockBackend(BaseLockBackend):
 
     # Their twins for asyncio.
 
-    async def atry_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
-    ) -> Grant | Busy:
-        return await arun(self._verbs.acquire(request, self._channel(queued)), self._servers.aask)
-
-    async def arelease(self, request: Request) -> Release:
-        return await arun(self._verbs.release(request, self._servers.channel), self._servers.aask)
-
     async def aabandon(self, request: Request) -> None:
         await self.arelease(request)
-
-    async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        self._check_ttl(*requests)
-        return await arun(self._verbs.extend(requests), self._servers.aask)
-
-    async def atake_over(self, request: Request, former: str) -> bool:
-        return await arun(self._verbs.take_over(request, former), self._servers.aask)
-
-    async def aprobe(self, request: Request) -> Busy | None:
-        return await arun(self._verbs.probe(request), self._servers.aask)
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         self.enqueue(request, bell)
 
+    async def _arun(self, steps: Verb[_T]) -> _T:
+        return await arun(steps, self._servers.aask)
+
     def _open(self) -> None:
         self._servers = Servers(self.sources)
+        self._run = partial(run, carry_out=self._servers.ask)
+        self._verbs: Verbs = Verbs(
+            self.alias, self._servers, self._spaces, self.options, self._guard
+        )
         # A backend that nobody has any more leaves no thread behind.
         self._close_unused = weakref.finalize(self, self._servers.close)
         self._close_unused.atexit = False
-
-    def _channel(self, queued: bool) -> str:
-        return self._servers.subscribed_channel() if queued else ""
 
     def _source(self, server: str) -> Source:
         options = self.options
@@ -175,19 +149,6 @@ class RedlockBackend(BaseLockBackend):
             msg = f"'servers': the cache {server!r} is no single server, but several that share their data."
             raise ValueError(msg)
         return source
-
-    @property
-    def _guarded_seconds(self) -> float:
-        return self.longest_ttl if self.options.restart_guard else 0.0
-
-    def _check_ttl(self, *requests: Request) -> None:
-        guard = self._guarded_seconds
-        for request in requests:
-            if guard and request.ttl > guard:
-                raise ValueError(
-                    f"DISTLOCK[{self.alias!r}]: a ttl of {request.ttl:g} seconds is more than {guard:g} seconds, "
-                    "for which servers that restarted grant nothing: set OPTIONS 'longest_ttl'."
-                )
 
 
 def _refuse_duplicates(sources: Sequence[Source]) -> None:

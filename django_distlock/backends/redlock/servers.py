@@ -265,6 +265,8 @@ class Servers:
     """All servers. The thread starts with the first question and ends with close(); only it uses connections."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
+        #: What they are called in errors.
+        self.places = [source.where for source in sources]
         self._total = len(sources)
         self._connections = [Connection(self, source) for source in sources]
         #: On which messages for waiters arrive.

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from django_distlock.backends.redis.scripts import KeySpace
 
     from .options import RedlockOptions
+    from .servers import Servers
 
 _T = TypeVar("_T")
 #: Yields questions, and is sent the count of their answers.
@@ -44,29 +45,29 @@ UNHURRIED = 10.0
 
 
 class Verbs:
-    """What one alias asks of its servers: *places* are their names for people, *spaces* their keys.
+    """What one alias asks of its *servers*, where its keys are in *spaces*.
 
-    *guard*: seconds that a server must have been up before it may grant; 0 for none. *channel* is that
-    of a waiter: see scripts.py.
+    *guard*: seconds that a server must have been up before it may grant; 0 for none.
     """
 
     def __init__(
         self,
         alias: str,
-        places: Sequence[str],
+        servers: Servers,
         spaces: Sequence[KeySpace],
         options: RedlockOptions,
         guard: float,
     ) -> None:
         self._alias = alias
-        self._places = places
+        self._servers = servers
+        self._places = servers.places
         self._spaces = spaces
         self._options = options
         self._guard = guard
-        self._most = majority(len(places))
-        self._everybody = range(len(places))
+        self._most = majority(len(servers.places))
+        self._everybody = range(len(servers.places))
 
-    def acquire(self, request: Request, channel: str) -> Verb[Grant | Busy]:
+    def acquire(self, request: Request, *, queued: bool) -> Verb[Grant | Busy]:
         """See BaseLockBackend.try_acquire(). What is not won is given back at once."""
         start = clock.lease_time()
         calls = self._calls(
@@ -80,7 +81,7 @@ class Verbs:
             request.holder.to_json(),
             f"{self._guard:.3f}",
             "1" if self._options.durable else "",
-            channel,
+            self._servers.subscribed_channel() if queued else "",
         )
         votes: Count = yield self._question(calls, request.ttl, Count.is_elected)
         outcome = votes.election()
@@ -110,9 +111,10 @@ class Verbs:
             self._fail(count)
         return Busy()
 
-    def release(self, request: Request, channel: str) -> Verb[Release]:
+    def release(self, request: Request) -> Verb[Release]:
         """See BaseLockBackend.release(); it was lost only if a majority says so. A waiter leaves the queues."""
-        calls = self._calls(self._everybody, RELEASE, request.key, request.owner, _sent(), channel)
+        args = request.owner, _sent(), self._servers.channel
+        calls = self._calls(self._everybody, RELEASE, request.key, *args)
         count: Count = yield self._question(calls, request.ttl, _has_agreed)
         if count.says_yes() is False:
             return Release.TAKEN if count.where(TAKEN) else Release.GONE
