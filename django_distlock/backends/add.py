@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.core.cache import BaseCache, caches
+from django.core.checks import CheckMessage
 
+from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
 from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import Busy, Grant, Release, Request
@@ -28,13 +31,6 @@ from .cache_alias import (
     plain_key,
     whole_seconds,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from django.core.checks import CheckMessage
-
-    from django_distlock.conf import BackendSettings
 
 #: A lock is deleted only if this many seconds of its ttl are left; otherwise it expires, because
 #: somebody else might get it between the get() and the delete().

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from django.core.checks import CheckMessage
 
 from django_distlock.conf import BackendSettings, NoOptions, checked_options
 from django_distlock.engine import clock
+from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.lanes import Lanes
 from django_distlock.engine.leftovers import Leftovers, until_done
@@ -16,20 +20,13 @@ from django_distlock.engine.local_queue import LocalQueue
 from django_distlock.engine.naming import printable, server_key
 from django_distlock.engine.registry import registry
 from django_distlock.engine.settling import settled
+from django_distlock.engine.steps import Steps
 from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, digest
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 from django_distlock.signals import announce, lock_forced
 
 from .failures import server_error
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
-
-    from django.core.checks import CheckMessage
-
-    from django_distlock.engine.bells import TaskBell, ThreadBell
-    from django_distlock.engine.steps import Steps
 
 logger = logging.getLogger("django_distlock")
 

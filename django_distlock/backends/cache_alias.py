@@ -7,18 +7,16 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.core.cache import DEFAULT_CACHE_ALIAS, BaseCache, caches
 from django.core.checks import CheckMessage, Warning as CheckWarning
 from django.utils.module_loading import import_string
 
+from django_distlock.conf import BackendSettings
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import printable
 from django_distlock.exceptions import InvalidLockBackend
-
-if TYPE_CHECKING:
-    from django_distlock.conf import BackendSettings
 
 #: The limits of a ttl in seconds, on servers that count in whole seconds: memcached takes more
 #: than 30 days for a date.

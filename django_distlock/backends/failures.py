@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from django.core.checks import Error
 
-if TYPE_CHECKING:
-    from django_distlock.exceptions import LockBackendError
+from django_distlock.exceptions import LockBackendError
 
 #: What drivers and servers write, and what to do about it. The first that fits is given.
 ADVICE = {

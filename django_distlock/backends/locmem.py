@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from django.db import connections
 
 from django_distlock import conf
+from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
+from django_distlock.engine.bells import Bell
 from django_distlock.engine.blocks import Block
 from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import (
@@ -27,12 +29,6 @@ from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import StaleFencingToken
 
 from .base import BaseLockBackend
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from django_distlock.conf import BackendSettings
-    from django_distlock.engine.bells import Bell
 
 
 @dataclass(slots=True)

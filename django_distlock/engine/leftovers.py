@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from django_distlock.engine import clock
 from django_distlock.engine.background import background
@@ -14,10 +14,7 @@ from django_distlock.engine.naming import printable
 from django_distlock.engine.values import Release, Request
 from django_distlock.exceptions import LockBackendError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Outcomes = Sequence[Release | Exception]
+Outcomes = Sequence[Release | Exception]
 
 logger = logging.getLogger("django_distlock")
 

@@ -7,13 +7,9 @@ import hashlib
 import secrets
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
+from .holder import Holder
 from .naming import LONGEST_LISTED, printable
-
-if TYPE_CHECKING:
-    from .holder import Holder
-
 
 #: Returns the secret of a new holding: 128 random bits from the operating system, as hex.
 new_owner = partial(secrets.token_hex, 16)

@@ -6,8 +6,9 @@ import itertools
 import logging
 import threading
 from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from django_distlock.exceptions import LockDeadlock
 
@@ -15,11 +16,7 @@ from .caller import Caller
 from .forks import forks
 from .naming import printable
 from .registry import registry
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
-
-    from .waiting import Wait
+from .waiting import Wait
 
 logger = logging.getLogger("django_distlock")
 

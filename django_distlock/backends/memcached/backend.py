@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from django.core.checks import CheckMessage
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import (
@@ -28,12 +31,6 @@ from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .connections import AT_ONCE, MARK, SOON, Connection, Pool
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from django.core.checks import CheckMessage
-
 
 MEMCACHED = "django.core.cache.backends.memcached.BaseMemcachedCache"
 PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"

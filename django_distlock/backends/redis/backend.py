@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from django.core.cache import caches
+from django.core.checks import CheckMessage
 
 from django_distlock.backends.base import StepsBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
+from django_distlock.conf import BackendSettings
+from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.steps import Steps, arun, run
+from django_distlock.engine.values import Held, Release, Request
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 from django_distlock.exceptions import LockOutcomeUnknown
 
@@ -21,16 +26,7 @@ from .scripts import RETENTION, KeySpace, MakeKey
 from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
 from .verbs import BATCH, Verbs
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
-
-    from django.core.checks import CheckMessage
-
-    from django_distlock.conf import BackendSettings
-    from django_distlock.engine.bells import TaskBell, ThreadBell
-    from django_distlock.engine.values import Held, Release, Request
-
-    Act = Callable[[], Any]
+Act = Callable[[], Any]
 
 _T = TypeVar("_T")
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.engine.naming import printable
 
-if TYPE_CHECKING:
-    from .cluster import ClusterLink
-    from .connections import Conversation, PoolLink
+from .cluster import ClusterLink
+from .connections import Conversation, PoolLink
 
 #: BLPOP takes fractions of a second, and EVALSHA's effects are replicated, not the script.
 OLDEST = (6, 0)

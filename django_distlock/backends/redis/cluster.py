@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -18,11 +19,7 @@ from django_distlock.engine.steps import arun, run
 
 from .connections import BROKEN, Command, Conversation, problem, unreachable
 from .scripts import Call
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
-
-    from .sources import Source
+from .sources import Source
 
 _T = TypeVar("_T")
 

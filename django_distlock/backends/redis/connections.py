@@ -25,7 +25,7 @@ from collections.abc import (
 )
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -50,9 +50,7 @@ from django_distlock.engine.steps import arun, run
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 
 from .scripts import Call
-
-if TYPE_CHECKING:
-    from .sources import Source
+from .sources import Source
 
 _T = TypeVar("_T")
 #: What is sent: words, or a script that the server is expected to know.

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from django_distlock.engine import clock
-
-if TYPE_CHECKING:
-    from django_distlock.engine.bells import Bell
-    from django_distlock.engine.values import Request
+from django_distlock.engine.bells import Bell
+from django_distlock.engine.values import Request
 
 #: Seconds between two times that the places of the others are kept: well within their patience.
 KEEP = 0.15

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redis import connection as driver
 from redis.asyncio.connection import (
@@ -20,10 +21,7 @@ from redis.sentinel import SentinelManagedSSLConnection
 
 from django_distlock.conf import check_values
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    AnyRetry = Retry | AsyncRetry
+AnyRetry = Retry | AsyncRetry
 
 #: What a cache may set for itself and locks decide on their own: how long to wait, how often to ask.
 _OURS = frozenset(

@@ -6,17 +6,14 @@ No I/O. Each decision does what the script of its name does, and its parts what 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from redis.exceptions import OutOfMemoryError, ResponseError
 
+from .connections import Command, Conversation
 from .scripts import EXTEND, FORCE, FORGOTTEN, LEAVE, LOOK, PATIENCE, RELEASE, RETENTION, Call
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from .connections import Command, Conversation
 
 #: How often to begin again since others wrote meanwhile; one of those that write gets through each time.
 ROUNDS = 100

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from redis.exceptions import (
     AuthenticationError,
@@ -28,6 +29,7 @@ from django_distlock.engine.values import (
 )
 from django_distlock.exceptions import LockBackendError
 
+from .connections import Command, Conversation
 from .scripts import (
     ACQUIRE,
     EXTEND,
@@ -41,13 +43,8 @@ from .scripts import (
     KeySpace,
     Script,
 )
+from .sources import RedisSettings
 from .transactions import transact
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from .connections import Command, Conversation
-    from .sources import RedisSettings
 
 _T = TypeVar("_T")
 

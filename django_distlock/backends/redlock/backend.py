@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import random
 import weakref
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from django.core.cache import caches
+from django.core.checks import CheckMessage
 
 from django_distlock.backends.base import StepsBackend
 from django_distlock.backends.redis.scripts import KeySpace
 from django_distlock.backends.redis.sources import Source, source_of_cache
+from django_distlock.conf import BackendSettings
+from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.steps import arun, run
+from django_distlock.engine.values import Held, Release, Request
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 
 from .options import RedlockOptions, check_guard, check_servers
 from .servers import Servers
 from .verbs import Verb, Verbs
 from .votes import LONGEST, LONGEST_CONNECTING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from django.core.checks import CheckMessage
-
-    from django_distlock.conf import BackendSettings
-    from django_distlock.engine.bells import TaskBell, ThreadBell
-    from django_distlock.engine.values import Held, Release, Request
 
 _T = TypeVar("_T")
 #: Seconds until a lock that is busy is asked for again: chosen at random, so that votes split no second time.

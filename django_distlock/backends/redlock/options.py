@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.backends.failures import server_error
 from django_distlock.backends.redis.checks import check_facts
 from django_distlock.backends.redis.connections import PoolLink, ask
+from django_distlock.backends.redis.sources import Source
 from django_distlock.conf import check_values, checked_ttl
 from django_distlock.exceptions import LockBackendError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from django_distlock.backends.redis.sources import Source
-
 
 FEWEST = 3
 

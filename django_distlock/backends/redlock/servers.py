@@ -10,27 +10,24 @@ import socket
 import ssl
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 from redis.connection import ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError, RedisError
 
 from django_distlock.backends.redis.connections import packed, parsed
+from django_distlock.backends.redis.sources import Source
 from django_distlock.engine import clock
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
 from django_distlock.exceptions import first_line
 
 from .votes import LONGEST, LONGEST_CONNECTING, Count, Question, majority
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from django_distlock.backends.redis.sources import Source
 
 logger = logging.getLogger("django_distlock")
 

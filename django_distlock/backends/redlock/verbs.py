@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from django_distlock.backends.redis.connections import packed
+from django_distlock.backends.redis.scripts import KeySpace
 from django_distlock.backends.redis.verbs import BATCH, microseconds
 from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
@@ -14,7 +15,9 @@ from django_distlock.engine.steps import Steps
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
+from .options import RedlockOptions
 from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RAISE, RELEASE, TAKE_OVER
+from .servers import Servers
 from .votes import (
     GUARDED,
     NO,
@@ -29,12 +32,6 @@ from .votes import (
     server_timeout,
     validity,
 )
-
-if TYPE_CHECKING:
-    from django_distlock.backends.redis.scripts import KeySpace
-
-    from .options import RedlockOptions
-    from .servers import Servers
 
 _T = TypeVar("_T")
 #: Yields questions, and is sent the count of their answers.

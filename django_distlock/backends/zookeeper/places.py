@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kazoo.exceptions import (
     ConnectionLoss,
@@ -17,17 +18,12 @@ from kazoo.exceptions import (
 
 from django_distlock.engine import clock
 from django_distlock.engine.background import Alarm
+from django_distlock.engine.bells import Bell
 from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import Busy, Request
 
 from .line import prefix
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from django_distlock.engine.bells import Bell
-
-    from .session import Session
+from .session import Session
 
 #: After these a request may have been carried out.
 UNSURE = (ConnectionLoss, OperationTimeoutError, RequestTimeoutError, SessionMovedError)
