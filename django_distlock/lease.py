@@ -540,10 +540,10 @@ class Lease:
 
     def renewal(self) -> Request | None:
         """Return the request that renews it now; None when it may not live longer (max_hold)."""
-        left = self._holding_left()
-        return (
-            self.request if left is None else replace(self.request, ttl=left) if left > 0 else None
-        )
+        left = self.ttl if self._holds_until is None else self._holds_until - clock.lease_time()
+        if left >= self.ttl:
+            return self.request
+        return replace(self.request, ttl=left) if left > 0 else None
 
     def confirm(self, start: float, ttl: float) -> None:
         """Take note of an extension that was asked for at *start*; nothing revives a lost lease."""
@@ -656,12 +656,6 @@ class Lease:
     def _tell_of_the_end(self) -> None:
         registry.discard(self)
         self.leave_line()
-
-    def _holding_left(self) -> float | None:
-        if self._holds_until is None:
-            return None
-        left = self._holds_until - clock.lease_time()
-        return None if left >= self.ttl else left
 
     def _not_held(self) -> LockNotHeld:
         if self._state is State.RELEASED or self.is_left:

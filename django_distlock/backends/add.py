@@ -163,7 +163,6 @@ class AddBackend(BaseLockBackend):
 
 
 def is_trusted(kind: type, trusted: object) -> bool:
-    """Return whether *trusted* names *kind*; TypeError if it is not a list of dotted paths."""
     if not (isinstance(trusted, list | tuple) and all(isinstance(path, str) for path in trusted)):
         raise TypeError(f"'trust_add' must be a list of dotted paths, not {trusted!r}.")
     return dotted_path(kind) in trusted

@@ -99,22 +99,18 @@ class BaseLockBackend(ABC):
         *queued*: it has a place on the server, or is to get one if it is refused; with ``Way.ON_SERVER``
         the server makes it wait for the *left* seconds that its caller has (None: as long as it takes).
         """
-        raise NotImplementedError
 
     @abstractmethod
     def release(self, request: Request) -> Release:
         """Give back what this owner holds, and wake who is next. Again: the same answer."""
-        raise NotImplementedError
 
     @abstractmethod
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Let each live at least its ttl from now, if it is still its owner's; tell which are."""
-        raise NotImplementedError
 
     @abstractmethod
     def probe(self, request: Request) -> Busy | None:
         """Look, without taking it, whether the lock is held, and by whom."""
-        raise NotImplementedError
 
     def server_of(self, request: Request) -> Hashable:
         """Tell apart servers that may fail one without the other; extend() is asked for those of one."""

@@ -56,7 +56,6 @@ class Record:
 
 
 def checked_cache(name: object) -> str:
-    """Return *name* if CACHES has it; TypeError or ValueError if it does not."""
     if not isinstance(name, str):
         raise TypeError(f"'cache' must be a str, not {name!r}.")
     if name not in caches.settings:
@@ -66,7 +65,6 @@ def checked_cache(name: object) -> str:
 
 
 def cache_class(name: str) -> type[BaseCache]:
-    """Return the class of the alias *name*; ValueError if it cannot be imported."""
     path = caches.settings[name]["BACKEND"]
     try:
         found: type[BaseCache] = import_string(path)
@@ -145,7 +143,6 @@ def _location(name: str) -> object:
 
 
 def _places(location: object) -> set[str]:
-    """Return the servers in a LOCATION, which may be a list or a text."""
     if isinstance(location, list | tuple):
         return set(map(str, location))
     return set(re.split("[;,]", str(location))) if location else set()

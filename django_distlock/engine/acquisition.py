@@ -120,7 +120,6 @@ def _tell_acquired(backend: BaseLockBackend, lease: Lease) -> None:
 
 
 def _end(attempt: Attempt, error: BaseException) -> None:
-    """Leave nothing of what was not granted, and tell of it."""
     attempt.abandon()
     backend = attempt.backend
     if isinstance(error, LockNotAcquired):

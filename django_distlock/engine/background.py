@@ -175,7 +175,6 @@ class _Clock:
             raise
 
     def run_due(self) -> bool:
-        """Run here and now what is due; tell whether anything was."""
         has_run = False
         while (job := self._take_due()) is not None:
             _run(job)

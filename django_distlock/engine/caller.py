@@ -90,7 +90,6 @@ class Caller:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the thread has ended, or the task is done or will never be."""
         if self._task is not None:
             task = self._task()
             return task is None or task.done() or task.get_loop().is_closed()
@@ -141,7 +140,6 @@ def _awaited_by(work: Any) -> Any:
 
 
 def _suspended_in(work: Any) -> FrameType | None:
-    """Return the frame in which *work* awaits a thread."""
     while work is not None:
         if getattr(work, "cr_code", None) is _AWAITS_THREAD:
             return work.cr_frame  # type: ignore[no-any-return]
@@ -190,7 +188,6 @@ def current_caller() -> Caller:
 
 
 def current_task() -> asyncio.Task[Any] | None:
-    """Return the asyncio task that is running in this thread, or None."""
     return None if _get_running_loop() is None else asyncio.current_task()
 
 
@@ -200,6 +197,5 @@ def thread_number() -> int:
 
 
 def thread_name() -> str:
-    """Return the name of the running thread; one that ``threading`` has not started has its number only."""
     thread = here.mark.thread
     return f"thread {threading.get_native_id()}" if thread is None else thread.name

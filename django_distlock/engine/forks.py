@@ -17,7 +17,6 @@ class Forks:
         self._callbacks: list[Callable[[], object]] = []
 
     def in_child(self, callback: Callable[[], object]) -> None:
-        """Call *callback* in each child, after those that were given before."""
         self._callbacks.append(callback)
 
     def notice(self) -> None:

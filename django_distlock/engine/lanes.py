@@ -33,7 +33,6 @@ class Lanes:
         return await self._run(self._pool("try", 4), request, verb)
 
     async def run_wait(self, request: Request, verb: Callable[[], _T]) -> _T:
-        """Run *verb*, which may take long, in a lane where it is in nobody's way."""
         return await self._run(self._pool("wait", WAITS), request, verb)
 
     async def _run(self, pool: ThreadPoolExecutor, request: Request, verb: Callable[[], _T]) -> _T:

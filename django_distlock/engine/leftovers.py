@@ -51,7 +51,11 @@ class Leftovers:
             self._revoke(some, RETRY)
 
     def _revoke(self, some: Sequence[_Leftover], pause: float) -> None:
-        outcomes = self._outcomes([each.request for each in some])
+        outcomes: Outcomes
+        try:
+            outcomes = self._revoke_all([each.request for each in some])
+        except Exception as error:  # noqa: BLE001 - whatever it is, they are tried again
+            outcomes = [error] * len(some)
         failed, doubtful = list[tuple[_Leftover, Exception]](), list[_Leftover]()
         for each, outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):
@@ -62,12 +66,6 @@ class Leftovers:
         self._revoke_later(doubtful, SECOND_LOOK, RETRY)
         if failed:
             self._try_again(failed, pause)
-
-    def _outcomes(self, requests: Sequence[Request]) -> Outcomes:
-        try:
-            return self._revoke_all(requests)
-        except Exception as error:  # noqa: BLE001 - whatever it is, they are tried again
-            return [error] * len(requests)
 
     def _try_again(self, failed: Sequence[tuple[_Leftover, Exception]], pause: float) -> None:
         # A second look is for what most likely is not there.

@@ -101,7 +101,6 @@ class LocalQueue:
                 line.holding = lease
 
     def held_by(self, key: str) -> Lease | None:
-        """Return the lease that this process holds the lock by, if its line knows one."""
         with self._mutex:
             line = self.lines.get(key)
             holding = line.holding if isinstance(line, _Line) else line

@@ -87,7 +87,6 @@ def _plain(part: str) -> str:
 
 
 def title_of(function: Callable[..., Any]) -> str:
-    """Return the module and the qualified name of *function*; those of its class, if it is another callable."""
     return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 

@@ -20,7 +20,6 @@ class RecentOwners:
             self._owners.popitem(last=False)
 
     def discard(self, owner: str) -> bool:
-        """Forget *owner*; tell whether it was remembered."""
         return self._owners.pop(owner, self) is None
 
     def __contains__(self, owner: str) -> bool:

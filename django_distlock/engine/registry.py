@@ -50,7 +50,6 @@ class Registry:
         self._alarm = Alarm(self._look)
 
     def add(self, lease: Lease) -> None:
-        """Remember *lease*, pending or held."""
         self._kept[id(lease)] = lease
         self._leases[id(lease)] = lease.ref
 
@@ -92,7 +91,6 @@ class Registry:
         return [lease for lease in self.leases() if lease.held]
 
     def _look(self) -> None:
-        """Do what is due, and come back when the next thing is."""
         leases = self._held()
         try:
             self._end_what_is_over(leases)

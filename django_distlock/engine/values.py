@@ -103,7 +103,6 @@ class Held:
 
     @property
     def state(self) -> str:
-        """Whether it is "held", "stale" or "reserved"."""
         if self.reserved:
             return "reserved"
         return "stale" if self.remaining is not None and self.remaining <= 0 else "held"

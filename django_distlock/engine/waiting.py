@@ -109,6 +109,5 @@ class Wait:
         return self.bounded(min([self._pause, *(bound for bound in bounds if bound is not None)]))
 
     def bounded(self, seconds: float) -> float:
-        """Return *seconds*, or the time left if that is less; never below 0."""
         left = self.left
         return max(0.0, seconds if left is None else min(seconds, left))

@@ -92,7 +92,6 @@ class Waits:
         raise LockDeadlock(waiter.name, REASON)
 
     def end(self, waiter: Waiter) -> None:
-        """Note that *waiter* waits no longer. Twice does no harm."""
         with self._mutex:
             if self._waiting.get(waiter.caller) is waiter:
                 del self._waiting[waiter.caller]

@@ -195,7 +195,6 @@ def _busy(record: Record) -> Busy:
 
 
 def _memcached(name: str) -> Any:
-    """Return an instance of the alias; ValueError if it is not on memcached."""
     kind = cache_class(checked_cache(name))
     if MEMCACHED not in paths(kind):
         raise ValueError(f"'cache' names {name!r}, a {kind.__name__}, which is not on memcached.")
@@ -203,7 +202,6 @@ def _memcached(name: str) -> Any:
 
 
 def _client_prefix(given: dict[str, Any]) -> str:
-    """Return the prefix that the driver adds to keys: pymemcache's key_prefix, pylibmc's namespace."""
     behaviors = given.get("behaviors") or {}
     prefix = given.get("key_prefix") or behaviors.get("namespace") or ""
     return prefix.decode("latin-1") if isinstance(prefix, bytes) else str(prefix)

@@ -72,7 +72,6 @@ class Connection:
         return found[0]
 
     def gets(self, key: str) -> tuple[bytes, bytes] | None:
-        """Return the value that is there, and its number."""
         self._socket.sendall(b"gets %b\r\n" % key.encode())
         return self._value()
 
@@ -211,7 +210,6 @@ def _connected(server: Any, given: dict[str, Any], timeout: float) -> Any:
 
 
 def _place(server: Any) -> tuple[str, int, str]:
-    """Return the host and port or the path of a server in a LOCATION."""
     if not isinstance(server, str):
         return str(server[0]), int(server[1]), ""
     if (path := server.removeprefix("unix:")).startswith("/"):

@@ -16,12 +16,26 @@ OLDEST = (6, 0)
 def check_facts(
     where: str, link: PoolLink | ClusterLink, *, allow_eviction: bool
 ) -> list[CheckMessage]:
-    """Ask the server for its version, and whether it drops keys when its memory is full. *where* is what it is called."""
     facts = link.converse(_facts())
     if isinstance(facts, Exception):
         text = f"{where}: its version and its maxmemory-policy are not known, since it refused INFO: {printable(str(facts))}"
         return [CheckWarning(text, hint="Let the user run INFO.", id="distlock.W020")]
-    return [*_check_version(where, facts), *_check_eviction(where, facts, allow_eviction)]
+    found: list[CheckMessage] = []
+    version, policy = facts.get("redis_version", ""), facts.get("maxmemory_policy", "noeviction")
+    if version and tuple(map(int, version.split(".")[:2])) < OLDEST:
+        text = f"{where}: Redis {printable(version)} is too old."
+        hint = "Use Redis 6.0 or later, or Valkey."
+        found.append(Error(text, hint=hint, id="distlock.E020"))
+    if policy == "noeviction":
+        return found
+    text = f"{where}: the server's maxmemory-policy is {printable(policy)}: it drops locks that are held when its memory is full."
+    if allow_eviction:
+        return [*found, CheckWarning(text, hint="Two holders are possible.", id="distlock.W021")]
+    hint = (
+        "Set it to noeviction, give locks a server of their own, or, if two holders at once are "
+        "bearable, set OPTIONS 'allow_eviction': True."
+    )
+    return [*found, Error(text, hint=hint, id="distlock.E021")]
 
 
 def _facts() -> Conversation[dict[str, str] | Exception]:
@@ -36,25 +50,3 @@ def _facts() -> Conversation[dict[str, str] | Exception]:
         }
     lines = answer.decode().splitlines() if isinstance(answer, bytes) else ()
     return dict(line.partition(":")[::2] for line in lines if ":" in line)
-
-
-def _check_version(where: str, facts: dict[str, str]) -> list[CheckMessage]:
-    version = facts.get("redis_version", "")
-    if not version or tuple(map(int, version.split(".")[:2])) >= OLDEST:
-        return []
-    text = f"{where}: Redis {printable(version)} is too old."
-    return [Error(text, hint="Use Redis 6.0 or later, or Valkey.", id="distlock.E020")]
-
-
-def _check_eviction(where: str, facts: dict[str, str], is_allowed: bool) -> list[CheckMessage]:
-    policy = facts.get("maxmemory_policy", "noeviction")
-    if policy == "noeviction":
-        return []
-    text = f"{where}: the server's maxmemory-policy is {printable(policy)}: it drops locks that are held when its memory is full."
-    if is_allowed:
-        return [CheckWarning(text, hint="Two holders are possible.", id="distlock.W021")]
-    hint = (
-        "Set it to noeviction, give locks a server of their own, or, if two holders at once are "
-        "bearable, set OPTIONS 'allow_eviction': True."
-    )
-    return [Error(text, hint=hint, id="distlock.E021")]

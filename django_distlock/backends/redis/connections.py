@@ -75,7 +75,6 @@ def ask(command: Command) -> Conversation[Any]:
 
 
 def packed(commands: Sequence[Command]) -> bytes:
-    """Return *commands* as Redis reads them."""
     parts: list[bytes] = []
     for command in commands:
         if isinstance(command, Call):

@@ -58,7 +58,6 @@ class Source:
 
     @property
     def where(self) -> str:
-        """What it is called in errors: no password in it."""
         if self.sentinels:
             return f"Redis (the master of {self.service!r}, by Sentinel)"
         return f"Redis{' Cluster' if self.is_cluster else ''} at {self.place}"

@@ -132,7 +132,6 @@ class _Lock:
         self.others: list[Command] = []
 
     def writes(self) -> Iterator[Command]:
-        """Return what makes Redis have it as it is here."""
         for key, before, now in zip(self.keys, self.read, self.state, strict=False):
             is_record = key == self.keys[0]
             for member in before.keys() - now.keys():

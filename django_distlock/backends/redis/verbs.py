@@ -136,7 +136,6 @@ class Verbs:
         return bool(answer == 1)
 
     def probe(self, request: Request) -> Conversation[Busy | None]:
-        """Look whether somebody has the lock, and who has it longest."""
         (found,) = yield from self._looks([request.key])
         holdings = list(_holdings(found))
         left = max([_left(found[2]) or 0.0, *(left for _, left, _ in holdings)])
@@ -223,7 +222,6 @@ class Verbs:
 
 
 def microseconds(seconds: float) -> int:
-    """Return a time as the scripts take it."""
     return round(seconds * 1_000_000)
 
 

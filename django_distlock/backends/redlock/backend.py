@@ -53,7 +53,12 @@ class RedlockBackend(StepsBackend):
         super().__init__(settings)
         self.supports_fencing = self.options.fencing
         self.sources = [self._source(server) for server in self.options.servers]
-        _refuse_duplicates(self.sources)
+        places = [source.where for source in self.sources]
+        for place in places:
+            if places.count(place) > 1:
+                raise ValueError(
+                    f"'servers': {place} stands there twice; another database of it is no other server."
+                )
         plain = KeySpace(str)
         self._spaces = [
             plain if "://" in server else KeySpace(caches[server].make_key)
@@ -145,12 +150,3 @@ class RedlockBackend(StepsBackend):
             msg = f"'servers': the cache {server!r} is no single server, but several that share their data."
             raise ValueError(msg)
         return source
-
-
-def _refuse_duplicates(sources: Sequence[Source]) -> None:
-    places = [source.where for source in sources]
-    for place in places:
-        if places.count(place) > 1:
-            raise ValueError(
-                f"'servers': {place} stands there twice; another database of it is no other server."
-            )

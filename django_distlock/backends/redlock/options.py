@@ -49,7 +49,6 @@ class RedlockOptions:
 
 
 def check_guard(where: str, options: RedlockOptions) -> list[CheckMessage]:
-    """Say whether a restart can let a second holder in; the settings alone tell."""
     if options.restart_guard or options.durable:
         return []
     text = f"{where}: 'restart_guard' is off: a server that restarts without its data lets a second holder in."

@@ -57,7 +57,6 @@ class Round:
         self.is_over = False
 
     def end_if_decided(self) -> None:
-        """End it if it is decided, or if all have answered or failed."""
         try:
             self.is_over = self.question.is_decided(self.count) or not self.count.pending
         except Exception:  # noqa: BLE001 - a server answers nonsense: the caller gets this error when it counts
@@ -80,7 +79,6 @@ class Query:
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody waits for the answer."""
         count = self.round.count
         is_known = self.server in count.answers or self.server in count.failures
         return not (self.round.is_over or is_known)
@@ -296,7 +294,6 @@ class Servers:
         return begun.count
 
     def listen(self, owner: str, bell: Bell) -> None:
-        """Have *bell* rung when a server has a message for *owner*."""
         self._bells[owner] = bell
 
     def subscribed_channel(self) -> str:
@@ -326,11 +323,9 @@ class Servers:
     # For connections, in the thread.
 
     def watch(self, connection: Connection, query: Query) -> None:
-        """Look at *query* again at its deadline."""
         heapq.heappush(self._watched, (query.deadline, next(self._numbers), connection, query))
 
     def wake(self, owner: str) -> None:
-        """Wake one waiter, if it is still here."""
         if (bell := self._bells.get(owner)) is not None:
             bell.ring()
 

@@ -99,7 +99,9 @@ class Verbs:
         voters = votes.where(YES) | votes.pending
         # Those who grant it later take note of the token as well.
         calls = self._calls(voters, RAISE, request.key, request.owner, token)
-        count: Count = yield self._question(calls, request.ttl, _is_written)
+        count: Count = yield self._question(
+            calls, request.ttl, lambda c: c.written() is not Election.OPEN
+        )
         outcome = count.written()
         if outcome is Election.WON and validity(request.ttl, clock.lease_time() - start) > 0:
             return Grant(token)
@@ -119,7 +121,6 @@ class Verbs:
         return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Verb[list[bool]]:
-        """See BaseLockBackend.extend(); nothing is made anew."""
         kept: list[bool] = []
         for first in range(0, len(requests), BATCH):
             some = requests[first : first + BATCH]
@@ -129,7 +130,9 @@ class Verbs:
                 records = [self._record(server, each.key) for each in some]
                 calls[server] = _pack("EVAL", EXTEND, len(some), *records, *args)
             ttl = min(request.ttl for request in some)
-            count: Count = yield self._question(calls, ttl, _is_said)
+            count: Count = yield self._question(
+                calls, ttl, lambda c: bool(c.answers) and None not in c.says_kept()
+            )
             said = count.says_kept()
             if not said or None in said:
                 self._fail(count)
@@ -242,7 +245,6 @@ class Verbs:
     def _calls(
         self, servers: Iterable[int], script: str, key: str, *args: str | bytes | int
     ) -> dict[int, bytes]:
-        """Return what *servers* are asked. Most often all have the same keys."""
         calls = {}
         for space in set(self._spaces):
             record = space.of(key).record
@@ -295,14 +297,6 @@ def _sent() -> int:
 
 def _has_agreed(count: Count) -> bool:
     return count.says_yes() is not None
-
-
-def _is_written(count: Count) -> bool:
-    return count.written() is not Election.OPEN
-
-
-def _is_said(count: Count) -> bool:
-    return len(count.answers) > 0 and None not in count.says_kept()
 
 
 def _held(key: str, owner_digest: str, answers: Sequence[list[Any]]) -> Held:

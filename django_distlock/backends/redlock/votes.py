@@ -19,7 +19,6 @@ PART, CONNECTING_PART = 1 / 20, 1 / 4
 
 
 def majority(servers: int) -> int:
-    """Return how many of so many *servers* are more than half."""
     return servers // 2 + 1
 
 
@@ -42,7 +41,6 @@ def validity(ttl: float, elapsed: float) -> float:
 
 
 def fencing_token(votes: Iterable[int]) -> int:
-    """Return the token of a grant: the highest of what those who voted for it have counted to."""
     return max(votes)
 
 
@@ -71,7 +69,6 @@ def election(servers: int, *, granted: int, refused: int, failed: int) -> Electi
 
 
 def agreed(servers: int, *, yes: int, no: int) -> bool | None:
-    """Return what a majority says; None while it has not."""
     if yes >= majority(servers):
         return True
     return False if no >= majority(servers) else None
@@ -113,7 +110,6 @@ class Count:
             self.unsure.add(server)
 
     def add_failures(self, other: Count) -> None:
-        """Take over which servers failed at another question."""
         self.failures |= other.failures
         self.errors += other.errors
 

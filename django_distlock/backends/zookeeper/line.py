@@ -34,7 +34,6 @@ def unquoted(name: str) -> str | None:
 
 
 def prefix(request: Request, attempt: str) -> str:
-    """Return how the name of a node begins by which *request* stands in line."""
     return f"{digest(request.owner)}-{attempt}-{'r' if request.shared else 'w'}-"
 
 
@@ -86,7 +85,6 @@ class Label:
 
     @classmethod
     def read(cls, data: bytes) -> Label:
-        """Return what *data* says, as far as it can be read."""
         try:
             known = json.loads(data)
             return cls(str(known["name"]), Holder.from_json(json.dumps(known["holder"])))

@@ -66,7 +66,6 @@ class Place:
         return f"{self.folder}/{self.node}"
 
     def leave(self) -> None:
-        """Have no node any more, and be a new attempt from here on."""
         self.node, self.session, self.is_unsure, self.is_granted = "", None, False, False
         self.is_ending = self.is_leaving = False
         self.attempt = secrets.token_hex(4)
@@ -165,7 +164,6 @@ class Places:
     # Making a node, and the outcome.
 
     def create(self, client: Any, place: Place, data: bytes) -> Any:
-        """Ask for the node of *place*; what comes of it is noted whoever waits for it."""
         place.creating = creating = client.create_async(
             f"{place.folder}/{place.prefix}", data, ephemeral=True, sequence=True, include_data=True
         )

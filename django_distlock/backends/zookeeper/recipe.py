@@ -47,7 +47,6 @@ class Recipe:
         self._places = places
 
     def folder(self, key: str) -> str:
-        """Return the node under which those who want *key* stand in line."""
         return f"{self._options.root}/{quoted(key)}"
 
     def _connected(self) -> Steps[Any]:
@@ -154,7 +153,6 @@ class Recipe:
         raise LockBackendError(self._alias, f"{place.folder} is deleted as often as it is made")
 
     def _make_folder(self, client: Any, folder: str) -> Steps[None]:
-        """Make the node of the lock, and those above it."""
         parts = folder.split("/")
         paths = ["/".join(parts[:length]) for length in range(2, len(parts) + 1)]
         for outcome in (yield [partial(client.create_async, path) for path in paths]):
@@ -187,7 +185,6 @@ class Recipe:
     # Giving back.
 
     def give_back(self, request: Request, ends: float) -> Steps[Release]:
-        """Delete our node, and tell what was found."""
         place = self._places.get(request.owner)
         if place is None and request.owner in self._places.released:
             return Release.RELEASED
@@ -204,7 +201,6 @@ class Recipe:
                 return Release.TAKEN if Line(names).nodes else Release.GONE
 
     def _delete(self, client: Any, place: Place) -> Steps[bool]:
-        """Delete the node of *place*; tell whether it held until now."""
         was_held = place.is_granted
         yield from self._know(client, place)
         if not place.node:

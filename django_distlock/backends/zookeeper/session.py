@@ -118,7 +118,6 @@ class Exchange:
             self._is_begun = True
 
     def outcomes(self) -> list[Any]:
-        """Return what each request came to, errors as they are."""
         if self._error is not None:
             raise self._error
         if not self._results:
