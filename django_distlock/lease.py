@@ -27,6 +27,7 @@ from .engine.holder import Holder
 from .engine.naming import checked_name, printable
 from .engine.registry import registry
 from .engine.settling import asettled, settled
+from .engine.steps import Steps, arun, run
 from .engine.values import Release, Request
 from .exceptions import LockError, LockLost, LockNotHeld, LockNotOwned, NotSupported
 from .handler import locks
@@ -272,17 +273,12 @@ class Lease:
         It is never shortened, and later renewals use the same ttl. LockLost if the lock is not ours
         any more: it is never acquired again.
         """
-        start, request = self._before_extend(ttl)
-        kept = settled(partial(self.backend.extend, [request]))[0]
-        self._after_extend(start, request, kept=kept)
-        announce(lock_extended, type(self.backend), name=self.name, using=self.using, lease=self)
+        run(self._extending(ttl), lambda asked: settled(partial(self.backend.extend, asked)))
 
     async def aextend(self, ttl: float | timedelta | None = None) -> None:
         """See extend()."""
-        start, request = self._before_extend(ttl)
-        kept = (await asettled(partial(self.backend.aextend, [request])))[0]
-        self._after_extend(start, request, kept=kept)
-        announce(lock_extended, type(self.backend), name=self.name, using=self.using, lease=self)
+        aextend = self.backend.aextend
+        await arun(self._extending(ttl), lambda asked: asettled(partial(aextend, asked)))
 
     def detach(self, ttl: float | timedelta | None = None) -> str:
         """Hand the lock to another process: return a text for its ``Lease.attach()``.
@@ -309,12 +305,16 @@ class Lease:
 
         ``django.core.signing.BadSignature`` if *text* is not one that detach() made.
         """
-        return _Handed(text).attach()
+        handed = _Handed(text)
+        take_over = handed.backend.take_over
+        return run(handed.steps(), lambda asked: settled(partial(take_over, *asked)))
 
     @classmethod
     async def aattach(cls, text: str) -> Lease:
         """See attach()."""
-        return await _Handed(text).aattach()
+        handed = _Handed(text)
+        take_over = handed.backend.atake_over
+        return await arun(handed.steps(), lambda asked: asettled(partial(take_over, *asked)))
 
     # What it protects.
 
@@ -462,7 +462,7 @@ class Lease:
             raise
         self._conclude(outcome)
 
-    def _before_extend(self, ttl: float | timedelta | None) -> tuple[float, Request]:
+    def _extending(self, ttl: float | timedelta | None) -> Steps[list[Request], None]:
         self.check()
         if not self.backend.supports_extend:
             raise NotSupported(self.using, "extend()", "A lease ends with its ttl.")
@@ -473,13 +473,13 @@ class Lease:
         request = self.renewal()
         if request is None:
             raise LockLost(self.name, "its max_hold is over")
-        return clock.lease_time(), request
-
-    def _after_extend(self, start: float, request: Request, *, kept: bool) -> None:
-        if not kept:
+        start = clock.lease_time()
+        [is_kept] = yield [request]
+        if not is_kept:
             self.lose("the server says that it is not ours any more")
             raise LockLost(self.name, self._reason)
         self.confirm(start, request.ttl)
+        announce(lock_extended, type(self.backend), name=self.name, using=self.using, lease=self)
 
     def _check_detach(self) -> None:
         if not self.backend.supports_detach:
@@ -688,32 +688,15 @@ class _Handed:
         self.lease = Lease(self.backend, request, renew=renew, max_hold=max_hold)
         self.lease.hold_on_success = hold_on_success
 
-    def attach(self) -> Lease:
+    def steps(self) -> Steps[tuple[Request, str], Lease]:
         """Return the lease, held; LockLost if it had ended, or another process has attached it."""
         try:
             registry.add(self.lease)
-            is_ours = settled(partial(self.backend.take_over, self.lease.request, self.former))
+            is_ours = yield self.lease.request, self.former
         except BaseException:
-            self._give_up()
+            self.lease.give_up()
+            self.backend.abandon_later(self.lease.request)
             raise
-        return self._attached(is_ours=is_ours)
-
-    async def aattach(self) -> Lease:
-        """See attach()."""
-        try:
-            registry.add(self.lease)
-            take_over = partial(self.backend.atake_over, self.lease.request, self.former)
-            is_ours = await asettled(take_over)
-        except BaseException:
-            self._give_up()
-            raise
-        return self._attached(is_ours=is_ours)
-
-    def _give_up(self) -> None:
-        self.lease.give_up()
-        self.backend.abandon_later(self.lease.request)
-
-    def _attached(self, *, is_ours: bool) -> Lease:
         if is_ours and self.lease.grant(self._start, self._token):
             note_held_here(self.lease)
             return self.lease
