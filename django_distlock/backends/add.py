@@ -43,11 +43,7 @@ _OF_PARENTS: list[BaseCache] = []
 
 @dataclass(frozen=True, slots=True)
 class AddOptions:
-    """OPTIONS for an alias of an unknown class that is trusted.
-
-    cache: the alias in CACHES.
-    trust_add: dotted paths of the classes whose add() succeeds for one caller only.
-    """
+    """The OPTIONS for an alias of a class whose add() *trust_add* says to succeed for one caller only."""
 
     cache: str = "default"
     trust_add: Sequence[str] = field(default=())

@@ -43,12 +43,7 @@ REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """OPTIONS by which CacheBackend chooses; the chosen backend has its own.
-
-    cache: the alias in CACHES where the locks are kept.
-    single_process: see SingleProcessOptions.
-    trust_add: see AddOptions.
-    """
+    """The OPTIONS by which CacheBackend chooses; the chosen backend has its own."""
 
     cache: str = "default"
     single_process: bool = False
@@ -57,11 +52,7 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class SingleProcessOptions:
-    """OPTIONS for an alias in the memory of one process.
-
-    cache: the alias in CACHES.
-    single_process: whether it is enough to exclude the threads and tasks of one process.
-    """
+    """The OPTIONS for an alias in the memory of one process."""
 
     cache: str = "default"
     single_process: bool = False

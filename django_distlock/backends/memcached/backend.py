@@ -42,13 +42,7 @@ _record = lru_cache(64)(Record.unpack)
 
 @dataclass(frozen=True, slots=True)
 class MemcachedOptions:
-    """OPTIONS for an alias of CACHES on memcached.
-
-    cache: the alias in CACHES.
-    server: the one server that the locks live on, written as in LOCATION, where that has several.
-    connect_timeout: seconds until a server that lets nobody connect is given up.
-    io_timeout: seconds until a request that has no answer is given up.
-    """
+    """The OPTIONS for an alias of CACHES on memcached; *server*: the only one with locks, as in LOCATION."""
 
     cache: str = "default"
     server: str | None = None

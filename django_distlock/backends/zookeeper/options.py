@@ -21,18 +21,7 @@ _RESERVED = "zookeeper"
 
 @dataclass(frozen=True, slots=True)
 class ZooKeeperOptions:
-    """OPTIONS of ZooKeeperBackend.
-
-    hosts: the servers of the ensemble, "one:2181,two:2181,three:2181" or a list; a chroot may follow.
-    root: the node under which each lock has a node of its own.
-    session_timeout: seconds of silence after which the ensemble frees what this process holds.
-    io_timeout: seconds until a request that has no answer is given up.
-    auth: pairs of a scheme and a credential, [("digest", "user:password")].
-    acl: who may do what with the nodes: "open", "creator" (who has the same credentials), or a
-        list of kazoo.security.ACL.
-    sasl: what kazoo takes as sasl_options; needs the package pure-sasl.
-    tls: speak TLS; ca, certfile, keyfile, keyfile_password, verify_certs, check_hostname belong to it.
-    """
+    """The OPTIONS of ZooKeeperBackend; docs/reference/settings.md tells what they are. Times are seconds."""
 
     hosts: str | Sequence[str] = "127.0.0.1:2181"
     root: str = "/distlock"
