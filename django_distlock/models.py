@@ -57,6 +57,17 @@ class MethodLock(models.Model):
         return shown(self.description)
 
 
+class HeldLock(MethodLock):
+    """A lock that somebody holds now, of any alias: for the admin's page. It has no rows of its own."""
+
+    class Meta:
+        proxy = True
+        verbose_name = _("lock")
+        verbose_name_plural = _("locks")
+        # Those of MethodLock.
+        default_permissions = ()
+
+
 class FencingCounter(models.Model):
     """The last fencing token of a lock. Only acquire writes it, so guard() can lock it.
 

@@ -218,10 +218,11 @@ class BaseLockBackend(ABC):
         """Return a request for *name*, with its key and a new owner."""
         return self.request_class(name, self.key_of(name), **wishes)
 
-    def force_release(self, key: str, owner_digest: str) -> bool:
+    def force_release(self, key: str, owner_digest: str, *, by: str = "an operator") -> bool:
         """Free what somebody holds, if it is the holding that was shown; tell whether it was.
 
-        The holder learns it at its next renewal at the latest; fenced data refuses it.
+        The holder learns it at its next renewal at the latest, at once in this process with this alias;
+        fenced data refuses it. The log says who did it: *by*.
         """
         if not self.supports_listing:
             raise NotSupported(self.alias, "force_release()")
@@ -232,7 +233,19 @@ class BaseLockBackend(ABC):
         ended = shown.get(owner_digest)
         if ended is None or not self._end_shown(key, owner_digest):
             return False
-        tell_forced(ended, type(self), [self.alias])
+        for lease in registry.leases():
+            if lease.using == self.alias and digest(lease.request.owner) == owner_digest:
+                lease.lose("its release was forced by an operator")
+        state = (
+            "reserved by min_hold or lock_delay" if ended.reserved else f"held by {ended.holder}"
+        )
+        logger.warning(
+            "Lock %s, %s: its release was forced by %s",
+            printable(ended.name),
+            printable(state),
+            printable(by),
+        )
+        announce(lock_forced, type(self), name=ended.name, using=self.alias, holder=ended.holder)
         return True
 
     def keeps(self, key: str) -> bool:
@@ -364,21 +377,3 @@ class StepsBackend(BaseLockBackend):
 
     async def aprobe(self, request: Request) -> Busy | None:
         return await self._arun(self._verbs.probe(request))
-
-
-def tell_forced(
-    ended: Held, kind: type[BaseLockBackend], aliases: Sequence[str], by: str = "an operator"
-) -> None:
-    """Tell everybody, first a holder in this very process, that *ended* was freed; *aliases* have it."""
-    state = "reserved by min_hold or lock_delay" if ended.reserved else f"held by {ended.holder}"
-    for lease in registry.leases():
-        if lease.using in aliases and digest(lease.request.owner) == ended.owner_digest:
-            lease.lose("its release was forced by an operator")
-    logger.warning(
-        "Lock %s, %s: its release was forced by %s",
-        printable(ended.name),
-        printable(state),
-        printable(by),
-    )
-    using = next(iter(aliases), "")
-    announce(lock_forced, kind, name=ended.name, using=using, holder=ended.holder)

@@ -19,7 +19,7 @@ from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.admin import MethodLockAdmin
 from django_distlock.backends.session import transaction as transaction_taker
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Held
+from django_distlock.engine.values import Held, digest
 from django_distlock.models import MethodLock
 from tests.contract import crew
 from tests.fixtures.databases import migrate
@@ -180,8 +180,10 @@ def test_the_admin_shows_finds_and_frees_them(
 
     found = client.get(LIST, {"q": "\u65e5\u672c"})
     [row] = found.context["cl"].result_list
-    url = f"{reverse('admin:django_distlock_methodlock_force_release')}?lock={row.pk}"
-    freed = client.post(url, {"lock": client.get(url).context["values"]}, follow=True)
+    url = reverse("admin:django_distlock_heldlock_force_release")
+    asked = client.get(url, {"lock": f"locks:{digest(row.owner)}:{row.method_name}"})
+    confirmed = [found.value for found in asked.context["rows"]]
+    freed = client.post(url, {"lock": confirmed}, follow=True)
 
     assert row.name == named
     assert named in found.content.decode()

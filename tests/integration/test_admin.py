@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import quote as urlquote
 
 import pytest
 from django.contrib.admin.models import LogEntry
@@ -22,12 +23,12 @@ from django.urls import reverse
 
 from django_distlock import Lease, LockNotAcquired, LockNotHeld, StaleFencingToken, lock, locks
 from django_distlock.admin import MethodLockAdmin
+from django_distlock.admin.live import MOST_AT_ONCE
 from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.backends.database.records import State
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import server_key
 from django_distlock.engine.values import Busy, Grant, digest
-from django_distlock.forced_release import MOST_AT_ONCE
 from django_distlock.models import FencingCounter, MethodLock
 from django_distlock.signals import lock_forced
 from tests.backends.conftest import SERVERS
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from tests.fixtures.postgres import PostgreSQL
 
 LIST = reverse("admin:django_distlock_methodlock_changelist")
-FORCE = reverse("admin:django_distlock_methodlock_force_release")
+LIVE = reverse("admin:django_distlock_heldlock_changelist")
+FORCE = reverse("admin:django_distlock_heldlock_force_release")
 HOSTILE = "<script>alert(1)</script>"
 Page = Any
 
@@ -88,6 +90,12 @@ def detail_url(row: MethodLock) -> str:
     return reverse("admin:django_distlock_methodlock_change", args=[row.pk])
 
 
+def history_of(client: Client, row: MethodLock) -> Page:
+    return client.get(
+        reverse("admin:django_distlock_methodlock_history", args=[row.pk]), follow=True
+    )
+
+
 def cells(page: Page, row_name: str) -> list[str]:
     """Return the text of each cell in the row of the list that begins with this name."""
     rows = re.findall(r"<tr>.*?</tr>", page.content.decode(), re.DOTALL)
@@ -96,9 +104,15 @@ def cells(page: Page, row_name: str) -> list[str]:
     return [re.sub(r"<.*?>", "", cell) for cell in found]
 
 
+def value_of(row: MethodLock) -> str:
+    """Return what names the holding of *row* in forms; the alias has the name of the database."""
+    token = f"reserved {row.fencing_token}"
+    return f"{row._state.db}:{digest(row.owner or token)}:{row.method_name}"
+
+
 def confirm(client: Client, *rows: MethodLock) -> Page:
     """Return the page that asks whether to release these."""
-    return client.get(FORCE, {"lock": [str(row.pk) for row in rows]})
+    return client.get(FORCE, {"lock": [value_of(row) for row in rows]}, follow=True)
 
 
 def submit(client: Client, page: Page) -> Page:
@@ -217,8 +231,9 @@ def test_hostile_text_is_escaped_everywhere(database: str, name: str, operator: 
     row = put(database, HOSTILE + name, State.HELD, holder=holder.to_json())
 
     pages = [listed(operator, q=name), operator.get(detail_url(row)), confirm(operator, row)]
-    pages.append(submit(operator, pages[-1]))
-    pages.append(operator.get(reverse("admin:django_distlock_methodlock_history", args=[row.pk])))
+    pages.append(operator.get(LIVE, {"q": name}))
+    assert HOSTILE not in submit(operator, pages[2]).content.decode()
+    pages.append(history_of(operator, row))
 
     for page in pages:
         text = page.content.decode()
@@ -236,7 +251,7 @@ def test_what_somebody_else_wrote_into_the_table_leads_nobody_astray(
     pages = [listed(operator, q=name), operator.get(detail_url(row)), confirm(operator, row)]
     assert all(name in page.content.decode() for page in pages)
     pages.append(submit(operator, pages[-1]))
-    pages.append(operator.get(reverse("admin:django_distlock_methodlock_history", args=[row.pk])))
+    pages.append(history_of(operator, row))
 
     for page in pages:
         text = page.content.decode()
@@ -320,7 +335,7 @@ def test_nobody_adds_edits_or_deletes(name: str) -> None:
         client.post(LIST, {"action": "delete_selected", "_selected_action": str(row.pk)}),
     ]
 
-    assert [page.status_code for page in refused] == [403, 403, 403, 302]
+    assert [page.status_code for page in refused] == [403, 403, 403, 200]
     assert reread(row) == row
     assert "delete_selected" not in listed(client).content.decode()
 
@@ -332,7 +347,7 @@ def test_forced_release_is_neither_offered_nor_done_without_permission(
 
     offered = listed(viewer, q=name).content + viewer.get(detail_url(row)).content
     asked = confirm(viewer, row)
-    done = viewer.post(FORCE, {"lock": f"{row.pk}:{digest(str(row.owner))}"})
+    done = viewer.post(FORCE, {"lock": value_of(row)})
 
     assert b"orce release" not in offered
     assert (asked.status_code, done.status_code) == (403, 403)
@@ -348,7 +363,7 @@ def test_forced_release_needs_the_view_permission_too(name: str) -> None:
 def test_forced_release_needs_a_csrf_token(name: str) -> None:
     client = client_of("view_methodlock", "force_release_methodlock", csrf=True)
     row = put("default", name, State.HELD)
-    values = {"lock": f"{row.pk}:{digest(str(row.owner))}"}
+    values = {"lock": value_of(row)}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("django.security.csrf"), "disabled", True)
@@ -376,7 +391,7 @@ def test_forced_release_frees_the_lock_and_tells_everybody(
         assert lease.lost  # one in another process is told at its next renewal
         with lock(name, using=database, timeout=2) as later:
             assert cast("int", later.fencing_token) > cast("int", lease.fencing_token) + 1
-    [entry] = LogEntry.objects.filter(object_id=str(row.pk), object_repr=name)
+    [entry] = LogEntry.objects.filter(object_id=row.method_name, object_repr=name)
     [fact] = told
     [line] = [record for record in caplog.records if "held by" in record.message]
 
@@ -385,7 +400,7 @@ def test_forced_release_frees_the_lock_and_tells_everybody(
     assert messages(done) == ["1 lock was released."]
     assert entry.user.pk == int(operator.session["_auth_user_id"])
     assert entry.get_change_message() == (
-        f"Forced the release: held by {Holder.current('GET /fees/')}, "
+        f"Forced the release on alias “{database}”: held by {Holder.current('GET /fees/')}, "
         f"fencing token {row.fencing_token}."
     )
     assert (fact["sender"], fact["name"], fact["using"]) == (DatabaseBackend, name, database)
@@ -405,15 +420,18 @@ def test_what_min_hold_reserves_is_freed_and_logged_as_that(
     refused = submit(operator, held)
     with pytest.raises(LockNotAcquired), lock(name, using=database, timeout=0):
         pass
-    assert f"{FORCE}?lock={row.pk}" in operator.get(detail_url(row)).content.decode()
+    assert (
+        f"{FORCE}?lock={urlquote(value_of(row))}" in operator.get(detail_url(row)).content.decode()
+    )
     with forced() as told:
         done = submit(operator, confirm(operator, row))
 
     assert "not released" in messages(refused)[0]
     assert messages(done) == ["1 lock was released."]
-    [entry] = LogEntry.objects.filter(object_id=str(row.pk), object_repr=name)
+    [entry] = LogEntry.objects.filter(object_id=row.method_name, object_repr=name)
     assert entry.get_change_message() == (
-        f"Ended the reservation by min_hold or lock_delay, fencing token {row.fencing_token}."
+        f"Ended the reservation by min_hold or lock_delay on alias “{database}”, "
+        f"fencing token {row.fencing_token}."
     )
     assert [fact["holder"] for fact in told] == [None]
     with lock(name, using=database, timeout=0) as later:
@@ -443,9 +461,9 @@ def test_action_asks_for_those_that_are_held_and_frees_them(
     database: str, name: str, operator: Client
 ) -> None:
     rows = {state: put(database, f"{name}:{state}", state) for state in State}
-    selected = [str(row.pk) for row in rows.values()]
+    selected = [value_of(row) for row in rows.values()]
 
-    page = operator.post(LIST, {"action": "force_release", "_selected_action": selected})
+    page = operator.post(FORCE, {"selected": selected})
     done = submit(operator, page)
 
     shown = page.content.decode()
@@ -467,7 +485,10 @@ def test_page_of_a_held_lock_has_the_button_and_that_of_a_free_one_has_not(
 ) -> None:
     held, free = put(database, name, State.HELD), put(database, f"{name}:free")
 
-    assert f"{FORCE}?lock={held.pk}" in operator.get(detail_url(held)).content.decode()
+    assert (
+        f"{FORCE}?lock={urlquote(value_of(held))}"
+        in operator.get(detail_url(held)).content.decode()
+    )
     assert FORCE not in operator.get(detail_url(free)).content.decode()
 
 
@@ -504,13 +525,13 @@ def test_holder_that_changes_after_the_comparison_is_not_freed(
 ) -> None:
     row = put("default", name, State.HELD)
     page = confirm(operator, row)
-    compare = MethodLockAdmin._free
+    compare = DatabaseBackend.end_holding
 
-    def late(self: MethodLockAdmin, request: Any, lock: MethodLock) -> bool:
-        MethodLock.objects.filter(pk=lock.pk).update(owner="the next holder's")
-        return compare(self, request, lock)
+    def late(self: DatabaseBackend, key: str, owner_digest: str) -> bool:
+        MethodLock.objects.filter(pk=row.pk).update(owner="the next holder's")
+        return compare(self, key, owner_digest)
 
-    monkeypatch.setattr(MethodLockAdmin, "_free", late)
+    monkeypatch.setattr(DatabaseBackend, "end_holding", late)
     done = submit(operator, page)
 
     assert cast("MethodLock", reread(row)).owner == "the next holder's"
@@ -522,14 +543,14 @@ def test_reservation_that_ends_after_the_comparison_frees_no_later_one(
 ) -> None:
     row = put(database, name, State.RESERVED)
     page = confirm(operator, row)
-    compare = MethodLockAdmin._free
+    compare = DatabaseBackend.end_holding
 
-    def late(self: MethodLockAdmin, request: Any, lock: MethodLock) -> bool:
-        rows = MethodLock.objects.using(database).filter(pk=lock.pk)
-        rows.update(fencing_token=lock.fencing_token + 1)
-        return compare(self, request, lock)
+    def late(self: DatabaseBackend, key: str, owner_digest: str) -> bool:
+        rows = MethodLock.objects.using(database).filter(pk=row.pk)
+        rows.update(fencing_token=row.fencing_token + 1)
+        return compare(self, key, owner_digest)
 
-    monkeypatch.setattr(MethodLockAdmin, "_free", late)
+    monkeypatch.setattr(DatabaseBackend, "end_holding", late)
     done = submit(operator, page)
 
     assert cast("MethodLock", reread(row)).available_at == row.available_at
@@ -558,11 +579,9 @@ def test_nonsense_frees_nothing_and_breaks_nothing(operator: Client, value: str)
 
 def test_no_more_locks_are_released_at_once_than_anybody_reads(name: str, operator: Client) -> None:
     rows = [put("default", f"{name}:{n}", State.HELD) for n in range(MOST_AT_ONCE + 1)]
-    selected = [str(row.pk) for row in rows]
+    selected = [value_of(row) for row in rows]
 
-    asked = operator.post(
-        LIST, {"action": "force_release", "_selected_action": selected}, follow=True
-    )
+    asked = operator.post(FORCE, {"selected": selected}, follow=True)
 
     assert messages(asked) == [f"Select at most {MOST_AT_ONCE} held locks."]
 
@@ -574,17 +593,17 @@ def test_under_atomic_requests_the_release_is_done_and_told(
         monkeypatch.setitem(connections[each].settings_dict, "ATOMIC_REQUESTS", True)
     row = put(database, name, State.HELD)
     seen: list[bool] = []
-    free = MethodLockAdmin._free
+    free = DatabaseBackend.end_holding
 
-    def busy_elsewhere(self: MethodLockAdmin, request: Any, lock: MethodLock) -> bool:
+    def busy_elsewhere(self: DatabaseBackend, key: str, owner_digest: str) -> bool:
         # Another writer between what this request has read and what it writes.
         thread = threading.Thread(target=write_elsewhere, args=[database, f"{name}:other"])
         thread.start()
         thread.join()
         seen.append(connections[database].in_atomic_block)
-        return free(self, request, lock)
+        return free(self, key, owner_digest)
 
-    monkeypatch.setattr(MethodLockAdmin, "_free", busy_elsewhere)
+    monkeypatch.setattr(DatabaseBackend, "end_holding", busy_elsewhere)
     with forced() as told:
         done = submit(operator, confirm(operator, row))
 
@@ -605,10 +624,10 @@ def test_log_entry_that_cannot_be_written_undoes_the_release(
     row = put(database, name, State.HELD)
     page = confirm(operator, row)
 
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **options: object) -> None:
         raise RuntimeError("no place left")
 
-    monkeypatch.setattr(MethodLockAdmin, "log_change", refuse)
+    monkeypatch.setattr(LogEntry, "save", refuse)
     with forced() as told, pytest.raises(RuntimeError, match="no place left"):
         submit(operator, page)
 
@@ -695,7 +714,7 @@ def test_a_page_is_shown_though_the_connection_has_died(
     monkeypatch.setattr(MethodLockAdmin, "using", "postgres")
     with lock(name, using="postgres"):
         row = MethodLock.objects.using("postgres").get(method_name=name)
-        for page in (LIST, detail_url(row), f"{FORCE}?lock={row.pk}"):
+        for page in (LIST, detail_url(row)):
             kill = f"SELECT pg_terminate_backend({connections['postgres'].connection.info.backend_pid})"
             with postgres.admin() as admin:
                 admin.execute(kill)
@@ -710,7 +729,7 @@ def test_a_database_that_is_down_is_told_and_not_a_traceback(
     monkeypatch.setitem(connections.settings, "away", away)
     monkeypatch.setattr(MethodLockAdmin, "using", "away")
 
-    for page in (LIST, f"{FORCE}?lock=1"):
+    for page in (LIST, f"{LIST}1/change/"):
         shown = operator.get(page, follow=True)
 
         assert shown.redirect_chain == [(reverse("admin:index"), 302)]

@@ -17,7 +17,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support import expected_conditions as there
-from selenium.webdriver.support.ui import Select, WebDriverWait
+from selenium.webdriver.support.ui import WebDriverWait
 
 from django_distlock import LockNotHeld, lock
 from django_distlock.backends.database.records import State
@@ -29,7 +29,8 @@ from tests.fixtures.launch import launch
 
 from .lock_rows import put, put_waiter
 
-LIST = reverse("admin:django_distlock_methodlock_changelist")
+LIST = reverse("admin:django_distlock_heldlock_changelist")
+HISTORY = reverse("admin:django_distlock_methodlock_changelist")
 HOSTILE = "<script>alert(1)</script>"
 PASSWORD = "operator"
 FLAGS = (
@@ -78,7 +79,7 @@ class Operator:
     def rows(self) -> list[list[str]]:
         """Return the cells of the table, row by row."""
         found = self.browser.find_elements(By.CSS_SELECTOR, "#content tbody tr")
-        cells = ".//td[not(contains(@class, 'action-checkbox'))] | .//th"
+        cells = ".//td[not(contains(@class, 'action-checkbox') or contains(@class, 'distlock-pick'))] | .//th"
         return [[cell.text for cell in row.find_elements(By.XPATH, cells)] for row in found]
 
     def message(self) -> str:
@@ -146,7 +147,16 @@ def test_list_shows_the_states_and_runs_no_script_of_a_name(operator: Start, nam
     put_waiter("default", put("default", f"{HOSTILE}{name}", State.HELD))
 
     someone = operator()
-    someone.open(f"{LIST}?q={name}")
+    someone.open(f"{LIST}?q={name}&state=all")
+    assert {row[0]: row[1] for row in someone.rows()} == {
+        f"{name}:held": "held",
+        f"{name}:stale": "stale",
+        f"{name}:reserved": "reserved",
+        f"{HOSTILE}{name}": "held",
+    }
+    assert not someone.browser.find_elements(By.CSS_SELECTOR, "#result_list script")
+
+    someone.open(f"{HISTORY}?q={name}")
 
     assert {row[0]: (row[1], row[6]) for row in someone.rows()} == {
         f"{name}:held": ("held", "0"),
@@ -166,9 +176,8 @@ def test_lock_is_taken_from_its_holder_after_a_confirmation(operator: Start, nam
     someone = operator()
     with pytest.raises(LockNotHeld), lock(name, ttl=3, purpose="the monthly report") as lease:
         someone.open(f"{LIST}?q={name}")
-        someone.find("#action-toggle").click()
-        Select(someone.find("select[name=action]")).select_by_value("force_release")
-        someone.press(".actions button")
+        someone.find("#pick").click()
+        someone.press("#distlock-force input[type=submit]")
 
         assert someone.find("#content h1").text == "Force release"
         [asked] = someone.rows()
@@ -186,7 +195,7 @@ def test_operator_who_changes_his_mind_releases_nothing(operator: Start, name: s
     someone = operator()
     row = put("default", name, State.HELD)
 
-    someone.open(f"{LIST}{row.pk}/change/")
+    someone.open(f"{HISTORY}{row.pk}/change/")
     someone.follow("FORCE RELEASE")
     someone.follow("No, take me back")
 
@@ -200,7 +209,7 @@ def test_second_operators_old_confirmation_spares_the_next_holder(
     first, second = operator(), operator()
     row = put("default", name, State.HELD)
     for someone in (first, second):
-        someone.open(f"{LIST}{row.pk}/change/")
+        someone.open(f"{HISTORY}{row.pk}/change/")
         someone.follow("FORCE RELEASE")
 
     first.press("#content form input[type=submit]")
@@ -213,7 +222,7 @@ def test_second_operators_old_confirmation_spares_the_next_holder(
         )
         assert row_of(name).owner == lease.request.owner
 
-    second.open(f"{LIST}{row.pk}/history/")
+    second.open(f"{HISTORY}{row.pk}/history/")
     assert len(second.rows()) == 1
     assert "Forced the release" in second.rows()[0][2]
 
@@ -222,7 +231,7 @@ def test_a_page_of_the_lock_says_all_there_is_to_know(operator: Start, name: str
     row = put("default", name + "x" * 300, State.HELD)
     someone = operator()
 
-    someone.open(f"{LIST}{row.pk}/change/")
+    someone.open(f"{HISTORY}{row.pk}/change/")
 
     page = cast("str", someone.find("#content").text)
     for fact in (

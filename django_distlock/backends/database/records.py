@@ -127,11 +127,6 @@ def holder_of(row: Any) -> Holder | None:
     return Holder.from_json(row.holder)
 
 
-def is_shown(row: Any, owner_digest: str) -> bool:
-    """Return whether *row* is the holding, or what it reserved, that *owner_digest* names."""
-    return row.state != State.FREE and as_held(row).owner_digest == owner_digest
-
-
 def force_release(cursor: CursorWrapper, key: str, owner_digest: str) -> bool:
     """Free the lock if it is still the holding that *owner_digest* names; tell whether it was."""
     row = next(iter(_taken(cursor, key)), None)

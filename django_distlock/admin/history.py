@@ -1,37 +1,61 @@
-"""Locks in the admin: who holds each lock, since when, and the remaining time."""
+"""The rows of the lock table in the admin: also the locks that nobody holds any more."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.contrib import admin
-from django.db import router
+from django.contrib import admin, messages
+from django.contrib.admin.utils import quote
+from django.db import InterfaceError, OperationalError, connections, router
 from django.forms.utils import to_current_timezone
+from django.http import HttpResponseRedirect
+from django.urls import reverse
 from django.utils import formats, timezone
 from django.utils.html import format_html
-from django.utils.translation import gettext as _, gettext_lazy, ngettext
+from django.utils.translation import gettext as _, gettext_lazy
 
-from .backends.database import DatabaseBackend, records
-from .backends.database.records import State
-from .engine import clock
-from .engine.naming import LONGEST_LISTED, printable
-from .exceptions import InvalidLockBackend
-from .forced_release import ForcedRelease
-from .handler import locks
-from .models import MethodLock
+from django_distlock.backends.database import DatabaseBackend, records
+from django_distlock.backends.database.records import State
+from django_distlock.engine.naming import LONGEST_LISTED, printable
+from django_distlock.exceptions import InvalidLockBackend, first_line
+from django_distlock.handler import locks
+from django_distlock.models import MethodLock
+
+from .survey import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from datetime import timedelta
+    from collections.abc import Callable, Iterator
+    from datetime import datetime
 
     from django.db.models import QuerySet
-    from django.http import HttpRequest
+    from django.http import HttpRequest, HttpResponse
+
+_Page = TypeVar("_Page")
 
 #: Fields that no query may filter by: their values could be guessed letter by letter.
 SECRETS = {"owner", "last_owner"}
+
+
+def on_a_live_connection(view: Callable[..., _Page]) -> Callable[..., _Page]:
+    """Show a page on a working connection; without one, show an error on the index page."""
+
+    @wraps(view)
+    def page(self: MethodLockAdmin, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        connection = connections[self.database]
+        if connection.connection and not (connection.in_atomic_block or connection.is_usable()):
+            connection.close()
+        try:
+            return view(self, request, *args, **kwargs)
+        except (OperationalError, InterfaceError) as error:
+            text = _("The database “%(database)s” cannot be read: %(error)s")
+            facts = {"database": self.database, "error": printable(first_line(error))}
+            self.message_user(request, text % facts, messages.ERROR)
+            return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
+
+    return page
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -48,12 +72,14 @@ class StateFilter(admin.SimpleListFilter):
 
 
 @admin.register(MethodLock)
-class MethodLockAdmin(ForcedRelease):
-    """Shows the locks in one database; users with the permission can free them.
+class MethodLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
+    """Shows the rows of the locks in one database, as history; HeldLockAdmin shows who holds what now.
 
     To show the locks of another database too, register a subclass with another *using*, on
     another admin site or for a proxy model.
     """
+
+    change_form_template = "admin/django_distlock/change_form.html"
 
     #: The alias in DATABASES; None: the one of the first database backend in DISTLOCK.
     using: str | None = None
@@ -116,13 +142,7 @@ class MethodLockAdmin(ForcedRelease):
         """Return the remaining time, until when it is reserved, or how long ago a stale lease ended."""
         if lock.state == State.FREE:
             return self.get_empty_value_display()
-        if lock.state == State.STALE:
-            return _("ended %s ago") % _span(lock.server_now - lock.expires_at)
-        if lock.state == State.RESERVED:
-            # Aware, whatever USE_TZ says.
-            until = datetime.now(UTC) + (lock.available_at - lock.server_now)
-            return _("until %s") % clock.time_of_day(until)
-        return _span(lock.expires_at - lock.server_now)
+        return Row(records.as_held(lock), ()).remaining
 
     @admin.display(description=gettext_lazy("waiters"), ordering="waiters")
     def waiters(self, lock: Any) -> int:
@@ -136,6 +156,10 @@ class MethodLockAdmin(ForcedRelease):
         aliases = [backend.alias for backend in self.backends_of(lock)]
         prefix = lock.method_name.rpartition("|")[0]
         return ", ".join(aliases) or printable(prefix) or self.get_empty_value_display()
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        """Leave it out of the index: the page of the locks has a link."""
+        return False
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Refuse: only acquiring a lock makes a row."""
@@ -177,10 +201,32 @@ class MethodLockAdmin(ForcedRelease):
             if backend.options.using == self.database and backend.keeps(lock.method_name):
                 yield backend
 
-    def columns(self, lock: MethodLock) -> dict[str, Any]:
-        names = ("name", "state", "held_by", "since", "remaining")
-        shown = {name: getattr(self, name)(lock) for name in names}
-        return {**shown, "fencing_token": lock.fencing_token}
+    @on_a_live_connection
+    def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        return super().changelist_view(request, *args, **kwargs)
+
+    @on_a_live_connection
+    def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+        return super().changeform_view(request, *args, **kwargs)
+
+    def history_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
+        """Show the page of the lock: it lists the forced releases."""
+        lock = self.get_object(request, object_id)
+        key = quote(lock.method_name if lock else object_id)
+        url = reverse(
+            "admin:django_distlock_heldlock_change", args=[key], current_app=self.admin_site.name
+        )
+        return HttpResponseRedirect(url)
+
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Add the button."""
+        lock = context["original"]
+        aliases = tuple(backend.alias for backend in self.backends_of(lock))
+        if aliases and lock.state != State.FREE:
+            context["row"] = Row(records.as_held(lock), aliases)
+        return super().render_change_form(request, context, *args, **kwargs)
 
 
 def _database_backends() -> Iterator[DatabaseBackend]:
@@ -195,10 +241,6 @@ def _here(instant: datetime, server_now: datetime) -> str:
     """Return a time of the server by the clock and in the time zone of this machine."""
     here = to_current_timezone(timezone.now() - (server_now - instant))
     return formats.date_format(here, "SHORT_DATETIME_FORMAT")
-
-
-def _span(span: timedelta) -> str:
-    return clock.in_words(span.total_seconds(), ngettext)
 
 
 def _wrapped(text: str) -> str:

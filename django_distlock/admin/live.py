@@ -1,0 +1,320 @@
+"""The admin's page of the locks of every alias: who holds which, and the forced release."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from math import inf
+from typing import TYPE_CHECKING, Any, cast
+
+import django
+from django.contrib import admin, messages
+from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.utils import unquote
+from django.contrib.contenttypes.models import ContentType
+from django.core.exceptions import PermissionDenied
+from django.core.paginator import Paginator
+from django.db import DatabaseError, connections, router, transaction
+from django.http import HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import path, reverse
+from django.utils.module_loading import import_string
+from django.utils.text import Truncator
+from django.utils.translation import gettext as _, gettext_lazy, ngettext
+
+from django_distlock.backends.database.records import State
+from django_distlock.engine.naming import printable
+from django_distlock.exceptions import LockError, LockOutcomeUnknown, first_line
+from django_distlock.handler import locks
+from django_distlock.models import LONGEST_SHOWN, HeldLock
+
+from .survey import Row, read_value, survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django.http import HttpRequest, HttpResponse
+    from django.urls import URLPattern
+
+#: Locks on one confirmation page: more than this would be confirmed without reading.
+MOST_AT_ONCE = 100
+#: Locks on one page of the list.
+PAGE = 100
+#: What asks for the part of the list that the script refreshes, and nothing else.
+FRAGMENT = "X-Distlock-Fragment"
+#: The columns of the list: their headings, and what they are sorted by.
+COLUMNS: dict[str, tuple[Any, Callable[[Row], Any]]] = {
+    "name": (gettext_lazy("name"), lambda row: row.held.name.casefold()),
+    "state": (gettext_lazy("state"), lambda row: row.state),
+    "holder": (gettext_lazy("holder"), lambda row: str(row.held.holder or "")),
+    "since": (gettext_lazy("since"), lambda row: -(row.held.age or 0.0)),
+    "remaining": (
+        gettext_lazy("remaining"),
+        lambda row: inf if row.held.remaining is None else row.held.remaining,
+    ),
+    "waiters": (
+        gettext_lazy("waiters"),
+        lambda row: -1 if row.held.waiters is None else row.held.waiters,
+    ),
+    "alias": (gettext_lazy("alias"), lambda row: row.aliases),
+}
+#: The choices of the filter by state, and what each of them shows.
+STATES: dict[str, tuple[Any, set[str]]] = {
+    "": (gettext_lazy("held and stale"), {State.HELD, State.STALE}),
+    **{state: (state.label, {state}) for state in (State.HELD, State.STALE, State.RESERVED)},
+    "all": (gettext_lazy("all"), {State.HELD, State.STALE, State.RESERVED}),
+}
+
+
+@admin.register(HeldLock)
+class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
+    """Shows who holds which lock, of every alias that can tell; users with the permission can free them."""
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Return whether this user may see locks."""
+        return request.user.has_perm("django_distlock.view_methodlock")
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        """Return whether the index shows the page to this user."""
+        return self.has_view_permission(request)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Refuse: locks are acquired, not added."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Refuse: only the backends change locks."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Refuse: a lock is released, not deleted."""
+        return False
+
+    def has_force_release_permission(self, request: HttpRequest) -> bool:
+        """Return whether this user may free locks of others."""
+        return request.user.has_perm("django_distlock.force_release_methodlock")
+
+    def get_urls(self) -> list[URLPattern]:
+        """Return the list, the page of one lock, and the confirmation of a forced release."""
+        force_release = self.admin_site.admin_view(self.force_release_view)
+        for database in connections:
+            # A transaction of ATOMIC_REQUESTS would keep SQLite's only writer from the locks.
+            transaction.non_atomic_requests(database)(force_release)
+        wrap, name = self.admin_site.admin_view, "django_distlock_heldlock_"
+        return [
+            path("", wrap(self.changelist_view), name=f"{name}changelist"),
+            path("force-release/", force_release, name=f"{name}force_release"),
+            path("<path:object_id>/change/", wrap(self.change_view), name=f"{name}change"),
+        ]
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        """Show the locks of all aliases, or the part of the page that its script refreshes."""
+        self._demand(self.has_view_permission(request))
+        wanted = {name: request.GET.get(name, "") for name in ("q", "state", "alias", "host")}
+        aliases = list(locks)
+        rows, problems = survey([wanted["alias"]] if wanted["alias"] in aliases else aliases)
+        states = STATES.get(wanted["state"], STATES[""])[1]
+        text = wanted["q"].casefold()
+        found = [
+            row
+            for row in rows
+            if row.held.state in states
+            and wanted["host"] in {"", row.host}
+            and (text in row.held.name.casefold() or text in row.held.key.casefold())
+        ]
+        order = request.GET.get("o", "name")
+        column = order.removeprefix("-")
+        if column in COLUMNS:
+            found.sort(key=COLUMNS[column][1], reverse=order.startswith("-"))
+        page = Paginator(found, PAGE).get_page(request.GET.get("p"))
+        hosts = sorted({row.host for row in rows if row.host})
+        context = {
+            "title": str(self.opts.verbose_name_plural).capitalize(),
+            "columns": [
+                (name, heading, f"-{name}" if order == name else name, _direction(order, name))
+                for name, (heading, _key) in COLUMNS.items()
+            ],
+            "filters": [
+                (
+                    "state",
+                    _("state"),
+                    wanted["state"],
+                    [(name, text) for name, (text, _states) in STATES.items()],
+                ),
+                (
+                    "alias",
+                    _("alias"),
+                    wanted["alias"],
+                    [("", _("all")), *zip(aliases, aliases, strict=True)],
+                ),
+                (
+                    "host",
+                    _("host"),
+                    wanted["host"],
+                    [("", _("all")), *zip(hosts, hosts, strict=True)],
+                ),
+            ],
+            "page": page,
+            "pages": page.paginator.get_elided_page_range(page.number),
+            "problems": problems,
+            "wanted": wanted,
+            "order": order,
+            "chart": _chart(),
+        }
+        if FRAGMENT not in request.headers:
+            return self._page(request, "locks", context)
+        response = self._page(request, "locks_table", context)
+        response[FRAGMENT] = "yes"
+        return response
+
+    def change_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
+        """Show all there is to know of a lock, by its key, and who forced its release."""
+        self._demand(self.has_view_permission(request))
+        key = unquote(object_id)
+        rows, problems = survey(locks)
+        rows = [row for row in rows if row.held.key == key]
+        forced = LogEntry.objects.filter(content_type=_content_type(), object_id=key)
+        context = {
+            "title": Truncator(rows[0].held.name if rows else printable(key)).chars(LONGEST_SHOWN),
+            "key": printable(key),
+            "rows": rows,
+            "problems": problems,
+            "forced": forced.select_related("user").order_by("-action_time")[:PAGE],
+        }
+        return self._page(request, "lock", context)
+
+    def history_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
+        """See change_view()."""
+        return self.change_view(request, object_id)
+
+    def force_release_view(self, request: HttpRequest) -> HttpResponse:
+        """Show the confirmation page of what was selected, or free what was confirmed."""
+        self._demand(self.has_view_permission(request))
+        self._demand(self.has_force_release_permission(request))
+        confirmed = request.POST.getlist("lock")
+        values = confirmed or request.GET.getlist("lock") + request.POST.getlist("selected")
+        wanted = {read_value(value)[0] for value in values}
+        rows, problems = survey(alias for alias in locks if alias in wanted)
+        known = {row.value: row for row in rows}
+        for alias, problem in problems.items():
+            self.message_user(request, f"{alias}: {problem}", messages.ERROR)
+        if confirmed:
+            freed = sum(self._force(request, value, known.get(value)) for value in confirmed)
+            if freed:
+                text = ngettext(
+                    "%(count)d lock was released.", "%(count)d locks were released.", freed
+                )
+                self.message_user(request, text % {"count": freed}, messages.SUCCESS)
+            return HttpResponseRedirect(self._list())
+        selected = [known[value] for value in dict.fromkeys(values) if value in known]
+        if not selected:
+            self.message_user(request, _("Nobody holds what was selected."), messages.WARNING)
+            return HttpResponseRedirect(self._list())
+        if len(selected) > MOST_AT_ONCE:
+            refusal = _("Select at most %d held locks.") % MOST_AT_ONCE
+            self.message_user(request, refusal, messages.ERROR)
+            return HttpResponseRedirect(self._list())
+        context = {"title": _("Force release"), "rows": selected}
+        return self._page(request, "force_release", context)
+
+    def _force(self, request: HttpRequest, value: str, row: Row | None) -> bool:
+        """Free the lock if it still has the holder that was shown; else show a message."""
+        problem = _("the holder that was shown does not hold it any more.")
+        try:
+            if row is not None and self._free(request, row):
+                return True
+        except (LockError, DatabaseError) as error:
+            problem = first_line(error)
+        name = row.held.name if row else printable(read_value(value)[2])
+        text = _("“%(name)s” was not released: %(problem)s") % {
+            "name": Truncator(name).chars(LONGEST_SHOWN),
+            "problem": problem,
+        }
+        self.message_user(request, text, messages.WARNING)
+        return False
+
+    def _free(self, request: HttpRequest, row: Row) -> bool:
+        """Log who frees the lock, then free it: no release without an entry."""
+        entry = _log(request, row)
+        alias, held, is_freed = row.aliases[0], row.held, False
+        try:
+            by = request.user.get_username()
+            is_freed = locks[alias].force_release(held.key, held.owner_digest, by=by)
+        except LockOutcomeUnknown:
+            # It may be free: the entry stays.
+            is_freed = True
+            raise
+        finally:
+            if not is_freed:
+                entry.delete()
+        return is_freed
+
+    def _demand(self, permission: bool) -> None:
+        if not permission:
+            raise PermissionDenied
+
+    def _page(self, request: HttpRequest, name: str, context: dict[str, Any]) -> TemplateResponse:
+        request.current_app = self.admin_site.name
+        context = {
+            **self.admin_site.each_context(request),
+            "opts": self.opts,
+            "request": request,
+            "may_force": self.has_force_release_permission(request),
+            "has_listed_breadcrumbs": django.VERSION >= (6, 1),
+            **context,
+        }
+        return TemplateResponse(request, f"admin/django_distlock/{name}.html", context)
+
+    def _list(self) -> str:
+        return reverse(
+            "admin:django_distlock_heldlock_changelist", current_app=self.admin_site.name
+        )
+
+
+def _chart() -> str:
+    """Return the picture of the last hour, if there is something to draw."""
+    with suppress(ImportError):
+        return str(import_string("django_distlock.history.chart")())
+    return ""
+
+
+def _direction(order: str, column: str) -> str:
+    return {column: "ascending", f"-{column}": "descending"}.get(order, "none")
+
+
+def _content_type() -> ContentType:
+    return ContentType.objects.get_for_model(HeldLock, for_concrete_model=False)
+
+
+def _log(request: HttpRequest, row: Row) -> LogEntry:
+    """Log the forced release; in ASCII if the table of log entries cannot store it unchanged."""
+    facts = {
+        "alias": row.aliases[0],
+        "holder": row.held.holder or "-",
+        "token": row.held.token or "-",
+    }
+    if row.held.reserved:
+        text = _(
+            "Ended the reservation by min_hold or lock_delay on alias “%(alias)s”, fencing token %(token)s."
+        )
+    else:
+        text = _(
+            "Forced the release on alias “%(alias)s”: held by %(holder)s, fencing token %(token)s."
+        )
+    entry = LogEntry(
+        user_id=cast("int", request.user.pk),
+        content_type=_content_type(),
+        object_id=row.held.key,
+        object_repr=row.held.name[:LONGEST_SHOWN],
+        action_flag=CHANGE,
+        change_message=text % facts,
+    )
+    try:
+        with transaction.atomic(using=router.db_for_write(LogEntry)):
+            entry.save()
+    except DatabaseError:
+        for field in ("object_id", "object_repr", "change_message"):
+            plain = getattr(entry, field).encode("ascii", "backslashreplace").decode()
+            setattr(entry, field, plain)
+        entry.object_repr = entry.object_repr[:LONGEST_SHOWN]
+        entry.save()
+    return entry

@@ -1,0 +1,137 @@
+"""Who holds which lock, of all aliases at once: an alias that fails or hangs is told, and delays no other."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from threading import Thread
+from typing import TYPE_CHECKING
+from urllib.parse import quote, unquote
+
+from django.db import connections
+from django.forms.utils import to_current_timezone
+from django.utils import timezone
+from django.utils.formats import date_format
+from django.utils.translation import gettext as _, ngettext
+
+from django_distlock.backends.database.records import State
+from django_distlock.engine import clock
+from django_distlock.engine.naming import printable
+from django_distlock.exceptions import first_line
+from django_distlock.handler import locks
+from django_distlock.operators import holdings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from django_distlock.engine.values import Held
+
+    _Answer = Future[list[Held]]
+
+#: Seconds that the servers have to answer, all of them together.
+PATIENCE = 3.0
+
+#: Aliases that have not answered in time, and whose thread still waits: no second one is started for them.
+_hanging: dict[str, _Answer] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A lock on the page; *aliases* are those of DISTLOCK that meet it, at least one."""
+
+    held: Held
+    aliases: tuple[str, ...]
+
+    @property
+    def value(self) -> str:
+        """What names this holding in forms and links; read_value() reads it."""
+        return f"{quote(self.aliases[0], safe='')}:{self.held.owner_digest}:{self.held.key}"
+
+    @property
+    def host(self) -> str:
+        """The host of the holder, for people."""
+        return printable(self.held.holder.host) if self.held.holder else ""
+
+    @property
+    def state(self) -> str:
+        """The state in the language of the page."""
+        text = str(State(self.held.state).label)
+        return _("%s, shared") % text if self.held.shared else text
+
+    @property
+    def since(self) -> datetime | None:
+        """When it was acquired, by the clock and in the time zone of this machine; None if that is not known."""
+        age = self.held.age
+        return None if age is None else to_current_timezone(timezone.now() - timedelta(seconds=age))
+
+    @property
+    def ago(self) -> str:
+        """How long ago it was acquired."""
+        return _("%s ago") % clock.in_words(self.held.age or 0.0, ngettext)
+
+    @property
+    def instant(self) -> str:
+        """When it was acquired, to the second."""
+        return (
+            f"{date_format(self.since, 'DATE_FORMAT')} {self.since:%H:%M:%S}" if self.since else ""
+        )
+
+    @property
+    def remaining(self) -> str:
+        """The remaining time, until when it is reserved, or how long ago a stale lease ended."""
+        left = self.held.remaining
+        if left is None:
+            return "-"
+        if self.held.reserved:
+            # Aware, whatever USE_TZ says.
+            until = datetime.now(UTC) + timedelta(seconds=left)
+            return _("until %s") % clock.time_of_day(until)
+        span = clock.in_words(abs(left), ngettext)
+        return span if left > 0 else _("ended %s ago") % span
+
+
+def read_value(value: str) -> tuple[str, str, str]:
+    """Return alias, digest of the owner, and key of the holding that *value* names."""
+    alias, _colon, rest = value.partition(":")
+    owner_digest, _colon, key = rest.partition(":")
+    return unquote(alias), owner_digest, key
+
+
+def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
+    """Return what *aliases* tell, and by alias why one does not; aliases of one place are told together."""
+    asked = {alias: _ask(alias) for alias in aliases}
+    wait(asked.values(), timeout=PATIENCE)
+    found: dict[object, Row] = {}
+    problems: dict[str, str] = {}
+    for alias, answer in asked.items():
+        if not answer.done():
+            _hanging[alias] = answer
+            problems[alias] = _("It did not answer within %g s.") % PATIENCE
+            continue
+        if error := answer.exception():
+            problems[alias] = first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
+            continue
+        for held in answer.result():
+            known = locks[alias].place, held.key, held.owner_digest
+            before = found[known].aliases if known in found else ()
+            found[known] = Row(held, (*before, alias))
+    return list(found.values()), problems
+
+
+def _ask(alias: str) -> _Answer:
+    answer = _hanging.pop(alias, None)
+    if answer and not answer.done():
+        return answer
+    answer = Future()
+    Thread(target=_answer, args=[alias, answer], name="distlock-admin", daemon=True).start()
+    return answer
+
+
+def _answer(alias: str, answer: _Answer) -> None:
+    try:
+        answer.set_result(holdings(alias))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other aliases are shown
+        answer.set_exception(error)
+    finally:
+        connections.close_all()
