@@ -284,18 +284,20 @@ class Lease:
         """Hand the lock to another process: return a text for its ``Lease.attach()``.
 
         The lease is extended a last time, to *ttl* seconds (its own by default), for the text to
-        reach the other process. Whoever has the text can hold the lock: keep it as secret as a
-        password. In this process, the lease has ended.
+        reach the other process, which renews it with its own ttl. Whoever has the text can hold the
+        lock: keep it as secret as a password. In this process, the lease has ended.
         """
         self._check_detach()
+        own_ttl = self.request.ttl
         self.extend(ttl)
-        return self._hand_over()
+        return self._hand_over(own_ttl)
 
     async def adetach(self, ttl: float | timedelta | None = None) -> str:
         """See detach()."""
         self._check_detach()
+        own_ttl = self.request.ttl
         await self.aextend(ttl)
-        return self._hand_over()
+        return self._hand_over(own_ttl)
 
     @classmethod
     def attach(cls, text: str) -> Lease:
@@ -485,27 +487,25 @@ class Lease:
         if not self.backend.supports_detach:
             raise NotSupported(self.using, "detach()", "The lock is bound to this process.")
 
-    def _hand_over(self) -> str:
+    def _hand_over(self, ttl: float) -> str:
         if not self._end(State.DETACHED):
             raise LockLost(self.name, self._reason)
-        return signing.dumps(self._handover(), salt=HANDOVER)
-
-    def _handover(self) -> dict[str, Any]:
         request, ends = self.request, self._holds_until
-        return {
+        known = {
             "renew": self.renews,
             "max_hold": None if ends is None else max(0.0, ends - clock.lease_time()),
             "postmark": clock.postmark(),
             "using": self.using,
             "name": request.name,
             "owner": request.owner,
-            "ttl": request.ttl,
+            "ttl": ttl,
             "shared": request.shared,
             "min_hold": request.min_hold,
             "hold_on_success": self.hold_on_success,
             "lock_delay": request.lock_delay,
             "token": self.fencing_token,
         }
+        return signing.dumps(known, salt=HANDOVER)
 
     # What the machinery around it does.
 

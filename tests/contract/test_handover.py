@@ -147,6 +147,17 @@ def test_who_attached_it_decides_if_a_min_hold_counts(using: str, name: str, riv
     assert not rival(of=f"{name}:done").tries()
 
 
+def test_the_ttl_of_the_way_is_not_that_of_the_attached_lease(
+    using: str, name: str, tick: float
+) -> None:
+    taken = lock(name, using=using, ttl=20 * tick).acquire()
+    assert taken
+
+    with Lease.attach(taken.detach(ttl=600 * tick)) as lease:
+        assert lease.ttl == 20 * tick
+        assert lease.remaining <= 20 * tick
+
+
 def test_max_hold_is_counted_from_the_acquire(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:
