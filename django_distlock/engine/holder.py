@@ -86,11 +86,16 @@ def _task_name() -> str:
     # Nobody runs a task of a library that is not imported: never import it for this.
     celery = getattr(sys.modules.get("celery"), "current_task", None)
     if celery:
-        # A task that was called like a function has no id; a long name must not push an id out.
-        ending = _short(f"[{celery.request.id}]") if celery.request.id else ""
-        return _short(celery.name)[: _LONGEST - len(ending)] + ending
+        return task_text(celery.name, celery.request.id)
     task = current_task()
     return task.get_name() if task else ""
+
+
+def task_text(name: str, task_id: str | None) -> str:
+    """Return what a holder tells of a Celery task; one that was called like a function has no id."""
+    ending = _short(f"[{task_id}]") if task_id else ""
+    # A long name must not push an id out.
+    return _short(name)[: _LONGEST - len(ending)] + ending
 
 
 def _forget_parent() -> None:

@@ -43,6 +43,7 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.contrib.celery import attached, handover, unique_task
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Held
 from django_distlock.lock import LockSet
@@ -164,6 +165,22 @@ def claim_gives_back_what_it_is_given(
     fresh: Account = lease.claim(account)
     rows: QuerySet[Account] = lease.claim(accounts)
     fresh.balance += rows.count()
+
+
+@unique_task("import:{shop_id}", lease=timedelta(hours=2), using="redis", acks_late=True)
+def import_orders(shop_id: int) -> str:
+    return str(shop_id)
+
+
+@unique_task(lambda shop_id: f"import:{shop_id}", bind=True)
+def go_on(self: Any, shop_id: int) -> None:
+    with attached(self) as lease:
+        assert_type(lease, Lease)
+
+
+def send_a_task(lease: Lease) -> None:
+    assert_type(handover(lease), dict[str, str])
+    go_on.apply_async((7,), headers=handover(lease, ttl=timedelta(minutes=2)))
 
 
 @distributed_lock

@@ -1,0 +1,1 @@
+"""What works only together with another library, one module for each."""

@@ -1,0 +1,246 @@
+"""Celery tasks that are in the queue once, and leases that travel to a task in a header of its message."""
+
+from __future__ import annotations
+
+import logging
+import random
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Never
+
+from celery import Task, shared_task
+from celery.contrib.django.task import DjangoTask
+from celery.exceptions import Ignore
+from celery.local import Proxy
+from celery.signals import task_revoked
+from celery.states import SUCCESS
+from celery.utils import uuid
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+
+from django_distlock.conf import DEFAULT_ALIAS, checked_ttl
+from django_distlock.engine.holder import Holder, task_text
+from django_distlock.engine.naming import NameTemplate, printable
+from django_distlock.exceptions import LockError, LockLost, LockNotAcquired, NotSupported
+from django_distlock.handler import locks
+from django_distlock.lease import Lease
+from django_distlock.lock import Lock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from django_distlock.backends.base import BaseLockBackend
+    from django_distlock.engine.values import Request
+
+logger = logging.getLogger("django_distlock")
+
+#: The header with the text of Lease.detach(). It is as secret as the queue.
+HEADER = "distlock"
+#: Seconds that a message may wait in the queue, unless the task says otherwise.
+LEASE = 3600.0
+#: Seconds after which a task that waits for its turn looks again, at most.
+LOOK_AGAIN = 5.0
+
+
+def unique_task(
+    name: str | Callable[..., str],
+    /,
+    *,
+    lease: float | timedelta = LEASE,
+    using: str = DEFAULT_ALIAS,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Any]:
+    """Make a shared task that is under way once: it is locked when it is sent, and until it has ended.
+
+    Sending it again meanwhile returns the AsyncResult of the one that is under way. *name* may have
+    fields for arguments, ``"import:{shop_id}"``, or be a lambda that is called with them. *lease*: seconds
+    for which a message that is never run keeps the name, counted from its eta; while the task runs, its
+    lease is renewed. *options* are those of ``shared_task()``.
+    """
+    if not isinstance(name, str) and getattr(name, "__name__", "") != "<lambda>":
+        msg = f'unique_task() needs a name, such as "import:{{shop_id}}" or a lambda, not {name!r}.'
+        raise TypeError(msg)
+    seconds = checked_ttl(lease, "lease")
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if isinstance(function, (Proxy, Task)):
+            msg = "unique_task() makes the task itself; leave @shared_task out and give its arguments to unique_task()."
+            raise TypeError(msg)
+        # Who sends a task gives no `self`.
+        called = MethodType(function, object()) if options.get("bind") else function
+        template = NameTemplate(name, called) if isinstance(name, str) else name
+        base = options.get("base")
+        # What a task is known to throw is logged in one line, without a traceback.
+        known = {
+            "base": type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask,
+            "throws": (*options.get("throws", ()), LockNotAcquired),
+        }
+        once = _Once(template, seconds, using)
+        return shared_task(**{**options, **known}, once=once)(function)
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class _Once:
+    """What unique_task() was told."""
+
+    name: NameTemplate | Callable[..., str]
+    lease: float
+    using: str
+
+    def name_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the name of the lock for one call."""
+        if isinstance(self.name, NameTemplate):
+            return self.name.name_for(args, kwargs)
+        return self.name(*args, **kwargs)
+
+    @property
+    def ttl(self) -> float:
+        """The ttl of the lease while the task runs, which is renewed."""
+        return min(locks[self.using].ttl, self.lease)
+
+
+class _QueueLock(Lock):
+    """A lock whose holder is a task that is going to be sent."""
+
+    holder: Holder
+
+    def _request(self, backend: BaseLockBackend) -> Request:
+        return replace(super()._request(backend), holder=self.holder)
+
+
+class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
+    """The base of what unique_task() makes."""
+
+    abstract = True
+    once: _Once
+
+    def apply_async(
+        self, args: Any = None, kwargs: Any = None, task_id: str | None = None, **options: Any
+    ) -> Any:
+        """Send the task, unless it is under way: then return the result of that one.
+
+        A step of a chain, a group or a chord is sent all the same, as others wait for it: it has its turn
+        when the one that is under way has ended.
+        """
+        headers = options.pop("headers", None) or {}
+        task_id = task_id or uuid()
+        name = self.once.name_for(args or (), kwargs or {})
+        lease = None
+        if task_id == self.request.id:
+            # The running task goes back into the queue: a retry, which keeps the lock.
+            own = self.request.get("distlock_lease")
+            lease = own if own and own.held and own.name == name else None
+        elif HEADER not in headers:
+            try:
+                lease = self._queue_lock(name, task_id).take(0)
+            except LockNotAcquired as busy:
+                steps = (options.get(key) for key in ("group_id", "chord", "link"))
+                if not any(steps) and options.get("chain") is None:
+                    if (under_way := self._id_of(busy.holder)) is None:
+                        raise
+                    shown = task_text(self.name, under_way)
+                    logger.info(
+                        "Lock %s is held by %s: not sent", printable(name), printable(shown)
+                    )
+                    return self.AsyncResult(under_way)
+        if lease is None:
+            return super().apply_async(args, kwargs, task_id, headers=headers, **options)
+        text = lease.detach(self.once.lease + max(0.0, self._seconds_until_due(options)))
+        try:
+            headers = {**headers, HEADER: text}
+            return super().apply_async(args, kwargs, task_id, headers=headers, **options)
+        except BaseException:
+            with suppress(LockError):
+                Lease.attach(text).release()
+            raise
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        once, request = self.once, self.request
+        name = once.name_for(args, kwargs)
+        lock = Lock(name, using=once.using, ttl=once.ttl, purpose=self.name)
+        if request.called_directly or request.get("distlock_lease"):
+            lease = lock.take(0)  # it is called as a function, maybe by itself
+        else:
+            lease = request.distlock_lease = self._arrive(lock)
+        with lease:
+            return super().__call__(*args, **kwargs)
+
+    def _seconds_until_due(self, options: dict[str, Any]) -> float:
+        due = options.get("countdown") or options.get("eta") or 0.0
+        if not isinstance(due, (int, float)):
+            eta = maybe_make_aware(maybe_iso8601(due), self.app.timezone)
+            due = (eta - self.app.now()).total_seconds()
+        return due
+
+    def _queue_lock(self, name: str, task_id: str) -> Lock:
+        once = self.once
+        if not locks[once.using].supports_detach:
+            raise NotSupported(once.using, "unique_task()", "Its locks cannot be handed over.")
+        lock = _QueueLock(name, using=once.using, ttl=once.ttl, reentrant=False)
+        lock.holder = replace(Holder.current("in the queue"), task=task_text(self.name, task_id))
+        return lock
+
+    def _arrive(self, lock: Lock) -> Lease:
+        """Return the lease that the message brought, or a new one."""
+        request = self.request
+        if text := (request.headers or {}).get(HEADER):
+            with suppress(LockLost):
+                return Lease.attach(text)
+            # It waited for longer than its lease, or is a second copy of its message: then it may have
+            # succeeded, where results are kept.
+            with suppress(NotImplementedError):
+                if not request.is_eager and self.AsyncResult(request.id).state == SUCCESS:
+                    copy = task_text(self.name, request.id)
+                    logger.info("%s has succeeded: its copy is left out", printable(copy))
+                    raise Ignore
+        try:
+            return lock.take(0)
+        except LockNotAcquired as busy:
+            # Others wait for a step of a workflow. A copy of the task that holds the lock has to take over
+            # if that one died with its worker. Any other has lost its turn to a later one.
+            is_step = request.group or request.chord or request.callbacks
+            is_copy = self._id_of(busy.holder) == request.id
+            if request.is_eager or not (is_step or is_copy or request.chain is not None):
+                raise
+            wait = min(busy.remaining or LOOK_AGAIN, LOOK_AGAIN) * random.uniform(0.5, 1)  # noqa: S311
+        again = self.signature_from_request(request)
+        super().apply_async(again.args, again.kwargs, **{**again.options, "countdown": wait})
+        raise Ignore
+
+    def _id_of(self, holder: Holder | None) -> str | None:
+        """Return the id of the task of this kind that *holder* tells of, if any."""
+        text = holder.task if holder else ""
+        task_id = text.rpartition("[")[2][:-1]
+        return task_id if task_id and task_text(self.name, task_id) == text else None
+
+
+def handover(lease: Lease, ttl: float | timedelta | None = None) -> dict[str, str]:
+    """Return the headers by which a task gets *lease*: ``task.apply_async(args, headers=handover(lease))``.
+
+    *ttl*: seconds that the message may wait in the queue, see Lease.detach(). The task gets the lease by
+    attached(); a unique task of the same name by itself.
+    """
+    return {HEADER: lease.detach(ttl)}
+
+
+def attached(task: Any) -> Lease:
+    """Return the lease that handover() has sent to *task*, which runs; use it with ``with``.
+
+    LockLost if it has ended meanwhile, or another copy of the message has got it.
+    """
+    text = (task.request.headers or {}).get(HEADER)
+    if text is None:
+        msg = f"{task.name} brought no lease; send it with headers=handover(lease)."
+        raise LookupError(msg)
+    return Lease.attach(text)
+
+
+@task_revoked.connect  # type: ignore[untyped-decorator]  # as above
+def _free_revoked(request: Any, **_: Never) -> None:
+    """Free at once what a task was to get that is revoked, or has expired, before it began."""
+    if text := (request.headers or {}).get(HEADER):
+        with suppress(LockError):
+            Lease.attach(text).release()

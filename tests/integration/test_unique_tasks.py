@@ -1,0 +1,552 @@
+"""Tasks that are under way once: real workers, whose broker, results and locks are on a real Redis."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from celery import chain, chord, group, shared_task
+from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
+from django.db import transaction
+from kombu.exceptions import OperationalError
+
+from django_distlock import LockLost, LockNotAcquired, NotSupported, lock
+from django_distlock.contrib.celery import handover, unique_task
+from testproject.celery import app
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.launch import send
+from tests.integration import unique_tasks
+from tests.integration.celery_tasks import Diary
+from tests.integration.test_celery import FORGIVING, began
+from tests.integration.unique_tasks import LEASE, Again
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from celery.result import AsyncResult
+    from pytest_django import Settings
+
+    from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
+
+TASKS = unique_tasks.__name__
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def connections() -> Iterator[None]:
+    """What this process opens to send tasks and to read results."""
+    yield
+    app.backend.result_consumer.stop()
+    app.backend.client.connection_pool.disconnect()
+    app.close()
+
+
+@pytest.fixture(scope="module")
+def worker(start_workers: StartWorkers) -> CeleryWorker:
+    """One with two processes, which tests leave as it is."""
+    return start_workers(include=TASKS)[0]
+
+
+@pytest.fixture
+def diary(request: pytest.FixtureRequest, redis: object) -> Iterator[Diary]:
+    diary = Diary(f"{request.node.name}:{os.getpid()}")
+    yield diary
+    # A test that failed must not keep the worker busy.
+    diary.let_go(9)
+    diary.close()
+
+
+def send_to(worker: CeleryWorker | str, name: str, diary: Diary, **options: Any) -> AsyncResult:
+    queue = worker if isinstance(worker, str) else worker.queue
+    task = getattr(unique_tasks, name)
+    return task.apply_async((diary.page,), queue=queue, **options)
+
+
+def is_free(diary: Diary) -> bool:
+    return not lock(f"once:{diary.page}", using="redis").locked()
+
+
+def events(diary: Diary) -> list[str]:
+    return [entry.event for entry in diary.read()]
+
+
+def test_sent_again_while_it_runs_it_is_the_one_that_runs(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    first = send_to(worker, "once", diary)
+    began(diary, 1)
+
+    again = [send_to(worker, "once", diary) for _ in range(3)]
+
+    assert [each.id for each in again] == [first.id] * 3
+    diary.let_go()
+    assert again[0].get(timeout=30) == "done"
+    eventually(lambda: is_free(diary))
+    assert events(diary) == ["began", "ended"]
+
+
+def test_sent_again_while_it_waits_in_the_queue_it_is_the_one_in_the_queue(diary: Diary) -> None:
+    first = send_to("nobody-works-here", "once", diary)
+
+    assert send_to("nobody-works-here", "once", diary).id == first.id
+    assert unique_tasks.once.delay(diary.page).id == first.id
+    assert unique_tasks.once.s(diary.page).apply_async().id == first.id
+
+
+def test_when_it_has_ended_it_runs_again(worker: CeleryWorker, diary: Diary) -> None:
+    diary.let_go(2)
+    first = send_to(worker, "once", diary)
+    assert first.get(timeout=30) == "done"
+    eventually(lambda: is_free(diary))
+
+    second = send_to(worker, "once", diary)
+
+    assert second.get(timeout=30) == "done"
+    assert second.id != first.id
+
+
+def test_a_task_that_failed_is_free_at_once(worker: CeleryWorker, diary: Diary) -> None:
+    with pytest.raises(Again):
+        send_to(worker, "failing", diary).get(timeout=30)
+
+    assert is_free(diary)
+
+
+def test_while_it_runs_its_lease_is_renewed(worker: CeleryWorker, diary: Diary) -> None:
+    first = send_to(worker, "once", diary)
+    began(diary, 1)
+
+    never(lambda: is_free(diary), LEASE + 2)
+
+    assert send_to(worker, "once", diary).id == first.id
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+
+
+def test_the_holder_is_the_task_before_it_runs_too(worker: CeleryWorker, diary: Diary) -> None:
+    result = send_to("nobody-works-here", "once", diary)
+    with pytest.raises(LockNotAcquired) as caught:
+        lock(f"once:{diary.page}", using="redis", timeout=0).__enter__()
+
+    assert caught.value.holder is not None
+    assert caught.value.holder.task == f"{TASKS}.once[{result.id}]"
+    assert caught.value.holder.purpose == "in the queue"
+
+
+def test_a_lock_that_no_such_task_holds_is_no_silence(diary: Diary) -> None:
+    with lock(f"once:{diary.page}", using="redis"), pytest.raises(LockNotAcquired) as caught:
+        send_to("nobody-works-here", "once", diary)
+
+    assert caught.value.holder is not None
+    assert caught.value.holder.pid == os.getpid()
+
+
+def test_a_task_that_could_not_be_sent_is_free(
+    monkeypatch: pytest.MonkeyPatch, diary: Diary
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OperationalError("the broker is gone")
+
+    monkeypatch.setattr(app, "send_task", fail)
+
+    with pytest.raises(OperationalError):
+        send_to("nobody-works-here", "once", diary)
+
+    assert is_free(diary)
+
+
+# What never runs.
+
+
+def test_a_lost_message_frees_the_name_within_its_lease(diary: Diary) -> None:
+    first = send_to("purged", "once", diary)
+    with app.connection_for_write() as connection:
+        assert connection.default_channel.queue_purge("purged") == 1
+
+    never(lambda: is_free(diary), LEASE - 2)
+    eventually(lambda: is_free(diary), 5)
+
+    assert send_to("purged", "once", diary).id != first.id
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"countdown": LEASE + 3},
+        {"eta": timedelta(seconds=LEASE + 3)},
+        {"countdown": LEASE + 3, "expires": 60},
+    ],
+    ids=["countdown", "eta", "expires"],
+)
+def test_a_countdown_that_is_longer_than_the_lease_keeps_the_name(
+    worker: CeleryWorker, diary: Diary, later: dict[str, Any]
+) -> None:
+    diary.let_go()
+    if "eta" in later:
+        later = {"eta": datetime.now(UTC) + later["eta"]}
+    first = send_to(worker, "once", diary, **later)
+
+    never(lambda: is_free(diary), LEASE + 2)
+
+    assert send_to(worker, "once", diary).id == first.id
+    assert first.get(timeout=30) == "done"
+
+
+def test_an_expired_task_frees_the_name_when_a_worker_sees_it(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    result = send_to(worker, "once", diary, countdown=3, expires=1)
+
+    eventually(lambda: is_free(diary), LEASE + 1)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=10)
+    assert events(diary) == []
+
+
+@pytest.mark.parametrize("terminate", [False, True])
+def test_a_revoked_task_frees_the_name_when_a_worker_sees_it(
+    worker: CeleryWorker, diary: Diary, terminate: bool
+) -> None:
+    result = send_to(worker, "once", diary, countdown=3, expires=60)
+    result.revoke(terminate=terminate)
+
+    eventually(lambda: is_free(diary), LEASE + 1)
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=10)
+    assert events(diary) == []
+
+
+def test_a_message_that_waits_for_longer_than_its_lease_runs_if_there_is_no_other(
+    start_workers: StartWorkers, diary: Diary
+) -> None:
+    [worker] = start_workers(children=1, include=TASKS)
+    worker.stop()
+    diary.let_go()
+    result = send_to(worker, "once", diary)
+    eventually(lambda: is_free(diary), LEASE + 2)
+
+    worker.launch()
+
+    assert result.get(timeout=40) == "done"
+    worker.stop()
+
+
+def test_and_gives_way_to_a_later_one_in_words(start_workers: StartWorkers, diary: Diary) -> None:
+    [worker] = start_workers(children=1, include=TASKS)
+    worker.stop()
+    diary.let_go(2)
+    lost = send_to(worker, "once", diary)
+    eventually(lambda: is_free(diary), LEASE + 2)
+    later = send_to(worker, "once", diary, expires=60)
+    assert later.id != lost.id
+
+    worker.launch()
+
+    with pytest.raises(LockNotAcquired) as caught:
+        lost.get(timeout=40)
+    assert later.id in str(caught.value)
+    assert later.get(timeout=20) == "done"
+    assert events(diary) == ["began", "ended"]
+    worker.stop()
+
+
+# What dies.
+
+
+def test_a_retry_keeps_the_name_and_finds_itself_not_busy(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    first = send_to(worker, "retried", diary)
+    eventually(lambda: first.state == "RETRY", 20)
+
+    never(lambda: is_free(diary), LEASE + 1)
+    assert send_to(worker, "retried", diary).id == first.id
+
+    began(diary, 1)
+    assert not is_free(diary)
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+    eventually(lambda: is_free(diary))
+
+
+def test_so_does_a_retry_by_autoretry_for(worker: CeleryWorker, diary: Diary) -> None:
+    first = send_to(worker, "retried_by_itself", diary)
+
+    began(diary, 1)
+
+    assert events(diary) == ["tried", "tried", "began"]
+    assert send_to(worker, "retried_by_itself", diary).id == first.id
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+
+
+def test_a_killed_child_frees_the_name_within_its_lease(worker: CeleryWorker, diary: Diary) -> None:
+    result = send_to(worker, "once", diary)
+    [first] = began(diary, 1)
+
+    send(first.pid, signal.SIGKILL)
+
+    with pytest.raises(WorkerLostError):
+        result.get(timeout=30)
+    eventually(lambda: is_free(diary), LEASE + 1)
+
+
+def test_a_killed_task_that_is_not_lost_runs_again_under_the_same_name(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    result = send_to(worker, "not_lost", diary)
+    [first] = began(diary, 1)
+
+    send(first.pid, signal.SIGKILL)
+
+    _, second = began(diary, 2)
+    assert second.pid != first.pid
+    assert send_to(worker, "not_lost", diary).id == result.id
+    diary.let_go()
+    assert result.get(timeout=30) == "done"
+
+
+def test_a_second_copy_by_the_broker_waits_and_does_not_run(
+    start_workers: StartWorkers, diary: Diary
+) -> None:
+    [worker] = start_workers(include=TASKS, **FORGIVING)
+    result = send_to(worker, "not_lost", diary)
+    began(diary, 1)
+    copies = f"Task {TASKS}.not_lost[{result.id}] received"
+    eventually(lambda: worker.log.count(copies) > 3, 20)
+
+    diary.let_go()
+
+    assert result.get(timeout=30) == "done"
+    eventually(lambda: "its copy is left out" in worker.log, 30)
+    never(lambda: events(diary) != ["began", "ended"], 6)
+    worker.stop()
+
+
+def test_a_hard_time_limit_frees_the_name_within_its_lease(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    result = send_to(worker, "hung", diary)
+
+    with pytest.raises(TimeLimitExceeded):
+        result.get(timeout=30)
+
+    eventually(lambda: is_free(diary), LEASE + 1)
+
+
+def test_a_soft_time_limit_frees_it_at_once(worker: CeleryWorker, diary: Diary) -> None:
+    result = send_to(worker, "told_to_end", diary)
+
+    eventually(result.failed, 20)
+
+    eventually(lambda: is_free(diary), 1)
+
+
+def test_a_task_that_is_revoked_while_it_runs_frees_the_name_within_its_lease(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    result = send_to(worker, "once", diary)
+    began(diary, 1)
+
+    result.revoke(terminate=True, signal="SIGKILL")
+
+    eventually(lambda: is_free(diary), LEASE + 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT], ids=["warm", "cold"])
+def test_a_worker_that_is_shut_down_leaves_nothing(
+    start_workers: StartWorkers, diary: Diary, number: signal.Signals
+) -> None:
+    [worker] = start_workers(children=1, include=TASKS)
+    send_to(worker, "once", diary)
+    began(diary, 1)
+    assert worker.process is not None
+
+    worker.process.send_signal(number)
+    diary.let_go()
+    worker.process.wait(20)
+
+    eventually(lambda: is_free(diary), LEASE + 1)
+    assert not diary.read() or number != signal.SIGTERM or events(diary) == ["began", "ended"]
+
+
+# Steps of a workflow, which others wait for.
+
+
+def test_a_chain_goes_on_over_a_task_that_is_under_way(worker: CeleryWorker, diary: Diary) -> None:
+    first = send_to(worker, "step", diary)
+    began(diary, 1)
+
+    end = chain(
+        unique_tasks.step.si(diary.page).set(queue=worker.queue),
+        unique_tasks.after.s().set(queue=worker.queue),
+    ).apply_async()
+
+    never(lambda: len(began(diary, 1)) > 1, 3)
+    diary.let_go(2)
+    assert first.get(timeout=30) == "done"
+    assert end.get(timeout=30) == "after done"
+
+
+def test_a_chord_goes_on_over_tasks_that_are_under_way(worker: CeleryWorker, diary: Diary) -> None:
+    diary.let_go(3)
+    parts = [unique_tasks.step.si(diary.page).set(queue=worker.queue) for _ in range(3)]
+
+    end = chord(parts)(unique_tasks.joined.s().set(queue=worker.queue))
+
+    assert end.get(timeout=40) == "done+done+done"
+    assert events(diary) == ["began", "ended"] * 3
+
+
+def test_the_last_of_a_chain_and_each_of_a_group_have_their_results(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    diary.let_go(3)
+    step = unique_tasks.step.si(diary.page).set(queue=worker.queue)
+
+    both = group(step, step).apply_async()
+    last = chain(unique_tasks.after.si("it").set(queue=worker.queue), step).apply_async()
+
+    assert both.get(timeout=40) == ["done", "done"]
+    assert last.get(timeout=40) == "done"
+    assert events(diary) == ["began", "ended"] * 3
+
+
+# How it is called.
+
+
+@pytest.mark.django_db(transaction=True)
+def test_on_commit_it_is_locked_at_the_commit(worker: CeleryWorker, diary: Diary) -> None:
+    with transaction.atomic():
+        unique_tasks.once.apply_async_on_commit((diary.page,), queue=worker.queue)
+        unique_tasks.once.apply_async_on_commit((diary.page,), queue=worker.queue)
+        assert is_free(diary)
+
+    began(diary, 1)
+    assert not is_free(diary)
+    diary.let_go(2)
+    eventually(lambda: is_free(diary), 20)
+    assert events(diary) == ["began", "ended"]
+
+
+def test_a_task_that_sends_itself_is_itself(worker: CeleryWorker, diary: Diary) -> None:
+    result = send_to(worker, "sends_itself", diary)
+
+    assert result.get(timeout=30) == result.id
+
+
+def test_applied_here_or_called_it_holds_the_lock_too(diary: Diary) -> None:
+    diary.let_go(2)
+    assert unique_tasks.once.apply((diary.page,)).get() == "done"
+    assert unique_tasks.once(diary.page) == "done"
+    assert is_free(diary)
+
+    with pytest.raises(LockNotAcquired):
+        send_to("nobody-works-here", "once", diary) and unique_tasks.once(diary.page)
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    app.conf.task_always_eager = True
+    yield
+    app.conf.task_always_eager = False
+
+
+@pytest.mark.usefixtures("eager")
+def test_in_eager_mode_it_runs_at_once(diary: Diary) -> None:
+    diary.let_go(2)
+
+    assert unique_tasks.once.delay(diary.page).get() == "done"
+    assert unique_tasks.retried_by_itself.delay(diary.page).get() == "done"
+    assert is_free(diary)
+
+
+# What a view hands over to its task.
+
+
+def test_a_task_goes_on_with_the_lease_of_a_view(worker: CeleryWorker, diary: Diary) -> None:
+    lease = lock(f"once:{diary.page}", using="redis").acquire()
+    assert lease
+
+    result = send_to(worker, "goes_on", diary, headers=handover(lease, ttl=60))
+
+    began(diary, 1)
+    assert not is_free(diary)
+    diary.let_go()
+    assert result.get(timeout=30) == "done"
+    assert is_free(diary)
+
+
+def test_a_unique_task_goes_on_with_it_by_itself(worker: CeleryWorker, diary: Diary) -> None:
+    lease = lock(f"once:{diary.page}", using="redis").acquire()
+    assert lease
+
+    result = send_to(worker, "once", diary, headers=handover(lease, ttl=60))
+
+    began(diary, 1)
+    diary.let_go()
+    assert result.get(timeout=30) == "done"
+    assert is_free(diary)
+
+
+def test_a_task_that_got_no_lease_says_so(worker: CeleryWorker, diary: Diary) -> None:
+    with pytest.raises(LookupError, match="goes_on brought no lease"):
+        send_to(worker, "goes_on", diary).get(timeout=30)
+
+
+def test_a_lease_that_came_too_late_is_lost(worker: CeleryWorker, diary: Diary) -> None:
+    lease = lock(f"once:{diary.page}", using="redis", ttl=1, renew=False).acquire()
+    assert lease
+    headers = handover(lease)
+    eventually(lambda: is_free(diary), 5)
+
+    with pytest.raises(LockLost):
+        send_to(worker, "goes_on", diary, headers=headers).get(timeout=30)
+
+    assert events(diary) == []
+
+
+# What is refused when decorating.
+
+
+def test_a_task_is_refused() -> None:
+    @shared_task(name="tests.refused")
+    def task() -> None: ...
+
+    with pytest.raises(TypeError, match="leave @shared_task out"):
+        unique_task("x")(task)
+
+
+def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> None:
+    backend = "django_distlock.backends.zookeeper.ZooKeeperBackend"
+    settings.DISTLOCK = {"bound": {"BACKEND": backend, "OPTIONS": {"hosts": "localhost:1"}}}
+
+    @unique_task("x", using="bound", name="tests.bound")
+    def task() -> None: ...
+
+    with pytest.raises(NotSupported, match="unique_task"):
+        task.delay()
+
+
+def test_below_shared_task_it_is_refused_by_celery() -> None:
+    @unique_task("x", name="tests.refused-too")
+    def task() -> None: ...
+
+    with pytest.raises(TypeError, match="applied more than once"):
+        shared_task(task)
+
+
+def test_wrong_terms_are_refused() -> None:
+    def task(shop_id: int) -> None: ...
+
+    with pytest.raises(ValueError, match="field 'shop'"):
+        unique_task("import:{shop}")(task)
+    with pytest.raises(TypeError, match="needs a name"):
+        unique_task(task)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lease"):
+        unique_task("import:{shop_id}", lease=0)
+    with pytest.raises(ValueError, match="field 'self'"):
+        unique_task("import:{self}", bind=True)(lambda self: None)

@@ -1,0 +1,90 @@
+"""Unique tasks, and tasks that go on with the lease of a view: as celery_tasks.py, they write a diary."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from celery import shared_task
+
+from django_distlock.contrib.celery import attached, unique_task
+
+from .celery_tasks import Diary, body
+
+#: How long a message keeps the name, and how long a task does that died.
+LEASE = 4
+unique = partial(unique_task, "once:{page}", using="redis", lease=LEASE)
+
+
+class Again(Exception):
+    """What a task is retried for."""
+
+
+@unique()
+def once(page: str) -> str:
+    return body(page)
+
+
+@unique(bind=True)
+def retried(self: Any, page: str) -> str:
+    if self.request.retries == 0:
+        raise self.retry(countdown=LEASE + 2)
+    return body(page)
+
+
+@unique(autoretry_for=(Again,), default_retry_delay=1)
+def retried_by_itself(page: str) -> str:
+    diary = Diary(page)
+    diary.write("tried")
+    tries = len(diary.read())
+    diary.close()
+    if tries < 2:
+        raise Again
+    return body(page)
+
+
+@unique(acks_late=True, reject_on_worker_lost=True)
+def not_lost(page: str) -> str:
+    return body(page)
+
+
+@unique(time_limit=2)
+def hung(page: str) -> str:
+    return body(page)
+
+
+@unique(soft_time_limit=1)
+def told_to_end(page: str) -> str:
+    return body(page)
+
+
+@unique(bind=True)
+def sends_itself(self: Any, page: str) -> str:
+    again = self.apply_async((page,), countdown=1)
+    return str(again.id)
+
+
+@unique()
+def step(page: str, *_: Any) -> str:
+    return body(page)
+
+
+@unique()
+def failing(page: str) -> None:
+    raise Again(page)
+
+
+@shared_task
+def joined(parts: list[str], *_: Any) -> str:
+    return "+".join(parts)
+
+
+@shared_task
+def after(part: str) -> str:
+    return f"after {part}"
+
+
+@shared_task(bind=True)
+def goes_on(self: Any, page: str) -> str:
+    with attached(self):
+        return body(page)
