@@ -15,6 +15,7 @@ from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.template.response import TemplateResponse
+from django.utils.translation import gettext_lazy
 
 from .engine.naming import NameTemplate, signature_of, title_of
 from .exceptions import LockNotAcquired
@@ -249,7 +250,7 @@ LAST_GROWTH = 6
 
 #: What a view answers from here on is an error, after which free_on_error frees the lock.
 BAD_REQUEST = 400
-_TITLE = "Somebody else is already working on this; try again later."
+_TITLE = gettext_lazy("Somebody else is already working on this; try again later.")
 _TYPES = ["text/html", "application/json", "application/problem+json"]
 
 

@@ -7,6 +7,7 @@ from argparse import ArgumentTypeError
 from typing import TYPE_CHECKING
 
 from django.core.management.base import CommandError
+from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, locks
 
@@ -22,21 +23,19 @@ def duration(text: str) -> float:
     """Return the seconds of a time such as 90, 1.5s, 15m, 12h, 7d or 2w."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip().lower())
     if found is None:
-        msg = (
-            f"{text!r} is not a time: write seconds, or a number with s, m, h, d or w, such as 12h."
-        )
-        raise ArgumentTypeError(msg)
+        msg = _("%r is not a time: write seconds, or a number with s, m, h, d or w, such as 12h.")
+        raise ArgumentTypeError(msg % text)
     number, unit = found.groups()
     return float(number) * UNITS[unit]
 
 
 def add_using(parser: ArgumentParser, which: str) -> None:
-    """Add --using, which may be given several times; *which* aliases it stands for by default."""
+    """Add --using, which may be given several times; *which* aliases are meant by default."""
     parser.add_argument(
         "--using",
         action="append",
         metavar="ALIAS",
-        help=f"an alias of DISTLOCK; can be given several times (default: every alias{which})",
+        help=_("an alias of DISTLOCK; can be given several times (default: %s)") % which,
     )
 
 
@@ -48,6 +47,7 @@ def wanted_aliases(using: list[str] | None) -> list[str]:
         raise CommandError(str(error)) from error
     for alias in using or ():
         if alias not in known:
-            text = f"DISTLOCK has no alias {alias!r}; it has {', '.join(known)}."
-            raise CommandError(text, returncode=WRONG_ARGUMENTS)
+            text = _("DISTLOCK has no alias %(alias)r; it has %(known)s.")
+            facts = {"alias": alias, "known": ", ".join(known)}
+            raise CommandError(text % facts, returncode=WRONG_ARGUMENTS)
     return list(dict.fromkeys(using or known))

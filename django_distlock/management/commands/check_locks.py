@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.management.base import BaseCommand, CommandError
+from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, lock, locks
 from django_distlock.engine import clock
@@ -40,17 +41,17 @@ PURPOSE = "check_locks"
 
 
 class Command(BaseCommand):
-    help = (
-        "Acquire, contend for, extend, list and release a lock of its own on each alias, and show how "
-        "long each step takes and what the alias cannot do. "
-        "Exit codes: 0 all work, 1 some do not, 2 wrong arguments."
-    )
     # It says itself what is wrong with an alias.
     requires_system_checks = ()
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        add_using(parser, "")
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.description = _(
+            "Acquire, contend for, extend, list and release a lock of its own on each alias, and show how "
+            "long each step takes and what the alias cannot do. "
+            "Exit codes: 0 all work, 1 some do not, 2 wrong arguments."
+        )
+        add_using(parser, _("every alias"))
+        parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         reports = [_check(alias) for alias in wanted_aliases(options["using"])]
@@ -62,7 +63,7 @@ class Command(BaseCommand):
             if "error" in report:
                 self.stderr.write(self.style.ERROR(f"{report['alias']}: {report['error']}"))
         if failed := [report["alias"] for report in reports if "error" in report]:
-            raise CommandError(f"Not in order: {', '.join(failed)}.")
+            raise CommandError(_("Not in order: %s.") % ", ".join(failed))
 
 
 def _check(alias: str) -> dict[str, Any]:

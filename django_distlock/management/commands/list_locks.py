@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, NotSupported
 from django_distlock.engine import clock
@@ -27,26 +28,28 @@ STATES = "held", "stale", "reserved"
 
 
 class Command(BaseCommand):
-    help = (
-        "List who holds which lock. On a terminal it is a table (if rich is installed), elsewhere "
-        "lines with tabs. Aliases that cannot list their locks are left out. "
-        "Exit codes: 0 all listed, 1 some aliases failed (the others are listed), 2 wrong arguments."
-    )
     # One alias with wrong settings must not hide the locks of the others.
     requires_system_checks = ()
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        add_using(parser, " that can list its locks")
-        parser.add_argument("--name", metavar="PATTERN", help="only names like this: 'invoice:*'")
-        parser.add_argument("--state", choices=STATES, help="only locks in this state")
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.description = _(
+            "List who holds which lock. On a terminal it is a table (if rich is installed), elsewhere "
+            "lines with tabs. Aliases that cannot list their locks are left out. "
+            "Exit codes: 0 all listed, 1 some aliases failed (the others are listed), 2 wrong arguments."
+        )
+        add_using(parser, _("every alias that can list its locks"))
+        parser.add_argument(
+            "--name", metavar="PATTERN", help=_("only names like this: 'invoice:*'")
+        )
+        parser.add_argument("--state", choices=STATES, help=_("only locks in this state"))
+        parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
         parser.add_argument(
             "--watch",
             nargs="?",
             type=duration,
             const="2",
             metavar="TIME",
-            help="list them again so often, until Ctrl-C (default: each %(const)s s)",
+            help=_("list them again so often, until Ctrl-C (default: each %(const)s s)"),
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -54,7 +57,7 @@ class Command(BaseCommand):
         if options["watch"] is None:
             failed = self._list(aliases, options)
             if failed:
-                raise CommandError(f"Not listed: {', '.join(failed)}.")
+                raise CommandError(_("Not listed: %s.") % ", ".join(failed))
             return
         with suppress(KeyboardInterrupt):
             while True:
@@ -93,7 +96,7 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(report))
         elif options["verbosity"]:
             if not wanted and self.stdout.isatty():
-                self.stdout.write("Nobody holds a lock.")
+                self.stdout.write(_("Nobody holds a lock."))
             else:
                 write_rows(self.stdout, HEADINGS, [_cells(*each) for each in wanted])
 

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.utils.translation import gettext as _, ngettext
 
 from django_distlock import locks
 from django_distlock.engine import clock
@@ -30,35 +31,37 @@ WIDTH = 30
 
 
 class Command(BaseCommand):
-    help = (
-        "Delete the records of locks that have been stale or free for longer than a day (or "
-        "--older-than) and that nobody waits for, and the places of waiters that died. "
-        "Several can run at once, and while locks are in use. "
-        "Exit codes: 0 done, 1 some aliases failed (the others are done), 2 wrong arguments."
-    )
     # Wrong settings of one alias must not stop the purge of the others.
     requires_system_checks = ()
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        add_using(parser, " that can be purged")
+        parser.description = _(
+            "Delete the records of locks that have been stale or free for longer than a day (or "
+            "--older-than) and that nobody waits for, and the places of waiters that died. "
+            "Several can run at once, and while locks are in use. "
+            "Exit codes: 0 done, 1 some aliases failed (the others are done), 2 wrong arguments."
+        )
+        add_using(parser, _("every alias that can be purged"))
         parser.add_argument(
             "--older-than",
             type=duration,
             default="1d",
             metavar="TIME",
-            help="seconds, or a number with s, m, h, d or w: 12h, 7d (default: %(default)s)",
+            help=_("seconds, or a number with s, m, h, d or w: 12h, 7d (default: %(default)s)"),
         )
         parser.add_argument(
             "--batch-size",
             type=int,
             default=1000,
             metavar="N",
-            help="records in one transaction (default: %(default)s)",
+            help=_("records in one transaction (default: %(default)s)"),
         )
         parser.add_argument(
-            "--dry-run", action="store_true", help="print what would be deleted, and delete nothing"
+            "--dry-run",
+            action="store_true",
+            help=_("print what would be deleted, and delete nothing"),
         )
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
+        parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = wanted_aliases(options["using"])
@@ -71,10 +74,10 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(report))
         elif shows and not purged and not failed:
             self.stdout.write(
-                "No alias of DISTLOCK leaves records behind: there is nothing to purge."
+                _("No alias of DISTLOCK leaves records behind: there is nothing to purge.")
             )
         if failed:
-            raise CommandError(f"Not purged: {', '.join(each['alias'] for each in failed)}.")
+            raise CommandError(_("Not purged: %s.") % ", ".join(each["alias"] for each in failed))
 
     def _outcome(self, alias: str, options: dict[str, Any], *, shows: bool) -> dict[str, Any]:
         """Return for --json what became of an alias; nothing if it cannot be purged and need not be."""
@@ -105,10 +108,15 @@ class Command(BaseCommand):
         if shows_bar:
             self.stdout.write("\r\x1b[K", ending="")
         if shows:
-            done = f"{'would be ' if dry_run else ''}deleted in {clock.in_words(spent)}"
-            self.stdout.write(f"{alias}: {deleted:,} of {looked_at:,} records {done}")
-        facts = {"looked_at": looked_at, "deleted": deleted, "seconds": round(spent, 3)}
-        return {"alias": alias, **facts}
+            done = (
+                _("%(alias)s: %(deleted)s of %(all)s records would be deleted in %(time)s")
+                if dry_run
+                else _("%(alias)s: %(deleted)s of %(all)s records deleted in %(time)s")
+            )
+            facts = {"alias": alias, "deleted": f"{deleted:,}", "all": f"{looked_at:,}"}
+            self.stdout.write(done % {**facts, "time": clock.in_words(spent, ngettext)})
+        spent = round(spent, 3)
+        return {"alias": alias, "looked_at": looked_at, "deleted": deleted, "seconds": spent}
 
 
 def _giving_way(batches: Iterator[Purged]) -> Iterator[Purged]:

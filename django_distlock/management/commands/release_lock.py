@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, NotSupported, locks
 from django_distlock.engine import clock
@@ -23,31 +24,30 @@ NOT_HELD, NO_SERVER = 1, os.EX_UNAVAILABLE
 
 
 class Command(BaseCommand):
-    help = (
-        "Take a lock away from whoever holds it, after a question. The holder is not stopped: it "
-        "learns at its next renewal that it has lost the lock. "
-        f"Exit codes: 0 released, {NOT_HELD} nobody held it or the answer was no, "
-        f"{WRONG_ARGUMENTS} wrong arguments, {NO_SERVER} the server does not answer."
-    )
     # One alias with wrong settings must not stand in the way of another.
     requires_system_checks = ()
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("name", help="the name of the lock")
+        parser.description = _(
+            "Take a lock away from whoever holds it, after a question. The holder is not stopped: it "
+            "learns at its next renewal that it has lost the lock. Exit codes: 0 released, 1 nobody "
+            "held it or the answer was no, 2 wrong arguments, 69 the server does not answer."
+        )
+        parser.add_argument("name", help=_("the name of the lock"))
         parser.add_argument(
             "--using",
             default="default",
             metavar="ALIAS",
-            help="the alias in DISTLOCK (default: %(default)s)",
+            help=_("the alias in DISTLOCK (default: %(default)s)"),
         )
-        parser.add_argument("--yes", action="store_true", help="do not ask")
+        parser.add_argument("--yes", action="store_true", help=_("do not ask"))
         parser.add_argument(
-            "--json", action="store_true", help="print one JSON object; needs --yes"
+            "--json", action="store_true", help=_("print one JSON object; needs --yes")
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
         if not options["yes"] and (options["json"] or not sys.stdin.isatty()):
-            text = "Nobody can be asked here: add --yes."
+            text = _("Nobody can be asked here: add --yes.")
             raise CommandError(text, returncode=WRONG_ARGUMENTS)
         try:
             released = self._release(options)
@@ -58,7 +58,7 @@ class Command(BaseCommand):
         if options["json"]:
             self.stdout.write(json.dumps({"released": released}))
         elif options["verbosity"]:
-            self.stdout.write(f"Released: {released}")
+            self.stdout.write(_("Released: %d") % released)
         if not released:
             sys.exit(NOT_HELD)
 
@@ -68,7 +68,7 @@ class Command(BaseCommand):
         found = holdings(options["using"], options["name"])
         for held in found if not options["json"] and options["verbosity"] else ():
             self.stdout.write(_line(held))
-        if found and not options["yes"] and input("Release it? [y/N] ").strip().lower() != "y":
+        if found and not options["yes"] and input(_("Release it? [y/N] ")).strip().lower() != "y":
             return 0
         return sum(backend.force_release(held.key, held.owner_digest) for held in found)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.utils.translation import gettext as _
 
 from django_distlock import (
     InvalidLockBackend,
@@ -55,49 +56,62 @@ FROM_TERMINAL = signal.SIGINT, signal.SIGQUIT
 
 
 class Command(BaseCommand):
-    help = (
-        "Run a command while holding a lock, so that of many machines one runs it at a time. "
-        "Signals are passed on to it; it is ended if the lock is lost. "
-        "Exit codes: the command's own (128 + N after signal N, 127 if there is no such command), "
-        f"{BUSY} somebody else has the lock, {NO_SERVER} no lock server answers, "
-        f"{LOST} the lock was lost while the command ran, {WRONG_ARGUMENTS} wrong arguments."
-    )
     # The command may be what mends them.
     requires_system_checks = ()
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("name", help="the name of the lock")
-        parser.add_argument("command", nargs="+", metavar="COMMAND", help="what to run, after --")
+        parser.description = _(
+            "Run a command while holding a lock, so that of many machines one runs it at a time. "
+            "Signals are passed on to it; it is ended if the lock is lost. Exit codes: the command's "
+            "own (128 + N after signal N, 127 if there is no such command), 75 somebody else has the "
+            "lock, 69 no lock server answers, 76 the lock was lost while the command ran, 2 wrong arguments."
+        )
+        parser.add_argument("name", help=_("the name of the lock"))
         parser.add_argument(
-            "--using", default="default", metavar="ALIAS", help="the alias in DISTLOCK"
+            "command", nargs="+", metavar="COMMAND", help=_("what to run, after --")
+        )
+        parser.add_argument(
+            "--using",
+            default="default",
+            metavar="ALIAS",
+            help=_("the alias in DISTLOCK (default: %(default)s)"),
         )
         parser.add_argument(
             "--timeout",
             type=duration,
             default="0",
             metavar="TIME",
-            help="how long to wait for the lock: seconds, or a number with s, m, h, d or w (default: %(default)s, try once)",
+            help=_(
+                "how long to wait for the lock: seconds, or a number with s, m, h, d or w "
+                "(default: %(default)s, try once)"
+            ),
         )
         parser.add_argument(
             "--ttl",
             type=duration,
             metavar="TIME",
-            help="how long the lock outlives this process if it is killed (default: TTL of the alias)",
+            help=_(
+                "how long the lock outlives this process if it is killed (default: TTL of the alias)"
+            ),
         )
         parser.add_argument(
             "--min-hold",
             type=duration,
             default="0",
             metavar="TIME",
-            help="keep the lock for at least so long, even if the command ends sooner: "
-            "more than the clocks of the machines differ (default: %(default)s)",
+            help=_(
+                "keep the lock for at least so long, even if the command ends sooner: "
+                "more than the clocks of the machines differ (default: %(default)s)"
+            ),
         )
         parser.add_argument(
             "--grace",
             type=duration,
             default="10",
             metavar="TIME",
-            help="after the lock was lost, kill the command so long after SIGTERM (default: %(default)s)",
+            help=_(
+                "after the lock was lost, kill the command so long after SIGTERM (default: %(default)s)"
+            ),
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
