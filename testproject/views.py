@@ -31,8 +31,10 @@ PATIENCE = 1.5
 
 @require_GET
 def index(request: HttpRequest) -> HttpResponse:
-    """List the accounts."""
-    return render(request, "testproject/index.html", {"accounts": Account.objects.all()})
+    """List the accounts, and what to try."""
+    accounts = Account.objects.all()
+    example = accounts.filter(name="Ada").first() or accounts.first()
+    return render(request, "testproject/index.html", {"accounts": accounts, "account": example})
 
 
 @require_GET
