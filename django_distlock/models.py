@@ -93,6 +93,8 @@ class LockWaiter(models.Model):
     owner = models.CharField(max_length=64, unique=True)
     channel = models.CharField(max_length=63, blank=True)
     expires_at = models.DateTimeField()
+    #: How many callers of one process it is for; the others stand in a line there.
+    callers = models.IntegerField(default=1, db_default=1)
 
     class Meta:
         default_permissions = ()

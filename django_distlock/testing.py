@@ -33,7 +33,7 @@ class BusyBackend(DummyBackend):
     """Refuses everything to everybody, and lets nobody wait."""
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         raise LockNotAcquired(request.name, 0.0, SOMEBODY_ELSE)
 

@@ -55,7 +55,7 @@ class EtcdBackend(BaseLockBackend):
     # The four verbs that every backend has.
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         key, value = LOCKS + request.key, _value(request)
         lease = self._ask("grant", request.ttl)

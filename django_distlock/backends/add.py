@@ -79,7 +79,7 @@ class AddBackend(BaseLockBackend):
         return Request(name, plain_key(self.key_of(name), room), **wishes)
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         """Add the key; if it exists, it may be our own, from a request whose reply was lost."""
         self._prove()

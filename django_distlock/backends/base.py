@@ -92,12 +92,13 @@ class BaseLockBackend(ABC):
 
     @abstractmethod
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         """Ask once. The same owner again gets the same grant.
 
-        *queued*: it has a place on the server, or is to get one if it is refused; with ``Way.ON_SERVER``
-        the server makes it wait for the *left* seconds that its caller has (None: as long as it takes).
+        *queued*: for how many callers of this process it has a place on the server, or is to get one if it
+        is refused; 0: none. With ``Way.ON_SERVER`` the server makes it wait for the *left* seconds that
+        its caller has (None: as long as it takes).
         """
 
     @abstractmethod
@@ -290,7 +291,7 @@ class BaseLockBackend(ABC):
         self._lanes.after(request, partial(until_done, self.alias, job, ends))
 
     async def atry_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         """See try_acquire()."""
         waits = queued and self.waiting.way is Way.ON_SERVER
@@ -327,7 +328,7 @@ class Run(Protocol):
 class Verbs(Protocol):
     """The verbs of a backend, as steps."""
 
-    def acquire(self, request: Request, *, queued: bool) -> Steps[Any, Grant | Busy]: ...
+    def acquire(self, request: Request, *, queued: int) -> Steps[Any, Grant | Busy]: ...
     def release(self, request: Request) -> Steps[Any, Release]: ...
     def extend(self, requests: Sequence[Request]) -> Steps[Any, list[bool]]: ...
     def take_over(self, request: Request, former: str) -> Steps[Any, bool]: ...
@@ -345,12 +346,12 @@ class StepsBackend(BaseLockBackend):
         raise NotImplementedError
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         return self._run(self._verbs.acquire(request, queued=queued))
 
     async def atry_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         return await self._arun(self._verbs.acquire(request, queued=queued))
 

@@ -20,7 +20,7 @@ class DummyBackend(BaseLockBackend):
     waiting = Waiting(in_line=False)
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         return Grant(token=None)
 

@@ -136,7 +136,7 @@ class LocMemBackend(BaseLockBackend):
         self._token = 0
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         with self._mutex:
             now, record = clock.lease_time(), self._records.setdefault(request.key, _Record())

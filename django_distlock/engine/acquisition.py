@@ -176,6 +176,11 @@ class Attempt:
     def request(self) -> Request:
         return self.lease.request
 
+    @property
+    def _callers(self) -> int:
+        """For how many of this process it asks the server: the others in its line wait behind it."""
+        return self.backend.queue.callers(self.request.key) if self.lease.is_in_line else 1
+
     def carry_out(self, asked: Verb | Pause) -> Any:
         if isinstance(asked, Pause):
             return self.bell.wait(asked.seconds)
@@ -287,14 +292,15 @@ class Attempt:
         request = self.request
         if self._way is Way.ON_SERVER and self._tries > 1 and not self._is_last_try:
             answer: Grant | Busy = yield _verb(
-                "try_acquire", request, queued=True, left=self.wait.left
+                "try_acquire", request, queued=self._callers, left=self.wait.left
             )
             return answer
         if self._way is Way.LOOK and self._tries > 1:
             busy: Busy | None = yield from self._settled(_verb("probe", request))
             if busy is not None:
                 return busy
-        ask = _verb("try_acquire", request, queued=self._is_queued, left=self.wait.left)
+        queued = self._is_queued and self._callers
+        ask = _verb("try_acquire", request, queued=queued, left=self.wait.left)
         try:
             answer = yield from self._settled(ask, failed, start)
         except LockOutcomeUnknown:

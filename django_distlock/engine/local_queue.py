@@ -107,6 +107,11 @@ class LocalQueue:
             lease = holding() if isinstance(holding, ref) else None
             return lease if lease is not None and lease.is_granted else None
 
+    def callers(self, key: str) -> int:
+        """Return how many of this process want the lock, or have it: those in the line; without one, the only one."""
+        line = self.lines.get(key)
+        return len(line.places) if isinstance(line, _Line) else 1
+
     def contest(self, key: str) -> None:
         with self._mutex:
             if key in self.lines:

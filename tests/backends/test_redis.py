@@ -832,3 +832,32 @@ def test_the_cache_is_not_asked(redis: Redis, settings: Settings, name: str) -> 
     with lock(name):
         assert caches["django_redis"].get(name) is None
     locks.reset()
+
+
+@pytest.mark.parametrize("scripting", [True, False])
+def test_a_waiter_tells_for_how_many_of_its_process_it_waits(
+    backend: RedisBackend, redis: Redis, configure: Configure, name: str, scripting: bool
+) -> None:
+    backend = configure(redis, scripting=scripting)
+    holder = ask(backend, name)
+    backend.try_acquire(holder, queued=0)
+
+    def waiters() -> int | None:
+        return next(iter(backend.held(holder.key))).waiters
+
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(lock(name, timeout=60).acquire) for _ in range(3)]
+        eventually(lambda: waiters() == 3)
+        elsewhere = ask(backend, name)
+        wait_in_line(backend, elsewhere)
+        assert waiters() == 4
+        backend.dequeue(elsewhere)
+        assert waiters() == 3
+        backend.release(holder)
+        for each in waiting:
+            each.result(30).release()
+    assert not [*backend.held(holder.key)]
+    with redis.client(DATABASE) as client:
+        records = [client.hgetall(key) for key in client.keys() if client.type(key) == "hash"]
+    assert records
+    assert not [field for record in records for field in record if field.startswith("w:")]

@@ -79,7 +79,7 @@ class Faulty(_Base):
     # Its verbs.
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         waits = queued and self.waiting.way is Way.ON_SERVER
         with self._around("wait_acquire" if waits else "try_acquire"):
@@ -134,7 +134,7 @@ class Faulty(_Base):
     # The twins, where the backend has some of its own: the others call the verbs above.
 
     async def atry_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         async with self._around_twin("try_acquire"):
             return await super().atry_acquire(request, queued=queued, left=left)

@@ -78,11 +78,11 @@ class DatabaseBackend(BaseDatabaseBackend):
         return chosen(fair=options.fair)
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         return self._persist(0.0, self._try, request, queued)
 
-    def _try(self, request: Request, queued: bool) -> Grant | Busy:
+    def _try(self, request: Request, queued: int) -> Grant | Busy:
         try:
             return self._own.ask(self.engine.try_acquire, request, queued)
         except Contended:

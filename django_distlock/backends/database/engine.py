@@ -81,7 +81,7 @@ class Engine(ABC):
         return False
 
     @abstractmethod
-    def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
+    def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:
         """See BaseLockBackend.try_acquire(). Crowded: nobody has it, but others are at work on its rows."""
 
     def release(self, cursor: Any, request: Request) -> Release:

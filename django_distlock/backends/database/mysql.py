@@ -155,7 +155,7 @@ class MySQL(Engine):
         """Return whether the server says that there is no such table."""
         return code(error) == _NO_SUCH_TABLE
 
-    def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
+    def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:
         known = parameters(request)
         name = known.pop("name")
         _run(cursor, self._acquire, known)

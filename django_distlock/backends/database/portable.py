@@ -114,7 +114,7 @@ class Portable(Engine):
             "40P01",
         } or code in {1205, 1213, 1020}
 
-    def try_acquire(self, cursor: CursorWrapper, request: Request, queued: bool) -> Grant | Busy:
+    def try_acquire(self, cursor: CursorWrapper, request: Request, queued: int) -> Grant | Busy:
         """Ask once; the rows are made at the first use of a name, in transactions of their own."""
         known = parameters(request)
         with short_transaction(cursor):

@@ -112,8 +112,9 @@ SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT r
 _QUEUE = f""", gone AS (
     DELETE FROM {WAITER} WHERE owner = %(owner)s AND EXISTS (SELECT FROM granted)
 ), kept AS (
-    UPDATE {WAITER} SET expires_at = {_AFTER.format(PATIENCE)}
-    WHERE owner = %(owner)s AND NOT EXISTS (SELECT FROM granted) AND expires_at < {_AFTER.format(PATIENCE / 2)}
+    UPDATE {WAITER} SET expires_at = {_AFTER.format(PATIENCE)}, callers = %(queued)s::int
+    WHERE owner = %(owner)s AND NOT EXISTS (SELECT FROM granted)
+        AND (expires_at < {_AFTER.format(PATIENCE / 2)} OR callers <> %(queued)s::int)
 )"""
 
 # Frees the lock if %(owner)s has it, but a late one from no lock_delay, and rings the first live waiter, if there is one:
@@ -285,8 +286,11 @@ class PostgreSQL(Engine):
         """Return whether it is a lock timeout."""
         return sqlstate(error) == _LOCK_NOT_AVAILABLE
 
-    def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        cursor.execute(self._acquire_queued if queued else self._acquire, parameters(request))
+    def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:
+        known = parameters(request)
+        if queued:
+            known["queued"] = int(queued)
+        cursor.execute(self._acquire_queued if queued else self._acquire, known)
         token, holder, remaining, is_free = cursor.fetchone()
         if token is not None:
             return Grant(token)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from django.db.models import (
     Case,
     CharField,
-    Count,
     IntegerField,
     OuterRef,
     Q,
     Subquery,
+    Sum,
     TextChoices,
     Value,
     When,
@@ -193,7 +193,7 @@ def _state() -> Case:
 
 def _waiters(using: str) -> Coalesce:
     line = _live_waiters(using).filter(method_name=OuterRef("method_name")).order_by()
-    numbers = line.values("method_name").annotate(number=Count("*")).values("number")
+    numbers = line.values("method_name").annotate(number=Sum("callers")).values("number")
     return Coalesce(Subquery(numbers), 0, output_field=IntegerField())
 
 

@@ -125,7 +125,7 @@ class SQLite(Engine):
         """Return whether there is no such table."""
         return "no such table" in str(error)
 
-    def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
+    def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:
         cursor.execute(self._acquire, parameters(request))
         row = cursor.fetchone()
         if queued and row is not None:

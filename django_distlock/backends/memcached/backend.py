@@ -86,7 +86,7 @@ class CacheMemcachedBackend(BaseLockBackend):
         return Request(name, plain_key(self._prefix + key), **wishes)
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         """Add the key and read it: the lock may be ours already, by a request whose reply was lost."""
         value = self._value(request, request.ttl)

@@ -4,7 +4,8 @@ Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (
 
 - *record*, a hash: ``token`` the last one given, ``mode`` x (exclusive) or s (shared), ``available``
   the instant from which others may have it, ``name``, ``ended`` the last owners that gave it back,
-  ``revoked`` the last ones that are refused from now on, and for each holder ``h:OWNER``: "token acquired min_hold lock_delay holder";
+  ``revoked`` the last ones that are refused from now on, for each holder ``h:OWNER``: "token acquired min_hold lock_delay holder",
+  and for each waiter ``w:OWNER``: for how many callers of its process it stands in the queue;
 - *holders*, a sorted set: owner by the instant its lease ends;
 - *queue*, a sorted set: waiter (mode and owner) by ticket; *alive*: waiter by the end of its patience;
 - a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on;
@@ -127,7 +128,10 @@ end
 
 local function leave(owner)
   local left = redis.call('ZREM', queue, 'x' .. owner, 's' .. owner)
-  if left > 0 then redis.call('ZREM', alive, 'x' .. owner, 's' .. owner) end
+  if left > 0 then
+    redis.call('ZREM', alive, 'x' .. owner, 's' .. owner)
+    redis.call('HDEL', record, 'w:' .. owner)
+  end
   redis.call('DEL', bells .. owner)
   return left
 end
@@ -145,8 +149,8 @@ end
 """
 
 # Asks for the lock, once.
-# ARGV: bells, owner, mode, ttl, min_hold, lock_delay (microseconds), name, holder, '1' to stand in the
-# queue if refused, '1' if the first in the queue is always served first.
+# ARGV: bells, owner, mode, ttl, min_hold, lock_delay (microseconds), name, holder, to stand in the queue if
+# refused: for how many callers of its process ('': not), '1' if the first in the queue is always served first.
 # Returns {1, token}, or {0, holder of the lease that ends last, microseconds left or -1}.
 # The same owner again: the same token. An owner that was given back for good: refused.
 _ACQUIRE = f"""
@@ -198,13 +202,15 @@ if is_free() and not is_behind() then
   return granted
 end
 
-if ARGV[9] == '1' then
+if ARGV[9] ~= '' then
   local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
   redis.call('ZADD', queue, 'NX', text(math.max(number(last[2]) + 1, now)), mode .. owner)
   redis.call('ZADD', alive, text(now + {PATIENCE * 1e6:.0f}), mode .. owner)
+  redis.call('HSET', record, 'w:' .. owner, ARGV[9])
   for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', text(now - {FORGOTTEN * 1e6:.0f}))) do
     redis.call('ZREM', queue, waiter)
     redis.call('ZREM', alive, waiter)
+    redis.call('HDEL', record, 'w:' .. string.sub(waiter, 2))
   end
   redis.call('PEXPIRE', queue, 60000)
   redis.call('PEXPIRE', alive, 60000)
@@ -294,8 +300,11 @@ return 1
 # and then owner, microseconds left and holder of each who holds it.
 _LOOK = """
 local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode')
-local answer = {known[1] or '', number(known[2]), number(known[3]) - now,
-  redis.call('ZCOUNT', alive, '(' .. text(now), '+inf'), known[4] or 'x'}
+local waiters = 0
+for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '(' .. text(now), '+inf')) do
+  waiters = waiters + math.max(1, number(redis.call('HGET', record, 'w:' .. string.sub(waiter, 2))))
+end
+local answer = {known[1] or '', number(known[2]), number(known[3]) - now, waiters, known[4] or 'x'}
 local found = redis.call('ZRANGE', holders, 0, -1, 'WITHSCORES')
 for i = 1, #found, 2 do
   local left, _, _, _, lock_delay, holder = tonumber(found[i + 1]) - now, described(found[i])

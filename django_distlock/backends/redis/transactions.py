@@ -147,7 +147,7 @@ class _Lock:
     # The decisions.
 
     def decide_acquire(self, owner: bytes, mode: bytes, ttl: int, *more: Any) -> list[Any]:
-        min_hold, lock_delay, name, holder, is_queued, is_fair = more
+        min_hold, lock_delay, name, holder, callers, is_fair = more
         self.expire()
         if owner in self.holders:
             self.holders[owner] = max(self.holders[owner], self.now + ttl)
@@ -157,8 +157,9 @@ class _Lock:
         is_free = not self.holders or mode == self.fields.get(b"mode") == b"s"
         is_free = is_free and self.number(b"available") <= self.now
         if not is_free or self.is_behind(owner, mode, is_fair):
-            if is_queued:
+            if callers:
                 self.stand_in_line(mode + owner)
+                self.fields[b"w:" + owner] = b"%d" % callers
             return self.busy()
         token = max(self.number(b"token") + 1, self.now)
         self.fields |= {
@@ -219,7 +220,8 @@ class _Lock:
 
     def decide_look(self) -> list[Any]:
         name, mode = self.fields.get(b"name", b""), self.fields.get(b"mode", b"x")
-        waiters = sum(patience > self.now for patience in self.alive.values())
+        waiting = (who[1:] for who, patience in self.alive.items() if patience > self.now)
+        waiters = sum(max(1, self.number(b"w:" + owner)) for owner in waiting)
         self.expire()
         available = self.number(b"available") - self.now
         answer = [name, self.number(b"token"), available, waiters, mode]
@@ -333,6 +335,7 @@ class _Lock:
         for other, patience in list(self.alive.items()):
             if patience <= self.now - round(FORGOTTEN * 1_000_000):
                 self.queue.pop(other, None)
+                self.fields.pop(b"w:" + other[1:], None)
                 del self.alive[other]
 
     def stay(self, waiter: bytes) -> None:
@@ -344,6 +347,7 @@ class _Lock:
         for place in places:
             del self.queue[place]
             self.alive.pop(place, None)
+            self.fields.pop(b"w:" + owner, None)
         self.others.append(("DEL", self.bells + owner))
         return len(places)
 

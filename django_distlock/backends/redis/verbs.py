@@ -81,7 +81,7 @@ class Verbs:
         self._batch = batch
         self._has_scripts = options.scripting
 
-    def acquire(self, request: Request, *, queued: bool) -> Conversation[Grant | Busy]:
+    def acquire(self, request: Request, *, queued: int) -> Conversation[Grant | Busy]:
         call = self._call(
             ACQUIRE,
             request,
@@ -91,7 +91,7 @@ class Verbs:
             round(request.lock_delay * 1_000_000),
             _listed_name(request.name),
             request.holder.to_json(),
-            "1" if queued else "",
+            int(queued) or "",
             self._is_fair,
         )
         answer, *replicas = yield from self._answers(call, *self._after)

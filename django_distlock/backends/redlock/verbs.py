@@ -64,7 +64,7 @@ class Verbs:
         self._most = majority(len(servers.places))
         self._everybody = range(len(servers.places))
 
-    def acquire(self, request: Request, *, queued: bool) -> Verb[Grant | Busy]:
+    def acquire(self, request: Request, *, queued: int) -> Verb[Grant | Busy]:
         """See BaseLockBackend.try_acquire(). What is not won is given back at once."""
         start = clock.lease_time()
         calls = self._calls(

@@ -93,7 +93,7 @@ class SessionBackend(BaseDatabaseBackend):
     # The verbs.
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         """Ask once, or wait in the server's queue."""
         if queued:

@@ -72,14 +72,14 @@ class ZooKeeperBackend(BaseLockBackend):
         return super().request(name, limit=self.options.session_timeout, **wishes)
 
     def try_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         ends = self._patience(request, left) if queued else self._soon()
         take = self._recipe.take(request, ends, queued=queued)
         return self._have(take, changes=True, ends=ends)
 
     async def atry_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
+        self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         ends = self._patience(request, left) if queued else self._soon()
         take = self._recipe.take(request, ends, queued=queued)

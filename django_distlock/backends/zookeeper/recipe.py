@@ -83,7 +83,7 @@ class Recipe:
 
     # Taking.
 
-    def take(self, request: Request, ends: float, *, queued: bool) -> Steps[Grant | Busy]:
+    def take(self, request: Request, ends: float, *, queued: int) -> Steps[Grant | Busy]:
         """Stand in line, and tell whether we are served; if not, stay there only if *queued*."""
         place = self._places.get(request.owner)
         if queued and place is not None and self._is_unchanged(place):
@@ -109,7 +109,7 @@ class Recipe:
         is_watched = bool(place.watched) and self._session.client is not None
         return is_watched and is_fresh and not self._places.is_dead(place)
 
-    def _stand_in_line(self, client: Any, place: Place, *, queued: bool) -> Steps[Grant | Busy]:
+    def _stand_in_line(self, client: Any, place: Place, *, queued: int) -> Steps[Grant | Busy]:
         for _ in range(ROUNDS):
             line = yield from self._line(client, place)
             ahead = line.before(place.node)
