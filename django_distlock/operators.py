@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .conf import DEFAULT_ALIAS
 from .engine.naming import checked_name
 from .engine.settling import settled
+from .engine.waiting import Place
+from .engine.waits import Lock, waits
 from .handler import locks
 
 if TYPE_CHECKING:
+    from .backends.base import BaseLockBackend
     from .engine.values import Held
 
 
 def holdings(using: str, name: str | None = None) -> list[Held]:
     """Return who holds the locks of alias *using*: all of them, or the lock *name*.
 
+    *waiters* includes the callers of this process of whom the server is not told.
     NotSupported if the alias cannot list its locks, LockBackendError if its server does not answer.
     """
     backend = locks[using]
     key = None if name is None else backend.key_of(checked_name(name))
     # To its end: a query that is left open stands in the way of writers.
-    return settled(lambda: [*backend.held(key)])
+    found = settled(lambda: [*backend.held(key)])
+    return [replace(held, waiters=_waiters(backend, held)) for held in found]
 
 
 def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:
@@ -32,3 +38,11 @@ def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:
     """
     backend = locks[using]
     return sum(backend.force_release(held.key, held.owner_digest) for held in holdings(using, name))
+
+
+def _waiters(backend: BaseLockBackend, held: Held) -> int | None:
+    if held.waiters is None:
+        return waits.count(Lock(backend.place, held.key)) or None
+    # Who stands on the server says for how many of its process; behind a holder of ours nobody does.
+    is_told = backend.waiting.place is not Place.NONE and backend.queue.held_by(held.key) is None
+    return held.waiters if is_told else held.waiters + backend.queue.callers(held.key) - 1

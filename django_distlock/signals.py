@@ -3,7 +3,7 @@
 The sender is the class of the backend. Every signal has *name* and *using* (the alias), and:
 
 ``lock_acquired``, ``lock_released``, ``lock_extended``: *lease*
-``lock_busy``: *waited* (seconds), *holder*, *remaining* (seconds)
+``lock_busy``: *waited* (seconds), *holder*, *remaining* (seconds), *reserved_until* (an aware datetime, or None)
 ``lock_lost``: *lease*, *reason*
 ``lock_forced``: *holder*, whose lease an operator has ended
 """

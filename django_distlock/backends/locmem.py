@@ -85,7 +85,18 @@ class _Record:
             return []
         mark, left = digest_of_reservation(last.token), self.available - now
         request = last.request
-        return [Held(request.name, request.key, None, left, last.token, mark, reserved=True)]
+        return [
+            Held(
+                request.name,
+                request.key,
+                None,
+                left,
+                last.token,
+                mark,
+                waiters=len(self.waiters),
+                reserved=True,
+            )
+        ]
 
     def wake(self) -> None:
         """Ring the first waiter; with a reader, all the readers before the first writer.
@@ -231,6 +242,7 @@ class LocMemBackend(BaseLockBackend):
                         digest(owner),
                         holding.request.shared,
                         len(record.waiters),
+                        age=now - holding.acquired,
                     )
                     for owner, holding in record.holdings.items()
                 ]

@@ -124,8 +124,16 @@ def _end(attempt: Attempt, error: BaseException) -> None:
     backend = attempt.backend
     if isinstance(error, LockNotAcquired):
         logger.info("%s", printable(error, 2 * LONGEST_SHOWN))
-        facts = {"waited": error.waited, "holder": error.holder, "remaining": error.remaining}
-        announce(lock_busy, type(backend), name=error.name, using=backend.alias, **facts)
+        announce(
+            lock_busy,
+            type(backend),
+            name=error.name,
+            using=backend.alias,
+            waited=error.waited,
+            holder=error.holder,
+            remaining=error.remaining,
+            reserved_until=error.reserved_until,
+        )
     elif isinstance(error, LockBackendError):
         logger.error("Lock %s: %s", printable(attempt.lease.name), printable(error))
 

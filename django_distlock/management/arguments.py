@@ -10,6 +10,7 @@ from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, locks
+from django_distlock.conf import DEFAULT_ALIAS
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -36,6 +37,16 @@ def add_using(parser: ArgumentParser, which: str) -> None:
         action="append",
         metavar="ALIAS",
         help=_("an alias of DISTLOCK; can be given several times (default: %s)") % which,
+    )
+
+
+def add_one_using(parser: ArgumentParser) -> None:
+    """Add --using, which names one alias."""
+    parser.add_argument(
+        "--using",
+        default=DEFAULT_ALIAS,
+        metavar="ALIAS",
+        help=_("the alias in DISTLOCK (default: %(default)s)"),
     )
 
 

@@ -34,7 +34,7 @@ FLAGS = {
 #: fair: waiters are served in order whatever process they are in. delays: min_hold and lock_delay.
 #: spares_writers: readers let a waiting writer go first. lists_readers: each reader is listed.
 #: names_holder: who is refused is told by whom, even if nothing can be listed.
-#: hides_end: but not for how long. whole_seconds: a ttl takes seconds, from two on; what becomes of
+#: hides_end: but not for how long. hides_age: its listing does not tell since when a lock is held. whole_seconds: a ttl takes seconds, from two on; what becomes of
 #: it is tested in tests/backends/, many locks at a time.
 TRAITS = {
     *FLAGS,
@@ -45,6 +45,7 @@ TRAITS = {
     "lists_readers",
     "names_holder",
     "hides_end",
+    "hides_age",
     "whole_seconds",
 }
 
@@ -208,5 +209,5 @@ PROFILES = (
     _redlock("redlock-fencing", MAJORITY | {"fencing"}, fencing=True),
     _zookeeper(),
     # The example of docs/howto/write-a-backend.md.
-    Profile("etcd", {"BACKEND": ETCD}, LEASED - {"delays"} | {"wakes_waiters"}),
+    Profile("etcd", {"BACKEND": ETCD}, LEASED - {"delays"} | {"wakes_waiters", "hides_age"}),
 )

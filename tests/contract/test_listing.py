@@ -13,11 +13,12 @@ from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock, locks
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine import waiting
 from django_distlock.engine.values import Held, Release, digest
+from django_distlock.operators import holdings
 from tests.fixtures.eventually import eventually
 
 from .crew import start
 from .faults import Faulty
-from .profiles import Profile, needs
+from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
 pytestmark = needs("listing")
@@ -336,3 +337,51 @@ def test_the_reader_that_stays_is_listed_with_its_holder(
     assert record.owner_digest == digest(first.request.owner)
     first.leaves()
     assert not _records(backend, first)
+
+
+@pytest.mark.slow
+@lacks("hides_age")
+def test_the_age_grows_and_no_extension_resets_it(
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
+) -> None:
+    other = rival()
+    with lock(name, using=using, ttl=30) as lease:
+        [first] = _records(backend, other)
+        assert first.age is not None
+        assert 0 <= first.age < 5
+        eventually(lambda: (_age(backend, other) or 0) > (first.age or 0) + tick, 20)
+
+        lease.extend()
+
+        assert (_age(backend, other) or 0) > first.age + tick
+
+
+def _age(backend: BaseLockBackend, rival: Rival) -> float | None:
+    [record] = _records(backend, rival)
+    return record.age
+
+
+@pytest.mark.slow
+def test_all_callers_of_this_process_that_wait_are_counted(
+    using: str, name: str, backend: BaseLockBackend, rival: Rivals
+) -> None:
+    stuck = rival(ttl=60)
+    stuck.takes()
+    waiters = [start(lambda: _take_and_release(using, name)) for _ in range(3)]
+
+    eventually(lambda: [held.waiters for held in holdings(using, name)] == [3], 20)
+
+    stuck.leaves()
+    assert [waiter.result(20) for waiter in waiters] == [True, True, True]
+
+
+@pytest.mark.slow
+def test_callers_that_have_given_up_are_not_counted(
+    using: str, name: str, rival: Rivals, tick: float
+) -> None:
+    rival(ttl=60).takes()
+    waiters = [start(lambda: lock(name, using=using, timeout=5 * tick).acquire()) for _ in range(3)]
+    for waiter in waiters:
+        assert waiter.result(20) is None
+
+    eventually(lambda: not any(held.waiters for held in holdings(using, name)), 20)

@@ -114,7 +114,16 @@ def test_who_gave_up_is_told_of_the_holder(
 
     [(word, facts), (again, _)] = told
     assert word == again == "busy"
-    assert facts.keys() == {"sender", "name", "using", "waited", "holder", "remaining"}
+    assert facts.keys() == {
+        "sender",
+        "name",
+        "using",
+        "waited",
+        "holder",
+        "remaining",
+        "reserved_until",
+    }
+    assert facts["reserved_until"] is None
     assert (facts["sender"], facts["name"], facts["using"]) == (type(backend), name, using)
     assert facts["holder"] == (holder.request.holder if profile.names_holder else None)
     assert (facts["remaining"] is not None) is profile.tells_end

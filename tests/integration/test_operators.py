@@ -64,9 +64,11 @@ def test_each_lock_of_each_alias_is_a_line(name: str) -> None:
         ["memory", "held, shared", f"{name}:5"],
     ]
     assert rows[0][3] == str(HOLDER)
-    assert re.fullmatch(r"11[89] minutes", rows[0][4])
-    assert re.fullmatch(r"ended [67]\d s ago", rows[1][4])
-    assert re.fullmatch(r"11[89] minutes", rows[2][4])
+    assert re.fullmatch(r"(.* )?\d\d:\d\d:\d\d \([67]\d s ago\)", rows[0][4])
+    assert rows[2][4] == "-"
+    assert re.fullmatch(r"11[89] minutes", rows[0][5])
+    assert re.fullmatch(r"ended [67]\d s ago", rows[1][5])
+    assert re.fullmatch(r"11[89] minutes", rows[2][5])
     assert "(counting)" in rows[3][3]
 
 
@@ -87,6 +89,7 @@ def test_programs_get_an_object(name: str) -> None:
     report = json.loads(out.getvalue())
     [found] = report["locks"]
     assert found.pop("remaining") == pytest.approx(7140, abs=30)
+    assert found.pop("age") == pytest.approx(60, abs=30)
     assert found.pop("fencing_token") > 0
     assert found.pop("holder")["host"] == HOLDER.host
     assert found.pop("waiters") in {0, None}
@@ -103,7 +106,7 @@ def test_programs_get_an_object(name: str) -> None:
 def test_on_a_terminal_it_is_a_table_and_names_are_no_markup(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("COLUMNS", "120")
     put("default", f"{name}:[red]x[/red]", State.HELD)
     out = Terminal()
 

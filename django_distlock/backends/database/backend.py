@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -154,7 +155,9 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         """Tell the locks of this alias that are held or reserved, those that end first at the front."""
-        return self._insist(records.held, self.keeps, key)
+        found = self._insist(records.held, self.keeps, key)
+        has_places = self.waiting.place is not Place.NONE
+        return found if has_places else [replace(held, waiters=None) for held in found]
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding that *owner_digest* names, and raise the token past it."""

@@ -41,9 +41,11 @@ _COLUMNS = (
     "holder",
     "owner",
     "fencing_token",
+    "acquired_at",
     "expires_at",
     "available_at",
     "server_now",
+    "waiters",
 )
 _CLEAR_OWNER = f"""
 UPDATE {LOCK} SET owner = NULL, holder = NULL, fencing_token = fencing_token + 1,
@@ -99,7 +101,7 @@ def held(
 def _taken(cursor: CursorWrapper, key: str | None) -> list[SimpleNamespace]:
     one = {} if key is None else {"method_name": key}
     is_taken = Q(owner__isnull=False) | Q(available_at__gt=ServerNow())
-    found = rows(cursor.db.alias).filter(is_taken, **one).order_by("available_at")
+    found = described(cursor.db.alias).filter(is_taken, **one).order_by("available_at")
     # By its alias, Django would run it on the application's connection.
     compiler = found.values_list(*_COLUMNS).query.get_compiler(connection=cursor.db)
     return [
@@ -113,13 +115,16 @@ def is_reserved(row: Any) -> bool:
 
 
 def as_held(row: Any) -> Held:
-    """Return a row of rows() that is not free, for people."""
+    """Return a row of described() that is not free, for people."""
     name, key, token = shown(row.description), row.method_name, row.fencing_token
     if is_reserved(row):
         left = (row.available_at - row.server_now).total_seconds()
-        return Held(name, key, None, left, token, digest_of_reservation(token), reserved=True)
+        mark, waiters = digest_of_reservation(token), row.waiters
+        return Held(name, key, None, left, token, mark, waiters=waiters, reserved=True)
     left = (row.expires_at - row.server_now).total_seconds()
-    return Held(name, key, holder_of(row), left, token, digest(row.owner))
+    age = row.acquired_at and (row.server_now - row.acquired_at).total_seconds()
+    mark = digest(row.owner)
+    return Held(name, key, holder_of(row), left, token, mark, waiters=row.waiters, age=age)
 
 
 def holder_of(row: Any) -> Holder | None:

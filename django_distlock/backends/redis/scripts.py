@@ -297,7 +297,7 @@ return 1
 
 # Looks, and writes nothing. ARGV: bells.
 # Returns {name, token, microseconds until min_hold and lock_delay are over or less than 0, waiters, mode}
-# and then owner, microseconds left and holder of each who holds it.
+# and then owner, microseconds left, microseconds since it was acquired and holder of each who holds it.
 _LOOK = """
 local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode')
 local waiters = 0
@@ -307,10 +307,11 @@ end
 local answer = {known[1] or '', number(known[2]), number(known[3]) - now, waiters, known[4] or 'x'}
 local found = redis.call('ZRANGE', holders, 0, -1, 'WITHSCORES')
 for i = 1, #found, 2 do
-  local left, _, _, _, lock_delay, holder = tonumber(found[i + 1]) - now, described(found[i])
+  local left, _, acquired, _, lock_delay, holder = tonumber(found[i + 1]) - now, described(found[i])
   if left > 0 then
     answer[#answer + 1] = found[i]
     answer[#answer + 1] = left
+    answer[#answer + 1] = now - acquired
     answer[#answer + 1] = holder
   elseif left + lock_delay > 0 then
     answer[3] = math.max(answer[3], left + lock_delay)

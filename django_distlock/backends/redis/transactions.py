@@ -226,7 +226,8 @@ class _Lock:
         available = self.number(b"available") - self.now
         answer = [name, self.number(b"token"), available, waiters, mode]
         for owner, ends in self.holders.items():
-            answer += owner, ends - self.now, self.described(owner)[4]
+            _, acquired, *_, holder = self.described(owner)
+            answer += owner, ends - self.now, self.now - acquired, holder
         return answer
 
     def decide_force(self, owner: bytes, token: bytes) -> int:

@@ -138,8 +138,8 @@ class Verbs:
     def probe(self, request: Request) -> Conversation[Busy | None]:
         (found,) = yield from self._looks([request.key])
         holdings = list(_holdings(found))
-        left = max([_left(found[2]) or 0.0, *(left for _, left, _ in holdings)])
-        holder = holdings[-1][2] if holdings else None
+        left = max([_left(found[2]) or 0.0, *(left for _, left, _, _ in holdings)])
+        holder = holdings[-1][3] if holdings else None
         return Busy(holder, left, reserved=not holdings) if left > 0 else None
 
     def held(self, keys: Sequence[str]) -> Conversation[list[tuple[Held, str]]]:
@@ -238,8 +238,8 @@ def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
     name, token, reserved, waiters, mode = answer[:5]
     holdings = list(_holdings(answer))
     if is_reserved := not holdings and int(reserved) > 0:
-        holdings = [("", int(reserved) / 1e6, None)]
-    for owner, left, holder in holdings:
+        holdings = [("", int(reserved) / 1e6, None, None)]
+    for owner, left, age, holder in holdings:
         shown = Held(
             name=name.decode(errors="backslashreplace"),
             key=key,
@@ -250,14 +250,16 @@ def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
             shared=mode == b"s" and not is_reserved,
             waiters=int(waiters),
             reserved=is_reserved,
+            age=age,
         )
         yield shown, owner
 
 
-def _holdings(answer: list[Any]) -> Iterator[tuple[str, float, Holder | None]]:
+def _holdings(answer: list[Any]) -> Iterator[tuple[str, float, float | None, Holder | None]]:
     found = iter(answer[5:])
-    for owner, left, holder in zip(found, found, found, strict=True):
-        yield owner.decode(errors="backslashreplace"), int(left) / 1e6, Holder.from_json(holder)
+    for owner, left, age, holder in zip(found, found, found, found, strict=True):
+        text = owner.decode(errors="backslashreplace")
+        yield text, int(left) / 1e6, int(age) / 1e6, Holder.from_json(holder)
 
 
 def _left(left: Any) -> float | None:

@@ -3,7 +3,8 @@
 Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (TIME), but for *sent*: by the
 asking process's clock. A lock has one key, its *record*, a hash:
 
-- ``owner``, ``ends``, ``sent``, ``holder``, ``name``: who has it, until when, and when this was last asked for;
+- ``owner``, ``acquired``, ``ends``, ``sent``, ``holder``, ``name``: who has it, since and until when, and when this was
+  last asked for;
 - ``token``: the last one that was given here, or written back by somebody who won the majority; ``agreed``:
   that which the owner wrote back, if it did;
 - ``ended``: "owner=sent" and r (released) or v (void), for the last owners that ended: what they sent
@@ -109,7 +110,7 @@ end
 
 local token = math.max(number(known[1]) + 1, now)
 redis.call('HSET', record, 'owner', owner, 'sent', text(sent), 'ends', text(now + ttl), 'token', text(token),
-  'name', ARGV[4], 'holder', ARGV[5], 'agreed', '')
+  'name', ARGV[4], 'holder', ARGV[5], 'agreed', '', 'acquired', text(now))
 keep(now + ttl)
 return {1, token, 0}
 """
@@ -174,13 +175,13 @@ return 1
 """
 
 # Looks, and writes nothing. KEYS: the records.
-# Returns for each {} or {owner, microseconds left, holder, name, token agreed on or 0}.
+# Returns for each {} or {owner, microseconds left, holder, name, token agreed on or 0, microseconds since it was acquired}.
 _LOOK = """
 local seen = {}
 for i, key in ipairs(KEYS) do
-  local known = redis.call('HMGET', key, 'owner', 'ends', 'holder', 'name', 'agreed')
+  local known = redis.call('HMGET', key, 'owner', 'ends', 'holder', 'name', 'agreed', 'acquired')
   local left = number(known[2]) - now
-  seen[i] = left > 0 and {known[1], left, known[3], known[4], number(known[5])} or {}
+  seen[i] = left > 0 and {known[1], left, known[3], known[4], number(known[5]), now - number(known[6])} or {}
 end
 return seen
 """

@@ -300,7 +300,7 @@ def _has_agreed(count: Count) -> bool:
 
 
 def _held(key: str, owner_digest: str, answers: Sequence[list[Any]]) -> Held:
-    _, left, holder, name, _ = max(answers, key=lambda answer: answer[1])
+    _, left, holder, name, _, _ = max(answers, key=lambda answer: answer[1])
     return Held(
         name=name.decode(errors="backslashreplace"),
         key=key,
@@ -308,4 +308,5 @@ def _held(key: str, owner_digest: str, answers: Sequence[list[Any]]) -> Held:
         remaining=left / 1e6,
         token=max(answer[4] for answer in answers) or None,
         owner_digest=owner_digest,
+        age=max(answer[5] for answer in answers) / 1e6,
     )

@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import time
+from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 class MySQLSessions(SessionServer):
     """What row locks and GET_LOCK have in common."""
 
+    now_sql = MICROSECONDS
     note_reader_sql = (
         f"INSERT IGNORE INTO {COUNTER} (method_name, value, holder)"
         " VALUES (%(key)s, %(token)s, %(holder)s)"
@@ -104,9 +106,7 @@ class MySQLSessions(SessionServer):
 
     def waits(self, cursor: Any) -> Iterator[Edge]:
         """Who waits stands in the statement, who holds beside the token."""
-        cursor.execute(_WAITING)
-        waiting = [found.groups() for (text,) in cursor.fetchall() if (found := _WAITS.match(text))]
-        for caller, key in waiting:
+        for caller, key in _waiting(cursor):
             cursor.execute(f"SELECT holder FROM {COUNTER} WHERE method_name = %s", [key])
             row = cursor.fetchone()
             if row and (occupant := Occupant.from_json(row[0])):
@@ -172,12 +172,13 @@ class MySQLRows(MySQLSessions):
         """Try each for a moment; a reader holds as long as its session is there."""
         cursor.execute("SELECT id FROM information_schema.processlist")
         sessions = {number for (number,) in cursor.fetchall()}
+        waiters = Counter(key for _, key in _waiting(cursor))
         for key, counted in known.items():
             if (last := counted.occupant) is None or not self.is_held(cursor, key):
                 continue
             readers = [each.occupant for each in counted.readers if last.shared and each.occupant]
             for occupant in [one for one in readers if one.session in sessions] or [last]:
-                yield as_held(counted, occupant.owner_digest, shared=occupant.shared)
+                yield as_held(counted, occupant.owner_digest, waiters[key], shared=occupant.shared)
 
     def _lock(self, session: Session, how: str) -> bool | None:
         """Return whether the row is locked now; None if it is missing. Nothing is left behind else."""
@@ -227,10 +228,11 @@ class MySQLAdvisory(MySQLSessions):
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
         """Ask for each."""
+        waiters = Counter(key for _, key in _waiting(cursor))
         for key, counted in known.items():
             if counted.occupant and self._user(cursor, key) == counted.occupant.session:
                 occupant = counted.occupant
-                yield as_held(counted, occupant.owner_digest, shared=occupant.shared)
+                yield as_held(counted, occupant.owner_digest, waiters[key], shared=occupant.shared)
 
     def _user(self, cursor: Any, key: str) -> int | None:
         cursor.execute("SELECT IS_USED_LOCK(%s)", [lock_name(self.name(), key)])
@@ -245,6 +247,12 @@ class MySQLAdvisory(MySQLSessions):
             problem = "GET_LOCK failed: the server is out of memory, or the session was killed"
             raise Unusable(problem)
         return bool(answer)
+
+
+def _waiting(cursor: Any) -> list[tuple[str, str]]:
+    """Return who waits, and for which key."""
+    cursor.execute(_WAITING)
+    return [(found[1], found[2]) for (text,) in cursor.fetchall() if (found := _WAITS.match(text))]
 
 
 def _who_waits(session: Session) -> str:

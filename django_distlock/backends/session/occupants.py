@@ -14,7 +14,7 @@ from django_distlock.engine.naming import shown, stored
 from django_distlock.engine.values import Held, digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Mapping
 
     from django.db.backends.utils import CursorWrapper
 
@@ -103,12 +103,13 @@ class Label(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A lock that was held once: its key, its name, its last token, and who had it; each of its readers."""
+    """A lock that was held once: its key, its name, its last token, who had it, and how many seconds ago; its readers."""
 
     key: str
     name: str
     token: int
     occupant: Occupant | None
+    age: float
     readers: tuple[Counted, ...] = ()
 
     def by(self, owner_digest: str) -> Counted:
@@ -125,7 +126,7 @@ def reader_key(key: str, owner_digest: str) -> str:
     return f"{READER}{digest(key)}|{owner_digest}"
 
 
-def as_held(counted: Counted, owner_digest: str, *, shared: bool) -> Held:
+def as_held(counted: Counted, owner_digest: str, waiters: int, *, shared: bool) -> Held:
     """Return *counted* as an operator sees it, held by whom *owner_digest* names."""
     counted = counted.by(owner_digest)
     occupant, is_last = counted.occupant, counted.is_of(owner_digest)
@@ -137,12 +138,10 @@ def as_held(counted: Counted, owner_digest: str, *, shared: bool) -> Held:
         token=counted.token if is_last else None,
         owner_digest=owner_digest,
         shared=shared,
+        waiters=waiters,
+        # Less than 0: the server's clock was set back.
+        age=counted.age if is_last and counted.age >= 0 else None,
     )
-
-
-_COUNTERS = f"""
-SELECT c.method_name, c.value, c.holder, l.description
-FROM {COUNTER} AS c LEFT JOIN {LOCK} AS l ON l.method_name = c.method_name"""
 
 
 def occupant(cursor: CursorWrapper, key: str) -> Occupant | None:
@@ -163,8 +162,8 @@ def held(
 ) -> list[Held]:
     """Return the locks that are held, of those whose key one *keeps*, or this one; forget readers that died."""
     one = "" if key is None else " WHERE c.method_name = %(key)s OR c.method_name LIKE %(readers)s"
-    cursor.execute(_COUNTERS + one, {"key": key, "readers": reader_key(key or "", "%")})
-    known = {lock.key: lock for lock in _counted(cursor.fetchall()) if keeps(lock.key)}
+    keys = {"key": key, "readers": reader_key(key or "", "%")}
+    known = {lock.key: lock for lock in _locks(cursor, server, one, keys) if keeps(lock.key)}
     found = list(server.held(cursor, known))
     noted = {
         reader_key(lock.key, reader.occupant.owner_digest)
@@ -179,24 +178,30 @@ def held(
 def end_holding(cursor: CursorWrapper, server: SessionServer, key: str, owner_digest: str) -> bool:
     """End the session that holds the lock, and raise the token past it; tell whether there was one."""
     keys = {"key": key, "reader": reader_key(key, owner_digest)}
-    cursor.execute(f"{_COUNTERS} WHERE c.method_name IN (%(key)s, %(reader)s)", keys)
-    if not any(server.end(cursor, lock, owner_digest) for lock in _counted(cursor.fetchall())):
+    locks = _locks(cursor, server, " WHERE c.method_name IN (%(key)s, %(reader)s)", keys)
+    if not any(server.end(cursor, lock, owner_digest) for lock in locks):
         return False
     with short_transaction(cursor):
         raise_counter(cursor, keys)
     return True
 
 
-def _counted(rows: Iterable[tuple[str, int, str | None, str | None]]) -> list[Counted]:
-    """Return the locks among *rows*, each with its readers."""
+def _locks(
+    cursor: CursorWrapper, server: SessionServer, where: str, keys: Mapping[str, str | None]
+) -> list[Counted]:
+    """Return the locks that *where* picks, each with its readers. A token is the instant of its grant."""
+    cursor.execute(
+        f"""SELECT c.method_name, c.value, c.holder, l.description, {server.now_sql} - c.value
+        FROM {COUNTER} AS c LEFT JOIN {LOCK} AS l ON l.method_name = c.method_name{where}""",
+        keys,
+    )
     locks, readers = list[Counted](), dict[str, list[Counted]]()
-    for key, token, holder, name in rows:
+    for key, token, holder, name, age in cursor.fetchall():
         occupant = Occupant.from_json(holder)
         known = shown(name or (occupant.name if occupant else key))
-        if key.startswith(READER):
-            readers.setdefault(key.split("|")[1], []).append(Counted(key, known, token, occupant))
-        else:
-            locks.append(Counted(key, known, token, occupant))
+        is_reader = key.startswith(READER)
+        beside = readers.setdefault(key.split("|")[1], []) if is_reader else locks
+        beside.append(Counted(key, known, token, occupant, age / 1e6))
     return [
         lock._replace(
             readers=tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
+from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -146,6 +147,7 @@ AND classid = %(high)s::bigint::oid AND objid = %(low)s::bigint::oid LIMIT 1
 class PostgreSQLSessions(SessionServer):
     """What row locks and advisory locks have in common."""
 
+    now_sql = MICROSECONDS
     note_reader_sql = f"""
 INSERT INTO {COUNTER} (method_name, value, holder) VALUES (%(key)s, %(token)s, %(holder)s)
 ON CONFLICT (method_name) DO NOTHING"""
@@ -203,9 +205,12 @@ ON CONFLICT (method_name) DO NOTHING"""
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
         """Who has a label and waits for nobody, holds."""
         by_digest = {digest(key): counted for key, counted in known.items()}
-        for _, label, ahead in _neighbours(cursor):
+        neighbours = _neighbours(cursor)
+        waiters = Counter(label.key_digest for _, label, ahead in neighbours if ahead)
+        for _, label, ahead in neighbours:
             if not ahead and (counted := by_digest.get(label.key_digest)):
-                yield as_held(counted, label.owner_digest, shared=label.shared)
+                waiting = waiters[label.key_digest]
+                yield as_held(counted, label.owner_digest, waiting, shared=label.shared)
 
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
         """Terminate the one that has this label."""

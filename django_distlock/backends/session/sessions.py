@@ -226,6 +226,8 @@ class SessionServer(ABC):
     """Its verbs are given a session, or a cursor of another connection, in autocommit."""
 
     supports_shared: ClassVar[bool] = True
+    #: The server's time in microseconds, by which tokens count.
+    now_sql: ClassVar[str]
     #: Writes down who reads, unless that is done: %(key)s, %(token)s, %(holder)s.
     note_reader_sql: ClassVar[str]
 

@@ -6,6 +6,7 @@ import json
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from django_distlock.engine.values import Held
 
-HEADINGS = "alias", "state", "name", "holder", "remaining", "waiters"
+HEADINGS = "alias", "state", "name", "holder", "since", "remaining", "waiters"
 STATES = "held", "stale", "reserved"
 
 
@@ -112,9 +113,13 @@ def _cells(alias: str, held: Held) -> tuple[str, ...]:
         remaining = "-"
     else:
         remaining = clock.in_words(left) if left > 0 else f"ended {clock.in_words(-left)} ago"
+    since = "-"
+    if held.age is not None:
+        began = datetime.now(UTC) - timedelta(seconds=held.age)
+        since = f"{clock.time_of_day(began)} ({clock.in_words(held.age)} ago)"
     state = f"{held.state}, shared" if held.shared else held.state
     waiters = "-" if held.waiters is None else str(held.waiters)
-    return alias, state, held.name, str(held.holder or "-"), remaining, waiters
+    return alias, state, held.name, str(held.holder or "-"), since, remaining, waiters
 
 
 def _as_json(alias: str, held: Held) -> dict[str, Any]:
@@ -125,6 +130,7 @@ def _as_json(alias: str, held: Held) -> dict[str, Any]:
         "state": held.state,
         "shared": held.shared,
         "holder": held.holder and asdict(held.holder),
+        "age": held.age,
         "remaining": held.remaining,
         "waiters": held.waiters,
         "fencing_token": held.token,

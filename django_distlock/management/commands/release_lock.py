@@ -12,7 +12,7 @@ from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, NotSupported, locks
 from django_distlock.engine import clock
-from django_distlock.management.arguments import WRONG_ARGUMENTS
+from django_distlock.management.arguments import WRONG_ARGUMENTS, add_one_using
 from django_distlock.operators import holdings
 
 if TYPE_CHECKING:
@@ -34,12 +34,7 @@ class Command(BaseCommand):
             "held it or the answer was no, 2 wrong arguments, 69 the server does not answer."
         )
         parser.add_argument("name", help=_("the name of the lock"))
-        parser.add_argument(
-            "--using",
-            default="default",
-            metavar="ALIAS",
-            help=_("the alias in DISTLOCK (default: %(default)s)"),
-        )
+        add_one_using(parser)
         parser.add_argument("--yes", action="store_true", help=_("do not ask"))
         parser.add_argument(
             "--json", action="store_true", help=_("print one JSON object; needs --yes")

@@ -24,7 +24,7 @@ from django_distlock import (
     lock,
 )
 from django_distlock.management import launch
-from django_distlock.management.arguments import WRONG_ARGUMENTS, duration
+from django_distlock.management.arguments import WRONG_ARGUMENTS, add_one_using, duration
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -70,12 +70,7 @@ class Command(BaseCommand):
         parser.add_argument(
             "command", nargs="+", metavar="COMMAND", help=_("what to run, after --")
         )
-        parser.add_argument(
-            "--using",
-            default="default",
-            metavar="ALIAS",
-            help=_("the alias in DISTLOCK (default: %(default)s)"),
-        )
+        add_one_using(parser)
         parser.add_argument(
             "--timeout",
             type=duration,
