@@ -6,9 +6,11 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from django.core.management import call_command
 from django.db import connections, transaction
 
 from django_distlock import LockBackendError, lock, locks
@@ -19,8 +21,6 @@ from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pytest_django.fixtures import Settings
 
 #: Longer than a request is usually waited for.
@@ -163,3 +163,70 @@ def test_a_transaction_that_has_read_is_in_the_way_only_where_readers_are(
         else:
             with lock(name, using="busy", timeout=30, release="on_commit") as lease:
                 assert lease.held
+
+
+@pytest.fixture
+def own_file(tmp_path: Path, settings: Settings) -> Iterator[str]:
+    """A file with the tables of locks alone behind the alias "own"; its path."""
+    path = str(tmp_path / "locks.sqlite3")
+    own = {**connections["default"].settings_dict, "NAME": path, "OPTIONS": {"timeout": 20}}
+    connections.settings["own"] = own
+    call_command("migrate", "django_distlock", database="own", verbosity=0)
+    settings.DISTLOCK = {"own": {"OPTIONS": {"using": "own"}}}
+    yield path
+    locks.close()
+    connections["own"].close()
+    del connections["own"], connections.settings["own"]
+
+
+def modes(path: str) -> tuple[str, int]:
+    """Return the journal mode of a file, and how a connection of locks waits for the disk: 1 normal, 2 full."""
+    backend: Any = locks["own"]
+    with backend._own.cursor() as cursor:
+        (level,) = cursor.execute("PRAGMA synchronous").fetchone()
+    with closing(sqlite3.connect(path)) as other:
+        return other.execute("PRAGMA journal_mode").fetchone()[0], level
+
+
+def test_locks_in_a_file_of_their_own_wait_for_no_disk(own_file: str, name: str) -> None:
+    with lock(name, using="own") as lease:
+        assert lease.held
+
+    assert modes(own_file) == ("wal", 1)
+
+
+def test_a_file_with_data_is_left_as_it_is(own_file: str, name: str) -> None:
+    with closing(sqlite3.connect(own_file)) as other:
+        other.execute("CREATE TABLE account (id integer)")
+
+    with lock(name, using="own") as lease:
+        assert lease.held
+
+    assert modes(own_file) == ("delete", 2)
+
+
+def test_an_init_command_decides_how_the_file_is_written(own_file: str, name: str) -> None:
+    connections.settings["own"]["OPTIONS"]["init_command"] = "PRAGMA journal_mode = TRUNCATE"
+
+    with lock(name, using="own") as lease:
+        assert lease.held
+
+    assert modes(own_file) == ("delete", 2)
+
+
+def test_a_file_that_somebody_reads_can_be_locked_all_the_same(own_file: str, name: str) -> None:
+    with closing(sqlite3.connect(own_file, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM django_distlock_methodlock").fetchall()
+
+        assert (
+            locks["own"].probe(locks["own"].request(name, ttl=9, holder=Holder.current())) is None
+        )
+
+
+def test_a_file_that_is_no_database_is_a_lock_error(own_file: str, name: str) -> None:
+    connections["own"].close()
+    Path(own_file).write_text("no database" * 100)
+
+    with pytest.raises(LockBackendError, match="not a database"):
+        lock(name, using="own", timeout=0).acquire()

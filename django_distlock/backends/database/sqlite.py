@@ -6,6 +6,8 @@ import sqlite3
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
+from django.db.utils import OperationalError
+
 from django_distlock.engine.values import Busy, Grant, Request
 
 from .engine import (
@@ -79,6 +81,12 @@ UPDATE {LOCK} SET updated_at = {_NOW}, expires_at = max(expires_at, {_AFTER.form
 WHERE method_name = :key AND owner = :owner AND expires_at > {_NOW}
 """
 
+# A row if the file has tables of others, too.
+_OF_OTHERS = """
+SELECT 1 FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'
+AND name NOT LIKE 'django_distlock_%' AND name <> 'django_migrations' LIMIT 1
+"""
+
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
 VALUES (:key, :owner, :channel, {_AFTER.format(PATIENCE)})
@@ -102,6 +110,18 @@ class SQLite(Engine):
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
         """Wait for the file in slices: this process may itself be what blocks it."""
         return {"timeout": SLICE, "transaction_mode": "IMMEDIATE"}
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        """Wait for no disk where the file has locks alone: a crash of the machine ends their holders, too."""
+        if "init_command" in connection.settings_dict["OPTIONS"]:
+            return
+        with connection.cursor() as cursor:
+            if cursor.execute(_OF_OTHERS).fetchone():
+                return
+            # Who is at work on the file is not waited for: the next connection tries again.
+            with suppress(OperationalError):
+                if cursor.execute("PRAGMA journal_mode = WAL").fetchone() == ("wal",):
+                    cursor.execute("PRAGMA synchronous = NORMAL")
 
     def is_contention(self, error: Exception) -> bool:
         """Return whether somebody else writes the file just now."""
