@@ -73,7 +73,6 @@ class DatabaseBackend(BaseDatabaseBackend):
         )
 
     def make_engine(self, vendor: str) -> Engine:
-        """Return what is written for the server, or what works on any."""
         options = self.options
         chosen = Portable if options.engine == "portable" else _ENGINES.get(vendor, Portable)
         return chosen(fair=options.fair)
@@ -108,7 +107,6 @@ class DatabaseBackend(BaseDatabaseBackend):
         return kept
 
     def take_over(self, request: Request, former: str) -> bool:
-        """Change the owner."""
         ask, verb = self._own.ask, self.engine.take_over
         is_ours: bool = self._persist(request.ttl, ask, verb, request, former)
         return is_ours
@@ -154,13 +152,11 @@ class DatabaseBackend(BaseDatabaseBackend):
         self._places.drop(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        """Tell the locks of this alias that are held or reserved, those that end first at the front."""
         found = self._insist(records.held, self.keeps, key)
         has_places = self.waiting.place is not Place.NONE
         return found if has_places else [replace(held, waiters=None) for held in found]
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        """End the holding that *owner_digest* names, and raise the token past it."""
         return self._press(records.force_release, key, owner_digest)
 
     def purge(
@@ -179,13 +175,11 @@ class DatabaseBackend(BaseDatabaseBackend):
         return check_sqlite(self.alias, self.options) or self.check_tables((LOCK, COUNTER, WAITER))
 
     def close(self) -> None:
-        """Close idle connections and end the threads."""
         super().close()
         for listener in self._listeners:
             listener.close()
 
     def abandon_after_fork(self) -> None:
-        """Leave the connections to the parent."""
         super().abandon_after_fork()
         for listener in self._listeners:
             listener.abandon()

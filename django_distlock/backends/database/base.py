@@ -104,12 +104,10 @@ class BaseDatabaseBackend(BaseLockBackend):
         return [Error(text, hint=hint, id="distlock.E007")]
 
     def close(self) -> None:
-        """Close idle connections and end the threads."""
         super().close()
         self._own.close()
 
     def abandon_after_fork(self) -> None:
-        """Leave the connections to the parent."""
         self._own.abandon()
 
     def _ask(self, verb: Callable[..., _T], *args: Any) -> _T:

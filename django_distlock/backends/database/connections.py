@@ -119,7 +119,6 @@ class OwnConnections:
         return connection
 
     def close(self) -> None:
-        """Close the idle ones."""
         with suppress(IndexError):
             while True:
                 self._close(self._idle.pop())

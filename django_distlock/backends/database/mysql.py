@@ -144,15 +144,12 @@ class MySQL(Engine):
         return cursor
 
     def is_contention(self, error: Exception) -> bool:
-        """Return whether it is a wait for a row that took too long, or a deadlock."""
         return code(error) in _CONTENTION
 
     def is_wait_over(self, error: Exception) -> bool:
-        """Return whether it is a wait for a row that took too long."""
         return code(error) in _LOCK_NOT_AVAILABLE
 
     def is_missing_table(self, error: Exception) -> bool:
-        """Return whether the server says that there is no such table."""
         return code(error) == _NO_SUCH_TABLE
 
     def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:

@@ -70,7 +70,6 @@ class _Row(NamedTuple):
     available: datetime
 
     def busy(self, now: datetime) -> Busy:
-        """Return who has it at the instant *now*."""
         is_held = self.owner is not None and self.expires > now
         return busy(self.holder if is_held else None, _seconds(self.available - now))
 
@@ -93,7 +92,6 @@ class Portable(Engine):
         return {}
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
-        """Learn how this server tells the time and locks a row."""
         from django_distlock.models import MethodLock
 
         compiler = MethodLock.objects.all().query.get_compiler(connection=connection)
@@ -106,7 +104,6 @@ class Portable(Engine):
             postgresql.settle(connection)
 
     def is_contention(self, error: Exception) -> bool:
-        """Return whether a row is locked, by the codes of the servers this is tried on."""
         code = error.args[0] if error.args else None
         return getattr(error.__cause__, "sqlstate", None) in {
             "55P03",
@@ -132,7 +129,6 @@ class Portable(Engine):
         return answer
 
     def release(self, cursor: CursorWrapper, request: Request) -> Release:
-        """Give it back."""
         known = parameters(request)
         with short_transaction(cursor):
             row, now = self._lock(cursor, known)
@@ -151,7 +147,6 @@ class Portable(Engine):
             return Release.RELEASED if in_time else Release.GONE
 
     def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
-        """Extend each."""
         return [self._extend(cursor, request) for request in requests]
 
     def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
@@ -163,7 +158,6 @@ class Portable(Engine):
         return row.busy(now) if row.available > now else None
 
     def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
-        """Take a place, or keep the one that this owner has."""
         known: dict[str, Any] = {"key": request.key, "owner": request.owner, "channel": channel}
         self.keep_places(cursor, [request.owner])
         if not cursor.rowcount:

@@ -195,11 +195,9 @@ class LeanCursor:
             self._result = result_of(self._raw, send, text, texts, kinds)
 
     def fetchone(self) -> tuple[Any, ...] | None:
-        """Return the first row."""
         return self._row(0) if self._result.ntuples else None
 
     def fetchall(self) -> list[tuple[Any, ...]]:
-        """Return all rows."""
         return [self._row(number) for number in range(self._result.ntuples)]
 
     def _row(self, number: int) -> tuple[Any, ...]:
@@ -279,11 +277,9 @@ class PostgreSQL(Engine):
         return LeanCursor(connection, prepares=connection.distlock_is_ours)
 
     def is_contention(self, error: Exception) -> bool:
-        """Return whether it is a lock timeout, a deadlock or a serialization failure."""
         return sqlstate(error) in _CONTENTION
 
     def is_wait_over(self, error: Exception) -> bool:
-        """Return whether it is a lock timeout."""
         return sqlstate(error) == _LOCK_NOT_AVAILABLE
 
     def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:

@@ -124,7 +124,6 @@ class SQLite(Engine):
                     cursor.execute("PRAGMA synchronous = NORMAL")
 
     def is_contention(self, error: Exception) -> bool:
-        """Return whether somebody else writes the file just now."""
         return "locked" in str(error)
 
     def stands_in_the_way(self, connection: BaseDatabaseWrapper) -> bool:
@@ -142,7 +141,6 @@ class SQLite(Engine):
         return False
 
     def is_missing_table(self, error: Exception) -> bool:
-        """Return whether there is no such table."""
         return "no such table" in str(error)
 
     def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:

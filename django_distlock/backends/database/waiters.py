@@ -75,7 +75,6 @@ class Listener:
             raise
 
     def forget_bell(self, owner: str) -> None:
-        """Ring no more for *owner*."""
         if owner in self._bells:
             with self._mutex:
                 self._bells.pop(owner, None)
@@ -128,7 +127,6 @@ class Notified(Listener):
         self.channel = f"distlock_{secrets.token_hex(8)}"
 
     def ring_for(self, owner: str, ticket: int) -> None:
-        """Ring the bell of *owner* when *ticket* is called."""
         with self._mutex:
             if owner in self._bells:
                 self._bells[owner] = (str(ticket), self._bells[owner][1])
@@ -228,7 +226,6 @@ class Places:
         self._lines: dict[str, _Line] = {}
 
     def add(self, request: Request, ticket: int, bell: Bell) -> None:
-        """Note a new place."""
         with self._mutex:
             line = self._lines.setdefault(request.key, _Line())
             line.places = [place for place in line.places if place.owner != request.owner]
@@ -246,13 +243,11 @@ class Places:
                 self._ring_first(request.key, line)
 
     def ring_first(self, key: str) -> None:
-        """Have the first one look."""
         with self._mutex:
             if line := self._lines.get(key):
                 self._ring_first(key, line)
 
     def is_behind(self, request: Request) -> bool:
-        """Return whether another one is before it."""
         with self._mutex:
             line = self._lines.get(request.key)
             owners = [place.owner for place in line.places] if line else []

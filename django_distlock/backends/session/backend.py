@@ -83,7 +83,6 @@ class SessionBackend(BaseDatabaseBackend):
         self._sessions = Sessions(pool, self.server)
 
     def make_engine(self, vendor: str) -> Engine:
-        """Return what is written for the connections; ValueError where nothing is."""
         if vendor not in _ENGINES:
             msg = f"'using' names {self.options.using!r}, which is none of PostgreSQL, MariaDB and MySQL ({vendor})."
             raise ValueError(msg)
@@ -95,7 +94,6 @@ class SessionBackend(BaseDatabaseBackend):
     def try_acquire(
         self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Ask once, or wait in the server's queue."""
         if queued:
             wait = partial(self._wait, wait=Wait(left))
             return self._ask_on(Session(request), wait, to_wait=True)
@@ -118,11 +116,9 @@ class SessionBackend(BaseDatabaseBackend):
         return self._sessions.in_use < most and Sessions.holds_any(caller)
 
     def interrupt(self, request: Request) -> None:
-        """Cut the line under the thread that waits."""
         self._sessions.interrupt(request.owner)
 
     def is_session_over(self, request: Request) -> bool:
-        """Look at the socket."""
         session = self._sessions.held(request.owner)
         if session is None:
             return request.owner not in self._sessions.released
@@ -136,7 +132,6 @@ class SessionBackend(BaseDatabaseBackend):
         ]
 
     def release(self, request: Request) -> Release:
-        """Give it back, and its connection to the pool."""
         session = self._sessions.held(request.owner)
         if session is None:
             return self._tell(request)
@@ -153,7 +148,6 @@ class SessionBackend(BaseDatabaseBackend):
         return self._press(self._look, request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        """Tell the locks of this alias that are held."""
         if not self.supports_listing:
             raise NotSupported(
                 self.alias, "listing", "Without fencing nothing stands beside its locks."
@@ -161,7 +155,6 @@ class SessionBackend(BaseDatabaseBackend):
         return self._insist(occupants.held, self.server, self.keeps, key)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        """End the session that *owner_digest* names, and raise the token past it."""
         return self._press(occupants.end_holding, self.server, key, owner_digest)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
@@ -179,12 +172,10 @@ class SessionBackend(BaseDatabaseBackend):
         return []
 
     def close(self) -> None:
-        """Close what is idle: held locks stay."""
         super().close()
         self._sessions.close_idle()
 
     def abandon_after_fork(self) -> None:
-        """Leave the sessions to the parent."""
         super().abandon_after_fork()
         self._sessions.abandon()
 

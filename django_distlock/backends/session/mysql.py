@@ -223,11 +223,9 @@ class MySQLAdvisory(MySQLSessions):
         return bool(session.execute("SELECT RELEASE_LOCK(%s)", [name]).fetchone()[0] == 1)
 
     def is_held(self, cursor: Any, key: str) -> bool:
-        """The server tells by whom."""
         return self._user(cursor, key) is not None
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
-        """Ask for each."""
         waiters = Counter(key for _, key in _waiting(cursor))
         for key, counted in known.items():
             if counted.occupant and self._user(cursor, key) == counted.occupant.session:

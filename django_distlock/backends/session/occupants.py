@@ -41,7 +41,6 @@ class Occupant:
 
     @classmethod
     def of(cls, session: Session) -> Occupant:
-        """Return what *session* is."""
         request, number = session.request, session.connection.distlock_number
         name = stored(request.name)[:LONGEST_NAME]
         known = digest(request.owner), session.caller, number
@@ -49,7 +48,6 @@ class Occupant:
 
     @classmethod
     def from_json(cls, text: str | None) -> Occupant | None:
-        """Return what is written in *text*, or None where it cannot be read."""
         try:
             known: dict[str, Any] = json.loads(text or "")
             return cls(holder=Holder(**known.pop("holder")), **known)
@@ -82,20 +80,17 @@ class Label(NamedTuple):
 
     @classmethod
     def of(cls, session: Session) -> Label:
-        """Return the label of *session*."""
         request = session.request
         mode = "r" if request.shared else "w"
         return cls(mode, session.caller, digest(request.owner), digest(request.key))
 
     @classmethod
     def parse(cls, text: str) -> Label | None:
-        """Return the label that *text* is, or None."""
         parts = text.removeprefix(PREFIX).split(":")
         return cls(*parts) if text.startswith(PREFIX) and len(parts) == 4 else None
 
     @property
     def shared(self) -> bool:
-        """Whether it reads together with others."""
         return self.mode == "r"
 
     def __str__(self) -> str:
@@ -117,7 +112,6 @@ class Counted(NamedTuple):
         return next((each for each in self.readers if each.is_of(owner_digest)), self)
 
     def is_of(self, owner_digest: str) -> bool:
-        """Return whether it is the holding that *owner_digest* names."""
         return self.occupant is not None and self.occupant.owner_digest == owner_digest
 
 

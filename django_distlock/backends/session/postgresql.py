@@ -213,7 +213,6 @@ ON CONFLICT (method_name) DO NOTHING"""
                 yield as_held(counted, label.owner_digest, waiting, shared=label.shared)
 
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
-        """Terminate the one that has this label."""
         cursor.execute(_END, {"label": f"{PREFIX}%:{owner_digest}:%"})
         return any(is_ended for (is_ended,) in cursor.fetchall())
 
@@ -229,7 +228,6 @@ class PostgreSQLRows(PostgreSQLSessions):
         return self._lock(session, "SKIP LOCKED", "")
 
     def wait(self, session: Session, wait: Wait) -> Grant | Busy:
-        """The server counts in milliseconds."""
         return self._lock(session, "", f"SET LOCAL lock_timeout = {milliseconds(wait.left)};")
 
     def _lock(self, session: Session, how: str, limits: str) -> Grant | Busy:
@@ -327,7 +325,6 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return Grant(answer.token, start)
 
     def free(self, session: Session) -> bool:
-        """The server tells whether it was ours."""
         return _execute(session, "free", [str(lock_number(session.request.key))])[0] == "true"
 
     def limit(self, session: Session, seconds: float) -> bool:

@@ -143,7 +143,6 @@ class Sessions:
 
     @property
     def in_use(self) -> int:
-        """How many locks are held and waited for."""
         return len(self._by_owner)
 
     def open(self, session: Session, *, to_wait: bool) -> None:
@@ -176,11 +175,9 @@ class Sessions:
             self._server.begin(connection)
 
     def get(self, owner: str) -> Session | None:
-        """Return the session of *owner*, whether it holds or waits."""
         return self._by_owner.get(owner)
 
     def held(self, owner: str) -> Session | None:
-        """Return the session of *owner* if it holds its lock."""
         session = self._by_owner.get(owner)
         return session if session is not None and session.grant is not None else None
 
@@ -211,7 +208,6 @@ class Sessions:
         )
 
     def close_idle(self) -> None:
-        """Close the connections that hold nothing."""
         self._pool.close()
 
     def abandon(self) -> None:

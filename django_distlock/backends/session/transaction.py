@@ -160,7 +160,6 @@ class Taker(ABC):
         """Return whether the server ended our wait for being one of a circle."""
 
     def select(self, what: str, how: str) -> str:
-        """Return the statement that locks the row."""
         table = f"{_schemas[self.connection.alias]}{LOCK}"
         return f"SELECT {what} FROM {table} WHERE method_name = %(key)s FOR UPDATE {how}"
 
@@ -211,7 +210,6 @@ class Taker(ABC):
         return Found.STALE
 
     def refuse_old_snapshot(self) -> NoReturn:
-        """Raise LockError."""
         msg = (
             f"transaction_lock({printable(self.name)!r}) must be the first statement of the outermost atomic block at this "
             "isolation level: what was read before is from before the lock was free. Or use READ COMMITTED."
@@ -333,7 +331,6 @@ class OnMySQL(Taker):
             time.sleep(self.wait.next_pause(longest=SHORT_PAUSE))
 
     def is_deadlock(self, error: Exception) -> bool:
-        """Return whether it is one, or a record that has changed since the snapshot, which ends as badly."""
         return code(error) in _DEADLOCKS
 
     def after_deadlock(self) -> None:
@@ -370,7 +367,6 @@ class _Taken:
         self._known = WeakKeyDictionary()
 
     def note(self, connection: BaseDatabaseWrapper, lock: Lock, caller: Caller) -> None:
-        """Note that the transaction of *connection* has *lock*."""
         # Django makes a new list at each commit, rollback, and rollback to a savepoint: what is free then is not told.
         began = connection.run_on_commit
         with self._mutex:
@@ -379,7 +375,6 @@ class _Taken:
             self._known[connection] = began, caller, locks | {lock}
 
     def holders(self) -> Iterator[tuple[Lock, Holder]]:
-        """Tell who has which lock."""
         with self._mutex:
             known = list(self._known.items())
         for connection, (began, caller, locks) in known:
