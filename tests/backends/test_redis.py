@@ -846,7 +846,12 @@ def test_a_waiter_tells_for_how_many_of_its_process_it_waits(
         return next(iter(backend.held(holder.key))).waiters
 
     with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(lock(name, timeout=60).acquire) for _ in range(3)]
+
+        def take_turn() -> None:
+            with lock(name, timeout=60):
+                pass
+
+        waiting = [pool.submit(take_turn) for _ in range(3)]
         eventually(lambda: waiters() == 3)
         elsewhere = ask(backend, name)
         wait_in_line(backend, elsewhere)
@@ -855,7 +860,7 @@ def test_a_waiter_tells_for_how_many_of_its_process_it_waits(
         assert waiters() == 3
         backend.release(holder)
         for each in waiting:
-            each.result(30).release()
+            each.result(30)
     assert not [*backend.held(holder.key)]
     with redis.client(DATABASE) as client:
         records = [client.hgetall(key) for key in client.keys() if client.type(key) == "hash"]
