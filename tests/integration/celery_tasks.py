@@ -11,13 +11,15 @@ from typing import Any
 import redis
 from celery import shared_task
 
-from django_distlock import Lease, distributed_lock, lock, retry, skip
+from django_distlock import Lease, LockNotAcquired, distributed_lock, lock, retry, skip
 from testproject import celery  # noqa: F401 - it takes the tasks
 
 DB = 7
 #: Longer than a worker takes to miss a child that was killed, and to start another.
 TTL = 9
 LONGEST = 60
+#: The ttl of tasks that are ended.
+SHORT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,87 @@ def skipping(page: str) -> str:
 )
 def giving_up(page: str) -> str:
     return body(page)
+
+
+def locked(**terms: Any) -> Any:
+    return distributed_lock("page:{page}", using="redis", timeout=0, **terms)
+
+
+def instead(busy: LockNotAcquired, *args: Any) -> str:
+    return f"instead of {args[-1]}"
+
+
+@shared_task
+@locked(on_busy=skip("skipped"))
+def skips(page: str) -> str:
+    return body(page)
+
+
+@shared_task(bind=True)
+@locked(on_busy=skip("skipped"))
+def skips_bound(self: Any, page: str) -> str:
+    return body(page)
+
+
+@shared_task
+@locked(on_busy=instead)
+def calls(page: str) -> str:
+    return body(page)
+
+
+@shared_task(bind=True)
+@locked(on_busy=instead)
+def calls_bound(self: Any, page: str) -> str:
+    return body(page)
+
+
+@shared_task
+@locked()
+def raises(page: str) -> str:
+    return body(page)
+
+
+@shared_task(bind=True)
+@locked()
+def raises_bound(self: Any, page: str) -> str:
+    return body(page)
+
+
+@shared_task(max_retries=None)
+@locked(on_busy=retry(countdown=0.1))
+def retries(page: str) -> str:
+    return body(page)
+
+
+@shared_task(bind=True, max_retries=None)
+@locked(on_busy=retry(countdown=0.1))
+def retries_bound(self: Any, page: str) -> str:
+    return body(page)
+
+
+@shared_task(time_limit=1)
+@locked(ttl=SHORT)
+def hung(page: str) -> str:
+    return body(page)
+
+
+@shared_task(soft_time_limit=1)
+@locked(ttl=SHORT)
+def told_to_end(page: str) -> str:
+    return body(page)
+
+
+@shared_task
+@locked(ttl=SHORT)
+def long(page: str) -> str:
+    return body(page)
+
+
+@shared_task
+@distributed_lock("page:{page}", using="redis", timeout=0, min_hold=20, on_busy=skip("skipped"))
+def tick(page: str) -> str:
+    Diary(page).write("ticked")
+    return "done"
 
 
 @shared_task

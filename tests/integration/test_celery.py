@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import Counter
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -16,12 +17,14 @@ from testproject import tasks
 from testproject.celery import app
 from testproject.services import audit, open_account
 from tests.fixtures.eventually import eventually
-from tests.fixtures.launch import send
+from tests.fixtures.launch import kill_family, launch, send
+from tests.fixtures.pages import ROOT
 from tests.integration import celery_tasks
-from tests.integration.celery_tasks import TTL, Diary, Entry
+from tests.integration.celery_tasks import SHORT, TTL, Diary, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
 
@@ -168,6 +171,70 @@ def test_holder_tells_the_task(worker: CeleryWorker, diary: Diary) -> None:
     assert holder.purpose == "tests.integration.celery_tasks.waiting"
     diary.let_go()
     assert result.get(timeout=30) == "done"
+
+
+@pytest.mark.parametrize("bound", ["", "_bound"])
+@pytest.mark.parametrize("kind", ["skips", "calls", "raises", "retries"])
+def test_each_policy_works_with_and_without_bind(
+    worker: CeleryWorker, diary: Diary, kind: str, bound: str
+) -> None:
+    diary.let_go()
+    with lock(f"page:{diary.page}", using="redis"):
+        result = send_to(worker, kind + bound, diary)
+        if kind == "retries":
+            eventually(lambda: result.state == "RETRY", 20)
+        elif kind == "raises":
+            with pytest.raises(LockNotAcquired):
+                result.get(timeout=30)
+        else:
+            wanted = {"skips": "skipped", "calls": f"instead of {diary.page}"}
+            assert result.get(timeout=30) == wanted[kind]
+        assert diary.read() == []
+
+    if kind == "retries":
+        assert result.get(timeout=30) == "done"
+
+
+@pytest.mark.parametrize("end", ["hung", "told_to_end", "revoked"])
+def test_a_task_that_is_ended_leaves_nothing_beyond_its_ttl(
+    worker: CeleryWorker, diary: Diary, end: str
+) -> None:
+    result = send_to(worker, "long" if end == "revoked" else end, diary)
+    began(diary, 1)
+
+    if end == "revoked":
+        result.revoke(terminate=True)
+
+    eventually(lambda: not lock(f"page:{diary.page}", using="redis").locked(), SHORT + 4)
+    assert [entry.event for entry in diary.read()] == ["began"]
+
+
+def test_a_cold_shutdown_leaves_nothing_beyond_the_ttl(
+    start_workers: StartWorkers, diary: Diary
+) -> None:
+    [worker] = start_workers(children=1, include=OWN_TASKS)
+    send_to(worker, "long", diary)
+    began(diary, 1)
+    assert worker.process is not None
+
+    worker.process.send_signal(signal.SIGQUIT)
+    worker.process.wait(20)
+
+    eventually(lambda: not lock(f"page:{diary.page}", using="redis").locked(), SHORT + 1)
+
+
+def test_five_machines_that_send_a_tick_run_it_once(
+    worker: CeleryWorker, diary: Diary, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tests.integration.beat", diary.page, worker.queue]
+    beats = [launch([*command, str(tmp_path / f"{number}")], cwd=ROOT) for number in range(5)]
+
+    eventually(lambda: worker.log.count(f"Task {OWN_TASKS}.tick[") >= 4 * len(beats), 40)
+
+    for beat in beats:
+        kill_family(beat.pid)
+        beat.wait()
+    assert [entry.event for entry in diary.read()] == ["ticked"]
 
 
 def test_task_of_a_killed_child_runs_again_once_its_lease_is_over(
