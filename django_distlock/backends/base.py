@@ -150,7 +150,7 @@ class BaseLockBackend(ABC):
         """Ring no more for this request. No I/O."""
 
     def take_over(self, request: Request, former: str) -> bool:
-        """Have this owner hold what *former* holds, as extend() would; tell whether it was held still.
+        """Have this owner hold what *former* holds, for its own ttl from now; tell whether it was held still.
 
         The same token. Again: the same answer. *former* holds it no more: only one can take it over.
         """

@@ -187,9 +187,11 @@ class LocMemBackend(BaseLockBackend):
 
     def take_over(self, request: Request, former: str) -> bool:
         with self._mutex:
-            record = self._records.get(request.key, _Record())
+            record, now = self._records.get(request.key, _Record()), clock.lease_time()
+            record.expire(now)
             if (holding := record.holdings.pop(former, None)) is not None:
-                record.holdings[request.owner] = replace(holding, request=request)
+                changed = replace(holding, request=request, expires=now + request.ttl)
+                record.holdings[request.owner] = changed
             return self._extend(request)
 
     def guard(self, request: Request, token: int, using: str) -> None:

@@ -158,6 +158,33 @@ def test_the_ttl_of_the_way_is_not_that_of_the_attached_lease(
         assert lease.remaining <= 20 * tick
 
 
+@needs("leased")
+def test_who_attached_it_and_dies_leaves_it_for_its_own_ttl(
+    using: str, name: str, rival: Rivals, tick: float
+) -> None:
+    other = rival()
+    taken = lock(name, using=using, ttl=10 * tick, renew=False).acquire()
+    assert taken
+
+    lease = Lease.attach(taken.detach(ttl=600 * tick))
+
+    never(other.tries, 5 * tick)
+    other.takes(within=10)
+    assert lease.lost
+
+
+@needs("delays")
+def test_a_min_hold_goes_on_for_the_attached_lease(
+    using: str, name: str, rival: Rivals, tick: float
+) -> None:
+    taken = lock(name, using=using, ttl=2 * tick, min_hold=20 * tick, renew=False).acquire()
+    assert taken
+    lease = Lease.attach(taken.detach())
+    eventually(lambda: lease.lost)
+
+    never(rival().tries, 10 * tick)
+
+
 def test_max_hold_is_counted_from_the_acquire(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:

@@ -46,6 +46,7 @@ class Engine(ABC):
     release_sql: ClassVar[str]
     missed_sql: ClassVar[str]
     probe_sql: ClassVar[str]
+    take_over_sql: ClassVar[str]
     enqueue_sql: ClassVar[str]
     #: Seconds between two looks of a watcher: the shortest and the longest pause; None: it cannot be watched.
     pauses: ClassVar[Any] = None
@@ -102,12 +103,8 @@ class Engine(ABC):
         """See BaseLockBackend.extend()."""
 
     def take_over(self, cursor: Any, request: Request, former: str) -> bool:
-        known = {**parameters(request), "former": former}
-        names = ("owner", "holder", "key", "former")
-        # A row that is stale already changes its owner too, and is then not extended.
-        statement = "UPDATE {} SET owner = {}, holder = {} WHERE method_name = {} AND owner = {}"
-        marks = [self.parameter.format(name) for name in names]
-        cursor.execute(statement.format(LOCK, *marks), {name: known[name] for name in names})
+        known = {**parameters(request), "min_hold": request.min_hold, "former": former}
+        cursor.execute(self.take_over_sql, known)
         return self.extend(cursor, [request])[0]
 
     def probe(self, cursor: Any, request: Request) -> Busy | None:

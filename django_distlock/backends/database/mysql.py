@@ -90,6 +90,13 @@ UPDATE {LOCK} SET updated_at = SYSDATE(6),
 WHERE method_name = %(key)s AND owner = %(owner)s AND expires_at > SYSDATE(6)
 """
 
+_TAKE_OVER = f"""
+UPDATE {LOCK} SET owner = %(owner)s, holder = %(holder)s, expires_at = {_AFTER.format("%(ttl)s")},
+    available_at = GREATEST({_AFTER.format("(%(ttl)s + %(lock_delay)s)")},
+        acquired_at + INTERVAL CAST(%(min_hold)s * 1000000 AS SIGNED) MICROSECOND)
+WHERE method_name = %(key)s AND owner = %(former)s AND expires_at > SYSDATE(6)
+"""
+
 _PROBE = f"""
 SELECT IF(expires_at > SYSDATE(6), holder, NULL), TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), available_at) / 1e6
 FROM {LOCK} WHERE method_name = %(key)s AND available_at > SYSDATE(6)
@@ -119,7 +126,7 @@ class MySQL(Engine):
     after = _AFTER
     now = "SYSDATE(6)"
     pauses = (0.002, 0.01)
-    missed_sql, probe_sql = _MISSED, _PROBE
+    missed_sql, probe_sql, take_over_sql = _MISSED, _PROBE, _TAKE_OVER
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)

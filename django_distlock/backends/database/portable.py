@@ -40,6 +40,11 @@ _LENGTHEN = f"""
 UPDATE {LOCK} SET expires_at = %(expires)s, available_at = %(available)s, updated_at = %(now)s
 WHERE method_name = %(key)s"""
 
+_TAKE_OVER = f"""
+UPDATE {LOCK} SET owner = %(owner)s, holder = %(holder)s, expires_at = %(expires)s,
+    available_at = %(available)s, updated_at = %(now)s
+WHERE method_name = %(key)s"""
+
 _CREATE = (
     f"""INSERT INTO {LOCK} (method_name, description, fencing_token, available_at, updated_at)
     VALUES (%(key)s, %(name)s, 0, %(now)s, %(now)s)""",
@@ -148,6 +153,20 @@ class Portable(Engine):
 
     def extend(self, cursor: CursorWrapper, requests: Sequence[Request]) -> list[bool]:
         return [self._extend(cursor, request) for request in requests]
+
+    def take_over(self, cursor: CursorWrapper, request: Request, former: str) -> bool:
+        known = parameters(request)
+        with short_transaction(cursor):
+            row, now = self._lock(cursor, known)
+            if row is not None and row.owner == former and row.expires > now:
+                expires = now + timedelta(seconds=request.ttl)
+                available = max(
+                    row.acquired + timedelta(seconds=request.min_hold),
+                    expires + timedelta(seconds=request.lock_delay),
+                )
+                ends = {"now": now, "expires": expires, "available": available}
+                cursor.execute(_TAKE_OVER, {**known, **ends})
+        return self._extend(cursor, request)
 
     def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
         cursor.execute(_ROW, {"key": request.key})

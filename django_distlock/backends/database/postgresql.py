@@ -147,6 +147,13 @@ WHERE l.method_name = e.key AND l.owner = e.owner AND l.expires_at > clock_times
 RETURNING l.owner
 """
 
+_TAKE_OVER = f"""
+UPDATE {LOCK} SET owner = %(owner)s, holder = %(holder)s, expires_at = {_AFTER.format("%(ttl)s")},
+    available_at = greatest({_AFTER.format("%(ttl)s + %(lock_delay)s")},
+        acquired_at + make_interval(secs => %(min_hold)s))
+WHERE method_name = %(key)s AND owner = %(former)s AND expires_at > clock_timestamp()
+"""
+
 _PROBE = f"""
 SELECT {_HOLDER}, extract(epoch FROM available_at - clock_timestamp())::float8
 FROM {LOCK} WHERE method_name = %(key)s AND available_at > clock_timestamp()
@@ -243,6 +250,7 @@ class PostgreSQL(Engine):
     looks_before_retry = False
     after = _AFTER
     release_sql, missed_sql, probe_sql, enqueue_sql = _RELEASE, _MISSED, _PROBE, _ENQUEUE
+    take_over_sql = _TAKE_OVER
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)

@@ -87,6 +87,13 @@ SELECT 1 FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'
 AND name NOT LIKE 'django_distlock_%' AND name <> 'django_migrations' LIMIT 1
 """
 
+_TAKE_OVER = f"""
+UPDATE {LOCK} SET owner = :owner, holder = :holder, expires_at = {_AFTER.format(":ttl")},
+    available_at = max({_AFTER.format(":ttl + :lock_delay")},
+        strftime('%Y-%m-%d %H:%M:%f', acquired_at, :min_hold || ' seconds'))
+WHERE method_name = :key AND owner = :former AND expires_at > {_NOW}
+"""
+
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
 VALUES (:key, :owner, :channel, {_AFTER.format(PATIENCE)})
@@ -102,6 +109,7 @@ class SQLite(Engine):
     now = _NOW
     pauses = (0.001, 0.007)
     release_sql, missed_sql, probe_sql, enqueue_sql = _RELEASE, _MISSED, _PROBE, _ENQUEUE
+    take_over_sql = _TAKE_OVER
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)

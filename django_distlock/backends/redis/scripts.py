@@ -277,21 +277,20 @@ end
 return kept
 """
 
-# Has an owner hold what another one holds, with the same token.
+# Has an owner hold what another one holds, with the same token, for its own ttl from now.
 # ARGV: bells, new owner, former owner, ttl (microseconds), holder.
 # Returns 1 if it is the new owner's now (also when asked again), or 0.
 _TAKE_OVER = """
-local owner, former, ttl = ARGV[2], ARGV[3], tonumber(ARGV[4])
+local owner, former, ends = ARGV[2], ARGV[3], now + tonumber(ARGV[4])
 expire()
 if redis.call('ZSCORE', holders, owner) then return 1 end
-local ends = redis.call('ZSCORE', holders, former)
-if not ends then return 0 end
+if not redis.call('ZSCORE', holders, former) then return 0 end
 local token, acquired, min_hold, lock_delay = described(former)
 forget(former)
 redis.call('HSET', record, 'h:' .. owner,
   table.concat({text(token), text(acquired), text(min_hold), text(lock_delay), ARGV[5]}, ' '))
-redis.call('ZADD', holders, text(math.max(tonumber(ends), now + ttl)), owner)
-keep(now + ttl)
+redis.call('ZADD', holders, text(ends), owner)
+keep(ends)
 return 1
 """
 

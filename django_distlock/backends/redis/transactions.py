@@ -211,10 +211,10 @@ class _Lock:
             return 1
         if former not in self.holders:
             return 0
-        ends, described = self.holders[former], self.described(former)
+        described = self.described(former)
         self.forget(former)
         self.fields[b"h:" + owner] = b"%d %d %d %d %b" % (*described[:4], holder)
-        self.holders[owner] = max(ends, self.now + ttl)
+        self.holders[owner] = self.now + ttl
         self.keep(self.now + ttl)
         return 1
 

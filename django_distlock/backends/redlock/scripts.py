@@ -152,12 +152,12 @@ end
 return kept
 """
 
-# Has an owner hold what another one holds, with the same token.
+# Has an owner hold what another one holds, with the same token, for its own ttl from now.
 # ARGV: new owner, former owner, ttl (microseconds), holder, sent. Returns 1 (also when asked again), or 0.
 _TAKE_OVER = f"""
 local owner, former, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
 if has(former) then
-  redis.call('HSET', record, 'owner', owner, 'holder', ARGV[4], 'sent', ARGV[5])
+  redis.call('HSET', record, 'owner', owner, 'holder', ARGV[4], 'sent', ARGV[5], 'ends', text(now + ttl))
   bury(former, {FOR_EVER}, 'v')
 end
 if not has(owner) then return 0 end
