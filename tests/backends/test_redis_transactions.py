@@ -212,7 +212,7 @@ wishes = some.tuples(
 )
 calls = some.one_of(
     *[wishes] * 4,
-    *[some.tuples(some.just("release"), owners, rarely)] * 2,
+    *[some.tuples(some.just("release"), owners, rarely, delays)] * 2,
     some.tuples(
         some.just("extend"), some.lists(some.tuples(owners, times), min_size=1, max_size=4)
     ),
@@ -275,27 +275,27 @@ SCENES = {
         take(A, "s"), take(B), take(C, "s"), ("leave", B)
     ),
     "the writer behind a reader is not woken": at_once(
-        take(A), take(C, "s"), take(B), ("release", A, "")
+        take(A), take(C, "s"), take(B), ("release", A, "", 0)
     ),
     "who is rung twice hears it once": at_once(
-        take(A), take(B), ("release", A, ""), ("leave", C), ("hears", B), ("hears", B)
+        take(A), take(B), ("release", A, "", 0), ("leave", C), ("hears", B), ("hears", B)
     ),
     "the bell of who leaves is taken down": at_once(
-        take(A), take(B), ("release", A, ""), ("leave", B)
+        take(A), take(B), ("release", A, "", 0), ("leave", B)
     ),
     "only the fair wait": at_once(
-        take(A), take(B), ("release", A, ""), take(C, fair="1"), take(C), ("look",)
+        take(A), take(B), ("release", A, "", 0), take(C, fair="1"), take(C), ("look",)
     ),
     "eight are remembered": at_once(
-        *(step for owner in OWNERS for step in (take(owner), ("release", owner, ""))),
-        *(("release", owner, "") for owner in OWNERS),
-        *(("release", owner, "1") for owner in OWNERS),
+        *(step for owner in OWNERS for step in (take(owner), ("release", owner, "", 0))),
+        *(("release", owner, "", 0) for owner in OWNERS),
+        *(("release", owner, "1", 0) for owner in OWNERS),
         *(take(owner) for owner in OWNERS),
     ),
     "a release that comes too late wakes the next": [
         (take(A, ttl=SECOND), 600_000),
         (take(B), 450_000),
-        (("release", A, ""), 0),
+        (("release", A, "", 0), 0),
     ],
     "nobody who leaves leaves the dead": [
         (take(A, ttl=SECOND), SECOND),
@@ -362,7 +362,7 @@ def test_it_takes_two_round_trips_and_one_to_look(link: PoolLink, keys: Keys) ->
     assert trips(acquire(keys, OWNERS[0])) == 2
     assert trips(acquire(keys, OWNERS[1])) == 2
     assert trips(call(LOOK, keys)) == 1
-    assert trips(call(RELEASE, keys, OWNERS[0], "")) == 2
+    assert trips(call(RELEASE, keys, OWNERS[0], "", 0)) == 2
 
 
 def test_what_others_write_between_reading_and_writing_is_read_again(
@@ -559,7 +559,7 @@ def test_only_a_full_memory_makes_it_free_without_a_transaction(redis: Redis, ke
     with way_to(redis) as free, user_without(redis, "-hset") as user:
         free.converse(transact(acquire(keys, OWNERS[0])))
         with way_to(redis, user) as limited:
-            (answer,) = limited.converse(transact(call(RELEASE, keys, OWNERS[0], "1")))
+            (answer,) = limited.converse(transact(call(RELEASE, keys, OWNERS[0], "1", 0)))
 
         assert isinstance(answer, NoPermissionError)
         assert free.converse(transact(call(LOOK, keys)))[0][5] == OWNERS[0].encode()
