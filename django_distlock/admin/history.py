@@ -24,6 +24,7 @@ from django_distlock.exceptions import InvalidLockBackend, first_line
 from django_distlock.handler import locks
 from django_distlock.models import MethodLock
 
+from .live import ReadOnly
 from .survey import Row
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class StateFilter(admin.SimpleListFilter):
 
 
 @admin.register(MethodLock)
-class MethodLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
+class MethodLockAdmin(ReadOnly):
     """Shows the rows of the locks in one database, as history; HeldLockAdmin shows who holds what now.
 
     To show the locks of another database too, register a subclass with another *using*, on
@@ -159,18 +160,6 @@ class MethodLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django tak
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         """Leave it out of the index: the page of the locks has a link."""
-        return False
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Refuse: only acquiring a lock makes a row."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: MethodLock | None = None) -> bool:
-        """Refuse: only the backend changes rows."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: MethodLock | None = None) -> bool:
-        """Refuse: it would free a held lock without raising its token. Use purge_stale_locks for old rows."""
         return False
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest) -> bool:

@@ -10,8 +10,8 @@ import django
 from django.contrib import admin, messages
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.admin.utils import unquote
+from django.contrib.auth.decorators import permission_required
 from django.contrib.contenttypes.models import ContentType
-from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
 from django.db import DatabaseError, connections, router, transaction
 from django.http import HttpResponseRedirect
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
 
+VIEW = "django_distlock.view_methodlock"
+FORCE_RELEASE = "django_distlock.force_release_methodlock"
 #: Locks on one confirmation page: more than this would be confirmed without reading.
 MOST_AT_ONCE = 100
 #: Locks on one page of the list.
@@ -65,50 +67,52 @@ STATES: dict[str, tuple[Any, set[str]]] = {
 }
 
 
+class ReadOnly(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
+    """An admin whose rows only the backends add, change and delete: a deletion would free a lock unfenced."""
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+
 @admin.register(HeldLock)
-class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
+class HeldLockAdmin(ReadOnly):
     """Shows who holds which lock, of every alias that can tell; users with the permission can free them."""
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """Return whether this user may see locks."""
-        return request.user.has_perm("django_distlock.view_methodlock")
+        return request.user.has_perm(VIEW)
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         """Return whether the index shows the page to this user."""
         return self.has_view_permission(request)
 
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Refuse: locks are acquired, not added."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Refuse: only the backends change locks."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Refuse: a lock is released, not deleted."""
-        return False
-
-    def has_force_release_permission(self, request: HttpRequest) -> bool:
-        """Return whether this user may free locks of others."""
-        return request.user.has_perm("django_distlock.force_release_methodlock")
-
     def get_urls(self) -> list[URLPattern]:
         """Return the list, the page of one lock, and the confirmation of a forced release."""
-        force_release = self.admin_site.admin_view(self.force_release_view)
+
+        def page(view: Callable[..., HttpResponse], *permissions: str) -> Any:
+            return self.admin_site.admin_view(
+                permission_required(permissions, raise_exception=True)(view)
+            )
+
+        force_release = page(self.force_release_view, VIEW, FORCE_RELEASE)
         for database in connections:
             # A transaction of ATOMIC_REQUESTS would keep SQLite's only writer from the locks.
             transaction.non_atomic_requests(database)(force_release)
-        wrap, name = self.admin_site.admin_view, "django_distlock_heldlock_"
+        name = "django_distlock_heldlock_"
         return [
-            path("", wrap(self.changelist_view), name=f"{name}changelist"),
+            path("", page(self.changelist_view, VIEW), name=f"{name}changelist"),
             path("force-release/", force_release, name=f"{name}force_release"),
-            path("<path:object_id>/change/", wrap(self.change_view), name=f"{name}change"),
+            path("<path:object_id>/change/", page(self.change_view, VIEW), name=f"{name}change"),
         ]
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         """Show the locks of all aliases, or the part of the page that its script refreshes."""
-        self._demand(self.has_view_permission(request))
         wanted = {name: request.GET.get(name, "") for name in ("q", "state", "alias", "host")}
         aliases = list(locks)
         rows, problems = survey([wanted["alias"]] if wanted["alias"] in aliases else aliases)
@@ -134,24 +138,12 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
                 for name, (heading, _key) in COLUMNS.items()
             ],
             "filters": [
-                (
-                    "state",
-                    _("state"),
-                    wanted["state"],
-                    [(name, text) for name, (text, _states) in STATES.items()],
-                ),
-                (
-                    "alias",
-                    _("alias"),
-                    wanted["alias"],
-                    [("", _("all")), *zip(aliases, aliases, strict=True)],
-                ),
-                (
-                    "host",
-                    _("host"),
-                    wanted["host"],
-                    [("", _("all")), *zip(hosts, hosts, strict=True)],
-                ),
+                (name, label, wanted[name], choices)
+                for name, label, choices in (
+                    ("state", _("state"), [(key, text) for key, (text, _states) in STATES.items()]),
+                    ("alias", _("alias"), [("", _("all")), *zip(aliases, aliases, strict=True)]),
+                    ("host", _("host"), [("", _("all")), *zip(hosts, hosts, strict=True)]),
+                )
             ],
             "page": page,
             "pages": page.paginator.get_elided_page_range(page.number),
@@ -168,7 +160,6 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
 
     def change_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
         """Show all there is to know of a lock, by its key, and who forced its release."""
-        self._demand(self.has_view_permission(request))
         key = unquote(object_id)
         rows, problems = survey(locks)
         rows = [row for row in rows if row.held.key == key]
@@ -182,14 +173,8 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         }
         return self._page(request, "lock", context)
 
-    def history_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
-        """See change_view()."""
-        return self.change_view(request, object_id)
-
     def force_release_view(self, request: HttpRequest) -> HttpResponse:
         """Show the confirmation page of what was selected, or free what was confirmed."""
-        self._demand(self.has_view_permission(request))
-        self._demand(self.has_force_release_permission(request))
         confirmed = request.POST.getlist("lock")
         values = confirmed or request.GET.getlist("lock") + request.POST.getlist("selected")
         wanted = {read_value(value)[0] for value in values}
@@ -198,23 +183,23 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         for alias, problem in problems.items():
             self.message_user(request, f"{alias}: {problem}", messages.ERROR)
         if confirmed:
-            freed = sum(self._force(request, value, known.get(value)) for value in confirmed)
+            asked = [value for value in confirmed if read_value(value)[0] not in problems]
+            freed = sum(self._force(request, value, known.get(value)) for value in asked)
             if freed:
                 text = ngettext(
                     "%(count)d lock was released.", "%(count)d locks were released.", freed
                 )
                 self.message_user(request, text % {"count": freed}, messages.SUCCESS)
-            return HttpResponseRedirect(self._list())
-        selected = [known[value] for value in dict.fromkeys(values) if value in known]
-        if not selected:
+        elif not (selected := [known[value] for value in dict.fromkeys(values) if value in known]):
             self.message_user(request, _("Nobody holds what was selected."), messages.WARNING)
-            return HttpResponseRedirect(self._list())
-        if len(selected) > MOST_AT_ONCE:
+        elif len(selected) > MOST_AT_ONCE:
             refusal = _("Select at most %d held locks.") % MOST_AT_ONCE
             self.message_user(request, refusal, messages.ERROR)
-            return HttpResponseRedirect(self._list())
-        context = {"title": _("Force release"), "rows": selected}
-        return self._page(request, "force_release", context)
+        else:
+            context = {"title": _("Force release"), "rows": selected}
+            return self._page(request, "force_release", context)
+        url = "admin:django_distlock_heldlock_changelist"
+        return HttpResponseRedirect(reverse(url, current_app=self.admin_site.name))
 
     def _force(self, request: HttpRequest, value: str, row: Row | None) -> bool:
         """Free the lock if it still has the holder that was shown; else show a message."""
@@ -225,10 +210,8 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
         except (LockError, DatabaseError) as error:
             problem = first_line(error)
         name = row.held.name if row else printable(read_value(value)[2])
-        text = _("“%(name)s” was not released: %(problem)s") % {
-            "name": Truncator(name).chars(LONGEST_SHOWN),
-            "problem": problem,
-        }
+        facts = {"name": Truncator(name).chars(LONGEST_SHOWN), "problem": problem}
+        text = _("“%(name)s” was not released: %(problem)s") % facts
         self.message_user(request, text, messages.WARNING)
         return False
 
@@ -248,26 +231,17 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
                 entry.delete()
         return is_freed
 
-    def _demand(self, permission: bool) -> None:
-        if not permission:
-            raise PermissionDenied
-
     def _page(self, request: HttpRequest, name: str, context: dict[str, Any]) -> TemplateResponse:
         request.current_app = self.admin_site.name
         context = {
             **self.admin_site.each_context(request),
             "opts": self.opts,
             "request": request,
-            "may_force": self.has_force_release_permission(request),
+            "may_force": request.user.has_perm(FORCE_RELEASE),
             "has_listed_breadcrumbs": django.VERSION >= (6, 1),
             **context,
         }
         return TemplateResponse(request, f"admin/django_distlock/{name}.html", context)
-
-    def _list(self) -> str:
-        return reverse(
-            "admin:django_distlock_heldlock_changelist", current_app=self.admin_site.name
-        )
 
 
 def _chart() -> str:

@@ -17,7 +17,6 @@ from django.utils.translation import gettext as _, ngettext
 
 from django_distlock.backends.database.records import State
 from django_distlock.engine import clock
-from django_distlock.engine.naming import printable
 from django_distlock.exceptions import first_line
 from django_distlock.handler import locks
 from django_distlock.operators import holdings
@@ -51,7 +50,7 @@ class Row:
     @property
     def host(self) -> str:
         """The host of the holder, for people."""
-        return printable(self.held.holder.host) if self.held.holder else ""
+        return self.held.holder.host if self.held.holder else ""
 
     @property
     def state(self) -> str:
@@ -112,8 +111,9 @@ def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
         if error := answer.exception():
             problems[alias] = first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
             continue
+        place = locks[alias].place
         for held in answer.result():
-            known = locks[alias].place, held.key, held.owner_digest
+            known = place, held.key, held.owner_digest
             before = found[known].aliases if known in found else ()
             found[known] = Row(held, (*before, alias))
     return list(found.values()), problems

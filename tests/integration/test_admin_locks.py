@@ -1,0 +1,335 @@
+"""The admin's page of the locks of every alias: what it shows, and what it does when a server fails."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission, User
+from django.test import Client
+from django.urls import reverse
+
+from django_distlock import lock, locks
+from django_distlock.admin import live, survey
+from django_distlock.backends.database.records import State
+from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.engine.holder import Holder
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+
+from .lock_rows import put
+
+LIST = reverse("admin:django_distlock_heldlock_changelist")
+FORCE = reverse("admin:django_distlock_heldlock_force_release")
+REDIS = "django_distlock.backends.redis.RedisBackend"
+MEMORY = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
+DOWN = {"BACKEND": REDIS, "OPTIONS": {"location": "redis://127.0.0.1:1"}}
+CANNOT_LIST = {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}
+HOSTILE = "<script>alert('1')</script>/../?q=ü&\u202e\n"
+
+
+@pytest.fixture(autouse=True)
+def aliases(settings: Any) -> Iterator[None]:
+    settings.DISTLOCK = {"default": {}, "memory": MEMORY}
+    yield
+    locks.close()
+
+
+@pytest.fixture
+def name() -> str:
+    return f"page:{uuid.uuid4().hex[:12]}"
+
+
+def client_of(*permissions: str) -> Client:
+    user = User.objects.create_user(uuid.uuid4().hex[:12], is_staff=True)
+    user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+@pytest.fixture
+def viewer() -> Client:
+    return client_of("view_methodlock")
+
+
+@pytest.fixture
+def operator() -> Client:
+    return client_of("view_methodlock", "force_release_methodlock")
+
+
+@pytest.fixture
+def crowd(name: str) -> Iterator[Callable[..., None]]:
+    """Acquires locks in memory by the verbs, as other holders would."""
+    held = []
+
+    def acquire(*endings: str, host: str = "web-1", **wishes: Any) -> None:
+        backend = locks["memory"]
+        for ending in endings:
+            holder = Holder(host, 4711, "MainThread")
+            request = backend.request(f"{name}:{ending}", ttl=600, holder=holder, **wishes)
+            backend.try_acquire(request, queued=False)
+            held.append(request)
+
+    yield acquire
+    for request in held:
+        locks["memory"].release(request)
+
+
+def names(client: Client, **query: str) -> list[str]:
+    """Return the endings of the names on the page, in its order."""
+    rows = client.get(LIST, query).context["page"]
+    return [row.held.name.rpartition(":")[2] for row in rows]
+
+
+def test_it_opens_on_what_is_held_and_stale(name: str, viewer: Client) -> None:
+    for state in State:
+        put("default", f"{name}:{state}", state)
+
+    assert names(viewer, q=name) == ["held", "stale"]
+    assert names(viewer, q=name, state="reserved") == ["reserved"]
+    assert names(viewer, q=name, state="all") == ["held", "reserved", "stale"]
+    assert names(viewer, q=name, state="nonsense") == ["held", "stale"]
+
+
+def test_alias_host_and_name_narrow_it(
+    name: str, viewer: Client, crowd: Callable[..., None]
+) -> None:
+    put("default", f"{name}:row", State.HELD)
+    crowd("one", "ONE again")
+    crowd("two", host="web-2")
+
+    assert names(viewer, q=name, alias="default") == ["row"]
+    assert names(viewer, q=name, alias="memory", host="web-2") == ["two"]
+    assert names(viewer, q=f"{name}:One") == ["one", "ONE again"]
+    assert names(viewer, q=name, alias="gone") == ["one", "ONE again", "row", "two"]
+    assert "web-2</option>" in viewer.get(LIST).content.decode()
+
+
+@pytest.mark.parametrize("column", live.COLUMNS)
+def test_each_column_sorts_in_both_directions(
+    name: str, viewer: Client, crowd: Callable[..., None], column: str
+) -> None:
+    crowd("a", host="web-3")
+    crowd("b", host="web-1", shared=True)
+    put("default", f"{name}:c", State.STALE)
+
+    up, down = names(viewer, q=name, o=column), names(viewer, q=name, o=f"-{column}")
+    page = viewer.get(LIST, {"q": name, "o": column}).content.decode()
+
+    assert sorted(up) == sorted(down) == ["a", "b", "c"]
+    if column in {"name", "alias", "state", "remaining"}:
+        # Two that are equal in it keep their order.
+        assert up[-1] == down[0] or up[0] == down[-1]
+        assert up != down
+    assert page.count('aria-sort="ascending"') == 1
+    assert re.search(rf'aria-sort="ascending"><a [^>]*href="[^"]*o=-{column}', page)
+
+
+def test_there_are_pages_and_links_to_them(
+    name: str, viewer: Client, crowd: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "PAGE", 2)
+    crowd("1", "2", "3", "4", "5")
+
+    assert names(viewer, q=name) == ["1", "2"]
+    assert names(viewer, q=name, p="3", o="-name") == ["1"]
+    assert names(viewer, q=name, p="99") == ["5"]
+    assert names(viewer, q=name, p="nonsense") == ["1", "2"]
+    assert f"?q={name.replace(':', '%3A')}&amp;p=2" in viewer.get(LIST, {"q": name}).text
+
+
+def test_aliases_that_meet_the_same_lock_share_a_line(
+    name: str, viewer: Client, settings: Any
+) -> None:
+    settings.DISTLOCK = {"default": {}, "twin": {}, "other": {"KEY_PREFIX": "other"}}
+    with ExitStack() as held:
+        for alias in ("default", "other"):
+            held.enter_context(lock(name, using=alias))
+        rows = viewer.get(LIST, {"q": name}).context["page"]
+
+    assert sorted(row.aliases for row in rows) == [("default", "twin"), ("other",)]
+
+
+def test_an_alias_that_fails_is_a_line_and_the_others_are_shown(
+    name: str, viewer: Client, settings: Any
+) -> None:
+    settings.DISTLOCK = {
+        "default": {},
+        "down": DOWN,
+        "mistaken": {**MEMORY, "OPTIONS": {"colour": "blue"}},
+        "dummy": CANNOT_LIST,
+    }
+    put("default", f"{name}:row", State.HELD)
+
+    page = viewer.get(LIST, {"q": name})
+
+    problems = page.context["problems"]
+    assert list(problems) == ["down", "mistaken", "dummy"]
+    assert "cannot be reached" in problems["down"]
+    assert "colour" in problems["mistaken"]
+    assert "does not support listing" in problems["dummy"]
+    assert all(f"<strong>{alias}</strong>" in page.text for alias in problems)
+    assert [row.held.name for row in page.context["page"]] == [f"{name}:row"]
+
+
+def test_a_server_that_never_answers_does_not_hold_the_page(
+    name: str, viewer: Client, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(survey, "PATIENCE", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        location = f"redis://127.0.0.1:{server.getsockname()[1]}"
+        options = {"location": location, "io_timeout": 2.0}
+        settings.DISTLOCK = {"default": {}, "hung": {"BACKEND": REDIS, "OPTIONS": options}}
+        put("default", f"{name}:row", State.HELD)
+        before = time.monotonic()
+        pages = [viewer.get(LIST, {"q": name}) for _ in range(3)]
+        took = time.monotonic() - before
+        waiting = [each for each in threading.enumerate() if each.name == "distlock-admin"]
+
+    for page in pages:
+        assert page.context["problems"] == {"hung": "It did not answer within 0.3 s."}
+        assert [row.held.name for row in page.context["page"]] == [f"{name}:row"]
+    assert took < 2
+    # A page that is refreshed every few seconds must not start a thread each time.
+    assert len(waiting) == 1
+    waiting[0].join(10)
+    assert viewer.get(LIST).context["problems"].keys() == {"hung"}
+
+
+def test_the_script_gets_the_list_alone(name: str, viewer: Client) -> None:
+    put("default", f"{name}:row", State.HELD)
+
+    part = viewer.get(LIST, {"q": name}, headers={live.FRAGMENT: "yes"})
+
+    assert part.headers[live.FRAGMENT] == "yes"
+    assert f"{name}:row" in part.text
+    assert "<html" not in part.text
+    assert live.FRAGMENT not in viewer.get(LIST).headers
+
+
+def test_the_page_needs_no_inline_script_or_style(name: str, operator: Client) -> None:
+    row = put("default", f"{name}:row", State.HELD)
+    change = reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
+
+    for page in (operator.get(LIST), operator.get(change)):
+        content = page.text[page.text.index('id="content"') : page.text.index("END Content")]
+        assert not re.search(r"<script|<style|\sstyle=|\son\w+=", content)
+
+
+def test_hostile_names_are_shown_harmlessly_and_lead_to_their_page(
+    name: str, operator: Client
+) -> None:
+    with lock(name + HOSTILE, using="memory", ttl=60):
+        page = operator.get(LIST, {"q": name})
+        [row] = page.context["page"]
+        [link] = re.findall(rf'id="open {re.escape(row.value)}" href="([^"]*)"', page.text)
+        detail = operator.get(link)
+        asked = operator.get(FORCE, {"lock": row.value})
+
+    for each in (page, detail, asked):
+        assert each.status_code == 200
+        assert "<script>alert" not in each.text
+        assert "&lt;script&gt;alert(" in each.text
+        assert "\u202e" not in each.text
+
+
+def test_token_and_key_are_on_the_page_of_the_lock_alone(name: str, operator: Client) -> None:
+    row = put("default", f"{name} Ü", State.HELD)
+
+    page = operator.get(LIST, {"q": name}).text
+    detail = operator.get(
+        reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
+    ).text
+
+    assert str(row.fencing_token) not in page
+    assert str(row.fencing_token) in detail
+    assert row.method_name in detail
+    assert str(row.owner) not in page + detail
+
+
+def test_a_lock_that_is_gone_is_told_with_who_forced_its_release(
+    name: str, operator: Client
+) -> None:
+    row = put("default", name, State.HELD)
+    url = reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
+    [shown] = operator.get(LIST, {"q": name}).context["page"]
+    operator.post(FORCE, {"lock": shown.value})
+
+    page = operator.get(url).text
+
+    assert "Nobody holds this lock now" in page
+    assert "Forced the release on alias “default”" in page
+    assert LogEntry.objects.get(object_id=name).get_admin_url() == url.replace(":", "_3A")
+    assert operator.get(url.replace(":", "_3A")).text.count(name) == page.count(name)
+
+
+def test_who_may_not_see_locks_sees_none(name: str, viewer: Client) -> None:
+    stranger = client_of("view_user")
+    row = put("default", name, State.HELD)
+    pages = [LIST, FORCE, reverse("admin:django_distlock_heldlock_change", args=[row.method_name])]
+
+    assert [stranger.get(page).status_code for page in pages] == [403, 403, 403]
+    assert [Client().get(page).status_code for page in pages] == [302, 302, 302]
+    assert LIST not in stranger.get(reverse("admin:index")).text
+    assert LIST in viewer.get(reverse("admin:index")).text
+
+
+def test_who_may_only_look_is_offered_no_release(name: str, viewer: Client) -> None:
+    row = put("default", name, State.HELD)
+    detail = reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
+
+    page = viewer.get(LIST, {"q": name}).text
+
+    assert name in page
+    assert "force-release" not in page
+    assert 'type="checkbox"' not in page
+    assert "orce release" not in viewer.get(detail).text
+    assert viewer.get(FORCE, {"lock": "default:x:y"}).status_code == 403
+
+
+def test_a_release_that_fails_leaves_no_entry_and_says_why(
+    name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> bool:
+        raise LockBackendError("memory", "it is read-only")
+
+    with lock(name, using="memory") as lease:
+        [row] = operator.get(LIST, {"q": name}).context["page"]
+        monkeypatch.setattr(LocMemBackend, "end_holding", fail)
+        page: Any = operator.post(FORCE, {"lock": row.value}, follow=True)
+
+        assert not lease.lost
+    assert f"“{name}” was not released: " in page.text
+    assert "it is read-only" in page.text
+    assert not LogEntry.objects.filter(object_id=name)
+
+
+def test_a_release_that_may_have_happened_keeps_its_entry(
+    name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> bool:
+        raise LockOutcomeUnknown("memory", "the reply was lost")
+
+    with lock(name, using="memory"):
+        [row] = operator.get(LIST, {"q": name}).context["page"]
+        monkeypatch.setattr(LocMemBackend, "end_holding", fail)
+        operator.post(FORCE, {"lock": row.value})
+
+    assert LogEntry.objects.filter(object_id=name).count() == 1
+
+
+def test_a_lock_whose_server_is_down_is_not_called_free(operator: Client, settings: Any) -> None:
+    settings.DISTLOCK = {"default": {}, "down": DOWN}
+
+    page: Any = operator.post(FORCE, {"lock": "down:digest:invoice"}, follow=True)
+
+    [told] = [str(message) for message in page.context["messages"]]
+    assert told.startswith("down: Redis at 127.0.0.1:1 cannot be reached")
