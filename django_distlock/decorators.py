@@ -130,7 +130,9 @@ class _Locked:
         if callable(name):
             self._name_for = lambda args, kwargs: name(*args, **kwargs)
         else:
-            self._name_for = NameTemplate(title if name is None else name, function).name_for
+            template = NameTemplate(title if name is None else name, function)
+            self._name_for = template.name_for
+            self._terms = replace(self._terms, template=template.text)
 
     def lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
         """Return the lock for one call; its purpose is the request of a view, else the function."""

@@ -24,7 +24,7 @@ from .engine.caller import Caller, current_caller, here
 from .engine.clock import drift
 from .engine.forks import forks
 from .engine.holder import Holder
-from .engine.naming import checked_name, printable
+from .engine.naming import checked_name, log_fields, printable
 from .engine.registry import registry
 from .engine.settling import asettled, settled
 from .engine.steps import Steps, arun, run
@@ -83,6 +83,8 @@ class Lease:
     due = 0.0
     #: See LockTerms.
     release_when = "auto"
+    #: What its name was made of, as distributed_lock() was given it: "fee:{account_id}"; "" if that is not known.
+    template = ""
     #: Its min_hold, where that counts only if nothing fails until the release.
     hold_on_success = 0.0
     #: Whether its last entry has been left, and the end of a transaction is going to release it.
@@ -90,6 +92,7 @@ class Lease:
     _state = State.PENDING
     _reason = ""
     _deadline = 0.0
+    _granted_at = 0.0
     _holds_until: float | None = None
     _is_in_jeopardy = False
     _line: tuple[LocalQueue, Place] | None = None
@@ -252,12 +255,13 @@ class Lease:
         if self._leaves_reentry():
             return False
         self._lose_if_over()
+        began = clock.lease_time()
         try:
             outcome = settled(partial(self.backend.release, self.request))
         except BaseException:
             self._break_off()
             raise
-        self._conclude(outcome)
+        self._conclude(began, outcome)
         return True
 
     async def arelease(self) -> None:
@@ -400,7 +404,11 @@ class Lease:
         if error is None:
             raise problem
         error.add_note(f"django_distlock: {problem}")
-        logger.warning("Leaving lock %s: %s", printable(self.name), printable(problem))
+        self._warn("Leaving lock %s: %s", problem)
+
+    def _warn(self, text: str, problem: object) -> None:
+        fields = log_fields(self.name, self.using, token=self.fencing_token)
+        logger.warning(text, printable(self.name), printable(problem), extra=fields)
 
     def release_later(self) -> None:
         """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
@@ -415,7 +423,7 @@ class Lease:
             if self.is_entered:
                 self.release_now()
         except LockError as problem:
-            logger.warning("Leaving lock %s: %s", printable(self.name), printable(problem))
+            self._warn("Leaving lock %s: %s", problem)
 
     def _leaves_reentry(self) -> bool:
         """Take note that the last entry of this caller is over; return whether there are others."""
@@ -442,7 +450,7 @@ class Lease:
         self._end(State.RELEASED)
         self.backend.abandon_later(self.request)
 
-    def _conclude(self, outcome: Release) -> None:
+    def _conclude(self, began: float, outcome: Release) -> None:
         if outcome is not Release.RELEASED:
             self.lose(f"the server says that it is {outcome.value}")
         forget_here(self)
@@ -451,18 +459,23 @@ class Lease:
                 raise LockNotOwned(self.name)
             raise LockLost(self.name, self._reason)
         if lock_released.receivers:
-            facts = {"name": self.name, "using": self.using, "lease": self}
-            announce(lock_released, type(self.backend), **facts)
+            took = clock.lease_time() - began
+            announce(lock_released, self, lease=self, held=self._held_for - took, took=took)
+
+    @property
+    def _held_for(self) -> float:
+        return clock.lease_time() - self._granted_at
 
     async def _arelease(self) -> None:
         self.caller = current_caller()  # as in _leaves_reentry()
         self._lose_if_over()
+        began = clock.lease_time()
         try:
             outcome = await asettled(partial(self.backend.arelease, self.request))
         except BaseException:
             self._break_off()
             raise
-        self._conclude(outcome)
+        self._conclude(began, outcome)
 
     def _extending(self, ttl: float | timedelta | None) -> Steps[list[Request], None]:
         self.check()
@@ -481,7 +494,7 @@ class Lease:
             self.lose("the server says that it is not ours any more")
             raise LockLost(self.name, self._reason)
         self.confirm(start, request.ttl)
-        announce(lock_extended, type(self.backend), name=self.name, using=self.using, lease=self)
+        announce(lock_extended, self, lease=self)
 
     def _check_detach(self) -> None:
         if not self.backend.supports_detach:
@@ -518,7 +531,7 @@ class Lease:
             return False
         with self._mutex:
             self._entries = [self.caller or current_caller()]
-            self.fencing_token, self._deadline = token, ends
+            self.fencing_token, self._deadline, self._granted_at = token, ends, now
             self._holds_until = None if self._max_hold is None else start + self._max_hold
             self._state = State.HELD
         registry.granted(self, now)
@@ -558,14 +571,13 @@ class Lease:
     def lose(self, reason: str) -> None:
         """Become lost, unless it has ended already."""
         if self._end(State.LOST, reason):
-            logger.warning("Lock %s was lost: %s", printable(self.name), printable(reason))
+            self._warn("Lock %s was lost: %s", reason)
             for callback in self._on_lost:
                 try:
                     callback(reason)
                 except Exception:
                     logger.exception("A callback of a lock failed")
-            facts = {"name": self.name, "using": self.using, "lease": self, "reason": reason}
-            announce(lock_lost, type(self.backend), **facts)
+            announce(lock_lost, self, lease=self, held=self._held_for, reason=reason)
 
     def disown(self) -> None:
         """Become inert in a forked child. No mutex: its owner may be a thread that is not here."""

@@ -91,6 +91,7 @@ class Terms:
     lock_delay: float = 0.0
     release: str = "auto"
     purpose: str = ""
+    template: str = ""
 
     @classmethod
     def of(cls, wishes: LockTerms, call: str = "lock()") -> Terms:
@@ -331,7 +332,7 @@ class Lock:
         request = self._request(backend)
         backend.check_ttl(request.ttl)
         lease = Lease(backend, request, renew=terms.renew, max_hold=terms.max_hold)
-        lease.release_when = terms.release
+        lease.release_when, lease.template = terms.release, terms.template
         if terms.free_on_error:
             lease.hold_on_success = terms.min_hold
         if lease.began_in:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
-from .engine.naming import printable
+from .engine.naming import log_fields, printable
 from .exceptions import LockError, ReleasedBeforeCommit, SnapshotBeforeLock
 
 if TYPE_CHECKING:
@@ -112,7 +112,9 @@ class _LastEnd:
         except LockError:
             # The data is committed; an error would look as if it was not.
             logger.exception(
-                "Lock %s could not be released after the commit", printable(self._lease.name)
+                "Lock %s could not be released after the commit",
+                printable(self._lease.name),
+                extra=log_fields(self._lease.name, self._lease.using),
             )
 
     def drop(self) -> None:

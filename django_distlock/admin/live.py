@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,10 +16,10 @@ from django.db import DatabaseError, connections, router, transaction
 from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
-from django.utils.module_loading import import_string
 from django.utils.text import Truncator
 from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
+from django_distlock import history
 from django_distlock.backends.database.records import State
 from django_distlock.engine.naming import printable
 from django_distlock.exceptions import LockError, LockOutcomeUnknown, first_line
@@ -150,7 +149,7 @@ class HeldLockAdmin(ReadOnly):
             "problems": problems,
             "wanted": wanted,
             "order": order,
-            "chart": _chart(),
+            "chart": history.chart(),
         }
         if FRAGMENT not in request.headers:
             return self._page(request, "locks", context)
@@ -242,13 +241,6 @@ class HeldLockAdmin(ReadOnly):
             **context,
         }
         return TemplateResponse(request, f"admin/django_distlock/{name}.html", context)
-
-
-def _chart() -> str:
-    """Return the picture of the last hour, if there is something to draw."""
-    with suppress(ImportError):
-        return str(import_string("django_distlock.history.chart")())
-    return ""
 
 
 def _direction(order: str, column: str) -> str:

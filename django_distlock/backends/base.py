@@ -17,14 +17,14 @@ from django_distlock.engine.holder import Holder
 from django_distlock.engine.lanes import Lanes
 from django_distlock.engine.leftovers import Leftovers, until_done
 from django_distlock.engine.local_queue import LocalQueue
-from django_distlock.engine.naming import printable, server_key
+from django_distlock.engine.naming import log_fields, printable, server_key
 from django_distlock.engine.registry import registry
 from django_distlock.engine.settling import settled
 from django_distlock.engine.steps import Steps
 from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, digest
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
-from django_distlock.signals import announce, lock_forced
+from django_distlock.signals import lock_forced, send
 
 from .failures import server_error
 
@@ -245,8 +245,9 @@ class BaseLockBackend(ABC):
             printable(ended.name),
             printable(state),
             printable(by),
+            extra=log_fields(ended.name, self.alias, holder=ended.holder, token=ended.token),
         )
-        announce(lock_forced, type(self), name=ended.name, using=self.alias, holder=ended.holder)
+        send(lock_forced, type(self), name=ended.name, using=self.alias, holder=ended.holder)
         return True
 
     def keeps(self, key: str) -> bool:

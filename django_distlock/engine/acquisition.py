@@ -13,11 +13,11 @@ from django_distlock.exceptions import (
     LockNotAcquired,
     LockOutcomeUnknown,
 )
-from django_distlock.signals import announce, lock_acquired, lock_busy
+from django_distlock.signals import announce, backend_failed, lock_acquired, lock_busy
 
 from . import clock
 from .bells import TaskBell, ThreadBell
-from .naming import LONGEST_SHOWN, printable
+from .naming import LONGEST_SHOWN, log_fields, printable
 from .registry import registry
 from .settling import is_worth_asking_again
 from .steps import Steps, arun, run
@@ -68,7 +68,7 @@ def acquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Le
         _end(attempt or Attempt(backend, lease, Wait(timeout, came)), error)
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
-        _tell_acquired(backend, lease)
+        _tell_acquired(lease, clock.wait_time() - came)
     return lease
 
 
@@ -95,7 +95,7 @@ async def aacquire(backend: BaseLockBackend, lease: Lease, timeout: float | None
         _end(attempt or Attempt(backend, lease, Wait(timeout, came)), error)
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
-        _tell_acquired(backend, lease)
+        _tell_acquired(lease, clock.wait_time() - came)
     return lease
 
 
@@ -114,28 +114,32 @@ def _may_ask_at_once(backend: BaseLockBackend, lease: Lease) -> bool:
     return False
 
 
-def _tell_acquired(backend: BaseLockBackend, lease: Lease) -> None:
-    logger.debug("Lock %s acquired, token %s", printable(lease.name), lease.fencing_token)
-    announce(lock_acquired, type(backend), name=lease.name, using=backend.alias, lease=lease)
+def _tell_acquired(lease: Lease, waited: float) -> None:
+    fields = log_fields(lease.name, lease.using, waited=waited, token=lease.fencing_token)
+    logger.debug(
+        "Lock %s acquired, token %s", printable(lease.name), lease.fencing_token, extra=fields
+    )
+    announce(lock_acquired, lease, lease=lease, waited=waited)
 
 
 def _end(attempt: Attempt, error: BaseException) -> None:
     attempt.abandon()
-    backend = attempt.backend
+    lease = attempt.lease
     if isinstance(error, LockNotAcquired):
-        logger.info("%s", printable(error, 2 * LONGEST_SHOWN))
+        fields = log_fields(lease.name, lease.using, waited=error.waited, holder=error.holder)
+        logger.info("%s", printable(error, 2 * LONGEST_SHOWN), extra=fields)
         announce(
             lock_busy,
-            type(backend),
-            name=error.name,
-            using=backend.alias,
+            lease,
             waited=error.waited,
             holder=error.holder,
             remaining=error.remaining,
             reserved_until=error.reserved_until,
         )
     elif isinstance(error, LockBackendError):
-        logger.error("Lock %s: %s", printable(attempt.lease.name), printable(error))
+        fields = log_fields(lease.name, lease.using)
+        logger.error("Lock %s: %s", printable(lease.name), printable(error), extra=fields)
+        announce(backend_failed, lease, error=error)
 
 
 class Verb(NamedTuple):

@@ -64,6 +64,12 @@ def printable(text: object, most: int = LONGEST_SHOWN) -> str:
     return shown
 
 
+def log_fields(name: str, using: str | None = None, **facts: object) -> dict[str, object]:
+    """Return what a log record about the lock *name* has besides its text: fields called ``distlock_...``."""
+    shown: dict[str, object] = {"name": printable(name), "using": using, **facts}
+    return {f"distlock_{key}": value for key, value in shown.items()}
+
+
 @lru_cache(maxsize=1000)
 def stored(name: str) -> str:
     """Return *name* for a column of text: in ASCII, which any character set has; shown() gives it back."""
@@ -101,8 +107,8 @@ class NameTemplate:
 
     def __init__(self, text: str, function: Callable[..., Any]) -> None:
         """Raise ValueError for bad syntax, and for a field that *function* cannot fill."""
-        self._text, self._title = checked_name(text), title_of(function)
-        self._parts = [*string.Formatter().parse(self._text)]
+        self.text, self._title = checked_name(text), title_of(function)
+        self._parts = [*string.Formatter().parse(self.text)]
         self._has_fields = any(field is not None for _, field, _, _ in self._parts)
         self._signature = signature_of(function) if self._has_fields else inspect.Signature()
         parameters = self._signature.parameters
@@ -112,13 +118,13 @@ class NameTemplate:
                 continue
             if not _FIELD.fullmatch(field) or conversion not in {None, "s"} or "{" in (form or ""):
                 raise ValueError(
-                    f"The lock name {self._text!r} has a field {field!r} that is more than an argument, its "
+                    f"The lock name {self.text!r} has a field {field!r} that is more than an argument, its "
                     "public attributes and a format, as in {account.pk} and {month:02d}; "
                     "use a function: distributed_lock(name=lambda account: ...)."
                 )
             first = field.partition(".")[0]
             if first not in parameters and not self._extra:
-                msg = f"The lock name {self._text!r} has a field {first!r}, but the function takes {[*parameters]}."
+                msg = f"The lock name {self.text!r} has a field {first!r}, but the function takes {[*parameters]}."
                 raise ValueError(msg)
 
     def name_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -154,5 +160,5 @@ class NameTemplate:
             problem = "has no text that is the same in every process; use an attribute such as pk"
         else:
             return filled
-        msg = f"{{{field}}} in the lock name {self._text!r} of {self._title}() {problem}."
+        msg = f"{{{field}}} in the lock name {self.text!r} of {self._title}() {problem}."
         raise ValueError(msg)

@@ -8,12 +8,12 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
-from django_distlock.signals import announce, lock_extended
+from django_distlock.signals import announce, backend_failed, lock_extended
 
 from . import clock
 from .background import Alarm, background
 from .forks import forks
-from .naming import printable
+from .naming import log_fields, printable
 from .settling import settled
 
 if TYPE_CHECKING:
@@ -140,8 +140,12 @@ class Registry:
             for lease, _ in asked:
                 lease.endanger()
                 logger.warning(
-                    "Lock %s could not be renewed yet: %s", printable(lease.name), printable(error)
+                    "Lock %s could not be renewed yet: %s",
+                    printable(lease.name),
+                    printable(error),
+                    extra=log_fields(lease.name, lease.using),
                 )
+                announce(backend_failed, lease, error=error)
         else:
             for (lease, request), is_kept in zip(asked, kept, strict=True):
                 _take_note(lease, start, request, is_kept=is_kept)
@@ -176,10 +180,10 @@ def _take_note(lease: Lease, start: float, request: Request, *, is_kept: bool) -
                 "Lock %s was renewed %s late: is this process busy?",
                 printable(lease.name),
                 printable(clock.in_words(late)),
+                extra=log_fields(lease.name, lease.using, late=late),
             )
         lease.confirm(start, request.ttl)
-        facts = {"name": lease.name, "using": lease.using, "lease": lease}
-        announce(lock_extended, type(lease.backend), **facts)
+        announce(lock_extended, lease, lease=lease)
 
 
 def _by_server(backend: BaseLockBackend, asked: Asked) -> Iterable[Asked]:

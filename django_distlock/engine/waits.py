@@ -14,7 +14,7 @@ from django_distlock.exceptions import LockDeadlock
 
 from .caller import Caller
 from .forks import forks
-from .naming import printable
+from .naming import log_fields, printable
 from .registry import registry
 from .waiting import Wait
 
@@ -88,7 +88,8 @@ class Waits:
             if not self._is_in_circle(waiter):
                 return
             del self._waiting[waiter.caller]
-        logger.warning("Lock %s: deadlock", printable(waiter.name))
+        fields = log_fields(waiter.name)
+        logger.warning("Lock %s: deadlock", printable(waiter.name), extra=fields)
         raise LockDeadlock(waiter.name, REASON)
 
     def end(self, waiter: Waiter) -> None:

@@ -863,6 +863,6 @@ def test_a_waiter_tells_for_how_many_of_its_process_it_waits(
             each.result(30)
     assert not [*backend.held(holder.key)]
     with redis.client(DATABASE) as client:
-        records = [client.hgetall(key) for key in client.keys() if client.type(key) == "hash"]
+        records = [client.hgetall(key) for key in client.scan_iter() if client.type(key) == "hash"]
     assert records
     assert not [field for record in records for field in record if field.startswith("w:")]

@@ -13,10 +13,19 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.dispatch import Signal
 
-from django_distlock import Lease, LockLost, LockNotAcquired, LockNotHeld, lock
+from django_distlock import (
+    Lease,
+    LockBackendError,
+    LockLost,
+    LockNotAcquired,
+    LockNotHeld,
+    distributed_lock,
+    lock,
+)
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine import clock
 from django_distlock.signals import (
+    backend_failed,
     lock_acquired,
     lock_busy,
     lock_extended,
@@ -26,6 +35,7 @@ from django_distlock.signals import (
 )
 from tests.fixtures.eventually import aeventually, eventually
 
+from .faults import Faulty
 from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
@@ -82,8 +92,13 @@ def test_a_holding_is_told_from_its_begin_to_its_end(
     with lock(name, using=using, renew=False) as lease:
         lease.extend()
 
-    facts = {"sender": type(backend), "name": name, "using": using, "lease": lease}
-    assert told == [("acquired", facts), ("extended", facts), ("released", facts)]
+    facts = {"sender": type(backend), "name": name, "using": using, "template": "", "lease": lease}
+    acquired, extended, released = (facts for _, facts in told)
+    assert [word for word, _ in told] == ["acquired", "extended", "released"]
+    assert 0 <= acquired.pop("waited") < 20
+    assert 0 <= released.pop("took") < 20
+    assert 0 < released.pop("held") < 20
+    assert acquired == extended == released == facts
 
 
 async def test_a_holding_of_a_task_is_told_as_well(using: str, name: str, told: Told) -> None:
@@ -118,6 +133,7 @@ def test_who_gave_up_is_told_of_the_holder(
         "sender",
         "name",
         "using",
+        "template",
         "waited",
         "holder",
         "remaining",
@@ -146,6 +162,7 @@ def test_a_loss_is_told_once_with_its_reason(
     assert word == "lost"
     assert facts["lease"] is lease
     assert facts["reason"] == lease.reason
+    assert facts["held"] > 0
 
 
 @needs("listing")
@@ -168,6 +185,50 @@ def test_a_forced_release_is_told_with_whose_it_was_and_logged(
     assert (facts["sender"], facts["name"], facts["using"]) == (type(backend), name, using)
     assert facts["holder"] == holder.request.holder
     assert [r.levelname for r in caplog.records if name in r.getMessage()] == ["WARNING"]
+
+
+def test_a_waiter_is_told_how_long_it_waited(
+    using: str, name: str, told: Told, rival: Rivals, tick: float
+) -> None:
+    holder = rival()
+    holder.takes()
+    threading.Timer(3 * tick, holder.leaves).start()
+
+    with lock(name, using=using, timeout=30):
+        pass
+
+    [facts] = [facts for word, facts in told if word == "acquired"]
+    assert 3 * tick - 0.01 <= facts["waited"] < 30
+
+
+def test_the_name_of_a_decorated_function_is_told_with_what_it_is_made_of(
+    using: str, name: str, told: Told
+) -> None:
+    template = f"{name[:-1]}{{last}}"
+
+    @distributed_lock(template, using=using)
+    def work(last: str) -> None: ...
+
+    work(name[-1])
+
+    assert [facts["template"] for _, facts in told] == [template] * 2
+
+
+def test_an_error_of_the_server_is_told_and_logged_with_fields(
+    using: str, name: str, connect: Connect, faulty: Faulty, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[dict[str, Any]] = []
+    connect(backend_failed, lambda **facts: heard.append(facts))
+
+    faulty.fail("try_acquire")
+    with pytest.raises(LockBackendError) as failed:
+        lock(name, using=using, timeout=0).acquire()
+
+    [facts] = heard
+    assert facts["error"] is failed.value
+    assert (facts["name"], facts["using"]) == (name, using)
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (record.distlock_name, record.distlock_using) == (name, using)  # type: ignore[attr-defined]
 
 
 def _fail(**facts: Any) -> None:

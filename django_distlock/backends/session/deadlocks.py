@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from django_distlock.engine.background import background
-from django_distlock.engine.naming import printable
+from django_distlock.engine.naming import log_fields, printable
 from django_distlock.exceptions import LockBackendError
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class DeadlockWatch:
             return False
 
     def _end(self) -> None:
-        logger.warning("Lock %s: deadlock", printable(self._session.request.name))
+        name = self._session.request.name
+        logger.warning("Lock %s: deadlock", printable(name), extra=log_fields(name))
         self._session.deadlock = "others wait for a lock that this caller holds, and hold this one"
         self._session.interrupt()

@@ -1,0 +1,185 @@
+"""Traces and metrics of locks for OpenTelemetry: ``pip install django-distlock[opentelemetry]``.
+
+Call instrument() once at start-up, where the rest of OpenTelemetry is set up. Metrics are labelled by
+alias and by the *template* of the name, of which there are few; spans have the name, too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from opentelemetry import metrics, trace
+from opentelemetry.metrics import Observation
+from opentelemetry.trace import Status, StatusCode
+
+from django_distlock.engine.naming import printable
+from django_distlock.engine.registry import registry
+from django_distlock.history import template_of
+from django_distlock.signals import (
+    backend_failed,
+    lock_acquired,
+    lock_busy,
+    lock_lost,
+    lock_released,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from django.dispatch import Signal
+    from opentelemetry.metrics import CallbackOptions, MeterProvider
+    from opentelemetry.trace import Span, TracerProvider
+
+    from django_distlock import Lease
+    from django_distlock.engine.holder import Holder
+
+    #: Takes the name of a lock and the template that is known of it, or "", and returns the label.
+    Label = Callable[[str, str], str]
+
+#: Bounds of the histograms, in seconds: from one round trip to long jobs.
+BOUNDS = [0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800]
+
+
+class _Instruments:
+    """The receivers of the signals, with what they record in."""
+
+    def __init__(
+        self,
+        tracer_provider: TracerProvider | None,
+        meter_provider: MeterProvider | None,
+        label: Label,
+    ) -> None:
+        self._label = label
+        self._tracer = trace.get_tracer("django_distlock", tracer_provider=tracer_provider)
+        meter = metrics.get_meter("django_distlock", meter_provider=meter_provider)
+        bounds: dict[str, Any] = {"unit": "s", "explicit_bucket_boundaries_advisory": BOUNDS}
+        self._wait = meter.create_histogram(
+            "distlock.wait", description="How long a lock was waited for", **bounds
+        )
+        self._hold = meter.create_histogram(
+            "distlock.hold", description="How long a lock was held", **bounds
+        )
+        self._busy = meter.create_counter(
+            "distlock.busy", description="Locks that were not acquired in time"
+        )
+        self._lost = meter.create_counter(
+            "distlock.lost", description="Leases that were lost before their release"
+        )
+        self._errors = meter.create_counter(
+            "distlock.backend.errors", description="Errors of the servers that locks are kept on"
+        )
+        meter.create_observable_gauge(
+            "distlock.held", [self._count_held], description="Locks that this process holds"
+        )
+        self._is_on = True
+        self._mutex = threading.Lock()
+        self._spans: WeakKeyDictionary[Lease, Span] = WeakKeyDictionary()
+        self.receivers: dict[Signal, Callable[..., Any]] = {
+            lock_acquired: self.acquired,
+            lock_busy: self.was_busy,
+            lock_released: self.released,
+            lock_lost: self.was_lost,
+            backend_failed: self.failed,
+        }
+
+    def start(self) -> None:
+        for signal, receiver in self.receivers.items():
+            signal.connect(receiver)
+
+    def stop(self) -> None:
+        for signal, receiver in self.receivers.items():
+            signal.disconnect(receiver)
+        self._is_on = False  # what a meter has once created stays
+        with self._mutex:
+            spans, self._spans = list(self._spans.values()), WeakKeyDictionary()
+        for span in spans:
+            span.end()
+
+    def acquired(self, lease: Lease, waited: float, **facts: Any) -> None:
+        labels = self._labels(**facts)
+        self._wait.record(waited, labels)
+        known = {**labels, "distlock.name": printable(facts["name"])}
+        self._span("distlock.acquire", waited, known).end()
+        held = self._tracer.start_span("distlock.hold", attributes=known)
+        if lease.fencing_token is not None:
+            held.set_attribute("distlock.fencing_token", lease.fencing_token)
+        with self._mutex:
+            self._spans[lease] = held
+
+    def was_busy(self, waited: float, holder: Holder | None, **facts: Any) -> None:
+        labels = self._labels(**facts)
+        self._wait.record(waited, labels)
+        self._busy.add(1, labels)
+        known = {**labels, "distlock.name": printable(facts["name"])}
+        span = self._span("distlock.acquire", waited, known)
+        if holder is not None:
+            span.set_attribute("distlock.holder", str(holder))
+        span.set_status(Status(StatusCode.ERROR, "busy"))
+        span.end()
+
+    def released(self, lease: Lease, held: float, took: float, **facts: Any) -> None:
+        labels = self._labels(**facts)
+        self._hold.record(held, labels)
+        if (span := self._taken(lease)) is not None:
+            self._span("distlock.release", took, labels, trace.set_span_in_context(span)).end()
+            span.end()
+
+    def was_lost(self, lease: Lease, held: float, reason: str, **facts: Any) -> None:
+        labels = self._labels(**facts)
+        self._hold.record(held, labels)
+        self._lost.add(1, labels)
+        if (span := self._taken(lease)) is not None:
+            span.set_status(Status(StatusCode.ERROR, f"lost: {printable(reason)}"))
+            span.end()
+
+    def failed(self, error: BaseException, **facts: Any) -> None:
+        self._errors.add(1, self._labels(**facts))
+        known = {"distlock.name": printable(facts["name"]), "distlock.error": printable(error)}
+        trace.get_current_span().add_event("distlock.backend.error", known)
+
+    def _count_held(self, _options: CallbackOptions) -> Iterable[Observation]:
+        leases = [lease for lease in registry.leases() if lease.held] if self._is_on else []
+        held = Counter((lease.using, self._label(lease.name, lease.template)) for lease in leases)
+        for (using, template), number in held.items():
+            labels = {"distlock.alias": using, "distlock.template": template}
+            yield Observation(number, labels)
+
+    def _labels(self, name: str, using: str, template: str, **_: Any) -> dict[str, str]:
+        return {"distlock.alias": using, "distlock.template": self._label(name, template)}
+
+    def _span(self, title: str, seconds: float, facts: dict[str, str], within: Any = None) -> Span:
+        begin = time.time_ns() - int(seconds * 1e9)
+        return self._tracer.start_span(title, within, attributes=facts, start_time=begin)
+
+    def _taken(self, lease: Lease) -> Span | None:
+        with self._mutex:
+            return self._spans.pop(lease, None)
+
+
+#: The one that is in use, if there is one.
+_used: list[_Instruments] = []
+
+
+def instrument(
+    tracer_provider: TracerProvider | None = None,
+    meter_provider: MeterProvider | None = None,
+    label: Label = template_of,
+) -> None:
+    """Record traces and metrics of locks from now on; None: by the global providers.
+
+    *label* returns what metrics call a lock, for its name and the template that is known of it ("": none):
+    it must return few different texts. Called again, it begins anew.
+    """
+    uninstrument()
+    _used.append(_Instruments(tracer_provider, meter_provider, label))
+    _used[-1].start()
+
+
+def uninstrument() -> None:
+    """Record no more; spans of what is held end now."""
+    while _used:
+        _used.pop().stop()

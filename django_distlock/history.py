@@ -1,0 +1,145 @@
+"""The last hour of this process: how long locks were waited for and held, drawn for the admin's page of locks.
+
+It is kept from start() on, which the setting ``DISTLOCK_HISTORY = True`` calls.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from typing import TYPE_CHECKING, Any
+
+from django.template.loader import render_to_string
+from django.utils.translation import ngettext
+
+from .engine import clock
+from .engine.forks import forks
+from .engine.naming import printable
+from .signals import lock_acquired, lock_busy, lock_lost, lock_released
+
+if TYPE_CHECKING:
+    from django.utils.safestring import SafeString
+
+#: Minutes that are kept, templates that are told apart, and those that are drawn.
+MINUTES, MOST_TEMPLATES, MOST_DRAWN = 60, 50, 8
+#: Where what is more than MOST_TEMPLATES is counted.
+OTHERS = "..."
+#: What stands for one of many: numbers, and identifiers of eight hexadecimal digits and more.
+_ONE_OF_MANY = re.compile(r"[0-9a-fA-F]{8}[0-9a-fA-F-]*|\d+")
+#: How high the bars above the line are, and those below it; each is a minute wide.
+_HEIGHT = 24
+
+
+def template_of(name: str, template: str = "") -> str:
+    """Return what locks called like *name* have in common: *template*, or the name with ``*`` for numbers and ids."""
+    return printable(template or _ONE_OF_MANY.sub("*", name), 100)
+
+
+class History:
+    """The longest wait and the longest hold of each minute, by template."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all."""
+        self._mutex = threading.Lock()
+        # By template and minute: the longest wait and the longest hold, in seconds.
+        self._kept: dict[str, dict[int, list[float]]] = {}
+
+    def add(self, template: str, what: int, seconds: float) -> None:
+        """Note a wait (*what* is 0) or a hold (1)."""
+        now = _minute()
+        with self._mutex:
+            if template not in self._kept and len(self._kept) >= MOST_TEMPLATES:
+                self._forget_before(now - MINUTES)
+                template = template if len(self._kept) < MOST_TEMPLATES else OTHERS
+            minutes = self._kept.setdefault(template, {})
+            longest = minutes.setdefault(now, [0.0, 0.0])
+            longest[what] = max(longest[what], seconds)
+            if len(minutes) > MINUTES:
+                self._forget_before(now - MINUTES)
+
+    def rows(self) -> list[tuple[str, list[list[float]]]]:
+        """Return by template the longest wait and hold of each of the last minutes, those with the longest waits first."""
+        now = _minute()
+        with self._mutex:
+            self._forget_before(now - MINUTES)
+            kept = {template: {**minutes} for template, minutes in self._kept.items()}
+        nothing = [0.0, 0.0]
+        rows = [
+            (template, [minutes.get(now - ago, nothing) for ago in reversed(range(MINUTES))])
+            for template, minutes in kept.items()
+        ]
+        return sorted(rows, key=lambda row: max(row[1]), reverse=True)
+
+    def _forget_before(self, minute: int) -> None:
+        for template, minutes in list(self._kept.items()):
+            for old in [each for each in minutes if each <= minute]:
+                del minutes[old]
+            if not minutes:
+                del self._kept[template]
+
+
+_history = History()
+forks.in_child(_history.reset)
+
+
+def start() -> None:
+    """Keep what the locks of this process do from now on."""
+    lock_acquired.connect(_waited)
+    lock_busy.connect(_waited)
+    lock_released.connect(_held)
+    lock_lost.connect(_held)
+
+
+def stop() -> None:
+    """Keep no more, and forget what was kept."""
+    lock_acquired.disconnect(_waited)
+    lock_busy.disconnect(_waited)
+    lock_released.disconnect(_held)
+    lock_lost.disconnect(_held)
+    _history.reset()
+
+
+def chart() -> SafeString | str:
+    """Return the picture as inline SVG, without script and style; "" where there is nothing to draw."""
+    found = _history.rows()[:MOST_DRAWN]
+    if not found:
+        return ""
+    rows = []
+    for template, minutes in found:
+        longest = [max(each) for each in zip(*minutes, strict=True)]
+        scale = _HEIGHT / max(*longest, 1e-6)
+        rows.append(
+            {
+                "template": template,
+                "wait": clock.in_words(longest[0], ngettext),
+                "hold": clock.in_words(longest[1], ngettext),
+                # Waits stand above the line, holds below it.
+                "bars": [
+                    ("wait", x, _HEIGHT - wait * scale, wait * scale)
+                    for x, (wait, _) in enumerate(minutes)
+                    if wait
+                ]
+                + [
+                    ("hold", x, _HEIGHT, hold * scale)
+                    for x, (_, hold) in enumerate(minutes)
+                    if hold
+                ],
+            }
+        )
+    size = {"minutes": MINUTES, "height": _HEIGHT}
+    return render_to_string("admin/django_distlock/chart.html", {"rows": rows, **size})
+
+
+def _waited(name: str, template: str, waited: float, **_facts: Any) -> None:
+    _history.add(template_of(name, template), 0, waited)
+
+
+def _held(name: str, template: str, held: float, **_facts: Any) -> None:
+    _history.add(template_of(name, template), 1, held)
+
+
+def _minute() -> int:
+    return int(clock.lease_time() // 60)

@@ -1,0 +1,258 @@
+"""Traces and metrics for OpenTelemetry, by its real SDK, and the last hour for the admin."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+from pytest_django.fixtures import Settings
+
+from django_distlock import LockLost, LockNotAcquired, distributed_lock, history, lock, locks
+from django_distlock.contrib import opentelemetry
+from django_distlock.engine.registry import registry
+from tests.fixtures.eventually import eventually
+
+LABELS = {"distlock.alias": "default", "distlock.template": "fee:*"}
+
+
+@pytest.fixture(autouse=True)
+def in_memory(settings: Settings) -> Iterator[None]:
+    settings.DISTLOCK = {
+        "default": {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"},
+        "down": {
+            "BACKEND": "django_distlock.backends.redis.RedisBackend",
+            "OPTIONS": {"location": "redis://127.0.0.1:9/0"},
+        },
+    }
+    yield
+    locks.reset()
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracers(exporter: InMemorySpanExporter) -> TracerProvider:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return provider
+
+
+@pytest.fixture
+def reader(tracers: TracerProvider) -> Iterator[InMemoryMetricReader]:
+    reader = InMemoryMetricReader()
+    opentelemetry.instrument(tracers, MeterProvider([reader]))
+    yield reader
+    opentelemetry.uninstrument()
+
+
+def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
+    """Return by metric its data points now."""
+    data = reader.get_metrics_data()
+    if data is None:
+        return {}
+    found = [each for r in data.resource_metrics for s in r.scope_metrics for each in s.metrics]
+    return {metric.name: list(metric.data.data_points) for metric in found}
+
+
+def spans(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def test_a_holding_is_three_spans_within_that_of_its_caller(
+    reader: InMemoryMetricReader, tracers: TracerProvider, exporter: InMemorySpanExporter
+) -> None:
+    with tracers.get_tracer("test").start_as_current_span("request") as caller:
+        with lock("fee:42") as lease:
+            pass
+
+    found = spans(exporter)
+    assert set(found) == {"request", "distlock.acquire", "distlock.hold", "distlock.release"}
+    hold, release = found["distlock.hold"], found["distlock.release"]
+    for span in (found["distlock.acquire"], hold):
+        assert span.parent
+        assert span.parent.span_id == caller.get_span_context().span_id
+    assert release.parent
+    assert hold.context
+    assert release.parent.span_id == hold.context.span_id
+    assert dict(hold.attributes or {}) == {
+        **LABELS,
+        "distlock.name": "fee:42",
+        "distlock.fencing_token": lease.fencing_token,
+    }
+
+
+async def test_a_holding_of_a_task_is_within_the_span_of_its_task(
+    reader: InMemoryMetricReader, tracers: TracerProvider, exporter: InMemorySpanExporter
+) -> None:
+    async def work(number: int) -> int:
+        with tracers.get_tracer("test").start_as_current_span(f"task {number}") as span:
+            async with lock(f"fee:{number}"):
+                await asyncio.sleep(0)
+            return span.get_span_context().span_id
+
+    parents = await asyncio.gather(*(work(number) for number in range(3)))
+
+    def holds() -> list[ReadableSpan]:
+        finished = exporter.get_finished_spans()
+        return [span for span in finished if span.name == "distlock.hold"]
+
+    while len(holds()) < 3:
+        await asyncio.sleep(0.01)
+    for span in holds():
+        number = int(str((span.attributes or {})["distlock.name"])[4:])
+        assert span.parent
+        assert span.parent.span_id == parents[number]
+
+
+def test_waits_and_holds_are_measured_by_alias_and_template(reader: InMemoryMetricReader) -> None:
+    @distributed_lock("fee:{account}")
+    def charge(account: int) -> None: ...
+
+    for account in range(3):
+        with lock(f"fee:{account}"):
+            assert [point.value for point in points(reader)["distlock.held"]] == [1]
+        charge(account)
+
+    found = points(reader)
+    by_template = {
+        name: {point.attributes["distlock.template"]: point.count for point in found[name]}
+        for name in ("distlock.wait", "distlock.hold")
+    }
+    assert by_template == dict.fromkeys(by_template, {"fee:*": 3, "fee:{account}": 3})
+    assert "distlock.held" not in found
+
+
+def test_refusals_losses_and_errors_are_counted(
+    reader: InMemoryMetricReader, exporter: InMemorySpanExporter
+) -> None:
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock("fee:1"):
+            held.set()
+            over.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(30)
+    with pytest.raises(LockNotAcquired), lock("fee:1", timeout=0):
+        pass
+    over.set()
+    holder.join()
+    busy = spans(exporter)["distlock.acquire"]
+    lost = lock("fee:2").acquire()
+    assert lost
+    lost.lose("a test says so")
+    with pytest.raises(LockLost):
+        lost.release()
+    with pytest.raises(Exception, match="Redis"), lock("fee:3", using="down", timeout=0):
+        pass
+
+    found = points(reader)
+    assert [dict(each.attributes) for each in found["distlock.busy"]] == [LABELS]
+    assert [each.value for each in found["distlock.lost"]] == [1]
+    [errors] = found["distlock.backend.errors"]
+    assert errors.attributes == {**LABELS, "distlock.alias": "down"}
+    assert errors.value >= 1
+    assert busy
+    ends = {span.status.description: span for span in exporter.get_finished_spans()}
+    assert ends["busy"].status.status_code is StatusCode.ERROR
+    assert ends["lost: a test says so"].name == "distlock.hold"
+
+
+def test_nothing_is_recorded_afterwards_and_no_span_stays_open(
+    reader: InMemoryMetricReader, exporter: InMemorySpanExporter
+) -> None:
+    with lock("fee:1"):
+        opentelemetry.uninstrument()
+        assert "distlock.hold" in spans(exporter)
+        exporter.clear()
+        assert "distlock.held" not in points(reader)
+    with lock("fee:1"):
+        pass
+
+    assert not exporter.get_finished_spans()
+
+
+def test_a_lease_that_is_left_alone_keeps_no_span_alive(reader: InMemoryMetricReader) -> None:
+    [instruments] = opentelemetry._used
+    lease = lock("fee:1").acquire()
+    assert lease
+    assert len(instruments._spans) == 1
+    lease.release()
+    del lease
+
+    eventually(lambda: not registry.leases() and not instruments._spans)
+
+
+@pytest.fixture
+def hour() -> Iterator[None]:
+    history.start()
+    yield
+    history.stop()
+
+
+@pytest.mark.usefixtures("hour")
+def test_the_last_hour_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert history.chart() == ""
+    with lock("fee:42"):
+        pass
+    with lock("<script>"):
+        pass
+
+    drawn = history.chart()
+
+    assert "fee:*" in drawn
+    assert "fee:42" not in drawn
+    assert "&lt;script&gt;" in drawn
+    assert "<script" not in drawn
+    assert 'class="distlock-hold"' in drawn
+    monkeypatch.setattr(history, "_minute", lambda: 10**9)
+    assert history.chart() == ""
+
+
+@pytest.mark.usefixtures("hour")
+def test_only_so_many_templates_are_told_apart() -> None:
+    for number in range(history.MOST_TEMPLATES + 10):
+        name = "".join(chr(ord("g") + int(digit)) for digit in str(number))
+        with lock(name):
+            pass
+
+    rows = history._history.rows()
+
+    assert len(rows) == history.MOST_TEMPLATES + 1
+    assert history.OTHERS in dict(rows)
+
+
+def test_nothing_is_kept_unless_it_was_asked_for() -> None:
+    with lock("fee:42"):
+        pass
+
+    assert history.chart() == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("fee:42", "fee:*"),
+        ("import:2026-11-22", "import:*-*-*"),
+        ("user:550e8400-e29b-41d4-a716-446655440000", "user:*"),
+        ("report", "report"),
+        ("face", "face"),
+    ],
+)
+def test_what_names_have_in_common(name: str, template: str) -> None:
+    assert history.template_of(name) == template
+    assert history.template_of(name, "given") == "given"
