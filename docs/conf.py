@@ -29,4 +29,5 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 
 html_theme = "furo"
+html_static_path = ["_static"]
 html_title = f"django-distlock {release}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 import pytest
+from django.contrib.admin.utils import quote as admin_quote
 from django.contrib.auth.models import User
 from django.urls import reverse
 from selenium import webdriver
@@ -21,7 +26,9 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from django_distlock import LockNotHeld, lock
 from django_distlock.backends.database.records import State
+from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import server_key
+from django_distlock.engine.values import digest
 from django_distlock.models import MethodLock
 from tests.fixtures.environment import free_port, is_listening
 from tests.fixtures.eventually import eventually
@@ -31,6 +38,27 @@ from .lock_rows import put, put_waiter
 
 LIST = reverse("admin:django_distlock_heldlock_changelist")
 HISTORY = reverse("admin:django_distlock_methodlock_changelist")
+FORCE = reverse("admin:django_distlock_heldlock_force_release")
+PICTURE = Path(__file__).parents[2] / "docs" / "_static" / "locks.webp"
+CUT_OFF = """
+return [...document.querySelectorAll("#container *")]
+    .filter((each) => !each.closest("select, input, svg, .skip-to-content-link, .visually-hidden"))
+    .filter((each) => each.getBoundingClientRect().right > document.documentElement.clientWidth + 1
+        || (each.clientWidth && each.scrollWidth > each.clientWidth + 1))
+    .map((each) => each.outerHTML.slice(0, 200))"""
+#: What the page shows, read at one moment: it may be refreshed between two.
+LOOK = """
+const texts = (selector) => [...document.querySelectorAll(selector)].map((each) => each.innerText);
+const box = document.querySelector("input[name=selected]:checked");
+document.dispatchEvent(new Event("visibilitychange")); // it refreshes itself then
+return {
+    names: texts("#result_list tbody th"),
+    selected: box && box.closest("tr").querySelector("th").innerText,
+    has_focus: box && box === document.activeElement,
+    is_new: box && !box.dataset.seen,
+    status: document.getElementById("distlock-status").innerText,
+    scrolled: window.scrollY,
+};"""
 HOSTILE = "<script>alert(1)</script>"
 PASSWORD = "operator"
 FLAGS = (
@@ -81,6 +109,24 @@ class Operator:
         found = self.browser.find_elements(By.CSS_SELECTOR, "#content tbody tr")
         cells = ".//td[not(contains(@class, 'action-checkbox') or contains(@class, 'distlock-pick'))] | .//th"
         return [[cell.text for cell in row.find_elements(By.XPATH, cells)] for row in found]
+
+    def look(self) -> dict[str, Any]:
+        """Return what the list shows, and have it refreshed."""
+        return dict(self.browser.execute_script(LOOK))
+
+    def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        cast("Any", self.browser).execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def cut_off(self) -> list[str]:
+        """Return the text of what reaches beyond the right edge of the window."""
+        return list(self.browser.execute_script(CUT_OFF))
+
+    def picture(self) -> bytes:
+        """Return what the window shows."""
+        how = {"format": "webp", "quality": 60}
+        taken = cast("Any", self.browser).execute_cdp_cmd("Page.captureScreenshot", how)
+        return base64.b64decode(taken["data"])
 
     def message(self) -> str:
         return str(self.find(".messagelist li").text)
@@ -245,3 +291,107 @@ def test_a_page_of_the_lock_says_all_there_is_to_know(operator: Start, name: str
     assert not someone.browser.find_elements(By.CSS_SELECTOR, "#content form input[type=text]")
     wide = "return document.documentElement.scrollWidth > document.documentElement.clientWidth"
     assert someone.browser.execute_script(wide) is False
+
+
+def test_the_list_refreshes_itself_and_keeps_what_is_selected(operator: Start, name: str) -> None:
+    rows = [put("default", f"{name}:{number}", State.HELD) for number in range(1, 31)]
+    someone = operator()
+    someone.open(f"{LIST}?q={name}")
+    box = someone.find("#result_list tbody tr:last-child input")
+    box.click()
+    someone.browser.execute_script("arguments[0].dataset.seen = 'yes'", box)
+    before = someone.look()
+
+    rows[0].delete()
+    put("default", f"{name}:0", State.HELD)
+
+    eventually(lambda: f"{name}:0" in someone.look()["names"], 10, "the list is refreshed")
+    after = someone.look()
+    assert f"{name}:1" not in after["names"]
+    assert after["is_new"]
+    assert after["has_focus"]
+    assert after["selected"] == before["selected"] == f"{name}:9"
+    assert after["scrolled"] == before["scrolled"] > 0
+
+    # The number of locks is as before: a screen reader is not told of it again.
+    assert after["status"] == ""
+    put("default", f"{name}:31", State.HELD)
+    eventually(lambda: someone.look()["status"] == "31 locks", 10, "it is told of another number")
+
+    someone.press("#distlock-force input[type=submit]")
+    assert [row[0] for row in someone.rows()] == [f"{name}:9"]
+
+
+def test_refreshing_can_be_paused_and_stays_so(operator: Start, name: str) -> None:
+    put("default", f"{name}:1", State.HELD)
+    someone = operator()
+    someone.open(f"{LIST}?q={name}")
+    someone.find("#distlock-pause").click()
+    someone.follow("NAME")
+
+    put("default", f"{name}:2", State.HELD)
+
+    assert someone.find("#distlock-pause").get_attribute("aria-pressed") == "true"
+    someone.look()
+    time.sleep(1)
+    assert len(someone.look()["names"]) == 1
+    someone.find("#distlock-pause").click()
+    eventually(lambda: len(someone.look()["names"]) == 2, 10, "the list is refreshed")
+
+
+def test_it_says_so_when_the_operator_is_logged_out(operator: Start, name: str) -> None:
+    someone = operator()
+    someone.open(f"{LIST}?q={name}")
+
+    someone.browser.delete_all_cookies()
+
+    text = "The page is not refreshed any more: load it again."
+    eventually(lambda: someone.look()["status"] == text, 10, "the page says so")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_off(
+    operator: Start, name: str, width: int, theme: str, tmp_path: Path
+) -> None:
+    for state in State:
+        put("default", f"{name}:{state}", state)
+    row = put("default", name + "x" * 200, State.HELD)
+    someone = operator()
+    someone.resize(width, 900)
+    someone.browser.execute_script(f"localStorage.setItem('theme', '{theme}')")
+    page = reverse("admin:django_distlock_heldlock_change", args=[admin_quote(row.method_name)])
+    value = quote(f"default:{digest(str(row.owner))}:{row.method_name}")
+
+    for path, row_name in (
+        (f"{LIST}?q={name}&state=all", f"{name}:held"),
+        (page, row.description),
+        (f"{FORCE}?lock={value}", row.description[:40]),
+    ):
+        someone.open(path)
+
+        assert row_name in someone.find("#content").text
+        assert someone.find("html").get_attribute("data-theme") == theme
+        assert someone.cut_off() == []
+        someone.browser.save_screenshot(str(tmp_path / f"{len(path)}.png"))
+
+
+def test_the_picture_of_the_readme_is_of_this_page(operator: Start) -> None:
+    """With DISTLOCK_PICTURE=1 in the environment it is taken anew."""
+    MethodLock.objects.all().delete()
+    other = Holder("worker-2", 512, "", "reports.tasks.yearly[5d1c]").to_json()
+    for invoice in (4711, 4712):
+        put_waiter("default", put("default", f"invoice:{invoice}", State.HELD))
+    put("default", "report:yearly", State.HELD, holder=other)
+    put("default", "import:shop-7", State.STALE)
+    put("default", "feed:hourly", State.RESERVED)
+    someone = operator()
+    someone.resize(1280, 560)
+    someone.open(f"{LIST}?state=all&alias=default")
+
+    taken = someone.picture()
+
+    assert len(taken) < 60_000
+    if os.environ.get("DISTLOCK_PICTURE"):
+        PICTURE.write_bytes(taken)
+    assert 1_000 < PICTURE.stat().st_size < 60_000

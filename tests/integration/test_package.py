@@ -82,7 +82,8 @@ def test_links_of_the_long_description_are_absolute_and_lead_to_pages() -> None:
     for link in links:
         assert link.startswith("https://"), f"{link} leads nowhere on the package index"
         page = link.removeprefix(DOCS).partition("#")[0]
-        assert not link.startswith(DOCS) or (PAGES / page).with_suffix(".md").exists(), link
+        file = PAGES / page if "_static" in page else (PAGES / page).with_suffix(".md")
+        assert not link.startswith(DOCS) or file.exists(), link
 
 
 def test_hints_of_checks_and_the_index_have_the_same_address() -> None:

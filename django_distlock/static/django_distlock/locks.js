@@ -40,9 +40,7 @@
             const response = await fetch(location.href, { headers: { "X-Distlock-Fragment": "yes" } });
             const html = await response.text();
             if (response.headers.has("X-Distlock-Fragment")) {
-                if (!isPaused()) {
-                    show(html);
-                }
+                show(html);
             } else if (response.status < 500) {
                 // Logged out, or not allowed any more.
                 clearInterval(timer);
