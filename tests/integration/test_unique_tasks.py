@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,54 @@ def test_sent_again_while_it_waits_in_the_queue_it_is_the_one_in_the_queue(diary
     assert send_to("nobody-works-here", "once", diary).id == first.id
     assert unique_tasks.once.delay(diary.page).id == first.id
     assert unique_tasks.once.s(diary.page).apply_async().id == first.id
+
+
+def test_of_many_that_send_it_at_once_one_does(diary: Diary) -> None:
+    def send_one(_: int) -> str:
+        return str(send_to("nobody-works-here", "once", diary).id)
+
+    with ThreadPoolExecutor(16) as senders:
+        ids = set(senders.map(send_one, range(64)))
+
+    assert len(ids) == 1
+    with app.connection_for_write() as connection:
+        messages = connection.default_channel.client.lrange("nobody-works-here", 0, -1)
+    assert sum(message.count(diary.page.encode()) > 0 for message in messages) == 1
+
+
+@pytest.mark.parametrize("pool", ["solo", "threads", "gevent"])
+def test_it_works_in_every_pool(start_workers: StartWorkers, diary: Diary, pool: str) -> None:
+    environment = {"PYTHONWARNINGS": "ignore"}
+    [worker] = start_workers(children=4, include=TASKS, pool=pool, environment=environment)
+    first = send_to(worker, "retried_by_itself", diary)
+    began(diary, 1)
+
+    assert send_to(worker, "retried_by_itself", diary).id == first.id
+
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+    eventually(lambda: is_free(diary))
+    worker.stop()
+
+
+def test_the_lock_may_be_in_the_database(worker: CeleryWorker, diary: Diary) -> None:
+    first = send_to(worker, "in_the_database", diary)
+    assert send_to(worker, "in_the_database", diary).id == first.id
+    began(diary, 1)
+    assert send_to(worker, "in_the_database", diary).id == first.id
+    diary.let_go()
+
+    assert first.get(timeout=30) == "done"
+    eventually(lambda: not lock(f"once:{diary.page}").locked())
+
+
+def test_a_function_may_make_the_name(diary: Diary) -> None:
+    task = unique_tasks.named_by_a_function
+    first = task.apply_async((diary.page,), {"day": "Monday"}, queue="nobody-works-here")
+
+    again = task.apply_async((diary.page,), {"day": "Tuesday"}, queue="nobody-works-here")
+
+    assert again.id == first.id
 
 
 def test_when_it_has_ended_it_runs_again(worker: CeleryWorker, diary: Diary) -> None:

@@ -69,6 +69,16 @@ def step(page: str, *_: Any) -> str:
     return body(page)
 
 
+@unique_task("once:{page}", lease=LEASE)
+def in_the_database(page: str) -> str:
+    return body(page)
+
+
+@unique_task(lambda page, **_: f"once:{page}", using="redis", lease=LEASE)
+def named_by_a_function(page: str, *, day: str) -> str:
+    return body(page)
+
+
 @unique()
 def failing(page: str) -> None:
     raise Again(page)
