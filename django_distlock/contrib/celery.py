@@ -20,7 +20,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from django_distlock.conf import DEFAULT_ALIAS, checked_ttl
 from django_distlock.engine.holder import Holder, task_text
-from django_distlock.engine.naming import NameTemplate, printable
+from django_distlock.engine.naming import NameTemplate, checked_name, printable
 from django_distlock.exceptions import LockError, LockLost, LockNotAcquired, NotSupported
 from django_distlock.handler import locks
 from django_distlock.lease import Lease
@@ -93,8 +93,8 @@ class _Once:
     def name_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the name of the lock for one call."""
         if isinstance(self.name, NameTemplate):
-            return self.name.name_for(args, kwargs)
-        return self.name(*args, **kwargs)
+            return checked_name(self.name.name_for(args, kwargs))
+        return checked_name(self.name(*args, **kwargs))
 
     @property
     def ttl(self) -> float:
@@ -188,7 +188,12 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         request = self.request
         if text := (request.headers or {}).get(HEADER):
             with suppress(LockLost):
-                return Lease.attach(text)
+                lease = Lease.attach(text)
+                if lease.name == lock.name:
+                    return lease
+                with lease:
+                    msg = f"{self.name} needs lock {lock.name!r}, and was handed {lease.name!r}."
+                    raise ValueError(msg)
             # It waited for longer than its lease, or is a second copy of its message: then it may have
             # succeeded, where results are kept.
             with suppress(NotImplementedError):

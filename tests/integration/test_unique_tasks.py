@@ -314,6 +314,7 @@ def test_a_retry_keeps_the_name_and_finds_itself_not_busy(
 
 
 def test_so_does_a_retry_by_autoretry_for(worker: CeleryWorker, diary: Diary) -> None:
+    diary.page += "e\u0301"
     first = send_to(worker, "retried_by_itself", diary)
 
     began(diary, 1)
@@ -531,6 +532,20 @@ def test_a_unique_task_goes_on_with_it_by_itself(worker: CeleryWorker, diary: Di
     diary.let_go()
     assert result.get(timeout=30) == "done"
     assert is_free(diary)
+
+
+def test_a_unique_task_refuses_the_lease_of_another_lock(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    lease = lock(f"other:{diary.page}", using="redis").acquire()
+    assert lease
+
+    result = send_to(worker, "once", diary, headers=handover(lease, ttl=60))
+
+    with pytest.raises(ValueError, match="needs lock 'once:"):
+        result.get(timeout=30)
+    assert events(diary) == []
+    assert not lock(f"other:{diary.page}", using="redis").locked()
 
 
 def test_a_task_that_got_no_lease_says_so(worker: CeleryWorker, diary: Diary) -> None:
