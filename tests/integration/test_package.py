@@ -1,4 +1,4 @@
-"""What is released: a wheel and an sdist with all that belongs there, and its texts in German."""
+"""What is released: a wheel and an sdist with all that belongs there, and its texts in each language."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from django.test import Client
+from django.test import Client, RequestFactory
 from django.utils.translation import override
 
+from django_distlock import LockNotAcquired, respond
 from django_distlock.checks import DOCS
+from django_distlock.management.commands.release_lock import Command as ReleaseLock
 from tests.fixtures.pages import DOCS as PAGES, ROOT
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-GERMAN = Path("locale/de/LC_MESSAGES")
+LOCALE = Path("django_distlock/locale")
+LANGUAGES = "de", "es", "fr", "ja", "zh_Hans"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +53,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Path) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
 
     assert names == shipped()
-    assert f"django_distlock/{GERMAN}/django.mo" in names
+    assert {f"{LOCALE}/{each}/LC_MESSAGES/django.mo" for each in LANGUAGES} <= names
     assert "django_distlock/py.typed" in names
 
 
@@ -110,26 +113,40 @@ def test_every_extra_is_of_use() -> None:
 # Translations.
 
 
-def test_every_text_is_translated(tmp_path: Path) -> None:
-    package = tmp_path / "django_distlock"
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a copy of the package, whose texts were collected as `make messages` does."""
+    folder = tmp_path_factory.mktemp("texts")
+    package = folder / "django_distlock"
     shutil.copytree(ROOT / "django_distlock", package)
-    texts = package / GERMAN / "django.po"
-
-    make = [sys.executable, "-m", "django", "makemessages", "--locale=de", "--no-obsolete"]
+    make = [sys.executable, "-m", "django", "makemessages", "--all", "--no-obsolete"]
     format_ = ["--no-location", "--no-wrap"]
     made = subprocess.run(
         [*make, *format_], cwd=package, capture_output=True, text=True, check=False
     )
     assert made.returncode == 0, made.stderr
+    return folder
+
+
+def test_there_are_these_languages() -> None:
+    assert sorted(path.name for path in (ROOT / LOCALE).iterdir()) == sorted(LANGUAGES)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_every_text_is_translated(collected: Path, tmp_path: Path, language: str) -> None:
+    ours = ROOT / LOCALE / language / "LC_MESSAGES"
+    texts = collected / LOCALE / language / "LC_MESSAGES/django.po"
+
     compiled = tmp_path / "django.mo"
+    # It also compares the placeholders, and counts the plural forms.
     check = ["msgfmt", "--check", "--statistics", f"--output-file={compiled}", str(texts)]
     done = subprocess.run(check, check=True, capture_output=True, text=True)
 
-    assert texts.read_text() == (ROOT / "django_distlock" / GERMAN / "django.po").read_text(), (
+    assert texts.read_text() == (ours / "django.po").read_text(), (
         "run `make messages`, and translate what is new"
     )
     assert re.fullmatch(r"\d+ translated messages\.\n", done.stderr), done.stderr
-    assert _catalog(compiled) == _catalog(ROOT / "django_distlock" / GERMAN / "django.mo")
+    assert _catalog(compiled) == _catalog(ours / "django.mo")
 
 
 def _catalog(path: Path) -> dict[Any, str]:
@@ -144,3 +161,33 @@ def test_the_admin_speaks_german(admin_client: Client) -> None:
 
     for text in ("Verteilte Sperren", "Sperre zum Ansehen", "Zustand", "abgelaufen"):
         assert text in page
+
+
+@pytest.mark.parametrize(
+    ("language", "words"),
+    [
+        ("de", ["Verteilte Sperren", "gehalten und abgelaufen", "Inhaber"]),
+        ("es", ["Bloqueos distribuidos", "ocupados y caducados", "Titular"]),
+        ("fr", ["Verrous distribués", "détenus et expirés", "Détenteur"]),
+        ("ja", ["分散ロック", "保持中と失効", "保持者"]),
+        ("zh-hans", ["分布式锁", "持有和失效", "持有者"]),
+    ],
+)
+def test_people_are_told_in_their_language(
+    admin_client: Client, language: str, words: list[str]
+) -> None:
+    with override(language):
+        page = admin_client.get("/admin/django_distlock/heldlock/").content.decode()
+        refusal = respond()(LockNotAcquired("a"), RequestFactory().get("/")).content.decode()
+        said = ReleaseLock().create_parser("", "").format_help()
+
+    assert [word for word in words if word not in page] == []
+    assert "Somebody else" not in refusal
+    assert "Take a lock away" not in said
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_a_question_keeps_the_answers_that_are_understood(language: str) -> None:
+    known = _catalog(ROOT / LOCALE / language / "LC_MESSAGES/django.mo")
+
+    assert known["Release it? [y/N] "].endswith("[y/N] ")
