@@ -9,6 +9,7 @@ import faulthandler
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -188,3 +189,12 @@ def _outcome_of(call: Any) -> str:
     except LockError as error:
         return type(error).__name__
     return "done"
+
+
+def wait_in_threads(aliases: dict[str, Any], name: str, using: str, number: int) -> None:
+    """Have so many threads wait for the lock until the process is killed."""
+    _use(aliases)
+    for _ in range(number):
+        wait = lock(name, using=using, timeout=None).acquire
+        threading.Thread(target=wait, daemon=True).start()
+    hear_word("never")

@@ -15,6 +15,7 @@ from django_distlock.engine import waiting
 from django_distlock.engine.values import Held, Release, digest
 from django_distlock.operators import holdings
 from tests.fixtures.eventually import eventually
+from tests.fixtures.processes import Child
 
 from .crew import start
 from .faults import Faulty
@@ -385,3 +386,21 @@ def test_callers_that_have_given_up_are_not_counted(
         assert waiter.result(20) is None
 
     eventually(lambda: not any(held.waiters for held in holdings(using, name)), 20)
+
+
+@pytest.mark.slow
+@needs("cross_process", "wakes_waiters")
+def test_waiters_of_all_processes_are_counted_until_they_are_gone(
+    using: str, name: str, rival: Rivals, child: Callable[..., Child]
+) -> None:
+    stuck = rival(ttl=60)
+    stuck.takes()
+    others = child("wait_in_threads", name=name, using=using, number=2)
+    waiters = [start(lambda: _take_and_release(using, name)) for _ in range(3)]
+
+    eventually(lambda: [held.waiters for held in holdings(using, name)] == [5], 20)
+    others.kill()
+    eventually(lambda: [held.waiters for held in holdings(using, name)] == [3], 20)
+
+    stuck.leaves()
+    assert [waiter.result(20) for waiter in waiters] == [True, True, True]

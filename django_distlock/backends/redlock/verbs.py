@@ -79,6 +79,7 @@ class Verbs:
             f"{self._guard:.3f}",
             "1" if self._options.durable else "",
             self._servers.subscribed_channel() if queued else "",
+            int(queued),
         )
         votes: Count = yield self._question(calls, request.ttl, Count.is_elected)
         outcome = votes.election()
@@ -300,7 +301,7 @@ def _has_agreed(count: Count) -> bool:
 
 
 def _held(key: str, owner_digest: str, answers: Sequence[list[Any]]) -> Held:
-    _, left, holder, name, _, _ = max(answers, key=lambda answer: answer[1])
+    _, left, holder, name, *_ = max(answers, key=lambda answer: answer[1])
     return Held(
         name=name.decode(errors="backslashreplace"),
         key=key,
@@ -308,5 +309,6 @@ def _held(key: str, owner_digest: str, answers: Sequence[list[Any]]) -> Held:
         remaining=left / 1e6,
         token=max(answer[4] for answer in answers) or None,
         owner_digest=owner_digest,
+        waiters=max(answer[6] for answer in answers),
         age=max(answer[5] for answer in answers) / 1e6,
     )
