@@ -89,7 +89,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "an option of a wrong type": (
         {"a": {"OPTIONS": {"fair": "yes"}}},
-        "DISTLOCK['a']: OPTIONS: 'fair' must be a bool",
+        "DISTLOCK['a']: OPTIONS: 'fair' must be True or False",
     ),
 }
 

@@ -81,9 +81,18 @@ class Engine(ABC):
         """Return whether the app is not migrated."""
         return False
 
-    @abstractmethod
     def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:
         """See BaseLockBackend.try_acquire(). Crowded: nobody has it, but others are at work on its rows."""
+        answer = self.take(cursor, request)
+        if queued and isinstance(answer, Grant):
+            self.dequeue(cursor, request)
+        elif queued:
+            self.keep_places(cursor, [request.owner])
+        return answer
+
+    def take(self, cursor: Any, request: Request) -> Grant | Busy:
+        """Take the lock if it is free; places in the queue stay as they are."""
+        raise NotImplementedError
 
     def release(self, cursor: Any, request: Request) -> Release:
         known = {"key": request.key, "owner": request.owner, "min_hold": request.min_hold}

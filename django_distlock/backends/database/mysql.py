@@ -105,13 +105,12 @@ FROM {LOCK} WHERE method_name = %(key)s AND available_at > SYSDATE(6)
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
 VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format(PATIENCE)})
-ON DUPLICATE KEY UPDATE expires_at = VALUES(expires_at)
+ON DUPLICATE KEY UPDATE ticket = LAST_INSERT_ID(ticket), expires_at = VALUES(expires_at)
 """
-_TICKET = f"SELECT ticket FROM {WAITER} WHERE owner = %(owner)s"
 #: Lock wait timeout, lock not available at once.
 _LOCK_NOT_AVAILABLE = {1205, 3572}
 #: Those, deadlock, record changed since the snapshot.
-_CONTENTION = {*_LOCK_NOT_AVAILABLE, 1213, 1020}
+CONTENTION = {*_LOCK_NOT_AVAILABLE, 1213, 1020}
 #: Nothing is cut in silence, no quote or empty text means something else.
 _SQL_MODE = "STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION"
 _NO_SUCH_TABLE = 1146
@@ -151,7 +150,7 @@ class MySQL(Engine):
         return cursor
 
     def is_contention(self, error: Exception) -> bool:
-        return code(error) in _CONTENTION
+        return code(error) in CONTENTION
 
     def is_wait_over(self, error: Exception) -> bool:
         return code(error) in _LOCK_NOT_AVAILABLE
@@ -159,24 +158,14 @@ class MySQL(Engine):
     def is_missing_table(self, error: Exception) -> bool:
         return code(error) == _NO_SUCH_TABLE
 
-    def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:
+    def take(self, cursor: Any, request: Request) -> Grant | Busy:
         known = parameters(request)
-        name = known.pop("name")
         _run(cursor, self._acquire, known)
         if cursor.lastrowid:
-            answer: Grant | Busy = Grant(cursor.lastrowid)
-        else:
-            answer = self._after_refusal(cursor, known, name)
-        if queued and isinstance(answer, Grant):
-            self.dequeue(cursor, request)
-        elif queued:
-            self.keep_places(cursor, [request.owner])
-        return answer
-
-    def _after_refusal(self, cursor: Any, known: dict[str, Any], name: str) -> Grant | Busy:
-        """Return who has the lock. If nobody has, it came free meanwhile, or has no rows yet: ask again."""
+            return Grant(cursor.lastrowid)
+        # If nobody has it, it came free meanwhile, or has no rows yet.
         for _ in range(2):
-            cursor.execute(_LOOK, {"key": known["key"], "owner": known["owner"]})
+            cursor.execute(_LOOK, known)
             row = cursor.fetchone()
             if row is not None:
                 is_ours, token, holder, remaining = row
@@ -186,7 +175,7 @@ class MySQL(Engine):
                     return busy(holder, remaining)
             else:
                 for statement in CREATE:
-                    cursor.execute(statement, {"key": known["key"], "name": name})
+                    cursor.execute(statement, known)
             _run(cursor, self._acquire, known)
             if cursor.lastrowid:
                 return Grant(cursor.lastrowid)
@@ -206,8 +195,7 @@ class MySQL(Engine):
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
         known = {"key": request.key, "owner": request.owner, "channel": channel}
         cursor.execute(_ENQUEUE, known)
-        cursor.execute(_TICKET, {"owner": request.owner})
-        ticket: int = cursor.fetchone()[0]
+        ticket: int = cursor.lastrowid
         return ticket
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:

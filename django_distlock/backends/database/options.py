@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from django.core.checks import Error
 from django.db import connections
 
-from django_distlock.conf import seconds
+from django_distlock.conf import check_values
 
 if TYPE_CHECKING:
     from django.core.checks import CheckMessage
@@ -74,22 +74,14 @@ class AdvisoryOptions(SessionOptions):
 
 
 def _check(options: DatabaseOptions | SessionOptions) -> None:
-    for option in fields(options):
-        _check_type(option.name, getattr(options, option.name), type(option.default))
+    check_values(options)
     if options.using not in connections.settings:
         msg = f"'using' names {options.using!r}, but DATABASES has {', '.join(map(repr, connections.settings))}."
         raise ValueError(msg)
-    if options.max_connections < 1:
-        msg = f"'max_connections' must be 1 or more, not {options.max_connections}."
+    limit = options.max_connections
+    if type(limit) is not int or limit < 1:
+        msg = f"'max_connections' must be a whole number, 1 or more, not {limit!r}."
         raise ValueError(msg)
-    seconds(options.io_timeout, "'io_timeout'")
-
-
-def _check_type(name: str, value: object, kind: type) -> None:
-    kinds = (int, float) if kind is float else (kind,)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-        msg = f"{name!r} must be a {kind.__name__}, not {value!r}."
-        raise TypeError(msg)
 
 
 #: RETURNING came with it.

@@ -109,28 +109,24 @@ class Portable(Engine):
             postgresql.settle(connection)
 
     def is_contention(self, error: Exception) -> bool:
-        code = error.args[0] if error.args else None
-        return getattr(error.__cause__, "sqlstate", None) in {
-            "55P03",
-            "40001",
-            "40P01",
-        } or code in {1205, 1213, 1020}
+        # By the codes of the servers this is tried on.
+        is_of_postgresql = postgresql.sqlstate(error) in postgresql.CONTENTION
+        return is_of_postgresql or mysql.code(error) in mysql.CONTENTION
 
-    def try_acquire(self, cursor: CursorWrapper, request: Request, queued: int) -> Grant | Busy:
+    def take(self, cursor: CursorWrapper, request: Request) -> Grant | Busy:
         """Ask once; the rows are made at the first use of a name, in transactions of their own."""
         known = parameters(request)
         with short_transaction(cursor):
             answer = self._take(cursor, request, known)
         if answer is None:
-            self._create(cursor, known)
+            now = self._now(cursor)
+            for statement in _CREATE:
+                with suppress(IntegrityError):  # somebody else was first
+                    cursor.execute(statement, {**known, "now": now})
             with short_transaction(cursor):
                 answer = self._take(cursor, request, known)
         if answer is None:
             raise Crowded
-        if queued and isinstance(answer, Grant):
-            self.dequeue(cursor, request)
-        elif queued:
-            self.keep_places(cursor, [request.owner])
         return answer
 
     def release(self, cursor: CursorWrapper, request: Request) -> Release:
@@ -251,14 +247,6 @@ class Portable(Engine):
     def _is_behind(self, cursor: CursorWrapper, known: dict[str, Any]) -> bool:
         cursor.execute(_AHEAD, known)
         return bool(cursor.fetchone()[0])
-
-    def _create(self, cursor: CursorWrapper, known: dict[str, Any]) -> None:
-        now = self._now(cursor)
-        for statement in _CREATE:
-            try:
-                cursor.execute(statement, {**known, "now": now})
-            except IntegrityError:
-                continue  # somebody else was first
 
 
 def is_guarded(cursor: CursorWrapper, engine: Engine, key: str) -> bool:

@@ -171,7 +171,7 @@ WHERE owner IN (SELECT json_array_elements_text(%(owners)s::json)) AND expires_a
 """
 
 #: lock_not_available, serialization_failure, deadlock_detected.
-_CONTENTION = {"55P03", "40001", "40P01"}
+CONTENTION = {"55P03", "40001", "40P01"}
 _LOCK_NOT_AVAILABLE = "55P03"
 #: How results are read, by the types that the server tells: boolean, bigint, double precision.
 _READERS: dict[int, Callable[[bytes], Any]] = {16: b"t".__eq__, 20: int, 701: float}
@@ -285,7 +285,7 @@ class PostgreSQL(Engine):
         return LeanCursor(connection, prepares=connection.distlock_is_ours)
 
     def is_contention(self, error: Exception) -> bool:
-        return sqlstate(error) in _CONTENTION
+        return sqlstate(error) in CONTENTION
 
     def is_wait_over(self, error: Exception) -> bool:
         return sqlstate(error) == _LOCK_NOT_AVAILABLE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from django_distlock.engine.values import Purged
 
@@ -69,21 +69,16 @@ class Limits:
             raise ValueError(msg)
 
 
-class _Row(NamedTuple):
-    key: int
-    method_name: str
-    is_old: int
-
-
 def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[Purged]:
     """Yield each batch as it is done. *ask* runs a verb on a cursor in autocommit; *is_mine*: of this alias."""
     known = ask(_moment, limits)
-    first, last = ask(_ends)
+    ((first, last),) = ask(_fetched, _ENDS, known)
+    first, last = first or 0, last or 0
     for look, *delete in ((_LOOK, _delete), (_LOOK_AT_WAITERS, _execute, _DELETE_WAITERS)):
         after = 0
-        while batch := ask(_read, look, {**known, "after": after}):
-            after = batch[-1].key
-            keys = [row.key for row in batch if row.is_old and is_mine(row.method_name)]
+        while batch := ask(_fetched, look, {**known, "after": after}):
+            after = batch[-1][0]
+            keys = [key for key, method_name, is_old in batch if is_old and is_mine(method_name)]
             deleted = ask(*delete, keys, known) if keys and not limits.dry_run else len(keys)
             done = (after - first + 1) / (last - first + 1) if look is _LOOK else 1.0
             yield Purged(len(batch), deleted, min(1.0, done))
@@ -103,15 +98,10 @@ def _moment(cursor: CursorWrapper, limits: Limits) -> Parameters:
     return {**instants, "token": microseconds(cutoff), "size": limits.batch_size}
 
 
-def _ends(cursor: CursorWrapper) -> tuple[int, int]:
-    cursor.execute(_ENDS)
-    first, last = cursor.fetchone()
-    return first or 0, last or 0
-
-
-def _read(cursor: CursorWrapper, look: str, known: Parameters) -> list[_Row]:
-    cursor.execute(look, known)
-    return [_Row(*row) for row in cursor.fetchall()]
+def _fetched(cursor: CursorWrapper, statement: str, known: Parameters) -> list[tuple[Any, ...]]:
+    cursor.execute(statement, known)
+    rows: list[tuple[Any, ...]] = cursor.fetchall()
+    return rows
 
 
 def _delete(cursor: CursorWrapper, keys: list[int], known: Parameters) -> int:

@@ -151,13 +151,9 @@ class SQLite(Engine):
     def is_missing_table(self, error: Exception) -> bool:
         return "no such table" in str(error)
 
-    def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:
+    def take(self, cursor: Any, request: Request) -> Grant | Busy:
         cursor.execute(self._acquire, parameters(request))
         row = cursor.fetchone()
-        if queued and row is not None:
-            self.dequeue(cursor, request)
-        elif queued:
-            self.keep_places(cursor, [request.owner])
         if row is not None:
             return Grant(row[0])
         cursor.execute(_LOOK, {"key": request.key})

@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from bisect import insort
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,8 +88,7 @@ class Listener:
         self.forget()
 
     def close(self) -> None:
-        """Stop listening as soon as nobody waits."""
-        self._wanted_until = 0.0
+        self._wanted_until = 0.0  # ends as soon as nobody waits
 
     def _run(self) -> None:
         while self._is_wanted():
@@ -196,8 +196,7 @@ class Watcher(Listener):
                     if any(before.get(key) != token for key, token in tokens.items()):
                         pause = shortest
                 version = seen
-                is_idle = not keys
-                if self._news.wait(TICK if is_idle else pause * random.uniform(0.7, 1.3)):  # noqa: S311 - no secret
+                if self._news.wait(TICK if not keys else pause * random.uniform(0.7, 1.3)):  # noqa: S311 - no secret
                     pause = shortest
                 pause = min(longest, pause * GROWTH)
 
@@ -208,10 +207,10 @@ class _Place(NamedTuple):
     bell: Bell
 
 
+@dataclass
 class _Line:
-    def __init__(self) -> None:
-        self.places: list[_Place] = []
-        self.kept_at = clock.wait_time()
+    places: list[_Place] = field(default_factory=list)
+    kept_at: float = field(default_factory=clock.wait_time)
 
 
 class Places:

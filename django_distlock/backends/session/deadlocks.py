@@ -55,23 +55,19 @@ class DeadlockWatch:
     def _look(self) -> None:
         if not self._session.is_waiting:
             return
-        is_seen = self._stands_in_circle()
+        is_seen = False
+        try:
+            is_seen = is_victim(self._session.caller, self._waits())
+        except LockBackendError as error:
+            logger.warning("Deadlocks cannot be looked for: %s", printable(error))
         if is_seen and self._was_seen:
-            self._end()
+            name = self._session.request.name
+            logger.warning("Lock %s: deadlock", printable(name), extra=log_fields(name))
+            self._session.deadlock = (
+                "others wait for a lock that this caller holds, and hold this one"
+            )
+            self._session.interrupt()
             return
         # Holders are written down a moment after they hold: one look may join two moments.
         self._was_seen = is_seen
         background.submit(self._alias, self._look, CONFIRM if is_seen else AGAIN)
-
-    def _stands_in_circle(self) -> bool:
-        try:
-            return is_victim(self._session.caller, self._waits())
-        except LockBackendError as error:
-            logger.warning("Deadlocks cannot be looked for: %s", printable(error))
-            return False
-
-    def _end(self) -> None:
-        name = self._session.request.name
-        logger.warning("Lock %s: deadlock", printable(name), extra=log_fields(name))
-        self._session.deadlock = "others wait for a lock that this caller holds, and hold this one"
-        self._session.interrupt()
