@@ -138,7 +138,7 @@ class SessionBackend(BaseDatabaseBackend):
         # First, for whoever asks is_session_over() before the lease knows that it is released.
         self._sessions.released.add(request.owner)
         is_freed = self._free(session)
-        if self._is_noted(request):
+        if request.shared and self.supports_listing:
             keys = [reader_key(request.key, digest(request.owner))]
             with suppress(LockBackendError):  # listing forgets it too
                 self._insist(occupants.forget_readers, keys)
@@ -241,7 +241,7 @@ class SessionBackend(BaseDatabaseBackend):
         if isinstance(answer, Busy):
             if answer.holder is not None:
                 return answer
-            return self._insist(self._last_holder, request.key)
+            return self._insist(occupants.last_holder, request.key)
         occupant = Occupant.of(session)
         if answer.token is None:
             token = self._count(session, occupant, patience)
@@ -344,17 +344,10 @@ class SessionBackend(BaseDatabaseBackend):
         """Make the lock's row if there is none, in a transaction of its own; tell whether there was none."""
         return self._insist(self.server.make_row, request.key, request.name)
 
-    def _last_holder(self, cursor: Any, key: str) -> Busy:
-        occupant = occupants.occupant(cursor, key)
-        return Busy(None if occupant is None else occupant.holder)
-
     def _look(self, cursor: Any, request: Request) -> Busy | None:
         if not self.server.is_held(cursor, request.key):
             return None
-        return self._last_holder(cursor, request.key) if self.supports_fencing else Busy()
-
-    def _is_noted(self, request: Request) -> bool:
-        return request.shared and self.supports_listing
+        return occupants.last_holder(cursor, request.key) if self.supports_fencing else Busy()
 
     def _tell(self, request: Request) -> Release:
         """Return what became of a holding that has no session."""

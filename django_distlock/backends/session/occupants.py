@@ -11,7 +11,7 @@ from django_distlock.backends.database.portable import short_transaction
 from django_distlock.backends.database.records import raise_counter
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import shown, stored
-from django_distlock.engine.values import Held, digest
+from django_distlock.engine.values import Busy, Held, digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -138,11 +138,12 @@ def as_held(counted: Counted, owner_digest: str, waiters: int, *, shared: bool) 
     )
 
 
-def occupant(cursor: CursorWrapper, key: str) -> Occupant | None:
-    """Return who was the last to be granted the lock."""
+def last_holder(cursor: CursorWrapper, key: str) -> Busy:
+    """Return as busy who was the last to be granted the lock."""
     cursor.execute(f"SELECT holder FROM {COUNTER} WHERE method_name = %(key)s", {"key": key})
     row = cursor.fetchone()
-    return None if row is None else Occupant.from_json(row[0])
+    occupant = Occupant.from_json(row[0]) if row else None
+    return Busy(occupant.holder if occupant else None)
 
 
 def forget_readers(cursor: CursorWrapper, keys: Collection[str]) -> None:

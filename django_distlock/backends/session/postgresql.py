@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import DatabaseError
 from django.db.utils import OperationalError
@@ -152,6 +152,9 @@ class PostgreSQLSessions(SessionServer):
 INSERT INTO {COUNTER} (method_name, value, holder) VALUES (%(key)s, %(token)s, %(holder)s)
 ON CONFLICT (method_name) DO NOTHING"""
 
+    #: The server's limit for the silence of who holds.
+    silence: ClassVar[str]
+
     def begin(self, connection: Any) -> None:
         """Refuse a pooler, which would hand the session with its lock to others; lift the limits."""
         if not is_direct(connection):
@@ -177,6 +180,14 @@ ON CONFLICT (method_name) DO NOTHING"""
     @abstractmethod
     def plans(self) -> str:
         """Return what prepares the statements of a session."""
+
+    def limit(self, session: Session, seconds: float) -> bool:
+        limit = milliseconds(seconds)
+        if limit == session.connection.distlock_limit:
+            return False
+        session.execute(f"SET {self.silence} = {limit}")
+        session.connection.distlock_limit = limit
+        return True
 
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
         known = {"key": key, "holder": holder, "row_wait": f"{milliseconds(patience)}ms"}
@@ -220,6 +231,8 @@ ON CONFLICT (method_name) DO NOTHING"""
 class PostgreSQLRows(PostgreSQLSessions):
     """Rows kept locked by SELECT FOR UPDATE: begin and lock are one round trip."""
 
+    silence = "idle_in_transaction_session_timeout"  # one that is in no transaction holds nothing
+
     def plans(self) -> str:
         return _PREPARE_ROWS
 
@@ -252,15 +265,6 @@ class PostgreSQLRows(PostgreSQLSessions):
         """A transaction that has failed is rolled back by its commit: its locks were gone before."""
         return _run(session, "COMMIT")[1] == "COMMIT"
 
-    def limit(self, session: Session, seconds: float) -> bool:
-        """Of a transaction: one that is in none holds nothing."""
-        limit = milliseconds(seconds)
-        if limit == session.connection.distlock_limit:
-            return False
-        session.execute(f"SET idle_in_transaction_session_timeout = {limit}")
-        session.connection.distlock_limit = limit
-        return True
-
     def is_held(self, cursor: Any, key: str) -> bool:
         """Try it for a moment: what is skipped is held."""
         cursor.execute(f"{_SELECT} FOR UPDATE SKIP LOCKED", {"key": key})
@@ -272,6 +276,8 @@ class PostgreSQLRows(PostgreSQLSessions):
 
 class PostgreSQLAdvisory(PostgreSQLSessions):
     """Locks by numbers of 64 bits, in one statement with the token."""
+
+    silence = "idle_session_timeout"
 
     def plans(self) -> str:
         takes = _PREPARE_TAKE if self.fencing else _PREPARE_BARE
@@ -326,14 +332,6 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
 
     def free(self, session: Session) -> bool:
         return _execute(session, "free", [str(lock_number(session.request.key))])[0] == "true"
-
-    def limit(self, session: Session, seconds: float) -> bool:
-        limit = milliseconds(seconds)
-        if limit == session.connection.distlock_limit:
-            return False
-        session.execute("SELECT set_config('idle_session_timeout', %s, false)", [str(limit)])
-        session.connection.distlock_limit = limit
-        return True
 
     def is_held(self, cursor: Any, key: str) -> bool:
         """The server lists them, by halves of their numbers."""

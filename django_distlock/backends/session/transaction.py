@@ -116,6 +116,8 @@ class Taker(ABC):
     engine: ClassVar[Engine]
     #: What makes the row.
     server: ClassVar[type[SessionServer]]
+    #: Whether it is known that nothing was done yet in the transaction: it is begun anew instead of a savepoint.
+    _is_first = False
 
     def __init__(self, connection: BaseDatabaseWrapper, name: str, wait: Wait) -> None:
         self.connection = connection
@@ -178,10 +180,13 @@ class Taker(ABC):
                 self.after_deadlock()
                 reason = "the server found a circle of transactions that wait for each other"
                 raise LockDeadlock(self.name, reason) from error
+            self.undo()
             if self.engine.is_wait_over(error):
-                self.undo()
                 raise LockNotAcquired(self.name, self.wait.waited) from error
-            found = self.after_conflict()
+            # The row was changed since the snapshot: nobody need hold the lock, but what was read before is old.
+            if not self._is_first:
+                self.refuse_old_snapshot()
+            return Found.STALE
         if found is Found.LOCKED:
             self.keep()
         else:
@@ -190,24 +195,25 @@ class Taker(ABC):
 
     def begin(self) -> None:
         """Have a point to come back to if the lock is not had."""
-        self._savepoint = self.connection.savepoint() or ""
+        if not self._is_first:
+            self._savepoint = self.connection.savepoint() or ""
 
     def undo(self) -> None:
-        """Come back to that point: the transaction can go on."""
-        self.connection.savepoint_rollback(self._savepoint)
-        self.connection.savepoint_commit(self._savepoint)
+        """Come back to before the attempt: the transaction can go on."""
+        if self._is_first:
+            self.connection.connection.rollback()
+        else:
+            self.connection.savepoint_rollback(self._savepoint)
+            self.connection.savepoint_commit(self._savepoint)
 
     def keep(self) -> None:
         """Let what was done since then stand."""
-        self.connection.savepoint_commit(self._savepoint)
+        if not self._is_first:
+            self.connection.savepoint_commit(self._savepoint)
 
     def after_deadlock(self) -> None:
         """Have the transaction as the server left it."""
         self.undo()
-
-    def after_conflict(self) -> Found:
-        """Begin anew after the row was changed since the snapshot: nobody need hold the lock."""
-        return Found.STALE
 
     def refuse_old_snapshot(self) -> NoReturn:
         msg = (
@@ -247,20 +253,6 @@ class OnPostgreSQL(Taker):
         self._is_first = self.connection.connection.info.transaction_status == 0
         self._our_first: int | None = None
 
-    def begin(self) -> None:
-        if not self._is_first:
-            super().begin()
-
-    def undo(self) -> None:
-        if self._is_first:
-            self.connection.connection.rollback()
-        else:
-            super().undo()
-
-    def keep(self) -> None:
-        if not self._is_first:
-            super().keep()
-
     def lock(self, cursor: CursorWrapper) -> Found:
         """Leave lock_timeout as it was; no statement before the locking one takes a snapshot."""
         cursor.execute("SHOW lock_timeout")
@@ -282,13 +274,6 @@ class OnPostgreSQL(Taker):
         if isolation not in SNAPSHOT or last == self._our_first:
             return Found.LOCKED
         self._our_first = ours % 2**32
-        return Found.STALE
-
-    def after_conflict(self) -> Found:
-        """What was read before stands in the way of a new snapshot."""
-        if not self._is_first:
-            self.undo()
-            self.refuse_old_snapshot()
         return Found.STALE
 
     def is_deadlock(self, error: Exception) -> bool:
