@@ -109,7 +109,7 @@ ON DUPLICATE KEY UPDATE ticket = LAST_INSERT_ID(ticket), expires_at = VALUES(exp
 """
 #: Lock wait timeout, lock not available at once.
 _LOCK_NOT_AVAILABLE = {1205, 3572}
-#: Those, deadlock, record changed since the snapshot.
+#: Those, deadlock, row changed since the snapshot.
 CONTENTION = {*_LOCK_NOT_AVAILABLE, 1213, 1020}
 #: Nothing is cut in silence, no quote or empty text means something else.
 _SQL_MODE = "STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION"

@@ -57,7 +57,7 @@ IO_TIMEOUT, AT_ONCE = 2.0, 2
 STAND_BACK = 0.1
 #: Isolation levels at which a transaction reads what was committed when it began.
 SNAPSHOT = {"repeatable read", "serializable", "REPEATABLE-READ", "SERIALIZABLE"}
-#: Numbers of MariaDB's and MySQL's errors: a row is locked; a deadlock, or a record changed since the snapshot.
+#: Numbers of MariaDB's and MySQL's errors: a row is locked; a deadlock, or a row changed since the snapshot.
 _TIMEOUT, _NOWAIT = 1205, 3572
 _DEADLOCKS = {1213, 1020}
 
