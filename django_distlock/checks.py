@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from django.core.checks import CheckMessage, Error, Tags, Warning as CheckWarning, register
 
 from .conf import DEFAULT_ALIAS
 from .exceptions import InvalidLockBackend
 from .handler import locks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 #: The documentation on the web.
 DOCS = "https://django-distlock.readthedocs.io/en/latest/"

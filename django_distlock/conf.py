@@ -77,8 +77,7 @@ def seconds(value: object, what: str, *, zero: bool = False, longest: float = LO
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        msg = f"{what} must be a number of seconds or a timedelta, not {value!r}."
-        raise TypeError(msg)
+        raise TypeError(f"{what} must be a number of seconds or a timedelta, not {value!r}.")
     # NaN fails this too.
     if not 0 <= value <= longest or (value == 0 and not zero):
         least = "0 or more" if zero else "more than 0"
@@ -91,8 +90,7 @@ def checked_ttl(value: object, what: str = "ttl") -> float:
     """Return a ttl as seconds(); at least LEAST_TTL, since the drift of clocks is subtracted from it."""
     ttl = seconds(value, what)
     if ttl < LEAST_TTL:
-        msg = f"{what} must be at least {LEAST_TTL} seconds, not {ttl!r}."
-        raise ValueError(msg)
+        raise ValueError(f"{what} must be at least {LEAST_TTL} seconds, not {ttl!r}.")
     return ttl
 
 
@@ -159,8 +157,7 @@ def _test(where: str, values: object) -> dict[str, Any]:
     test: dict[str, Any] = _of_type(where, values, dict)
     for key in test:
         if key not in TEST_KEYS:
-            msg = f"{where}: unknown key {key!r}. It takes {', '.join(TEST_KEYS)}."
-            raise ValueError(msg)
+            raise ValueError(f"{where}: unknown key {key!r}. It takes {', '.join(TEST_KEYS)}.")
     if test.get("BACKEND") is not None:
         _of_type(f"{where}: BACKEND", test["BACKEND"], str)
     _of_type(f"{where}: OPTIONS", test.get("OPTIONS", {}), dict)
@@ -170,5 +167,4 @@ def _test(where: str, values: object) -> dict[str, Any]:
 def _of_type(what: str, value: object, kind: type[Any]) -> Any:
     if isinstance(value, kind):
         return value
-    msg = f"{what} must be a {kind.__name__}, not {value!r}."
-    raise TypeError(msg)
+    raise TypeError(f"{what} must be a {kind.__name__}, not {value!r}.")

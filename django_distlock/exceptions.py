@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError
@@ -11,9 +11,6 @@ from django.core.management.base import CommandError
 from .engine.clock import in_words, time_of_day
 from .engine.holder import Holder
 from .engine.naming import printable
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class LockError(Exception):

@@ -9,7 +9,8 @@ import logging
 import os
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
@@ -23,10 +24,6 @@ from .engine.background import background
 from .engine.forks import forks
 from .engine.registry import registry
 from .exceptions import InvalidLockBackend
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 logger = logging.getLogger("django_distlock")
 
@@ -237,11 +234,10 @@ atexit.register(locks.end_process)
 def check_threads() -> None:
     """Raise InvalidLockBackend where locks would hang, and warn once where leases are extended late."""
     if type(threading.Lock()) is not _MUTEX:
-        msg = (
+        raise InvalidLockBackend(
             "gevent or eventlet took the place of threads after django_distlock was imported, and locks would "
             "hang. Patch first of all: gunicorn without --preload, uWSGI with --gevent-early-monkey-patch."
         )
-        raise InvalidLockBackend(msg)
     _warn_of_no_threads(os.getpid())
 
 
