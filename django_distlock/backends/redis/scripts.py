@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -363,18 +362,12 @@ return 1
 """
 
 
-@dataclass(frozen=True, slots=True)
 class Script:
     """A script by its name; Redis knows it by *sha*."""
 
-    name: str
-    text: str
-    sha: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        # What Redis itself names scripts by.
-        digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
-        object.__setattr__(self, "sha", digest)
+    def __init__(self, name: str, text: str) -> None:
+        self.name, self.text = name, text
+        self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 ACQUIRE = Script("acquire", _COMMON + _ACQUIRE)
@@ -409,18 +402,12 @@ MakeKey = Callable[[str], str]
 _PLACE = "distlock-place"
 
 
-@dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of one lock: *all* that scripts are given, in their order, and what doorbells begin with."""
 
-    record: str
-    all: tuple[str, str, str, str] = field(init=False)
-    bells: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        names = self.record, f"{self.record}:h", f"{self.record}:q", f"{self.record}:a"
-        object.__setattr__(self, "all", names)
-        object.__setattr__(self, "bells", f"{self.record}:b:")
+    def __init__(self, record: str) -> None:
+        self.record, self.bells = record, f"{record}:b:"
+        self.all = record, f"{record}:h", f"{record}:q", f"{record}:a"
 
     def bell(self, owner: str) -> str:
         return self.bells + owner
