@@ -17,20 +17,9 @@ from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
+from . import cache_alias
 from .base import BaseLockBackend
-from .cache_alias import (
-    LONGEST_KEY,
-    Record,
-    cache_class,
-    check_clearing,
-    check_ttl,
-    check_ttl_setting,
-    checked_cache,
-    dotted_path,
-    own_instance,
-    plain_key,
-    whole_seconds,
-)
+from .cache_alias import Record
 
 #: A lock is deleted only if this many seconds of its ttl are left; otherwise it expires, because
 #: somebody else might get it between the get() and the delete().
@@ -62,21 +51,21 @@ class AddBackend(BaseLockBackend):
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         self.place = "cache", self.options.cache
-        check_ttl_setting(settings)
-        kind = cache_class(checked_cache(self.options.cache))
+        cache_alias.check_ttl_setting(settings)
+        kind = cache_alias.cache_class(cache_alias.checked_cache(self.options.cache))
         if not is_trusted(kind, self.options.trust_add):
-            msg = f"'trust_add' does not name {dotted_path(kind)}, the class of the cache {self.options.cache!r}."
+            msg = f"'trust_add' does not name {cache_alias.dotted_path(kind)}, the class of the cache {self.options.cache!r}."
             raise ValueError(msg)
-        self._keys = own_instance(self.options.cache)
+        self._keys = cache_alias.own_instance(self.options.cache)
         self._released = RecentOwners()
         self._is_proved = False
 
     def check_ttl(self, ttl: float) -> None:
-        check_ttl(ttl)
+        cache_alias.check_ttl(ttl)
 
     def request(self, name: str, **wishes: Any) -> Request:
-        room = LONGEST_KEY - len(self._keys.make_key(""))
-        return Request(name, plain_key(self.key_of(name), room), **wishes)
+        room = cache_alias.LONGEST_KEY - len(self._keys.make_key(""))
+        return Request(name, cache_alias.plain_key(self.key_of(name), room), **wishes)
 
     def try_acquire(
         self, request: Request, *, queued: int, left: float | None = 0.0
@@ -112,7 +101,7 @@ class AddBackend(BaseLockBackend):
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:
-            return check_clearing(self.alias, self.options.cache)
+            return cache_alias.check_clearing(self.alias, self.options.cache)
         return self.check_server(f"the LOCATION of the cache {self.options.cache!r}")
 
     def abandon_after_fork(self) -> None:
@@ -122,7 +111,7 @@ class AddBackend(BaseLockBackend):
 
     def _add(self, key: str, value: str, ttl: float) -> bool:
         """Return whether the key was added; an answer that is not a bool hides an error."""
-        answer = self._ask("add", key, value, timeout=whole_seconds(ttl))
+        answer = self._ask("add", key, value, timeout=cache_alias.whole_seconds(ttl))
         if answer is True or answer is False:
             return answer
         raise LockOutcomeUnknown(self.alias, f"add() returned {answer!r} instead of True or False")
@@ -161,4 +150,4 @@ class AddBackend(BaseLockBackend):
 def is_trusted(kind: type, trusted: object) -> bool:
     if not (isinstance(trusted, list | tuple) and all(isinstance(path, str) for path in trusted)):
         raise TypeError(f"'trust_add' must be a list of dotted paths, not {trusted!r}.")
-    return dotted_path(kind) in trusted
+    return cache_alias.dotted_path(kind) in trusted

@@ -10,19 +10,9 @@ from typing import Any
 
 from django.core.checks import CheckMessage
 
+from django_distlock.backends import cache_alias
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.backends.cache_alias import (
-    Record,
-    cache_class,
-    check_clearing,
-    check_ttl,
-    check_ttl_setting,
-    checked_cache,
-    own_instance,
-    paths,
-    plain_key,
-    whole_seconds,
-)
+from django_distlock.backends.cache_alias import Record
 from django_distlock.conf import BackendSettings, check_values
 from django_distlock.engine import clock
 from django_distlock.engine.owners import RecentOwners
@@ -67,11 +57,11 @@ class CacheMemcachedBackend(BaseLockBackend):
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         self.place = "cache", self.options.cache
-        check_ttl_setting(settings)
+        cache_alias.check_ttl_setting(settings)
         self._cache = _memcached(self.options.cache)
         #: Its OPTIONS, as they are given to the driver.
         self._given: dict[str, Any] = self._cache._options  # noqa: SLF001 - there is no other way
-        if PYLIBMC in paths(type(self._cache)):
+        if PYLIBMC in cache_alias.paths(type(self._cache)):
             _check_protocol(self._given)
         self._prefix = _client_prefix(self._given)
         self._server = _only_server(self.options, self._cache.client_servers)
@@ -79,18 +69,18 @@ class CacheMemcachedBackend(BaseLockBackend):
         self._released = RecentOwners()
 
     def check_ttl(self, ttl: float) -> None:
-        check_ttl(ttl)
+        cache_alias.check_ttl(ttl)
 
     def request(self, name: str, **wishes: Any) -> Request:
         key = self._cache.make_key(self.key_of(name))
-        return Request(name, plain_key(self._prefix + key), **wishes)
+        return Request(name, cache_alias.plain_key(self._prefix + key), **wishes)
 
     def try_acquire(
         self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         """Add the key and read it: the lock may be ours already, by a request whose reply was lost."""
         value = self._value(request, request.ttl)
-        lives = whole_seconds(request.ttl)
+        lives = cache_alias.whole_seconds(request.ttl)
         found = self._pool.ask(Connection.add, request.key, value, lives, request.owner)
         if found == value:
             return Grant(None)
@@ -129,7 +119,9 @@ class CacheMemcachedBackend(BaseLockBackend):
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:
-            return check_clearing(self.alias, self.options.cache, server=self.options.server)
+            return cache_alias.check_clearing(
+                self.alias, self.options.cache, server=self.options.server
+            )
         return self.check_server(str(self._server))
 
     def close(self) -> None:
@@ -147,7 +139,7 @@ class CacheMemcachedBackend(BaseLockBackend):
                 return False
             # Never less than it has: a longer extension was asked for before.
             ttl = max(request.ttl, record.ends - clock.lease_time())
-            value, lives = self._value(request, ttl) + mark, whole_seconds(ttl)
+            value, lives = self._value(request, ttl) + mark, cache_alias.whole_seconds(ttl)
             if self._pool.ask(Connection.cas, request.key, value, number, lives):
                 return True
         raise self._restless()
@@ -189,10 +181,10 @@ def _busy(record: Record) -> Busy:
 
 
 def _memcached(name: str) -> Any:
-    kind = cache_class(checked_cache(name))
-    if MEMCACHED not in paths(kind):
+    kind = cache_alias.cache_class(cache_alias.checked_cache(name))
+    if MEMCACHED not in cache_alias.paths(kind):
         raise ValueError(f"'cache' names {name!r}, a {kind.__name__}, which is not on memcached.")
-    return own_instance(name)
+    return cache_alias.own_instance(name)
 
 
 def _client_prefix(given: dict[str, Any]) -> str:

@@ -6,43 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
-from redis.exceptions import (
-    AuthenticationError,
-    MovedError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    ResponseError,
-)
+from redis import exceptions
+from redis.exceptions import ResponseError
 
+from django_distlock.engine import values
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import LONGEST_LISTED, printable
-from django_distlock.engine.values import (
-    Busy,
-    Grant,
-    Held,
-    Release,
-    Request,
-    digest,
-    digest_of_reservation,
-)
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 from django_distlock.exceptions import LockBackendError
 
+from . import scripts
 from .connections import Command, Conversation
-from .scripts import (
-    ACQUIRE,
-    EXTEND,
-    FORCE,
-    KEEP,
-    LEAVE,
-    LOOK,
-    RELEASE,
-    TAKE_OVER,
-    Call,
-    KeySpace,
-    Script,
-)
+from .scripts import Call, KeySpace, Script
 from .sources import RedisSettings
 from .transactions import transact
 
@@ -52,11 +27,11 @@ _T = TypeVar("_T")
 BATCH = 250
 #: What people can do about what Redis says: by the driver's error, or by the word that begins it inside a script.
 _HINTS = (
-    (MovedError, "MOVED", "it belongs to a cluster: say so with OPTIONS 'cluster': True"),
-    (NoPermissionError, "NOPERM", "if its user may not run scripts, set OPTIONS 'scripting': False"),
-    (OutOfMemoryError, "OOM", "its memory is full, and it drops nothing, rightly: give it more (maxmemory)"),
-    (ReadOnlyError, "READONLY", "it is a replica: name the master"),
-    (AuthenticationError, "unauthenticated", "it wants a password"),
+    (exceptions.MovedError, "MOVED", "it belongs to a cluster: say so with OPTIONS 'cluster': True"),
+    (exceptions.NoPermissionError, "NOPERM", "if its user may not run scripts, set OPTIONS 'scripting': False"),
+    (exceptions.OutOfMemoryError, "OOM", "its memory is full, and it drops nothing, rightly: give it more (maxmemory)"),
+    (exceptions.ReadOnlyError, "READONLY", "it is a replica: name the master"),
+    (exceptions.AuthenticationError, "unauthenticated", "it wants a password"),
 )  # fmt: skip
 _RELEASES = {0: Release.GONE, 1: Release.RELEASED, 2: Release.TAKEN}
 
@@ -83,7 +58,7 @@ class Verbs:
 
     def acquire(self, request: Request, *, queued: int) -> Conversation[Grant | Busy]:
         call = self._call(
-            ACQUIRE,
+            scripts.ACQUIRE,
             request,
             "s" if request.shared else "x",
             round(request.ttl * 1_000_000),
@@ -126,13 +101,13 @@ class Verbs:
             keys = [self._space.of(request.key) for request in some]
             names = tuple(key for each in keys for key in each.all[:2])
             args = (arg for request in some for arg in (request.owner, microseconds(request.ttl)))
-            (answer,) = yield from self._answers(Call(EXTEND, names, tuple(args)))
+            (answer,) = yield from self._answers(Call(scripts.EXTEND, names, tuple(args)))
             kept += [one == 1 for one in answer]
         return kept
 
     def take_over(self, request: Request, former: str) -> Conversation[bool]:
         args = former, microseconds(request.ttl), request.holder.to_json()
-        (answer,) = yield from self._answers(self._call(TAKE_OVER, request, *args))
+        (answer,) = yield from self._answers(self._call(scripts.TAKE_OVER, request, *args))
         return bool(answer == 1)
 
     def probe(self, request: Request) -> Conversation[Busy | None]:
@@ -154,16 +129,18 @@ class Verbs:
     def force(self, key: str, owner: str, token: int | None) -> Conversation[bool]:
         """End a holding for its operator, or without *owner* what it has reserved; tell whether it was there."""
         keys = self._space.of(key)
-        (answer,) = yield from self._answers(Call(FORCE, keys.all, (keys.bells, owner, f"{token}")))
+        (answer,) = yield from self._answers(
+            Call(scripts.FORCE, keys.all, (keys.bells, owner, f"{token}"))
+        )
         return bool(answer == 1)
 
     def keep(self, waiters: Sequence[Request]) -> Conversation[None]:
         keys = self._space.of(waiters[0].key)
         places = [f"{'s' if waiter.shared else 'x'}{waiter.owner}" for waiter in waiters]
-        yield from self._answers(Call(KEEP, keys.all, (keys.bells, *places)))
+        yield from self._answers(Call(scripts.KEEP, keys.all, (keys.bells, *places)))
 
     def leave(self, request: Request) -> Conversation[None]:
-        yield from self._answers(self._call(LEAVE, request))
+        yield from self._answers(self._call(scripts.LEAVE, request))
 
     def listen(self, bells: Sequence[str], seconds: float) -> Conversation[str | None]:
         """Wait on the server for up to *seconds* until one of the lists *bells* has something, and return which."""
@@ -177,7 +154,7 @@ class Verbs:
         return answer[0].decode() if isinstance(answer, (list, tuple)) else None
 
     def _release(self, request: Request, is_final: str) -> Call:
-        return self._call(RELEASE, request, is_final, microseconds(request.min_hold))
+        return self._call(scripts.RELEASE, request, is_final, microseconds(request.min_hold))
 
     def _call(self, script: Script, request: Request, *args: Any) -> Call:
         keys = self._space.of(request.key)
@@ -185,14 +162,16 @@ class Verbs:
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
         locks = map(self._space.of, keys)
-        found = yield from self._together([Call(LOOK, each.all, (each.bells,)) for each in locks])
+        found = yield from self._together(
+            [Call(scripts.LOOK, each.all, (each.bells,)) for each in locks]
+        )
         return [self._checked(answer) for answer in found]
 
     def _answers(self, call: Call, *after: Command) -> Conversation[list[Any]]:
         """Carry *call* out, and return its answer and those to *after*; LockBackendError if it is refused."""
         if self._has_scripts:
             answers = yield (call, *after)
-            if isinstance(answers[0], NoScriptError):
+            if isinstance(answers[0], exceptions.NoScriptError):
                 answers = yield (call.by_text, *after)
         else:
             answers = yield from transact(call, *after)
@@ -207,7 +186,7 @@ class Verbs:
                 answers += yield from transact(call)
             return answers
         answers = yield calls
-        if any(isinstance(answer, NoScriptError) for answer in answers):
+        if any(isinstance(answer, exceptions.NoScriptError) for answer in answers):
             answers = yield [call.by_text for call in calls]
         return answers
 
@@ -246,7 +225,9 @@ def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
             holder=holder,
             remaining=left,
             token=int(token),
-            owner_digest=digest_of_reservation(int(token)) if is_reserved else digest(owner),
+            owner_digest=values.digest_of_reservation(int(token))
+            if is_reserved
+            else values.digest(owner),
             shared=mode == b"s" and not is_reserved,
             waiters=int(waiters),
             reserved=is_reserved,

@@ -15,23 +15,11 @@ from django_distlock.engine.steps import Steps
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
+from . import votes
 from .options import RedlockOptions
 from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RAISE, RELEASE, TAKE_OVER
 from .servers import Servers
-from .votes import (
-    GUARDED,
-    NO,
-    TAKEN,
-    YES,
-    Count,
-    Election,
-    Question,
-    connect_timeout,
-    fencing_token,
-    majority,
-    server_timeout,
-    validity,
-)
+from .votes import Count, Election, Question
 
 _T = TypeVar("_T")
 #: Yields questions, and is sent the count of their answers.
@@ -61,7 +49,7 @@ class Verbs:
         self._spaces = spaces
         self._options = options
         self._guard = guard
-        self._most = majority(len(servers.places))
+        self._most = votes.majority(len(servers.places))
         self._everybody = range(len(servers.places))
 
     def acquire(self, request: Request, *, queued: int) -> Verb[Grant | Busy]:
@@ -81,30 +69,30 @@ class Verbs:
             self._servers.subscribed_channel() if queued else "",
             int(queued),
         )
-        votes: Count = yield self._question(calls, request.ttl, Count.is_elected)
-        outcome = votes.election()
+        ballot: Count = yield self._question(calls, request.ttl, Count.is_elected)
+        outcome = ballot.election()
         if outcome is Election.WON:
-            return (yield from self._fence(request, votes, start))
-        yield from self._give_back(request, votes.where(YES), votes.pending | votes.unsure)
+            return (yield from self._fence(request, ballot, start))
+        yield from self._give_back(request, ballot.where(votes.YES), ballot.pending | ballot.unsure)
         if outcome is Election.UNREACHABLE:
-            self._fail(votes, were_votes=True)
-        return votes.busy()
+            self._fail(ballot, were_votes=True)
+        return ballot.busy()
 
-    def _fence(self, request: Request, votes: Count, start: float) -> Verb[Grant | Busy]:
+    def _fence(self, request: Request, ballot: Count, start: float) -> Verb[Grant | Busy]:
         """Have a majority take note of the token before anybody uses it: so no later one is lower."""
         if not self._options.fencing:
             return Grant(None)
-        if known := votes.agreed_token():
+        if known := ballot.agreed_token():
             return Grant(known)
-        token = fencing_token(votes.answers[server][1] for server in votes.where(YES))
-        voters = votes.where(YES) | votes.pending
+        token = votes.fencing_token(ballot.answers[server][1] for server in ballot.where(votes.YES))
+        voters = ballot.where(votes.YES) | ballot.pending
         # Those who grant it later take note of the token as well.
         calls = self._calls(voters, RAISE, request.key, request.owner, token)
         count: Count = yield self._question(
             calls, request.ttl, lambda c: c.written() is not Election.OPEN
         )
         outcome = count.written()
-        if outcome is Election.WON and validity(request.ttl, clock.lease_time() - start) > 0:
+        if outcome is Election.WON and votes.validity(request.ttl, clock.lease_time() - start) > 0:
             return Grant(token)
         yield from self._give_back(request, voters, ())
         if outcome is Election.UNREACHABLE:
@@ -117,7 +105,7 @@ class Verbs:
         calls = self._calls(self._everybody, RELEASE, request.key, *args)
         count: Count = yield self._question(calls, request.ttl, _has_agreed)
         if count.says_yes() is False:
-            return Release.TAKEN if count.where(TAKEN) else Release.GONE
+            return Release.TAKEN if count.where(votes.TAKEN) else Release.GONE
         self._need_most(count)
         return Release.RELEASED
 
@@ -150,7 +138,7 @@ class Verbs:
         said = count.says_yes()
         if said:
             return True
-        yield from self._give_back(request, count.where(YES), count.pending | count.unsure)
+        yield from self._give_back(request, count.where(votes.YES), count.pending | count.unsure)
         if said is None:
             self._fail(count)
         return False
@@ -172,7 +160,7 @@ class Verbs:
             if digest(owner.decode()) == owner_digest:
                 calls = self._calls(self._everybody, FORCE, key, owner)
                 count = yield self._question(calls)
-                ended += len(count.where(YES))
+                ended += len(count.where(votes.YES))
         self._need_most(count)
         return ended > 0
 
@@ -239,8 +227,8 @@ class Verbs:
         is_decided: Callable[[Count], bool] = lambda _: False,
     ) -> Question:
         """Return a question that is over when *is_decided*; by default each server is waited for."""
-        within = server_timeout(ttl, self._options.server_timeout)
-        connecting = connect_timeout(ttl, self._options.connect_timeout)
+        within = votes.server_timeout(ttl, self._options.server_timeout)
+        connecting = votes.connect_timeout(ttl, self._options.connect_timeout)
         return Question(calls, is_decided, within, connecting)
 
     def _calls(
@@ -269,9 +257,9 @@ class Verbs:
         said = dict.fromkeys(count.answers, "it answered")
         failures = dict(count.failures)
         if were_votes:
-            said |= dict.fromkeys(count.where(YES), "it granted the lock, and had it back")
-            said |= dict.fromkeys(count.where(NO), "it refused: somebody has the lock")
-            for server in count.where(GUARDED):
+            said |= dict.fromkeys(count.where(votes.YES), "it granted the lock, and had it back")
+            said |= dict.fromkeys(count.where(votes.NO), "it refused: somebody has the lock")
+            for server in count.where(votes.GUARDED):
                 left = count.answers[server][1]
                 failures[server] = f"it started lately, and grants nothing for {left} s more"
         said |= failures
