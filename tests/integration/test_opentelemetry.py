@@ -198,7 +198,13 @@ def test_a_lease_that_is_left_alone_keeps_no_span_alive(reader: InMemoryMetricRe
 
 
 @pytest.fixture
-def hour() -> Iterator[None]:
+def no_history() -> None:
+    """The test project keeps it."""
+    history.stop()
+
+
+@pytest.fixture
+def hour(no_history: None) -> Iterator[None]:
     history.start()
     yield
     history.stop()
@@ -236,6 +242,7 @@ def test_only_so_many_templates_are_told_apart() -> None:
     assert history.OTHERS in dict(rows)
 
 
+@pytest.mark.usefixtures("no_history")
 def test_nothing_is_kept_unless_it_was_asked_for() -> None:
     with lock("fee:42"):
         pass
