@@ -28,6 +28,8 @@ OTHERS = "..."
 _ONE_OF_MANY = re.compile(r"[0-9a-fA-F]{8}[0-9a-fA-F-]*|\d+")
 #: How high the bars above the line are, and those below it; each is a minute wide.
 _HEIGHT = 24
+#: Seconds that a bar of full height stands for at least: shorter waits are no trouble.
+LEAST = 1.0
 
 
 def template_of(name: str, template: str = "") -> str:
@@ -110,7 +112,7 @@ def chart() -> SafeString | str:
     rows = []
     for template, minutes in found:
         longest = [max(each) for each in zip(*minutes, strict=True)]
-        scale = _HEIGHT / max(*longest, 1e-6)
+        scale = _HEIGHT / max(*longest, LEAST)
         rows.append(
             {
                 "template": template,

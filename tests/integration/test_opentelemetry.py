@@ -18,6 +18,7 @@ from pytest_django.fixtures import Settings
 
 from django_distlock import LockLost, LockNotAcquired, distributed_lock, history, lock, locks
 from django_distlock.contrib import opentelemetry
+from django_distlock.engine import clock
 from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
 
@@ -213,10 +214,11 @@ def hour(no_history: None) -> Iterator[None]:
 @pytest.mark.usefixtures("hour")
 def test_the_last_hour_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert history.chart() == ""
-    with lock("fee:42"):
-        pass
-    with lock("<script>"):
-        pass
+    for name in ("fee:42", "<script>"):
+        lease = lock(name).acquire()
+        assert lease
+        monkeypatch.setattr(lease, "_granted_at", clock.lease_time() - 3)
+        lease.release()
 
     drawn = history.chart()
 
@@ -225,6 +227,7 @@ def test_the_last_hour_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "&lt;script&gt;" in drawn
     assert "<script" not in drawn
     assert 'class="distlock-hold"' in drawn
+    assert "held at most 3 s" in drawn
     monkeypatch.setattr(history, "_minute", lambda: 10**9)
     assert history.chart() == ""
 
