@@ -20,7 +20,7 @@ from django_distlock import LockLost, LockNotAcquired, distributed_lock, history
 from django_distlock.contrib import opentelemetry
 from django_distlock.engine import clock
 from django_distlock.engine.registry import registry
-from tests.fixtures.eventually import eventually
+from tests.fixtures.eventually import aeventually, eventually
 
 LABELS = {"distlock.alias": "default", "distlock.template": "fee:*"}
 
@@ -109,8 +109,7 @@ async def test_a_holding_of_a_task_is_within_the_span_of_its_task(
         finished = exporter.get_finished_spans()
         return [span for span in finished if span.name == "distlock.hold"]
 
-    while len(holds()) < 3:
-        await asyncio.sleep(0.01)
+    await aeventually(lambda: len(holds()) == 3)
     for span in holds():
         number = int(str((span.attributes or {})["distlock.name"])[4:])
         assert span.parent
@@ -131,7 +130,7 @@ def test_waits_and_holds_are_measured_by_alias_and_template(reader: InMemoryMetr
         name: {point.attributes["distlock.template"]: point.count for point in found[name]}
         for name in ("distlock.wait", "distlock.hold")
     }
-    assert by_template == dict.fromkeys(by_template, {"fee:*": 3, "fee:{account}": 3})
+    assert by_template == {key: {"fee:*": 3, "fee:{account}": 3} for key in by_template}
     assert "distlock.held" not in found
 
 
