@@ -13,6 +13,7 @@ from django.test import Client
 from django.urls import reverse
 
 from django_distlock import LockNotHeld, lock, locks
+from django_distlock.admin import survey
 from django_distlock.admin.survey import Row
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import eventually
@@ -28,7 +29,9 @@ FORCE = reverse("admin:django_distlock_heldlock_force_release")
 
 
 @pytest.fixture
-def operator() -> Client:
+def operator(monkeypatch: pytest.MonkeyPatch) -> Client:
+    """A superuser at a browser, patient with servers that have much to do."""
+    monkeypatch.setattr(survey, "PATIENCE", 30.0)
     client = Client()
     client.force_login(User.objects.create_superuser(uuid.uuid4().hex))
     return client
