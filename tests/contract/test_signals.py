@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -145,6 +146,19 @@ def test_who_gave_up_is_told_of_the_holder(
     assert (facts["remaining"] is not None) is profile.tells_end
     # A server's clock may be coarse, and its arithmetic too.
     assert 0 < (facts["remaining"] or 1) < holder.request.ttl + 0.01
+
+
+@needs("delays")
+def test_who_is_refused_by_min_hold_is_told_until_when(using: str, name: str, told: Told) -> None:
+    with lock(name, using=using, min_hold=100):
+        pass
+    told.clear()
+
+    assert lock(name, using=using, timeout=0).acquire() is None
+
+    [(word, facts)] = told
+    assert (word, facts["holder"]) == ("busy", None)
+    assert 90 < (facts["reserved_until"] - datetime.now(UTC)).total_seconds() < 100.1
 
 
 @lacks("whole_seconds")
