@@ -27,7 +27,11 @@ def holdings(using: str, name: str | None = None) -> list[Held]:
     key = None if name is None else backend.key_of(checked_name(name))
     # To its end: a query that is left open stands in the way of writers.
     found = settled(lambda: [*backend.held(key)])
-    return [replace(held, waiters=_waiters(backend, held)) for held in found]
+    return [
+        held if waiters == held.waiters else replace(held, waiters=waiters)
+        for held in found
+        for waiters in [_waiters(backend, held)]
+    ]
 
 
 def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -152,9 +151,8 @@ class DatabaseBackend(BaseDatabaseBackend):
         self._places.drop(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        found = self._insist(records.held, self.keeps, key)
         has_places = self.waiting.place is not Place.NONE
-        return found if has_places else [replace(held, waiters=None) for held in found]
+        return self._insist(records.held, self.keeps, key, has_places)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         return self._press(records.force_release, key, owner_digest)

@@ -92,10 +92,16 @@ def described(using: str) -> QuerySet[MethodLock]:
 
 
 def held(
-    cursor: CursorWrapper, is_mine: Callable[[str], bool], key: str | None = None
+    cursor: CursorWrapper, is_mine: Callable[[str], bool], key: str | None, has_places: bool
 ) -> list[Held]:
-    """Return the locks that are not free, those that end first at the front; with *key*, that one."""
-    return [as_held(row) for row in _taken(cursor, key) if is_mine(row.method_name)]
+    """Return the locks that are not free, those that end first at the front; with *key*, that one.
+
+    *has_places*: whether waiters have places in the database, by which they are counted.
+    """
+    found = [row for row in _taken(cursor, key) if is_mine(row.method_name)]
+    for row in () if has_places else found:
+        row.waiters = None
+    return [as_held(row) for row in found]
 
 
 def _taken(cursor: CursorWrapper, key: str | None) -> list[SimpleNamespace]:
