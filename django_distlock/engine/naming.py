@@ -65,9 +65,15 @@ def printable(text: object, most: int = LONGEST_SHOWN) -> str:
 
 
 def log_fields(name: str, using: str | None = None, **facts: object) -> dict[str, object]:
-    """Return what a log record about the lock *name* has besides its text: fields called ``distlock_...``."""
-    shown: dict[str, object] = {"name": printable(name), "using": using, **facts}
-    return {f"distlock_{key}": value for key, value in shown.items()}
+    """Return what a log record about the lock *name* has besides its text: fields called ``distlock_...``.
+
+    They are texts, numbers and None, which any formatter for JSON can write.
+    """
+    known: dict[str, object] = {"name": name, "using": using, **facts}
+    return {
+        f"distlock_{key}": value if isinstance(value, int | float | None) else printable(value)
+        for key, value in known.items()
+    }
 
 
 @lru_cache(maxsize=1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
@@ -243,6 +244,25 @@ def test_an_error_of_the_server_is_told_and_logged_with_fields(
     assert (facts["name"], facts["using"]) == (name, using)
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert (record.distlock_name, record.distlock_using) == (name, using)  # type: ignore[attr-defined]
+
+
+def test_fields_of_logs_can_be_written_as_json(
+    using: str, name: str, rival: Rivals, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "django_distlock")
+    with lock(name, using=using):
+        pass
+    holder = rival()
+    holder.takes()
+    with pytest.raises(LockNotAcquired), lock(name, using=using, timeout=0):
+        pass
+
+    records = [record for record in caplog.records if hasattr(record, "distlock_name")]
+    assert {record.levelname for record in records} >= {"DEBUG", "INFO"}
+    for record in records:
+        fields = {key: each for key, each in vars(record).items() if key.startswith("distlock_")}
+        assert json.loads(json.dumps(fields)) == fields
+        assert (fields["distlock_name"], fields["distlock_using"]) == (name, using)
 
 
 def _fail(**facts: Any) -> None:
