@@ -25,9 +25,7 @@ MINUTES, MOST_TEMPLATES, MOST_DRAWN = 60, 50, 8
 #: Where what is more than MOST_TEMPLATES is counted.
 OTHERS = "..."
 #: What stands for one of many: UUIDs, numbers, and identifiers of eight hexadecimal digits and more.
-_ONE_OF_MANY = re.compile(
-    r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-fA-F]{8,}|\d+"
-)
+_ONE_OF_MANY = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-fA-F]{8,}|\d+")
 #: How high the bars above the line are, and those below it; each is a minute wide.
 _HEIGHT = 24
 #: Seconds that a bar of full height stands for at least: shorter waits are no trouble.

@@ -6,9 +6,9 @@ alias and by the *template* of the name, of which there are few; spans have the 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -53,9 +53,10 @@ class _Instruments:
         meter_provider: MeterProvider | None,
         label: Label,
     ) -> None:
-        self._label = label
+        self.label = label
         self._tracer = trace.get_tracer("django_distlock", tracer_provider=tracer_provider)
-        meter = metrics.get_meter("django_distlock", meter_provider=meter_provider)
+        self.provider = meter_provider or metrics.get_meter_provider()
+        meter = self.provider.get_meter("django_distlock")
         bounds: dict[str, Any] = {"unit": "s", "explicit_bucket_boundaries_advisory": BOUNDS}
         self._wait = meter.create_histogram(
             "distlock.wait", description="How long a lock was waited for", **bounds
@@ -75,8 +76,7 @@ class _Instruments:
         meter.create_observable_gauge(
             "distlock.held", [self._count_held], description="Locks that this process holds"
         )
-        self._is_on = True
-        self._mutex = threading.Lock()
+        # No mutex: a fork while another thread holds it would stop the locks of the child.
         self._spans: WeakKeyDictionary[Lease, Span] = WeakKeyDictionary()
         self.receivers: dict[Signal, Callable[..., Any]] = {
             lock_acquired: self.acquired,
@@ -93,11 +93,9 @@ class _Instruments:
     def stop(self) -> None:
         for signal, receiver in self.receivers.items():
             signal.disconnect(receiver)
-        self._is_on = False  # what a meter has once created stays
-        with self._mutex:
-            spans, self._spans = list(self._spans.values()), WeakKeyDictionary()
-        for span in spans:
-            span.end()
+        with suppress(KeyError):
+            while True:
+                self._spans.popitem()[1].end()
 
     def acquired(self, lease: Lease, waited: float, **facts: Any) -> None:
         labels = self._labels(**facts)
@@ -107,8 +105,7 @@ class _Instruments:
         held = self._tracer.start_span("distlock.hold", attributes=known)
         if lease.fencing_token is not None:
             held.set_attribute("distlock.fencing_token", lease.fencing_token)
-        with self._mutex:
-            self._spans[lease] = held
+        self._spans[lease] = held
 
     def was_busy(self, waited: float, holder: Holder | None, **facts: Any) -> None:
         labels = self._labels(**facts)
@@ -124,7 +121,7 @@ class _Instruments:
     def released(self, lease: Lease, held: float, took: float, **facts: Any) -> None:
         labels = self._labels(**facts)
         self._hold.record(held, labels)
-        if (span := self._taken(lease)) is not None:
+        if (span := self._spans.pop(lease, None)) is not None:
             self._span("distlock.release", took, labels, trace.set_span_in_context(span)).end()
             span.end()
 
@@ -132,7 +129,7 @@ class _Instruments:
         labels = self._labels(**facts)
         self._hold.record(held, labels)
         self._lost.add(1, labels)
-        if (span := self._taken(lease)) is not None:
+        if (span := self._spans.pop(lease, None)) is not None:
             span.set_status(Status(StatusCode.ERROR, f"lost: {printable(reason)}"))
             span.end()
 
@@ -142,22 +139,24 @@ class _Instruments:
         trace.get_current_span().add_event("distlock.backend.error", known)
 
     def _count_held(self, _options: CallbackOptions) -> Iterable[Observation]:
-        leases = [lease for lease in registry.leases() if lease.held] if self._is_on else []
-        held = Counter((lease.using, self._label(lease.name, lease.template)) for lease in leases)
+        # A meter keeps a gauge for good, and has only the first of those that are called the same.
+        held = Counter(
+            (lease.using, used.label(lease.name, lease.template))
+            for used in _used
+            if used.provider is self.provider
+            for lease in registry.leases()
+            if lease.held
+        )
         for (using, template), number in held.items():
             labels = {"distlock.alias": using, "distlock.template": template}
             yield Observation(number, labels)
 
     def _labels(self, name: str, using: str, template: str, **_: Any) -> dict[str, str]:
-        return {"distlock.alias": using, "distlock.template": self._label(name, template)}
+        return {"distlock.alias": using, "distlock.template": self.label(name, template)}
 
     def _span(self, title: str, seconds: float, facts: dict[str, str], within: Any = None) -> Span:
         begin = time.time_ns() - int(seconds * 1e9)
         return self._tracer.start_span(title, within, attributes=facts, start_time=begin)
-
-    def _taken(self, lease: Lease) -> Span | None:
-        with self._mutex:
-            return self._spans.pop(lease, None)
 
 
 #: The one that is in use, if there is one.

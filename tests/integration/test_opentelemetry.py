@@ -186,6 +186,20 @@ def test_nothing_is_recorded_afterwards_and_no_span_stays_open(
     assert not exporter.get_finished_spans()
 
 
+def test_a_provider_can_be_used_again(tracers: TracerProvider) -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    opentelemetry.instrument(tracers, MeterProvider())
+    opentelemetry.instrument(tracers, provider)
+    opentelemetry.instrument(tracers, provider, label=lambda name, template: "any")
+    try:
+        with lock("fee:1"):
+            [held] = points(reader)["distlock.held"]
+        assert (held.value, held.attributes["distlock.template"]) == (1, "any")
+    finally:
+        opentelemetry.uninstrument()
+
+
 def test_a_lease_that_is_left_alone_keeps_no_span_alive(reader: InMemoryMetricReader) -> None:
     [instruments] = opentelemetry._used
     lease = lock("fee:1").acquire()
