@@ -15,7 +15,7 @@ from django.utils.translation import ngettext
 from .engine import clock
 from .engine.forks import forks
 from .engine.naming import printable
-from .signals import lock_acquired, lock_busy, lock_lost, lock_released
+from .signals import lock_acquired, lock_busy, lock_detached, lock_lost, lock_released
 
 if TYPE_CHECKING:
     from django.utils.safestring import SafeString
@@ -93,6 +93,7 @@ def start() -> None:
     lock_busy.connect(_waited)
     lock_released.connect(_held)
     lock_lost.connect(_held)
+    lock_detached.connect(_held)
 
 
 def stop() -> None:
@@ -101,6 +102,7 @@ def stop() -> None:
     lock_busy.disconnect(_waited)
     lock_released.disconnect(_held)
     lock_lost.disconnect(_held)
+    lock_detached.disconnect(_held)
     _history.reset()
 
 

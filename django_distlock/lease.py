@@ -31,7 +31,7 @@ from .engine.steps import Steps, arun, run
 from .engine.values import Release, Request
 from .exceptions import LockError, LockLost, LockNotHeld, LockNotOwned, NotSupported
 from .handler import locks
-from .signals import announce, lock_extended, lock_lost, lock_released
+from .signals import announce, lock_detached, lock_extended, lock_lost, lock_released
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine, Iterable
@@ -503,6 +503,7 @@ class Lease:
     def _hand_over(self, ttl: float) -> str:
         if not self._end(State.DETACHED):
             raise LockLost(self.name, self._reason)
+        announce(lock_detached, self, lease=self, held=self._held_for)
         request, ends = self.request, self._holds_until
         known = {
             "renew": self.renews,

@@ -8,6 +8,7 @@ have *template* (what the names of such locks are made of, "" if that is not kno
 ``lock_extended``: *lease*
 ``lock_released``: *lease*, *held*, *took* (seconds: how long it was held, how long its release took)
 ``lock_lost``: *lease*, *held* (seconds), *reason*
+``lock_detached``: *lease*, *held* (seconds)
 ``backend_failed``: *error*, of a server that was asked for a lock or for more time
 ``lock_forced``: *holder*, whose lease an operator has ended
 """
@@ -32,6 +33,7 @@ lock_acquired = Signal()
 lock_busy = Signal()
 lock_released = Signal()
 lock_lost = Signal()
+lock_detached = Signal()
 lock_extended = Signal()
 lock_forced = Signal()
 backend_failed = Signal()

@@ -23,6 +23,7 @@ from django_distlock.signals import (
     backend_failed,
     lock_acquired,
     lock_busy,
+    lock_detached,
     lock_lost,
     lock_released,
 )
@@ -77,12 +78,13 @@ class _Instruments:
             "distlock.held", [self._count_held], description="Locks that this process holds"
         )
         # No mutex: a fork while another thread holds it would stop the locks of the child.
-        self._spans: WeakKeyDictionary[Lease, Span] = WeakKeyDictionary()
+        self._spans: WeakKeyDictionary[Lease, tuple[Span, int]] = WeakKeyDictionary()
         self.receivers: dict[Signal, Callable[..., Any]] = {
             lock_acquired: self.acquired,
             lock_busy: self.was_busy,
             lock_released: self.released,
             lock_lost: self.was_lost,
+            lock_detached: self.detached,
             backend_failed: self.failed,
         }
 
@@ -95,17 +97,18 @@ class _Instruments:
             signal.disconnect(receiver)
         with suppress(KeyError):
             while True:
-                self._spans.popitem()[1].end()
+                self._spans.popitem()[1][0].end()
 
     def acquired(self, lease: Lease, waited: float, **facts: Any) -> None:
         labels = self._labels(**facts)
         self._wait.record(waited, labels)
         known = {**labels, "distlock.name": printable(facts["name"])}
         self._span("distlock.acquire", waited, known).end()
-        held = self._tracer.start_span("distlock.hold", attributes=known)
+        now = time.time_ns()
+        held = self._tracer.start_span("distlock.hold", attributes=known, start_time=now)
         if lease.fencing_token is not None:
             held.set_attribute("distlock.fencing_token", lease.fencing_token)
-        self._spans[lease] = held
+        self._spans[lease] = held, now
 
     def was_busy(self, waited: float, holder: Holder | None, **facts: Any) -> None:
         labels = self._labels(**facts)
@@ -121,17 +124,30 @@ class _Instruments:
     def released(self, lease: Lease, held: float, took: float, **facts: Any) -> None:
         labels = self._labels(**facts)
         self._hold.record(held, labels)
-        if (span := self._spans.pop(lease, None)) is not None:
-            self._span("distlock.release", took, labels, trace.set_span_in_context(span)).end()
-            span.end()
+        if lease in self._spans:
+            span, end = self._end_of(lease, held)
+            within = trace.set_span_in_context(span)
+            release = self._tracer.start_span(
+                "distlock.release", within, attributes=labels, start_time=end
+            )
+            end += int(took * 1e9)
+            release.end(end)
+            span.end(end)
 
     def was_lost(self, lease: Lease, held: float, reason: str, **facts: Any) -> None:
         labels = self._labels(**facts)
         self._hold.record(held, labels)
         self._lost.add(1, labels)
-        if (span := self._spans.pop(lease, None)) is not None:
+        if lease in self._spans:
+            span, end = self._end_of(lease, held)
             span.set_status(Status(StatusCode.ERROR, f"lost: {printable(reason)}"))
-            span.end()
+            span.end(end)
+
+    def detached(self, lease: Lease, held: float, **facts: Any) -> None:
+        self._hold.record(held, self._labels(**facts))
+        if lease in self._spans:
+            span, end = self._end_of(lease, held)
+            span.end(end)
 
     def failed(self, error: BaseException, **facts: Any) -> None:
         self._errors.add(1, self._labels(**facts))
@@ -151,12 +167,17 @@ class _Instruments:
             labels = {"distlock.alias": using, "distlock.template": template}
             yield Observation(number, labels)
 
+    def _end_of(self, lease: Lease, held: float) -> tuple[Span, int]:
+        """Return the span of *lease* and when it ended: a receiver may be called later than that."""
+        span, start = self._spans.pop(lease)
+        return span, start + int(held * 1e9)
+
     def _labels(self, name: str, using: str, template: str, **_: Any) -> dict[str, str]:
         return {"distlock.alias": using, "distlock.template": self.label(name, template)}
 
-    def _span(self, title: str, seconds: float, facts: dict[str, str], within: Any = None) -> Span:
+    def _span(self, title: str, seconds: float, facts: dict[str, str]) -> Span:
         begin = time.time_ns() - int(seconds * 1e9)
-        return self._tracer.start_span(title, within, attributes=facts, start_time=begin)
+        return self._tracer.start_span(title, attributes=facts, start_time=begin)
 
 
 #: The one that is in use, if there is one.

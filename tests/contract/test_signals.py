@@ -30,6 +30,7 @@ from django_distlock.signals import (
     backend_failed,
     lock_acquired,
     lock_busy,
+    lock_detached,
     lock_extended,
     lock_forced,
     lock_lost,
@@ -48,6 +49,7 @@ SIGNALS = {
     "released": lock_released,
     "lost": lock_lost,
     "extended": lock_extended,
+    "detached": lock_detached,
     "forced": lock_forced,
 }
 Connect = Callable[[Signal, Callable[..., Any]], None]
@@ -200,6 +202,20 @@ def test_a_forced_release_is_told_with_whose_it_was_and_logged(
     assert (facts["sender"], facts["name"], facts["using"]) == (type(backend), name, using)
     assert facts["holder"] == holder.request.holder
     assert [r.levelname for r in caplog.records if name in r.getMessage()] == ["WARNING"]
+
+
+@needs("detach")
+def test_a_lease_that_is_handed_on_is_told_with_how_long_it_was_held(
+    using: str, name: str, told: Told
+) -> None:
+    lease = lock(name, using=using, renew=False).acquire()
+    assert lease
+    text = lease.detach()
+
+    assert [word for word, _ in told] == ["acquired", "extended", "detached"]
+    assert told[-1][1]["lease"] is lease
+    assert 0 < told[-1][1]["held"] < 20
+    Lease.attach(text).release()
 
 
 def test_a_waiter_is_told_how_long_it_waited(

@@ -16,10 +16,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from pytest_django.fixtures import Settings
 
-from django_distlock import LockLost, LockNotAcquired, distributed_lock, history, lock, locks
+from django_distlock import Lease, LockLost, LockNotAcquired, distributed_lock, history, lock, locks
 from django_distlock.contrib import opentelemetry
 from django_distlock.engine import clock
 from django_distlock.engine.registry import registry
+from django_distlock.signals import lock_acquired
 from tests.fixtures.eventually import aeventually, eventually
 
 LABELS = {"distlock.alias": "default", "distlock.template": "fee:*"}
@@ -94,6 +95,43 @@ def test_a_holding_is_three_spans_within_that_of_its_caller(
     }
 
 
+def test_the_span_of_a_lease_ends_where_it_is_handed_on(
+    reader: InMemoryMetricReader, exporter: InMemorySpanExporter
+) -> None:
+    lease = lock("fee:42").acquire()
+    assert lease
+    text = lease.detach()
+
+    assert set(spans(exporter)) == {"distlock.acquire", "distlock.hold"}
+    Lease.attach(text).release()
+    assert [point.count for point in points(reader)["distlock.hold"]] == [2]
+
+
+async def test_a_slow_receiver_does_not_make_a_span_longer(
+    reader: InMemoryMetricReader, exporter: InMemorySpanExporter
+) -> None:
+    goes_on = threading.Event()
+
+    def wait(**facts: Any) -> None:
+        goes_on.wait(30)
+
+    lock_acquired.connect(wait)
+    try:
+        async with lock("fee:42"):
+            pass
+        await asyncio.sleep(1)
+        goes_on.set()
+        await aeventually(lambda: "distlock.hold" in spans(exporter))
+    finally:
+        goes_on.set()
+        lock_acquired.disconnect(wait)
+
+    hold = spans(exporter)["distlock.hold"]
+    assert hold.start_time
+    assert hold.end_time
+    assert hold.end_time - hold.start_time < 0.9e9
+
+
 async def test_a_holding_of_a_task_is_within_the_span_of_its_task(
     reader: InMemoryMetricReader, tracers: TracerProvider, exporter: InMemorySpanExporter
 ) -> None:
@@ -151,7 +189,6 @@ def test_refusals_losses_and_errors_are_counted(
         pass
     over.set()
     holder.join()
-    busy = spans(exporter)["distlock.acquire"]
     lost = lock("fee:2").acquire()
     assert lost
     lost.lose("a test says so")
@@ -166,7 +203,6 @@ def test_refusals_losses_and_errors_are_counted(
     [errors] = found["distlock.backend.errors"]
     assert errors.attributes == {**LABELS, "distlock.alias": "down"}
     assert errors.value >= 1
-    assert busy
     ends = {span.status.description: span for span in exporter.get_finished_spans()}
     assert ends["busy"].status.status_code is StatusCode.ERROR
     assert ends["lost: a test says so"].name == "distlock.hold"

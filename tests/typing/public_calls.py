@@ -49,8 +49,10 @@ from django_distlock.engine.values import Held
 from django_distlock.lock import LockSet
 from django_distlock.models import FencedModel
 from django_distlock.signals import (
+    backend_failed,
     lock_acquired,
     lock_busy,
+    lock_detached,
     lock_extended,
     lock_forced,
     lock_lost,
@@ -355,7 +357,9 @@ def receive(sender: type[BaseLockBackend], *, name: str, using: str, **facts: An
 def listen() -> None:
     for signal in (
         lock_acquired,
+        backend_failed,
         lock_busy,
+        lock_detached,
         lock_extended,
         lock_forced,
         lock_lost,
