@@ -4,7 +4,7 @@ Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (
 
 - *record*, a hash: ``token`` the last one given, ``mode`` x (exclusive) or s (shared), ``available``
   the instant from which others may have it, ``name``, ``ended`` the last owners that gave it back,
-  ``revoked`` the last ones that are refused from now on, for each holder ``h:OWNER``: "token acquired min_hold lock_delay holder",
+  ``revoked`` the last ones that are refused from now on, for each holder ``h:OWNER``: "token acquired lock_delay holder",
   and for each waiter ``w:OWNER``: for how many callers of its process it stands in the queue;
 - *holders*, a sorted set: owner by the instant its lease ends;
 - *queue*, a sorted set: waiter (mode and owner) by ticket; *alive*: waiter by the end of its patience;
@@ -53,9 +53,9 @@ local function keep(ends)
 end
 
 local function described(owner)
-  local token, acquired, min_hold, lock_delay, holder =
-    string.match(redis.call('HGET', record, 'h:' .. owner) or '', '^(%d+) (%d+) (%d+) (%d+) (.*)$')
-  return number(token), number(acquired), number(min_hold), number(lock_delay), holder or ''
+  local token, acquired, lock_delay, holder =
+    string.match(redis.call('HGET', record, 'h:' .. owner) or '', '^(%d+) (%d+) (%d+) (.*)$')
+  return number(token), number(acquired), number(lock_delay), holder or ''
 end
 
 local function hold_back(instant)
@@ -83,7 +83,7 @@ end
 _MORE = """
 local function expire()
   for _, owner in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', text(now))) do
-    local _, _, _, lock_delay = described(owner)
+    local _, _, lock_delay = described(owner)
     hold_back(number(redis.call('ZSCORE', holders, owner)) + lock_delay)
     forget(owner)
   end
@@ -142,7 +142,7 @@ end
 local function busy()
   local last = redis.call('ZREVRANGE', holders, 0, 0, 'WITHSCORES')
   local holder, ends = '', math.max(number(last[2]), number(redis.call('HGET', record, 'available')))
-  if last[1] then holder = select(5, described(last[1])) end
+  if last[1] then holder = select(4, described(last[1])) end
   return {0, holder, ends > now and ends - now or -1}
 end
 """
@@ -159,7 +159,7 @@ local is_revoked = string.find(known[4] or '', owner, 1, true)
 
 local function grant()
   local token, instant = text(math.max(number(known[1]) + 1, now)), text(now)
-  local holding = table.concat({{token, instant, min_hold, lock_delay, ARGV[8]}}, ' ')
+  local holding = table.concat({{token, instant, lock_delay, ARGV[8]}}, ' ')
   redis.call('HSET', record, 'token', token, 'mode', mode, 'available', mode == 's' and '0' or instant,
     'name', ARGV[7], 'h:' .. owner, holding)
   redis.call('ZADD', holders, text(now + ttl), owner)
@@ -284,10 +284,10 @@ local owner, former, ends = ARGV[2], ARGV[3], now + tonumber(ARGV[4])
 expire()
 if redis.call('ZSCORE', holders, owner) then return 1 end
 if not redis.call('ZSCORE', holders, former) then return 0 end
-local token, acquired, min_hold, lock_delay = described(former)
+local token, acquired, lock_delay = described(former)
 forget(former)
 redis.call('HSET', record, 'h:' .. owner,
-  table.concat({text(token), text(acquired), text(min_hold), text(lock_delay), ARGV[5]}, ' '))
+  table.concat({text(token), text(acquired), text(lock_delay), ARGV[5]}, ' '))
 redis.call('ZADD', holders, text(ends), owner)
 keep(ends)
 return 1
@@ -305,7 +305,7 @@ end
 local answer = {known[1] or '', number(known[2]), number(known[3]) - now, waiters, known[4] or 'x'}
 local found = redis.call('ZRANGE', holders, 0, -1, 'WITHSCORES')
 for i = 1, #found, 2 do
-  local left, _, acquired, _, lock_delay, holder = tonumber(found[i + 1]) - now, described(found[i])
+  local left, _, acquired, lock_delay, holder = tonumber(found[i + 1]) - now, described(found[i])
   if left > 0 then
     answer[#answer + 1] = found[i]
     answer[#answer + 1] = left

@@ -17,8 +17,8 @@ from .scripts import EXTEND, FORCE, FORGOTTEN, LEAVE, LOOK, PATIENCE, RELEASE, R
 
 #: How often to begin again since others wrote meanwhile; one of those that write gets through each time.
 ROUNDS = 100
-#: What a record says of a holder: its token, when it acquired, its min_hold and lock_delay, and who it is.
-_HOLDING = re.compile(rb"(\d+) (\d+) (\d+) (\d+) (.*)", re.DOTALL)
+#: What a record says of a holder: its token, when it acquired, its lock_delay, and who it is.
+_HOLDING = re.compile(rb"(\d+) (\d+) (\d+) (.*)", re.DOTALL)
 
 
 def transact(call: Call, *after: Command) -> Conversation[list[Any]]:
@@ -167,7 +167,7 @@ class _Lock:
             b"mode": mode,
             b"available": b"%d" % self.now if mode == b"x" else b"0",
             b"name": name,
-            b"h:" + owner: b"%d %d %d %d %b" % (token, self.now, min_hold, lock_delay, holder),
+            b"h:" + owner: b"%d %d %d %b" % (token, self.now, lock_delay, holder),
         }
         self.holders[owner] = self.now + ttl
         if mode == b"x":
@@ -213,7 +213,7 @@ class _Lock:
             return 0
         described = self.described(former)
         self.forget(former)
-        self.fields[b"h:" + owner] = b"%d %d %d %d %b" % (*described[:4], holder)
+        self.fields[b"h:" + owner] = b"%d %d %d %b" % (*described[:3], holder)
         self.holders[owner] = self.now + ttl
         self.keep(self.now + ttl)
         return 1
@@ -267,10 +267,10 @@ class _Lock:
         value = self.fields.get(name, b"")
         return int(value) if value.isdigit() else 0
 
-    def described(self, owner: bytes) -> tuple[int, int, int, int, bytes]:
+    def described(self, owner: bytes) -> tuple[int, int, int, bytes]:
         if not (found := _HOLDING.fullmatch(self.fields.get(b"h:" + owner, b""))):
-            return 0, 0, 0, 0, b""
-        return int(found[1]), int(found[2]), int(found[3]), int(found[4]), found[5]
+            return 0, 0, 0, b""
+        return int(found[1]), int(found[2]), int(found[3]), found[4]
 
     def keep(self, ends: int) -> None:
         wanted = max(0, -((self.now - ends) // 1000)) + RETENTION * 1000
@@ -295,7 +295,7 @@ class _Lock:
     def expire(self) -> None:
         for owner, ends in list(self.holders.items()):
             if ends <= self.now:
-                self.hold_back(ends + self.described(owner)[3])
+                self.hold_back(ends + self.described(owner)[2])
                 self.forget(owner)
 
     def waiters(self) -> Iterator[tuple[bytes, bytes]]:
@@ -362,7 +362,7 @@ class _Lock:
     def busy(self) -> list[Any]:
         ends, last = max(((ends, owner) for owner, ends in self.holders.items()), default=(0, b""))
         ends = max(ends, self.number(b"available"))
-        return [0, self.described(last)[4], ends - self.now if ends > self.now else -1]
+        return [0, self.described(last)[3], ends - self.now if ends > self.now else -1]
 
 
 def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
