@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
@@ -218,6 +219,23 @@ def test_the_server_has_accounts_and_locks_to_show(environment: Environment) -> 
         "report:monthly": "held",
     }
     eventually(lambda: lock_states(environment) == expected)
+
+
+@pytest.mark.usefixtures("server")
+def test_the_admin_shows_locks_of_two_aliases_and_the_last_hour(environment: Environment) -> None:
+    site = f"http://127.0.0.1:{environment['PORT']}"
+    people = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    form = people.open(f"{site}/admin/login/", timeout=10).read().decode()
+    [token] = re.findall(r'name="csrfmiddlewaretoken" value="(.*?)"', form)
+    sent = {"csrfmiddlewaretoken": token, "username": "demo", "password": "demo"}
+    sent["next"] = "/admin/django_distlock/heldlock/"
+
+    data = urllib.parse.urlencode(sent).encode()
+    locks = people.open(f"{site}/admin/login/", data, timeout=10).read().decode()
+
+    assert [name for name in ("report:monthly", "cache:warm-up") if name not in locks] == []
+    assert "3 hours" in locks
+    assert "<svg" in locks
 
 
 @pytest.mark.usefixtures("server")

@@ -27,7 +27,7 @@ class Command(BaseCommand):
         parser.add_argument("--crash", action="store_true")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        with lock(options["name"], ttl=options["ttl"], timeout=None, purpose=options["purpose"]):
+        with lock(options["name"], ttl=options["ttl"], purpose=options["purpose"]):
             if options["crash"]:
                 os._exit(1)
             self.stdout.write("held")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from decimal import Decimal
@@ -12,11 +14,11 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand
 from django.utils import timezone
 
-from django_distlock import lock
+from django_distlock import history, lock
 from django_distlock.models import MethodLock
 from testproject.models import Account
 from testproject.servers import let_go, read_line, start
-from testproject.services import open_account
+from testproject.services import WORK, open_account
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -64,9 +66,10 @@ def make_accounts() -> None:
 
 @contextmanager
 def some_locks() -> Iterator[None]:
-    """Have locks that are free, reserved and left behind by a crash; one that is held, and waited for."""
+    """Have locks that are free, reserved and left behind by a crash; one that is held, one waited for."""
+    history.start()
     with lock("newsletter", purpose="sending the newsletter"):
-        pass
+        time.sleep(WORK)  # something for the picture of the last hour
     reserved = lock("reminders:daily", timeout=0, min_hold=timedelta(hours=1))
     if reserved.acquire():
         reserved.release()
@@ -76,11 +79,11 @@ def some_locks() -> Iterator[None]:
     # For people, it began long ago.
     row = MethodLock.objects.filter(description="report:monthly")
     row.update(acquired_at=timezone.now() - timedelta(hours=3))
-    waiter = start("hold", "report:monthly", "--purpose=the same report, once more")
+    cache = lock("cache:warm-up", using="locmem", timeout=None, purpose="filling the cache")
     try:
-        with lock("cache:warm-up", using="locmem", purpose="filling the cache"):
+        with cache:
+            threading.Thread(target=cache.acquire, daemon=True).start()
             yield
     finally:
-        for process in (holder, waiter):
-            let_go(process)
-            process.wait()
+        let_go(holder)
+        holder.wait()
