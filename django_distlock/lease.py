@@ -404,11 +404,13 @@ class Lease:
         if error is None:
             raise problem
         error.add_note(f"django_distlock: {problem}")
-        self._warn("Leaving lock %s: %s", problem)
+        self._warn_of_leaving(problem)
 
-    def _warn(self, text: str, problem: object) -> None:
+    def _warn_of_leaving(self, problem: LockError) -> None:
         fields = log_fields(self.name, self.using, token=self.fencing_token)
-        logger.warning(text, printable(self.name), printable(problem), extra=fields)
+        logger.warning(
+            "Leaving lock %s: %s", printable(self.name), printable(problem), extra=fields
+        )
 
     def release_later(self) -> None:
         """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
@@ -423,7 +425,7 @@ class Lease:
             if self.is_entered:
                 self.release_now()
         except LockError as problem:
-            self._warn("Leaving lock %s: %s", problem)
+            self._warn_of_leaving(problem)
 
     def _leaves_reentry(self) -> bool:
         """Take note that the last entry of this caller is over; return whether there are others."""
@@ -572,7 +574,10 @@ class Lease:
     def lose(self, reason: str) -> None:
         """Become lost, unless it has ended already."""
         if self._end(State.LOST, reason):
-            self._warn("Lock %s was lost: %s", reason)
+            fields = log_fields(self.name, self.using, token=self.fencing_token)
+            logger.warning(
+                "Lock %s was lost: %s", printable(self.name), printable(reason), extra=fields
+            )
             for callback in self._on_lost:
                 try:
                     callback(reason)

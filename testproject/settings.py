@@ -72,8 +72,6 @@ DATABASES: dict[str, dict[str, Any]] = {
         },
     }
 }
-# What the picture on the page of locks is drawn from.
-DISTLOCK_HISTORY = True
 DISTLOCK: dict[str, dict[str, Any]] = {
     "default": {},
     "locmem": {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"},

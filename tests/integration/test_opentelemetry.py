@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from django.apps import apps
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -248,13 +249,7 @@ def test_a_lease_that_is_left_alone_keeps_no_span_alive(reader: InMemoryMetricRe
 
 
 @pytest.fixture
-def no_history() -> None:
-    """The test project keeps it."""
-    history.stop()
-
-
-@pytest.fixture
-def hour(no_history: None) -> Iterator[None]:
+def hour() -> Iterator[None]:
     history.start()
     yield
     history.stop()
@@ -294,12 +289,22 @@ def test_only_so_many_templates_are_told_apart() -> None:
     assert history.OTHERS in dict(rows)
 
 
-@pytest.mark.usefixtures("no_history")
 def test_nothing_is_kept_unless_it_was_asked_for() -> None:
     with lock("fee:42"):
         pass
 
     assert history.chart() == ""
+
+
+def test_a_setting_has_it_kept(settings: Settings) -> None:
+    settings.DISTLOCK_HISTORY = True
+    try:
+        apps.get_app_config("django_distlock").ready()
+        with lock("fee:42"):
+            pass
+        assert "fee:*" in history.chart()
+    finally:
+        history.stop()
 
 
 @pytest.mark.parametrize(

@@ -93,11 +93,11 @@ class Listener:
     def _run(self) -> None:
         while self._is_wanted():
             try:
-                self._connection = self._open()
+                connection = self._connection = self._open()
                 try:
-                    self._listen(self._connection)
+                    self._listen(connection)
                 finally:
-                    connection, self._connection = self._connection, None
+                    self._connection = None
                     connection.close()
             except (LockBackendError, Error, OSError) as error:
                 logger.warning(
