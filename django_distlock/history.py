@@ -46,6 +46,7 @@ class History:
     def reset(self) -> None:
         """Forget all."""
         self._mutex = threading.Lock()
+        self._latest = 0
         # By template and minute: the longest wait and the longest hold, in seconds.
         self._kept: dict[str, dict[int, list[float]]] = {}
 
@@ -53,14 +54,14 @@ class History:
         """Note a wait (*what* is 0) or a hold (1)."""
         now = _minute()
         with self._mutex:
-            if template not in self._kept and len(self._kept) >= MOST_TEMPLATES:
+            if now != self._latest:
+                self._latest = now
                 self._forget_before(now - MINUTES)
-                template = template if len(self._kept) < MOST_TEMPLATES else OTHERS
+            if template not in self._kept and len(self._kept) >= MOST_TEMPLATES:
+                template = OTHERS
             minutes = self._kept.setdefault(template, {})
             longest = minutes.setdefault(now, [0.0, 0.0])
             longest[what] = max(longest[what], seconds)
-            if len(minutes) > MINUTES:
-                self._forget_before(now - MINUTES)
 
     def rows(self) -> list[tuple[str, list[list[float]]]]:
         """Return by template the longest wait and hold of each of the last minutes, those with the longest waits first."""

@@ -289,6 +289,17 @@ def test_only_so_many_templates_are_told_apart() -> None:
     assert history.OTHERS in dict(rows)
 
 
+@pytest.mark.usefixtures("hour")
+def test_templates_of_an_hour_ago_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_minute", lambda: 1000)
+    for number in range(history.MOST_TEMPLATES):
+        history._history.add(f"old {number}", 0, 0.1)
+    monkeypatch.setattr(history, "_minute", lambda: 1000 + history.MINUTES)
+    history._history.add("new", 0, 0.1)
+
+    assert [template for template, _ in history._history.rows()] == ["new"]
+
+
 def test_nothing_is_kept_unless_it_was_asked_for() -> None:
     with lock("fee:42"):
         pass
