@@ -197,8 +197,9 @@ def test_each_policy_works_with_and_without_bind(
 
 @pytest.mark.parametrize("end", ["hung", "told_to_end", "revoked"])
 def test_a_task_that_is_ended_leaves_nothing_beyond_its_ttl(
-    worker: CeleryWorker, diary: Diary, end: str
+    start_workers: StartWorkers, diary: Diary, end: str
 ) -> None:
+    [worker] = start_workers(children=1, include=OWN_TASKS)
     result = send_to(worker, "long" if end == "revoked" else end, diary)
     began(diary, 1)
 
