@@ -204,7 +204,7 @@ def named(account_id: int) -> str:
 def with_terms(account_id: int) -> None: ...
 
 
-@distributed_lock("report", using="redis", on_busy=respond(status=423))
+@distributed_lock("report", using="redis", on_busy=respond(status=423, template="busy.html"))
 def view(request: HttpRequest, pk: int) -> HttpResponse:
     return HttpResponse(str(pk))
 
