@@ -14,7 +14,7 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand
 from django.utils import timezone
 
-from django_distlock import lock
+from django_distlock import history, lock
 from django_distlock.models import MethodLock
 from testproject.models import Account
 from testproject.servers import let_go, read_line, start
@@ -67,6 +67,7 @@ def make_accounts() -> None:
 @contextmanager
 def some_locks() -> Iterator[None]:
     """Have locks that are free, reserved and left behind by a crash; one that is held, one waited for."""
+    history.start()
     with lock("newsletter", purpose="sending the newsletter"):
         time.sleep(WORK)  # something for the picture of the last hour
     reserved = lock("reminders:daily", timeout=0, min_hold=timedelta(hours=1))
