@@ -67,7 +67,7 @@ def make_accounts() -> None:
 @contextmanager
 def some_locks() -> Iterator[None]:
     """Have locks that are free, reserved and left behind by a crash; one that is held, one waited for."""
-    history.start()
+    history.start()  # as DISTLOCK_HISTORY = True does in a project
     with lock("newsletter", purpose="sending the newsletter"):
         time.sleep(WORK)  # something for the picture of the last hour
     reserved = lock("reminders:daily", timeout=0, min_hold=timedelta(hours=1))
