@@ -297,6 +297,12 @@ SCENES = {
         (take(B), 450_000),
         (("release", A, "", 0), 0),
     ],
+    "one is forgotten where it waited, and stands elsewhere": [
+        (take(A, ttl=300 * SECOND), 0),
+        (take(B), 11 * SECOND),
+        (take(B, "s"), 0),
+        (("look",), 0),
+    ],
     "nobody who leaves leaves the dead": [
         (take(A, ttl=SECOND), SECOND),
         (("look",), 0),

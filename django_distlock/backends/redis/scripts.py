@@ -205,12 +205,12 @@ if ARGV[9] ~= '' then
   local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
   redis.call('ZADD', queue, 'NX', text(math.max(number(last[2]) + 1, now)), mode .. owner)
   redis.call('ZADD', alive, text(now + {PATIENCE * 1e6:.0f}), mode .. owner)
-  redis.call('HSET', record, 'w:' .. owner, ARGV[9])
   for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', text(now - {FORGOTTEN * 1e6:.0f}))) do
     redis.call('ZREM', queue, waiter)
     redis.call('ZREM', alive, waiter)
     redis.call('HDEL', record, 'w:' .. string.sub(waiter, 2))
   end
+  redis.call('HSET', record, 'w:' .. owner, ARGV[9])
   redis.call('PEXPIRE', queue, 60000)
   redis.call('PEXPIRE', alive, 60000)
 end
