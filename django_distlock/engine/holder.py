@@ -8,6 +8,7 @@ import socket
 import sys
 from asyncio import _get_running_loop
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from .caller import current_task, here, thread_name
@@ -59,6 +60,7 @@ class Holder(_Written):
         return known
 
     @classmethod
+    @lru_cache(maxsize=256)  # many locks have one holder
     def from_json(cls, text: str | bytes | None) -> Holder | None:
         """Return the holder written in *text*, or None where there is none to be read."""
         try:

@@ -57,6 +57,8 @@ def printable(text: object, most: int = LONGEST_SHOWN) -> str:
     servers say. A line break in one would forge a line of a log, a bidi mark turn the rest around.
     """
     shown = str(text)[: most + 1]
+    if len(shown) <= most and shown.isascii() and shown.isprintable():
+        return shown
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
     if len(encoded := shown.encode()) > most:
