@@ -15,6 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = [
+    "tests.fixtures.browser",
     "tests.fixtures.celery_worker",
     "tests.fixtures.certificate",
     "tests.fixtures.databases",

@@ -15,7 +15,7 @@ from urllib.parse import quote as urlquote
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import Permission, User
+from django.contrib.auth.models import User
 from django.db import connections, transaction
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
@@ -34,6 +34,7 @@ from django_distlock.signals import lock_forced
 from tests.backends.conftest import SERVERS
 
 from .lock_rows import HOLDER, put, put_old, put_waiter, reread
+from .staff import client_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,15 +62,6 @@ def database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def name() -> str:
     return f"admin:{uuid.uuid4().hex[:12]}"
-
-
-def client_of(*permissions: str, csrf: bool = False) -> Client:
-    """Return the browser of a member of the staff who has these permissions."""
-    user = User.objects.create_user(uuid.uuid4().hex[:12], is_staff=True)
-    user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
-    client = Client(enforce_csrf_checks=csrf)
-    client.force_login(user)
-    return client
 
 
 @pytest.fixture

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import base64
 import os
-import shutil
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -18,7 +15,6 @@ import pytest
 from django.contrib.admin.utils import quote as admin_quote
 from django.contrib.auth.models import User
 from django.urls import reverse
-from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support import expected_conditions as there
@@ -30,9 +26,8 @@ from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import server_key
 from django_distlock.engine.values import digest
 from django_distlock.models import MethodLock
-from tests.fixtures.environment import free_port, is_listening
+from tests.fixtures.browser import OpenBrowser
 from tests.fixtures.eventually import eventually
-from tests.fixtures.launch import launch
 
 from .lock_rows import put, put_waiter
 
@@ -61,17 +56,6 @@ return {
 };"""
 HOSTILE = "<script>alert(1)</script>"
 PASSWORD = "operator"
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1600,900",
-)
 Start = Callable[[], "Operator"]
 
 pytestmark = pytest.mark.server
@@ -140,42 +124,18 @@ class Operator:
         )
 
 
-@pytest.fixture(scope="module")
-def site(databases: None) -> Iterator[str]:
-    """The test project, served as `manage.py runserver` does."""
-    port = free_port()
-    command = [sys.executable, "-m", "testproject", "runserver", "--noreload", f"127.0.0.1:{port}"]
-    root, quiet = Path(__file__).parents[2], subprocess.DEVNULL
-    server = launch(command, cwd=root, stdout=quiet, stderr=quiet)
-    try:
-        eventually(lambda: is_listening(port), 20, "the site answers")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
-
-
 @pytest.fixture
-def operator(site: str, tmp_path: Path) -> Iterator[Start]:
+def operator(site: str, open_browser: OpenBrowser) -> Start:
     """Starts browsers, each with an operator who may do everything."""
-    browsers: list[WebDriver] = []
 
     def start() -> Operator:
-        options = webdriver.ChromeOptions()
-        for flag in (*FLAGS, f"--user-data-dir={tmp_path / str(len(browsers))}"):
-            options.add_argument(flag)
-        driver = shutil.which("chromedriver")
-        assert driver, "chromedriver is missing: install Debian's chromium and chromium-driver"
-        browsers.append(webdriver.Chrome(options, webdriver.ChromeService(driver)))
         username = f"operator-{uuid.uuid4().hex[:8]}"
         User.objects.create_superuser(username, password=PASSWORD)
-        someone = Operator(browsers[-1], site)
+        someone = Operator(open_browser(), site)
         someone.log_in(username)
         return someone
 
-    yield start
-    for browser in browsers:
-        browser.quit()
+    return start
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
@@ -25,6 +24,7 @@ from django_distlock.engine.holder import Holder
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .lock_rows import put
+from .staff import client_of
 
 LIST = reverse("admin:django_distlock_heldlock_changelist")
 FORCE = reverse("admin:django_distlock_heldlock_force_release")
@@ -45,14 +45,6 @@ def aliases(settings: Any) -> Iterator[None]:
 @pytest.fixture
 def name() -> str:
     return f"page:{uuid.uuid4().hex[:12]}"
-
-
-def client_of(*permissions: str) -> Client:
-    user = User.objects.create_user(uuid.uuid4().hex[:12], is_staff=True)
-    user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
-    client = Client()
-    client.force_login(user)
-    return client
 
 
 @pytest.fixture

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
 from django.http import HttpResponse
 from django.test import Client
 from django.urls import reverse
-from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 
@@ -23,9 +18,8 @@ from django_distlock import lock
 from testproject import views
 from testproject.models import Account, Fee
 from testproject.services import open_account
-from tests.fixtures.environment import free_port, is_listening
+from tests.fixtures.browser import OpenBrowser
 from tests.fixtures.eventually import eventually
-from tests.fixtures.launch import launch
 
 JSON = {"accept": "application/json"}
 Send = Callable[..., Any]
@@ -122,30 +116,9 @@ def test_hostile_token_is_a_token(send: Send, account: Account) -> None:
 # At a browser, served by threads of another process.
 
 
-@pytest.fixture(scope="module")
-def site(databases: None) -> Iterator[str]:
-    port = free_port()
-    command = [sys.executable, "-m", "testproject", "runserver", "--noreload", f"127.0.0.1:{port}"]
-    root, quiet = Path(__file__).parents[2], subprocess.DEVNULL
-    server = launch(command, cwd=root, stdout=quiet, stderr=quiet)
-    try:
-        eventually(lambda: is_listening(port), 20, "the site answers")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
-
-
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[WebDriver]:
-    options = webdriver.ChromeOptions()
-    for flag in ("headless", "no-sandbox", "disable-gpu", f"user-data-dir={tmp_path}"):
-        options.add_argument(f"--{flag}")
-    driver = shutil.which("chromedriver")
-    assert driver, "chromedriver is missing: install Debian's chromium and chromium-driver"
-    chrome = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    yield chrome
-    chrome.quit()
+def browser(open_browser: OpenBrowser) -> WebDriver:
+    return open_browser()
 
 
 @pytest.fixture

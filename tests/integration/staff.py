@@ -1,0 +1,15 @@
+"""Members of the staff, who look at locks in the admin."""
+
+import uuid
+
+from django.contrib.auth.models import Permission, User
+from django.test import Client
+
+
+def client_of(*permissions: str, csrf: bool = False) -> Client:
+    """Return the browser of a member of the staff who has these permissions."""
+    user = User.objects.create_user(uuid.uuid4().hex[:12], is_staff=True)
+    user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    client = Client(enforce_csrf_checks=csrf)
+    client.force_login(user)
+    return client
