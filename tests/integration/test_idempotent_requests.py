@@ -8,6 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from django.db import connections
 from django.http import HttpResponse
 from django.test import Client
 from django.urls import reverse
@@ -68,8 +69,15 @@ def test_program_is_told_so_in_json_and_names_its_request_in_a_header(
 
 
 def test_one_of_two_at_the_same_time_is_charged(send: Send, account: Account) -> None:
+    def send_in_thread(_: int) -> HttpResponse:
+        try:
+            answer: HttpResponse = send()
+            return answer
+        finally:
+            connections.close_all()
+
     with ThreadPoolExecutor() as threads:
-        answers: list[HttpResponse] = list(threads.map(lambda _: send(), range(4)))
+        answers = list(threads.map(send_in_thread, range(4)))
 
     assert sorted(answer.status_code for answer in answers) == [302, 409, 409, 409]
     assert fees(account) == 1
