@@ -23,7 +23,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 from django_distlock import LockNotHeld, lock
 from django_distlock.backends.database.records import State
 from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import server_key
+from django_distlock.engine.naming import server_key, stored
 from django_distlock.engine.values import digest
 from django_distlock.models import MethodLock
 from tests.fixtures.browser import OpenBrowser
@@ -257,13 +257,18 @@ def test_the_list_refreshes_itself_and_keeps_what_is_selected(operator: Start, n
     rows = [put("default", f"{name}:{number}", State.HELD) for number in range(1, 31)]
     someone = operator()
     someone.open(f"{LIST}?q={name}")
-    box = someone.find("#result_list tbody tr:last-child input")
-    box.click()
-    someone.browser.execute_script("arguments[0].dataset.seen = 'yes'", box)
+    # In one script: the list may be refreshed between two.
+    someone.browser.execute_script(
+        "const box = document.querySelector(arguments[0]);"
+        "box.focus(); box.click(); box.dataset.seen = 'yes'; box.scrollIntoView()",
+        "#result_list tbody tr:last-child input",
+    )
     before = someone.look()
 
-    rows[0].delete()
-    put("default", f"{name}:0", State.HELD)
+    # In one statement, for the same reason.
+    MethodLock.objects.filter(pk=rows[0].pk).update(
+        method_name=server_key(f"{name}:0"), description=stored(f"{name}:0")
+    )
 
     eventually(lambda: f"{name}:0" in someone.look()["names"], 10, "the list is refreshed")
     after = someone.look()

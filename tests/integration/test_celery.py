@@ -14,7 +14,6 @@ import pytest
 
 from django_distlock import LockNotAcquired, lock
 from testproject import tasks
-from testproject.celery import app
 from testproject.services import audit, open_account
 from tests.fixtures.eventually import eventually
 from tests.fixtures.launch import kill_family, launch, send
@@ -39,16 +38,7 @@ FORGIVING: dict[str, Any] = {
     "unacked_restore_interval": 0.2,
     "unacked_restore_throttle": 1,
 }
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def connections() -> Iterator[None]:
-    """What this process opens to send tasks and to read results."""
-    yield
-    app.backend.result_consumer.stop()
-    app.backend.client.connection_pool.disconnect()
-    app.close()
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("celery_connections")]
 
 
 @pytest.fixture(scope="module")

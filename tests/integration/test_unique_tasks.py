@@ -33,18 +33,7 @@ if TYPE_CHECKING:
     from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
 
 TASKS = unique_tasks.__name__
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def connections() -> Iterator[None]:
-    """What this process opens to send tasks and to read results."""
-    yield
-    # Without Redis there are none: its tests are not run, others are.
-    if consumer := getattr(app.backend, "result_consumer", None):
-        consumer.stop()
-        app.backend.client.connection_pool.disconnect()
-    app.close()
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("celery_connections")]
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import lock
-from testproject.celery import app
 from testproject.services import audit, open_account
 from tests.contract.crew import held_in_thread
 from tests.contract.profiles import PROFILES, Profile
@@ -288,7 +287,7 @@ def test_threads_that_became_greenlets_too_late_are_refused_in_words(
 
 
 @pytest.mark.parametrize("pool", ["solo", "threads", "gevent", "eventlet"])
-@pytest.mark.usefixtures("connections_of_celery")
+@pytest.mark.usefixtures("celery_connections")
 @over(("celery", "redis"))
 def test_tasks_of_every_pool_renew_wait_and_exclude(
     start_workers: StartWorkers, name: str, combination: Combination, pool: str
@@ -313,7 +312,7 @@ def test_tasks_of_every_pool_renew_wait_and_exclude(
 
 
 @pytest.mark.parametrize("driver", ["mysqlclient", "pymysql"])
-@pytest.mark.usefixtures("connections_of_celery")
+@pytest.mark.usefixtures("celery_connections")
 @over(("celery", "mariadb"), ("celery", "mariadb-rowlock"), ("celery", "mariadb-advisory"))
 def test_a_soft_time_limit_ends_a_wait_by_each_driver(
     request: pytest.FixtureRequest,
@@ -337,15 +336,6 @@ def test_a_soft_time_limit_ends_a_wait_by_each_driver(
     assert worker_tasks.SOFT_LIMIT * 0.9 <= waited < worker_tasks.SOFT_LIMIT + AT_ONCE
     assert free_within(name, 5)
     worker.stop()
-
-
-@pytest.fixture(scope="module")
-def connections_of_celery() -> Iterator[None]:
-    """What this process opens to send tasks and to read results."""
-    yield
-    app.backend.result_consumer.stop()
-    app.backend.client.connection_pool.disconnect()
-    app.close()
 
 
 def accepted(answer: Answer) -> Answer | None:
