@@ -31,6 +31,7 @@ PATIENCE = 0.5
 FORGOTTEN = 10.0
 
 #: What scripts begin with: the server's clock, and numbers from and to text.
+#: Commands are given numbers as they are; joined to text, Lua itself would write 1.76e+15.
 CLOCK = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
@@ -48,7 +49,7 @@ local function keep(ends)
   local left = math.max(0, math.ceil((ends - now) / 1000)) + {RETENTION * 1000}
   for _, key in ipairs({{record, holders}}) do
     -- Nearly as long is long enough, and saves a write.
-    if redis.call('PTTL', key) < left - 600000 then redis.call('PEXPIRE', key, text(left)) end
+    if redis.call('PTTL', key) < left - 600000 then redis.call('PEXPIRE', key, left) end
   end
 end
 
@@ -60,8 +61,8 @@ end
 
 local function hold_back(instant)
   if instant > now and instant > number(redis.call('HGET', record, 'available')) then
-    redis.call('HSET', record, 'available', text(instant))
-    redis.call('SET', record .. ':r', '', 'PX', text(math.ceil((instant - now) / 1000)))
+    redis.call('HSET', record, 'available', instant)
+    redis.call('SET', record .. ':r', '', 'PX', math.ceil((instant - now) / 1000))
     keep(instant)
   end
 end
@@ -82,7 +83,7 @@ end
 # What only locks need that somebody holds or waits for.
 _MORE = """
 local function expire()
-  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', text(now))) do
+  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', now)) do
     local _, _, lock_delay = described(owner)
     hold_back(number(redis.call('ZSCORE', holders, owner)) + lock_delay)
     forget(owner)
@@ -162,7 +163,7 @@ local function grant()
   local holding = table.concat({{token, instant, lock_delay, ARGV[8]}}, ' ')
   redis.call('HSET', record, 'token', token, 'mode', mode, 'available', mode == 's' and '0' or instant,
     'name', ARGV[7], 'h:' .. owner, holding)
-  redis.call('ZADD', holders, text(now + ttl), owner)
+  redis.call('ZADD', holders, now + ttl, owner)
   if mode == 'x' then hold_back(now + min_hold) end
   keep(now + ttl + lock_delay)
   return {{1, tonumber(token)}}
@@ -174,7 +175,7 @@ if not is_revoked and number(known[3]) <= now and redis.call('EXISTS', holders, 
 expire()
 local ends = redis.call('ZSCORE', holders, owner)
 if ends then
-  redis.call('ZADD', holders, text(math.max(tonumber(ends), now + ttl)), owner)
+  redis.call('ZADD', holders, math.max(tonumber(ends), now + ttl), owner)
   return {{1, (described(owner))}}
 end
 if is_revoked then return busy() end
@@ -203,9 +204,9 @@ end
 
 if ARGV[9] ~= '' then
   local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
-  redis.call('ZADD', queue, 'NX', text(math.max(number(last[2]) + 1, now)), mode .. owner)
-  redis.call('ZADD', alive, text(now + {PATIENCE * 1e6:.0f}), mode .. owner)
-  for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', text(now - {FORGOTTEN * 1e6:.0f}))) do
+  redis.call('ZADD', queue, 'NX', math.max(number(last[2]) + 1, now), mode .. owner)
+  redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, mode .. owner)
+  for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', now - {FORGOTTEN * 1e6:.0f})) do
     redis.call('ZREM', queue, waiter)
     redis.call('ZREM', alive, waiter)
     redis.call('HDEL', record, 'w:' .. string.sub(waiter, 2))
@@ -225,9 +226,11 @@ local owner, is_final = ARGV[2], ARGV[3] == '1'
 local ends = number(redis.call('ZSCORE', holders, owner))
 
 local function give_back()
-  local _, acquired = described(owner)
+  if ARGV[4] ~= '0' then
+    local _, acquired = described(owner)
+    hold_back(acquired + ARGV[4])
+  end
   forget(owner)
-  hold_back(acquired + ARGV[4])
   note('ended', owner)
   return 1
 end
@@ -288,7 +291,7 @@ local token, acquired, lock_delay = described(former)
 forget(former)
 redis.call('HSET', record, 'h:' .. owner,
   table.concat({text(token), text(acquired), text(lock_delay), ARGV[5]}, ' '))
-redis.call('ZADD', holders, text(ends), owner)
+redis.call('ZADD', holders, ends, owner)
 keep(ends)
 return 1
 """
@@ -327,7 +330,7 @@ local is_reserved = ARGV[2] == '' and redis.call('ZCARD', holders) == 0 and
   redis.call('HGET', record, 'token') == ARGV[3]
 if not is_reserved and not redis.call('ZSCORE', holders, ARGV[2]) then return 0 end
 forget(ARGV[2])
-redis.call('HSET', record, 'token', text(math.max(number(redis.call('HGET', record, 'token')) + 1, now)))
+redis.call('HSET', record, 'token', math.max(number(redis.call('HGET', record, 'token')) + 1, now))
 if redis.call('ZCARD', holders) == 0 then redis.call('HDEL', record, 'available') end
 keep(now)
 wake()
@@ -349,7 +352,7 @@ return left
 _KEEP = f"""
 for i = 2, #ARGV do
   if redis.call('ZSCORE', queue, ARGV[i]) then
-    redis.call('ZADD', alive, text(now + {PATIENCE * 1e6:.0f}), ARGV[i])
+    redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, ARGV[i])
   else
     ring(string.sub(ARGV[i], 2))
   end
