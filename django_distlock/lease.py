@@ -740,7 +740,8 @@ class Awaited:
 
 def held_here() -> list[Lease]:
     """Return the leases that this chain of contexts knows of, the last one last; some may have ended."""
-    return [lease for known in _held_here.get() if (lease := known()) is not None]
+    all_known = _held_here.get()
+    return [lease for known in all_known if (lease := known()) is not None] if all_known else []
 
 
 def note_held_here(lease: Lease) -> None:

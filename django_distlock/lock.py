@@ -327,8 +327,12 @@ class Lock:
         terms = self.terms
         if terms.shared and not backend.supports_shared:
             raise NotSupported(backend.alias, "shared locks")
-        if (terms.min_hold or terms.lock_delay) and not backend.supports_delays:
-            raise NotSupported(backend.alias, "min_hold and lock_delay")
+        if terms.min_hold or terms.lock_delay:
+            if not backend.supports_delays:
+                raise NotSupported(backend.alias, "min_hold and lock_delay")
+            if terms.lock_delay > (longest := backend.longest_lock_delay):
+                msg = f"DISTLOCK[{backend.alias!r}]: lock_delay must be at most {longest:g} seconds, not {terms.lock_delay!r}."
+                raise ValueError(msg)
         request = self._request(backend)
         backend.check_ttl(request.ttl)
         lease = Lease(backend, request, renew=terms.renew, max_hold=terms.max_hold)

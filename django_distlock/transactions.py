@@ -36,7 +36,8 @@ def open_here() -> tuple[Any, ...]:
     """
     found: tuple[Any, ...] = ()
     for connection in _used_here():
-        if connection.in_atomic_block or not connection.autocommit:
+        is_open = connection.connection is not None
+        if connection.in_atomic_block or (is_open and not connection.autocommit):
             mark = _mark(connection)
             if mark is not None:
                 found += (mark,)
@@ -175,8 +176,7 @@ def _used_here() -> Sequence[BaseDatabaseWrapper]:
         # What Django's own all() asks for alias by alias, at ten times the cost.
         storage = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]  # noqa: SLF001
         if isinstance(storage, threading.local):
-            known = vars(storage)
-            return [known[alias] for alias in connections if alias in known]
+            return [*filter(None, map(vars(storage).get, connections))]
     return connections.all(initialized_only=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
@@ -53,6 +54,8 @@ class BaseLockBackend(ABC):
     supports_detach: ClassVar[bool] = False
     #: min_hold and lock_delay.
     supports_delays: ClassVar[bool] = False
+    #: Seconds for which the server can refuse a lock to others after its lease has ended.
+    longest_lock_delay: ClassVar[float] = math.inf
     #: Whether extend() lets a lease live longer; else it only tells whether it is still there.
     supports_extend: ClassVar[bool] = True
     #: Whether a lock ends with the connection or session that holds it, not with a ttl alone.

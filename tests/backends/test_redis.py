@@ -18,7 +18,7 @@ from django.core.cache import caches
 
 from django_distlock import LockBackendError, LockNotOwned, lock, locks
 from django_distlock.backends.redis import RedisBackend, connections
-from django_distlock.backends.redis.scripts import KeySpace
+from django_distlock.backends.redis.verbs import KeySpace
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy, Grant, Release

@@ -33,12 +33,11 @@ from django_distlock.backends.redis.scripts import (
     RELEASE,
     SCRIPTS,
     Call,
-    Keys,
-    KeySpace,
     Script,
 )
 from django_distlock.backends.redis.sources import Source
 from django_distlock.backends.redis.transactions import ROUNDS, transact
+from django_distlock.backends.redis.verbs import Keys, KeySpace
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Grant, Release

@@ -22,9 +22,9 @@ from .checks import check_facts
 from .cluster import AsyncClusterLink, ClusterLink
 from .connections import AsyncPoolLink, PerLoop, PoolLink
 from .listeners import STALE, Listeners
-from .scripts import RETENTION, KeySpace, MakeKey
+from .scripts import RETENTION
 from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
-from .verbs import BATCH, Verbs
+from .verbs import BATCH, KeySpace, MakeKey, Verbs
 
 Act = Callable[[], Any]
 
@@ -46,6 +46,7 @@ class RedisBackend(StepsBackend):
     supports_listing = True
     supports_detach = True
     supports_delays = True
+    longest_lock_delay = RETENTION
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -75,12 +76,6 @@ class RedisBackend(StepsBackend):
 
     def make_key(self) -> MakeKey:
         return str
-
-    def request(self, name: str, **wishes: Any) -> Request:
-        if wishes.get("lock_delay", 0.0) > RETENTION:
-            msg = f"lock_delay must be at most {RETENTION} seconds in Redis, not {wishes['lock_delay']!r}."
-            raise ValueError(msg)
-        return super().request(name, **wishes)
 
     # The verbs.
 

@@ -1,4 +1,4 @@
-"""The Lua scripts, each with its contract: what Redis carries out as one step; and the keys they work on.
+"""The Lua scripts, each with its contract: what Redis carries out as one step.
 
 Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (TIME). A lock has
 
@@ -18,9 +18,6 @@ answer can be given twice.
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 #: Seconds for which what is known of a free lock is kept.
@@ -398,54 +395,3 @@ class Call(NamedTuple):
     @property
     def by_text(self) -> tuple[str | int | bytes, ...]:
         return ("EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
-
-
-#: Makes a key of the cache, with its prefix and version.
-MakeKey = Callable[[str], str]
-_PLACE = "distlock-place"
-
-
-class Keys:
-    """The keys of one lock: *all* that scripts are given, in their order, and what doorbells begin with."""
-
-    def __init__(self, record: str) -> None:
-        self.record, self.bells = record, f"{record}:b:"
-        self.all = record, f"{record}:h", f"{record}:q", f"{record}:a"
-
-    def bell(self, owner: str) -> str:
-        return self.bells + owner
-
-
-class KeySpace:
-    """The keys of all the locks of one alias: those of one lock share a slot of a cluster, by what is in braces."""
-
-    def __init__(self, make_key: MakeKey) -> None:
-        """ValueError if *make_key* makes keys that a lock cannot be told by."""
-        made = str(make_key(f"distlock:{{{_PLACE}}}"))
-        self._before, place, self._after = made.partition(_PLACE)
-        if not place or "{}" in made:
-            msg = f"the cache's key function makes {made!r} of a key: it must keep the key as it is, and add no {{}}"
-            raise ValueError(msg)
-        before, after = (
-            re.sub(r"([*?\[\]\\])", r"\\\1", part) for part in (self._before, self._after)
-        )
-        #: What SCAN finds all records by, and other keys of locks; and a key or two of all that are not free.
-        self.pattern = f"{before}*{after}"
-        self.taken_pattern = f"{self.pattern}:[hr]"
-
-    def of(self, key: str) -> Keys:
-        """Return the keys of the lock that servers know as *key*: it has no braces in it."""
-        return _keys(f"{self._before}{key}{self._after}")
-
-    def key_of(self, record: str) -> str | None:
-        """Return what servers know a lock by; None if *record* is no record of this alias."""
-        key = record[len(self._before) : len(record) - len(self._after)]
-        is_record = record == f"{self._before}{key}{self._after}" and not {"{", "}"} & {*key}
-        return key if is_record and key else None
-
-    def key_of_taken(self, taken: str) -> str | None:
-        """key_of(), by what taken_pattern finds."""
-        return self.key_of(taken[:-2])
-
-
-_keys = lru_cache(1024)(Keys)

@@ -12,8 +12,8 @@ from django.core.cache import caches
 from django.core.checks import CheckMessage
 
 from django_distlock.backends.base import StepsBackend
-from django_distlock.backends.redis.scripts import KeySpace
 from django_distlock.backends.redis.sources import Source, source_of_cache
+from django_distlock.backends.redis.verbs import KeySpace
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.steps import arun, run

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from django_distlock.backends.redis.connections import packed
-from django_distlock.backends.redis.scripts import KeySpace
-from django_distlock.backends.redis.verbs import BATCH, microseconds
+from django_distlock.backends.redis.verbs import BATCH, KeySpace, microseconds
 from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import LONGEST_LISTED, printable
