@@ -47,6 +47,8 @@ def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:
 def _waiters(backend: BaseLockBackend, held: Held) -> int | None:
     if held.waiters is None:
         return waits.count(Lock(backend.place, held.key)) or None
+    if (others := backend.queue.callers(held.key) - 1) == 0:
+        return held.waiters
     # Who stands on the server says for how many of its process; behind a holder of ours nobody does.
     is_told = backend.waiting.place is not Place.NONE and backend.queue.held_by(held.key) is None
-    return held.waiters if is_told else held.waiters + backend.queue.callers(held.key) - 1
+    return held.waiters if is_told else held.waiters + others

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -101,7 +103,7 @@ def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
     """Return what *aliases* tell, and by alias why one does not; aliases of one place are told together."""
     asked = {alias: _ask(alias) for alias in aliases}
     wait(asked.values(), timeout=PATIENCE)
-    found: dict[object, Row] = {}
+    found = defaultdict[Hashable, dict[str, Row]](dict)
     problems: dict[str, str] = {}
     for alias, answer in asked.items():
         if not answer.done():
@@ -111,12 +113,12 @@ def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
         if error := answer.exception():
             problems[alias] = first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
             continue
-        place = locks[alias].place
+        here, alone = found[locks[alias].place], (alias,)
         for held in answer.result():
-            known = place, held.key, held.owner_digest
-            before = found[known].aliases if known in found else ()
-            found[known] = Row(held, (*before, alias))
-    return list(found.values()), problems
+            known = f"{held.owner_digest} {held.key}"
+            before = here.get(known)
+            here[known] = Row(held, before.aliases + alone if before else alone)
+    return [row for rows in found.values() for row in rows.values()], problems
 
 
 def _ask(alias: str) -> _Answer:

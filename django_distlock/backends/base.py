@@ -255,8 +255,7 @@ class BaseLockBackend(ABC):
 
     def keeps(self, key: str) -> bool:
         """Return whether *key* has the kind and the prefix of this alias."""
-        own = server_key("x", prefix=self.key_prefix, kind=self.kind)
-        return key.rpartition("|")[0] == own.rpartition("|")[0]
+        return key.rpartition("|")[0] == self.key_of("x").rpartition("|")[0]
 
     def _end_shown(self, key: str, owner_digest: str) -> bool:
         try:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django_distlock.engine.values import Purged
 
 from .engine import COUNTER, LOCK, WAITER
 from .portable import microseconds, short_transaction
-from .records import clock, for_update
+from .records import for_update, server_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -86,12 +86,9 @@ def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[
 
 def _moment(cursor: CursorWrapper, limits: Limits) -> Parameters:
     """Return what the statements name: instants of the server, once for the whole purge."""
-    connection = cursor.db
-    cursor.execute(f"SELECT {clock(cursor)}{connection.features.bare_select_suffix}", {})
-    (read,) = cursor.fetchone()
-    now = read if isinstance(read, datetime) else datetime.fromisoformat(read)
+    now = server_now(cursor)
     cutoff = now - timedelta(seconds=limits.older_than)
-    write = connection.ops.adapt_datetimefield_value
+    write = cursor.db.ops.adapt_datetimefield_value
     # A place in the queue is worth nothing once nobody can renew it: no grace is for it.
     dead = now - timedelta(seconds=LEAST_AGE)
     instants = {"now": write(now), "cutoff": write(cutoff), "dead": write(dead)}
