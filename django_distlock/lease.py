@@ -304,21 +304,23 @@ class Lease:
         return self._hand_over(own_ttl)
 
     @classmethod
-    def attach(cls, text: str) -> Lease:
+    def attach(cls, text: str, purpose: str = "") -> Lease:
         """Take over the lease that another process has detached. Each text works once.
+
+        *purpose*: what it is held for now, shown to people.
 
         LockLost if the lease has ended meanwhile, or was attached already.
 
         ``django.core.signing.BadSignature`` if *text* is not one that detach() made.
         """
-        handed = _Handed(text)
+        handed = _Handed(text, purpose)
         take_over = handed.backend.take_over
         return run(handed.steps(), lambda asked: settled(partial(take_over, *asked)))
 
     @classmethod
-    async def aattach(cls, text: str) -> Lease:
+    async def aattach(cls, text: str, purpose: str = "") -> Lease:
         """See attach()."""
-        handed = _Handed(text)
+        handed = _Handed(text, purpose)
         take_over = handed.backend.atake_over
         return await arun(handed.steps(), lambda asked: asettled(partial(take_over, *asked)))
 
@@ -684,7 +686,7 @@ class Lease:
 class _Handed:
     """A lease on its way from the process that detached it to this one, which makes a new owner."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, purpose: str) -> None:
         try:
             known = signing.loads(text, salt=HANDOVER)
         except (signing.BadSignature, UnicodeError) as error:
@@ -702,7 +704,7 @@ class _Handed:
             known["ttl"] = min(known["ttl"], max_hold)
             if max_hold < LEAST_TTL:
                 raise LockLost(name, "its max_hold is over")
-        request = self.backend.request(name, **known, holder=Holder.current())
+        request = self.backend.request(name, **known, holder=Holder.current(purpose))
         self.lease = Lease(self.backend, request, renew=renew, max_hold=max_hold)
         self.lease.hold_on_success = hold_on_success
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,13 @@ INSTALLED_APPS = [
     "django_distlock",
     "testproject",
 ]
+if find_spec("django.tasks") and find_spec("django_tasks_db"):
+    INSTALLED_APPS.append("django_tasks_db")
+    TASKS = {
+        "default": {"BACKEND": "django.tasks.backends.immediate.ImmediateBackend"},
+        "dummy": {"BACKEND": "django.tasks.backends.dummy.DummyBackend", "QUEUES": []},
+        "database": {"BACKEND": "django_tasks_db.DatabaseBackend", "QUEUES": []},
+    }
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Never
 
@@ -18,13 +18,14 @@ from celery.states import SUCCESS
 from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from django_distlock.conf import DEFAULT_ALIAS, checked_ttl
+from django_distlock.conf import DEFAULT_ALIAS
 from django_distlock.engine.holder import Holder, task_text
-from django_distlock.engine.naming import NameTemplate, checked_name, printable
-from django_distlock.exceptions import LockError, LockLost, LockNotAcquired, NotSupported
-from django_distlock.handler import locks
+from django_distlock.engine.naming import printable
+from django_distlock.exceptions import LockError, LockNotAcquired
 from django_distlock.lease import Lease
 from django_distlock.lock import Lock
+
+from .once import HEADER, LEASE, Once, brought, checked_lease, task_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("django_distlock")
 
-#: The header with the text of Lease.detach(). It is as secret as the queue.
-HEADER = "distlock"
-#: Seconds that a message may wait in the queue, unless the task says otherwise.
-LEASE = 3600.0
 #: Seconds after which a task that waits for its turn looks again, at most.
 LOOK_AGAIN = 5.0
 
@@ -58,10 +55,7 @@ def unique_task(
     for which a message that is never run keeps the name, counted from its eta; while the task runs, its
     lease is renewed. *options* are those of ``shared_task()``.
     """
-    if not isinstance(name, str) and getattr(name, "__name__", "") != "<lambda>":
-        msg = f'unique_task() needs a name, such as "import:{{shop_id}}" or a lambda, not {name!r}.'
-        raise TypeError(msg)
-    seconds = checked_ttl(lease, "lease")
+    seconds = checked_lease(name, lease)
 
     def decorate(function: Callable[..., Any]) -> Any:
         if isinstance(function, (Proxy, Task)):
@@ -69,37 +63,16 @@ def unique_task(
             raise TypeError(msg)
         # Who sends a task gives no `self`.
         called = MethodType(function, object()) if options.get("bind") else function
-        template = NameTemplate(name, called) if isinstance(name, str) else name
+        once = Once.of(called, name, seconds, using)
         base = options.get("base")
         # What a task is known to throw is logged in one line, without a traceback.
         known = {
             "base": type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask,
             "throws": (*options.get("throws", ()), LockNotAcquired),
         }
-        once = _Once(template, seconds, using)
         return shared_task(**{**options, **known}, once=once)(function)
 
     return decorate
-
-
-@dataclass(frozen=True, slots=True)
-class _Once:
-    """What unique_task() was told."""
-
-    name: NameTemplate | Callable[..., str]
-    lease: float
-    using: str
-
-    def name_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return the name of the lock for one call."""
-        if isinstance(self.name, NameTemplate):
-            return checked_name(self.name.name_for(args, kwargs))
-        return checked_name(self.name(*args, **kwargs))
-
-    @property
-    def ttl(self) -> float:
-        """The ttl of the lease while the task runs, which is renewed."""
-        return min(locks[self.using].ttl, self.lease)
 
 
 class _QueueLock(Lock):
@@ -115,7 +88,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     """The base of what unique_task() makes."""
 
     abstract = True
-    once: _Once
+    once: Once
 
     def apply_async(
         self, args: Any = None, kwargs: Any = None, task_id: str | None = None, **options: Any
@@ -160,7 +133,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         once, request = self.once, self.request
         name = once.name_for(args, kwargs)
-        lock = Lock(name, using=once.using, ttl=once.ttl, purpose=self.name)
+        lock = once.lock(name, self.name)
         if request.called_directly or request.get("distlock_lease"):
             lease = lock.take(0)  # it is called as a function, maybe by itself
         else:
@@ -177,8 +150,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
 
     def _queue_lock(self, name: str, task_id: str) -> Lock:
         once = self.once
-        if not locks[once.using].supports_detach:
-            raise NotSupported(once.using, "unique_task()", "Its locks cannot be handed over.")
+        once.check_backend()
         lock = _QueueLock(name, using=once.using, ttl=once.ttl, reentrant=False)
         lock.holder = replace(Holder.current("in the queue"), task=task_text(self.name, task_id))
         return lock
@@ -187,13 +159,8 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         """Return the lease that the message brought, or a new one."""
         request = self.request
         if text := (request.headers or {}).get(HEADER):
-            with suppress(LockLost):
-                lease = Lease.attach(text)
-                if lease.name == lock.name:
-                    return lease
-                with lease:
-                    msg = f"{self.name} needs lock {lock.name!r}, and was handed {lease.name!r}."
-                    raise ValueError(msg)
+            if lease := brought(text, lock):
+                return lease
             # It waited for longer than its lease, or is a second copy of its message: then it may have
             # succeeded, where results are kept.
             with suppress(NotImplementedError):
@@ -217,9 +184,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
 
     def _id_of(self, holder: Holder | None) -> str | None:
         """Return the id of the task of this kind that *holder* tells of, if any."""
-        text = holder.task if holder else ""
-        task_id = text.rpartition("[")[2][:-1]
-        return task_id if task_id and task_text(self.name, task_id) == text else None
+        return task_id(holder.task, self.name) or None if holder else None
 
 
 def handover(lease: Lease, ttl: float | timedelta | None = None) -> dict[str, str]:

@@ -43,6 +43,7 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.contrib import tasks
 from django_distlock.contrib.celery import attached, handover, unique_task
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Held
@@ -121,7 +122,7 @@ async def take_a_lock_in_a_task() -> None:
 
     await lease.aextend(timedelta(minutes=1))
     assert_type(await lease.adetach(60), str)
-    assert_type(await Lease.aattach("text"), Lease)
+    assert_type(await Lease.aattach("text", "report"), Lease)
     await lease.arelease()
     async with lease as entered:
         assert_type(entered, Lease)
@@ -178,6 +179,17 @@ def import_orders(shop_id: int) -> str:
 def go_on(self: Any, shop_id: int) -> None:
     with attached(self) as lease:
         assert_type(lease, Lease)
+
+
+@tasks.unique_task("count:{shop_id}", lease=timedelta(hours=2), using="redis", queue_name="slow")
+def count_orders(shop_id: int) -> int:
+    return shop_id
+
+
+def enqueue_a_task() -> None:
+    assert_type(count_orders, tasks.UniqueTask)
+    if result := count_orders.enqueue(7):
+        assert_type(result.id, str)
 
 
 def send_a_task(lease: Lease) -> None:

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
-import pytest
+import logging
+import pickle
+import re
+from copy import deepcopy
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
-from django_distlock import Lease, LockLost, distributed_lock, lock, skip
-from tests.contract.crew import held_in_thread
+import pytest
+from django.db import transaction
+from django.utils import timezone
+
+from django_distlock import (
+    Lease,
+    LockLost,
+    LockNotAcquired,
+    NotSupported,
+    distributed_lock,
+    lock,
+    locks,
+    skip,
+)
+from tests.contract.crew import held_in_thread, together
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.pages import ROOT
+
+if TYPE_CHECKING:
+    from pytest_django import Settings
 
 tasks = pytest.importorskip("django.tasks")
+unique_task = pytest.importorskip("django_distlock.contrib.tasks").unique_task
+pytestmark = pytest.mark.usefixtures("memory")
+
+Task: Any = tasks.Task
+DummyBackend: Any = pytest.importorskip("django.tasks.backends.dummy").DummyBackend
 
 
 @tasks.task
@@ -52,3 +81,318 @@ def test_a_task_goes_on_with_the_lease_of_its_sender_once() -> None:
 
     assert goes_on.enqueue(text).errors[0].exception_class is LockLost
     assert not lock("report").locked()
+
+
+# Tasks that are under way once. Nobody works on the queue of the dummy backend.
+
+
+class Broken(DummyBackend):  # type: ignore[misc]  # Django 5.2 has none
+    def enqueue(self, *_: Any) -> Any:
+        raise OSError("the queue is gone")
+
+    async def aenqueue(self, *_: Any) -> Any:
+        self.enqueue()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnTask(Task):  # type: ignore[misc]  # as above
+    color: str = "red"
+
+
+class OwnBackend(DummyBackend):  # type: ignore[misc]  # as above
+    task_class = OwnTask
+
+
+QUEUES = {
+    "default": "django.tasks.backends.immediate.ImmediateBackend",
+    "queue": "django.tasks.backends.dummy.DummyBackend",
+    "broken": f"{__name__}.Broken",
+    "own": f"{__name__}.OwnBackend",
+}
+
+
+@pytest.fixture(autouse=True)
+def queues(settings: Settings) -> None:
+    settings.TASKS = {alias: {"BACKEND": path, "QUEUES": []} for alias, path in QUEUES.items()}
+
+
+def queued() -> Any:
+    return tasks.task_backends["queue"].results
+
+
+@unique_task("once:{number}")
+def once(number: int, *, again: bool = False) -> Any:
+    """Tell whether the lock is held, or what enqueuing it once more returns."""
+    return once.enqueue(number) if again else lock(f"once:{number}").locked()
+
+
+@unique_task("once:{number}")
+async def aonce(number: int) -> bool:
+    return await lock(f"once:{number}").alocked()
+
+
+@unique_task("once:{number}")
+def tells(number: int) -> Any:
+    [held] = locks["default"].held()
+    return held.holder and held.holder.purpose
+
+
+@unique_task("once:{number}")
+async def atells(number: int) -> Any:
+    [held] = locks["default"].held()
+    return held.holder and held.holder.purpose
+
+
+@unique_task("once:{number}", takes_context=True)
+def with_context(context: Any, number: int) -> Any:
+    return [context.task_result.id, number]
+
+
+@unique_task(lambda number, **_: f"once:{number}")
+def named_by_a_function(number: int, **others: Any) -> Any:
+    return others
+
+
+@unique_task("once:{number}")
+def failing(number: int) -> None:
+    raise OSError(number)
+
+
+def run(message: Any) -> Any:
+    """Do what a worker does with a message of the queue."""
+    return message.task.call(*message.args, **message.kwargs)
+
+
+@pytest.mark.parametrize("task", [once, aonce])
+def test_a_unique_task_holds_its_lock_and_gives_it_back(task: Any) -> None:
+    assert task.enqueue(7).return_value is True
+    assert not lock("once:7").locked()
+    assert task.enqueue(7).return_value is True
+
+
+async def test_so_it_does_in_async_code() -> None:
+    assert (await once.aenqueue(7)).return_value is True
+    assert (await aonce.aenqueue(7)).return_value is True
+    assert await once.acall(7) is await aonce.acall(7) is await aonce.func(7) is True
+
+    assert not await lock("once:7").alocked()
+
+
+def test_called_as_a_function_it_is_locked_too() -> None:
+    assert once.call(7) is once.func(7) is aonce.call(7) is True
+    assert not lock("once:7").locked()
+
+    with held_in_thread(lock("once:7")):
+        for call in (once.call, once.func, aonce.call):
+            with pytest.raises(LockNotAcquired):
+                call(7)
+
+
+def test_while_it_waits_it_is_not_sent_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "django_distlock")
+    task = once.using(backend="queue")
+
+    assert task.enqueue(7).status == "READY"
+    assert task.enqueue(7) is task.enqueue(number=7) is once.enqueue(7) is None
+    assert task.enqueue(8)
+
+    assert [message.args for message in queued()] == [[7], [8]]
+    assert f"({__name__}.once): not sent" in caplog.text
+    assert run(queued()[0]) is True
+    assert task.enqueue(7)
+
+
+async def test_nor_is_it_in_async_code() -> None:
+    task = aonce.using(backend="queue")
+
+    assert await task.aenqueue(7)
+
+    assert await task.aenqueue(7) is await aonce.aenqueue(7) is None
+    [message] = queued()
+    assert await message.task.acall(*message.args, **message.kwargs) is True
+    assert not await lock("once:7").alocked()
+
+
+def test_while_it_runs_it_is_not_sent_by_itself_either() -> None:
+    result = once.enqueue(7, again=True)
+
+    assert result.status == "SUCCESSFUL"
+    assert result.return_value is None
+
+
+@pytest.mark.parametrize("task", [tells, atells])
+def test_the_holder_is_the_task_and_when_it_runs_its_id(task: Any) -> None:
+    result = task.enqueue(7)
+    assert result.return_value == f"{task.module_path}[{result.id}]"
+    assert task.call(7) == task.module_path
+
+    task.using(backend="queue").enqueue(7)
+
+    [held] = locks["default"].held()
+    assert held.holder
+    assert held.holder.purpose == task.module_path
+
+
+def test_of_many_that_enqueue_it_at_once_one_does() -> None:
+    task = once.using(backend="queue")
+
+    results = together(*[lambda: task.enqueue(7)] * 16)
+
+    assert len([result for result in results if result]) == 1
+
+
+def test_a_function_makes_the_name_and_the_lease_is_no_argument_of_it() -> None:
+    assert named_by_a_function.enqueue(7, day="Monday").return_value == {"day": "Monday"}
+
+
+def test_a_task_gets_its_context() -> None:
+    result = with_context.enqueue(7)
+
+    assert result.return_value == [result.id, 7]
+    assert with_context.using(backend="queue").enqueue(7)
+    assert with_context.enqueue(number=7) is None
+
+
+def test_a_unique_task_that_failed_is_free() -> None:
+    assert failing.enqueue(7).errors[0].exception_class is OSError
+    assert not lock("once:7").locked()
+
+
+def test_a_lock_that_no_such_task_holds_is_no_silence() -> None:
+    with lock("once:7"), pytest.raises(LockNotAcquired):
+        once.enqueue(7)
+    for purpose in ("", __name__, f"{__name__}.once_more", f"{__name__}.once_more[1]"):
+        with held_in_thread(lock("once:7", purpose=purpose)), pytest.raises(LockNotAcquired):
+            once.enqueue(7)
+
+
+async def test_nor_is_it_in_async_code_either() -> None:
+    async with lock("once:7"):
+        with pytest.raises(LockNotAcquired):
+            await once.aenqueue(7)
+
+
+async def test_a_task_that_could_not_be_sent_is_free() -> None:
+    with pytest.raises(OSError, match="the queue is gone"):
+        once.using(backend="broken").enqueue(7)
+    with pytest.raises(OSError, match="the queue is gone"):
+        await once.using(backend="broken").aenqueue(8)
+
+    eventually(lambda: not lock("once:7").locked() and not lock("once:8").locked())
+
+
+def test_the_lease_lasts_from_when_it_is_to_run() -> None:
+    later = timezone.now() + timedelta(seconds=1000)
+
+    once.using(backend="queue").enqueue(7)
+    once.using(backend="queue", run_after=later).enqueue(8)
+
+    held = {each.name: each.remaining for each in locks["default"].held()}
+    assert held["once:7"] == pytest.approx(3600, abs=5)
+    assert held["once:8"] == pytest.approx(4600, abs=5)
+
+
+@pytest.mark.parametrize("task", [once, aonce])
+def test_a_copy_of_a_message_runs_when_the_name_is_free(task: Any) -> None:
+    task.using(backend="queue").enqueue(7)
+    [message] = queued()
+
+    assert run(message) is run(message) is True
+    with held_in_thread(lock("once:7")), pytest.raises(LockNotAcquired, match="'once:7' is held"):
+        run(message)
+
+
+@pytest.mark.parametrize("task", [once, aonce])
+def test_a_lease_is_handed_over(task: Any) -> None:
+    lease = lock("once:7").acquire()
+    assert lease
+
+    assert task.enqueue(7, distlock=lease.detach(60)).return_value is True
+
+    assert not lock("once:7").locked()
+
+
+@pytest.mark.parametrize("task", [once, aonce])
+def test_the_lease_of_another_lock_is_refused_and_freed(task: Any) -> None:
+    lease = lock("other").acquire()
+    assert lease
+
+    [error] = task.enqueue(7, distlock=lease.detach(60)).errors
+
+    assert error.exception_class is ValueError
+    assert "needs lock 'once:7', and was handed 'other'" in error.traceback
+    assert not lock("other").locked()
+    assert not lock("once:7").locked()
+
+
+def test_what_is_rolled_back_is_free_and_what_is_committed_is_not() -> None:
+    task = once.using(backend="queue")
+    with pytest.raises(OSError), transaction.atomic():  # noqa: PT011 - it is ours
+        task.enqueue(7)
+        raise OSError
+    eventually(lambda: not lock("once:7").locked())
+
+    with transaction.atomic():
+        with pytest.raises(OSError), transaction.atomic():  # noqa: PT011 - as above
+            task.enqueue(7)
+            raise OSError
+        eventually(lambda: not lock("once:7").locked())
+        task.enqueue(8)
+
+    never(lambda: not lock("once:8").locked(), 0.5)
+
+
+def test_it_is_a_task_of_the_class_that_its_queue_has() -> None:
+    own = unique_task("once:{number}", backend="own", color="blue")(once.func.__wrapped__)
+
+    assert isinstance(own, OwnTask)
+    assert own.using(priority=3).color == "blue"
+    assert own.enqueue(7)
+    assert own.enqueue(7) is None
+
+
+def test_it_can_be_copied_and_pickled() -> None:
+    task = named_by_a_function.using(priority=3)
+
+    for copy in (deepcopy(task), pickle.loads(pickle.dumps(task))):
+        assert copy == task
+        assert copy.enqueue(7).status == "SUCCESSFUL"
+
+
+def test_what_unique_task_cannot_use_is_refused() -> None:
+    plain = once.func.__wrapped__
+    with pytest.raises(TypeError, match="leave @task out"):
+        unique_task("x")(tasks.task(plain))
+    with pytest.raises(TypeError, match="needs a name"):
+        unique_task(plain)
+    with pytest.raises(ValueError, match="lease"):
+        unique_task("x", lease=0)
+    with pytest.raises(ValueError, match="field 'shop'"):
+        unique_task("import:{shop}")(plain)
+    with pytest.raises(ValueError, match="field 'context'"):
+        unique_task("{context}", takes_context=True)(with_context.func.__wrapped__)
+    with pytest.raises(TypeError, match="missing a required argument: 'number'"):
+        once.enqueue()
+
+
+def test_the_examples_of_the_guide_run() -> None:
+    guide = ROOT / "docs" / "howto" / "tasks.md"
+    known: dict[str, Any] = {"__name__": __name__}
+    for example in re.findall(r"```py\n(.*?)```", guide.read_text(), re.DOTALL):
+        exec(example, known)
+
+    assert known["start_export"](7) == "started"
+    assert known["check_and_export"](7).return_value == "orders of shop 7"
+    assert known["import_orders"].enqueue(7).return_value == "orders of shop 7"
+    with held_in_thread(lock("export:7", purpose=f"{__name__}.export_orders")):
+        assert known["start_export"](7) == "under way already"
+        assert known["check_and_export"](7) is None
+
+
+def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> None:
+    backend = "django_distlock.backends.zookeeper.ZooKeeperBackend"
+    settings.DISTLOCK = {"bound": {"BACKEND": backend, "OPTIONS": {"hosts": "localhost:1"}}}
+    bound = unique_task("x", using="bound")(once.func.__wrapped__)
+
+    with pytest.raises(NotSupported, match="unique_task"):
+        bound.enqueue(7)

@@ -38,7 +38,7 @@ from django_distlock.backends.redlock import (
 )
 from django_distlock.backends.session.backend import BESIDE
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
-from django_distlock.contrib import celery
+from django_distlock.contrib import once
 from django_distlock.engine import local_queue, pauses, waiting
 from django_distlock.engine.clock import drift
 from django_distlock.engine.waiting import Way
@@ -324,7 +324,8 @@ FACTS = [
     ("docs/explanation/guarantees.md", "1 % of the ttl and 2 milliseconds are taken off"),
     ("docs/reference/settings.md", f"at least {conf.LEAST_TTL:g}."),
     ("docs/reference/settings.md", f"at most {conf.LONGEST:.0f} of them"),
-    ("docs/howto/celery.md", f"*lease* is {celery.LEASE:,.0f} seconds by default"),
+    ("docs/howto/celery.md", f"*lease* is {once.LEASE:,.0f} seconds by default"),
+    ("docs/howto/tasks.md", f"*lease* is {once.LEASE:,.0f} seconds by default"),
     ("docs/howto/celery.md", f"up to {2**decorators.LAST_GROWTH} seconds, each"),
     (WRITE_PAGE, f"tries again after pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (DATABASE_PAGE, f"a place counts for {engine.PATIENCE:g} seconds"),

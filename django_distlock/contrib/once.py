@@ -1,0 +1,92 @@
+"""What the unique tasks of Celery and of Django share: their terms, and the lease that a message brings."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from django_distlock.conf import checked_ttl
+from django_distlock.engine.holder import task_text
+from django_distlock.engine.naming import NameTemplate, checked_name
+from django_distlock.exceptions import LockLost, NotSupported
+from django_distlock.handler import locks
+from django_distlock.lease import Lease
+from django_distlock.lock import Lock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+#: The header or argument with the text of Lease.detach(). It is as secret as the queue.
+HEADER = "distlock"
+#: Seconds that a message may wait in the queue, unless the task says otherwise.
+LEASE = 3600.0
+
+
+def checked_lease(name: object, lease: float | timedelta) -> float:
+    """Return *lease* in seconds; TypeError or ValueError if unique_task() cannot use it, or *name*."""
+    if not isinstance(name, str) and getattr(name, "__name__", "") != "<lambda>":
+        msg = f'unique_task() needs a name, such as "import:{{shop_id}}" or a lambda, not {name!r}.'
+        raise TypeError(msg)
+    return checked_ttl(lease, "lease")
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """What unique_task() was told."""
+
+    name: NameTemplate | Callable[..., str]
+    lease: float
+    using: str
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], name: str | Callable[..., str], lease: float, using: str
+    ) -> Self:
+        """Return the terms of a task; the fields of its name are arguments of *function*."""
+        made = NameTemplate(name, function) if isinstance(name, str) else name
+        return cls(made, lease, using)
+
+    def name_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Return the name of the lock for one call."""
+        if isinstance(self.name, NameTemplate):
+            return checked_name(self.name.name_for(args, kwargs))
+        return checked_name(self.name(*args, **kwargs))
+
+    @property
+    def ttl(self) -> float:
+        """The ttl of the lease while the task runs, which is renewed."""
+        return min(locks[self.using].ttl, self.lease)
+
+    def lock(self, name: str, purpose: str, **terms: Any) -> Lock:
+        """Return the lock for a task that runs."""
+        return Lock(name, using=self.using, ttl=self.ttl, purpose=purpose, **terms)
+
+    def check_backend(self) -> None:
+        """Raise NotSupported if its locks cannot travel."""
+        if not locks[self.using].supports_detach:
+            raise NotSupported(self.using, "unique_task()", "Its locks cannot be handed over.")
+
+
+def brought(text: str, lock: Lock) -> Lease | None:
+    """Return the lease that a message brought for *lock*; None if it has ended, or came before."""
+    with suppress(LockLost):
+        lease = Lease.attach(text, lock.terms.purpose)
+        if lease.name == lock.name:
+            return lease
+        with lease:
+            raise wrong(lease, lock)
+    return None
+
+
+def task_id(told: str, name: str) -> str | None:
+    """Return the id in what is *told* of a task called *name*, maybe empty; None if it is another task."""
+    found = told.rpartition("[")[2][:-1] if "[" in told else ""
+    return found if told == task_text(name, found) else None
+
+
+def wrong(lease: Lease, lock: Lock) -> ValueError:
+    """Return the error of a task that was handed *lease*, which is none of *lock*."""
+    task = lock.terms.purpose
+    return ValueError(f"{task} needs lock {lock.name!r}, and was handed {lease.name!r}.")

@@ -1,0 +1,200 @@
+"""Tasks of Django itself that are under way once; their lease travels in an argument of the message."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from contextlib import suppress
+from contextvars import ContextVar
+from dataclasses import fields
+from functools import partial, wraps
+from inspect import iscoroutinefunction
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Never
+
+from django.dispatch import receiver
+from django.tasks import Task, task
+from django.tasks.signals import task_started
+
+from django_distlock.conf import DEFAULT_ALIAS
+from django_distlock.engine import clock
+from django_distlock.engine.background import background
+from django_distlock.engine.holder import task_text
+from django_distlock.engine.naming import printable, title_of
+from django_distlock.exceptions import LockLost, LockNotAcquired
+from django_distlock.lease import Lease
+from django_distlock.transactions import still_open
+
+from .once import HEADER, LEASE, Once, brought, checked_lease, task_id, wrong
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from django.tasks import TaskResult
+
+    from django_distlock.lock import Lock
+
+logger = logging.getLogger("django_distlock")
+
+#: The function that a worker is about to call, and the id of its task.
+_started: ContextVar[tuple[object, str]] = ContextVar("distlock_started", default=(None, ""))
+
+
+def unique_task(
+    name: str | Callable[..., str],
+    /,
+    *,
+    lease: float | timedelta = LEASE,
+    using: str = DEFAULT_ALIAS,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], UniqueTask]:
+    """Make a task that is under way once: it is locked when it is enqueued, and until it has ended.
+
+    Enqueuing it again meanwhile sends nothing and returns None. *name* may have fields for arguments,
+    ``"import:{shop_id}"``, or be a lambda that is called with them. *lease*: seconds for which a message
+    that is never run keeps the name, counted from its ``run_after``; while the task runs, its lease is
+    renewed. *options* are those of ``django.tasks.task()``.
+    """
+    seconds = checked_lease(name, lease)
+
+    def decorate(function: Callable[..., Any]) -> UniqueTask:
+        if isinstance(function, Task):
+            msg = "unique_task() makes the task itself; leave @task out and give its arguments to unique_task()."
+            raise TypeError(msg)
+        # Who enqueues a task gives no `context`.
+        has_context = bool(options.get("takes_context"))
+        called = MethodType(function, object()) if has_context else function
+        once = Once.of(called, name, seconds, using)
+
+        def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
+            started, task_id = _started.get()
+            _started.set((None, ""))
+            purpose = task_text(title_of(function), task_id if started is run else "")
+            return once.lock(once.name_for(args[has_context:], kwargs), purpose)
+
+        # Workers call it as it is, or by the task.
+        if iscoroutinefunction(function):
+
+            @wraps(function)
+            async def run(*args: Any, **kwargs: Any) -> Any:
+                text = kwargs.pop(HEADER, "")
+                async with await _aarrive(text, lock_for(args, kwargs)):
+                    return await function(*args, **kwargs)
+        else:
+
+            @wraps(function)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                text = kwargs.pop(HEADER, "")
+                lock = lock_for(args, kwargs)
+                # It waited for longer than its lease, is a second copy, or is called as a function.
+                with (text and brought(text, lock)) or lock.take(0):
+                    return function(*args, **kwargs)
+
+        run.once = once  # type: ignore[attr-defined]
+        made = task(**options)(run)
+        # A queue may have a class of its own for its tasks.
+        kind: Any = UniqueTask
+        if type(made) is not Task:
+            kind = type("UniqueTask", (UniqueTask, type(made)), {"__slots__": ()})
+        unique: UniqueTask = kind(**{each.name: getattr(made, each.name) for each in fields(made)})
+        return unique
+
+    return decorate
+
+
+class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
+    """What unique_task() makes."""
+
+    __slots__ = ()
+
+    def enqueue(self, *args: Any, **kwargs: Any) -> TaskResult[..., Any] | None:  # type: ignore[override]  # None
+        """Send the task and return its result; None if it is under way.
+
+        The text of ``Lease.detach()`` as the argument *distlock* gives it a lease that the caller has.
+        """
+        if HEADER in kwargs:
+            return super().enqueue(*args, **kwargs)
+        try:
+            with self._queue_lock(args, kwargs) as lease:
+                text = lease.detach(self._seconds)
+        except LockNotAcquired as busy:
+            self._check_under_way(busy)
+            return None
+        try:
+            result = super().enqueue(*args, **kwargs, **{HEADER: text})
+        except BaseException:
+            lease.backend.abandon_later(lease.request)
+            raise
+        for connection in still_open(None):
+            if connection.in_atomic_block:
+                connection.on_commit(_Sent(lease))
+        return result
+
+    async def aenqueue(self, *args: Any, **kwargs: Any) -> TaskResult[..., Any] | None:  # type: ignore[override]  # as above
+        """See enqueue()."""
+        if HEADER in kwargs:
+            return await super().aenqueue(*args, **kwargs)
+        try:
+            async with self._queue_lock(args, kwargs) as lease:
+                text = await lease.adetach(self._seconds)
+        except LockNotAcquired as busy:
+            self._check_under_way(busy)
+            return None
+        try:
+            return await super().aenqueue(*args, **kwargs, **{HEADER: text})
+        except BaseException:
+            lease.backend.abandon_later(lease.request)
+            raise
+
+    @property
+    def _once(self) -> Once:
+        return self.func.once  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def _seconds(self) -> float:
+        waits = self.run_after.timestamp() - time.time() if self.run_after else 0.0
+        return self._once.lease + max(0.0, waits)
+
+    def _queue_lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
+        once = self._once
+        once.check_backend()
+        name = once.name_for(args, kwargs)
+        return once.lock(name, self.module_path, timeout=0, reentrant=False)
+
+    def _check_under_way(self, busy: LockNotAcquired) -> None:
+        """Raise *busy*, unless the one who holds the lock is a task of this kind."""
+        if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
+            raise busy
+        logger.info("Lock %s is held by %s: not sent", printable(busy.name), printable(busy.holder))
+
+
+@receiver(task_started)
+def _note(task_result: TaskResult[..., Any], **_: Never) -> None:
+    _started.set((task_result.task.func, task_result.id))
+
+
+class _Sent:
+    """Waits for the commit. Django drops it at a rollback, as a queue in the database does with the message."""
+
+    def __init__(self, lease: Lease) -> None:
+        # A finalizer must not do I/O itself.
+        free = partial(lease.backend.abandon_later, lease.request)
+        self._dropped = weakref.finalize(self, background.at, clock.lease_time(), free)
+        self._dropped.atexit = False
+
+    def __call__(self) -> None:
+        self._dropped.detach()
+
+
+async def _aarrive(text: str, lock: Lock) -> Lease:
+    """Return the lease that the message brought, or a new one; see unique_task()."""
+    with suppress(LockLost):
+        if text:
+            lease = await Lease.aattach(text, lock.terms.purpose)
+            if lease.name == lock.name:
+                return lease
+            async with lease:
+                raise wrong(lease, lock)
+    return await lock.atake(0)
