@@ -1,0 +1,48 @@
+"""Tasks of Django for a worker of its own: each writes into the folder of its test, and waits until it may end."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from django.tasks import task
+
+from django_distlock import distributed_lock
+from django_distlock.contrib.tasks import unique_task
+from tests.fixtures.eventually import eventually
+
+#: How long a message keeps the name, and how long a task does that died.
+LEASE = 4
+LONGEST = 60
+unique = partial(unique_task, "once:{folder}", lease=LEASE, backend="database")
+
+
+def body(folder: str) -> str:
+    """Write down that it began, and end when the test says so."""
+    with Path(folder, "began").open("a") as diary:
+        diary.write(f"{os.getpid()}\n")
+    eventually(Path(folder, "go").exists, LONGEST)
+    return "done"
+
+
+@unique()
+def once(folder: str) -> str:
+    return body(folder)
+
+
+@unique(takes_context=True)
+async def aonce(context: Any, folder: str) -> str:
+    return body(folder)
+
+
+@unique()
+def failing(folder: str) -> None:
+    raise OSError(body(folder))
+
+
+@task(backend="database")
+@distributed_lock("once:{folder}", timeout=0)
+def one_at_a_time(folder: str) -> str:
+    return body(folder)

@@ -1,0 +1,226 @@
+"""Tasks of Django 6 that are under way once: a real worker, whose queue and locks are in the database."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+from django.db import transaction
+from django.utils import timezone
+
+from django_distlock import lock, locks
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.launch import launch
+
+pytest.importorskip("django.tasks")
+DBTaskResult: Any = pytest.importorskip("django_tasks_db.models").DBTaskResult
+
+from tests.integration import database_tasks as tasks  # noqa: E402 - there must be tasks
+from tests.integration.database_tasks import LEASE  # noqa: E402 - as above
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+TTL = LEASE
+BOTH = pytest.mark.parametrize("task", [tasks.once, tasks.aonce], ids=["once", "aonce"])
+pytestmark = pytest.mark.timeout(120)
+
+
+class Worker(Protocol):
+    """Starts a worker, which the test may kill."""
+
+    def __call__(self) -> subprocess.Popen[str]:
+        """Return its process."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[str]:
+    yield str(tmp_path)
+    (tmp_path / "go").touch()  # a test that failed must not keep a worker busy
+    DBTaskResult.objects.all().delete()
+
+
+@pytest.fixture
+def worker(folder: str) -> Iterator[Worker]:
+    command = [sys.executable, "-m", "django", "db_worker", "--backend=database", "--interval=0.1"]
+    command += ["--no-startup-delay", "--no-reload", "--settings=testproject.settings"]
+    with ExitStack() as stack:
+
+        def start() -> subprocess.Popen[str]:
+            process = launch(command, cwd=ROOT)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        yield start
+
+
+def is_free(folder: str) -> bool:
+    return not lock(f"once:{folder}").locked()
+
+
+def began(folder: str, times: int = 1) -> list[int]:
+    """Return the processes in which bodies began, once so many have."""
+
+    def pids() -> list[int]:
+        diary = Path(folder, "began")
+        found = [int(pid) for pid in diary.read_text().split()] if diary.exists() else []
+        return found if len(found) >= times else []
+
+    return eventually(pids, 30)
+
+
+def let_go(folder: str) -> None:
+    Path(folder, "go").touch()
+
+
+def ended(result: Any, status: str = "SUCCESSFUL") -> Any:
+    """Return *result* once it has ended, as *status*."""
+
+    def is_over() -> bool:
+        result.refresh()
+        return bool(result.is_finished)
+
+    eventually(is_over, 30)
+    assert result.status == status, result.errors
+    return result
+
+
+@BOTH
+def test_while_it_waits_or_runs_it_is_not_sent_again(
+    worker: Worker, folder: str, task: Any
+) -> None:
+    first = task.enqueue(folder)
+    assert task.enqueue(folder) is None
+    worker()
+    began(folder)
+
+    never(lambda: task.enqueue(folder) is not None, LEASE + 2)
+
+    [held] = [each for each in locks["default"].held() if each.name == f"once:{folder}"]
+    assert held.holder
+    assert held.holder.purpose == f"{task.module_path}[{first.id}]"
+    let_go(folder)
+    assert ended(first).return_value == "done"
+    eventually(partial(is_free, folder))
+    assert ended(task.enqueue(folder)).return_value == "done"
+    assert len(began(folder)) == 2
+
+
+def test_a_task_that_failed_is_free_at_once(worker: Worker, folder: str) -> None:
+    let_go(folder)
+    result = tasks.failing.enqueue(folder)
+    worker()
+
+    [error] = ended(result, "FAILED").errors
+
+    assert error.exception_class is OSError
+    assert is_free(folder)
+
+
+@BOTH
+def test_a_killed_worker_frees_the_name_within_its_lease(
+    worker: Worker, folder: str, task: Any
+) -> None:
+    task.enqueue(folder)
+    process = worker()
+    began(folder)
+
+    process.kill()
+
+    never(partial(is_free, folder), TTL * 2 / 3 - 0.5)  # it renewed at a third of it
+    assert task.enqueue(folder) is None
+    eventually(partial(is_free, folder), TTL)
+    let_go(folder)
+    second = task.enqueue(folder)
+    worker()
+    assert ended(second).return_value == "done"
+
+
+def test_a_lost_message_frees_the_name_within_its_lease(folder: str) -> None:
+    tasks.once.enqueue(folder)
+    DBTaskResult.objects.all().delete()
+
+    never(partial(is_free, folder), LEASE - 2)
+    eventually(partial(is_free, folder), 5)
+
+    assert tasks.once.enqueue(folder)
+
+
+def test_what_is_rolled_back_is_free(folder: str) -> None:
+    with transaction.atomic():
+        tasks.once.enqueue(folder)
+        transaction.set_rollback(True)
+
+    eventually(partial(is_free, folder), 2)
+    assert not DBTaskResult.objects.exists()
+
+
+def test_what_is_to_run_after_its_lease_keeps_the_name(worker: Worker, folder: str) -> None:
+    let_go(folder)
+    worker()
+    later = timezone.now() + timedelta(seconds=LEASE + 3)
+    first = tasks.once.using(run_after=later).enqueue(folder)
+
+    never(partial(is_free, folder), LEASE + 2)
+
+    assert ended(first).return_value == "done"
+
+
+def test_a_message_that_waits_for_longer_than_its_lease_gives_way_to_a_later_one(
+    worker: Worker, folder: str
+) -> None:
+    let_go(folder)
+    alone = tasks.once.enqueue(folder)
+    eventually(partial(is_free, folder), LEASE + 2)
+    process = worker()
+    assert ended(alone).return_value == "done"
+    process.kill()
+    lost = tasks.once.enqueue(folder)
+    eventually(partial(is_free, folder), LEASE + 2)
+    later = tasks.once.enqueue(folder)
+
+    worker()
+
+    [error] = ended(lost, "FAILED").errors
+    assert error.exception_class_path == "django_distlock.exceptions.LockNotAcquired"
+    assert f"({tasks.once.module_path})" in error.traceback
+    assert ended(later).return_value == "done"
+
+
+def test_it_goes_on_with_the_lease_of_a_view_and_refuses_another(
+    worker: Worker, folder: str
+) -> None:
+    let_go(folder)
+    own, other = lock(f"once:{folder}").acquire(), lock(f"other:{folder}").acquire()
+    assert own
+    assert other
+    result = tasks.once.enqueue(folder, distlock=own.detach(60))
+    refused = tasks.aonce.enqueue(folder, distlock=other.detach(60))
+    worker()
+
+    assert ended(result).return_value == "done"
+    assert ended(refused, "FAILED").errors[0].exception_class is ValueError
+    assert is_free(folder)
+    assert not lock(f"other:{folder}").locked()
+
+
+def test_two_workers_run_a_decorated_task_one_at_a_time(worker: Worker, folder: str) -> None:
+    first = tasks.one_at_a_time.enqueue(folder)
+    worker()
+    began(folder)
+    second = tasks.one_at_a_time.enqueue(folder)
+    worker()
+
+    [error] = ended(second, "FAILED").errors
+
+    assert error.exception_class_path == "django_distlock.exceptions.LockNotAcquired"
+    let_go(folder)
+    assert ended(first).return_value == "done"
