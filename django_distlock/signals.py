@@ -9,7 +9,7 @@ have *template* (what the names of such locks are made of, "" if that is not kno
 ``lock_released``: *lease*, *held*, *took* (seconds: how long it was held, how long its release took)
 ``lock_lost``: *lease*, *held* (seconds), *reason*
 ``lock_detached``: *lease*, *held* (seconds)
-``backend_failed``: *error*, of a server that was asked for a lock or for more time
+``backend_failed``: *error*, of a server that was asked for a lock, and *waited* (seconds); None: for more time
 ``lock_forced``: *holder*, whose lease an operator has ended
 """
 

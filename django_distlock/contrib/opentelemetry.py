@@ -149,10 +149,16 @@ class _Instruments:
             span, end = self._end_of(lease, held)
             span.end(end)
 
-    def failed(self, error: BaseException, **facts: Any) -> None:
-        self._errors.add(1, self._labels(**facts))
-        known = {"distlock.name": printable(facts["name"]), "distlock.error": printable(error)}
-        trace.get_current_span().add_event("distlock.backend.error", known)
+    def failed(self, error: BaseException, waited: float | None, **facts: Any) -> None:
+        labels = self._labels(**facts)
+        self._errors.add(1, labels)
+        if waited is not None:  # else a renewal, of which no caller knows
+            self._wait.record(waited, labels)
+            known = {**labels, "distlock.name": printable(facts["name"])}
+            span = self._span("distlock.acquire", waited, known)
+            span.record_exception(error)
+            span.set_status(Status(StatusCode.ERROR, printable(error)))
+            span.end()
 
     def _count_held(self, _options: CallbackOptions) -> Iterable[Observation]:
         # A meter keeps a gauge for good, and has only the first of those that are called the same.

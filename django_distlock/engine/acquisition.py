@@ -139,7 +139,7 @@ def _end(attempt: Attempt, error: BaseException) -> None:
     elif isinstance(error, LockBackendError):
         fields = log_fields(lease.name, lease.using)
         logger.error("Lock %s: %s", printable(lease.name), printable(error), extra=fields)
-        announce(backend_failed, lease, error=error)
+        announce(backend_failed, lease, error=error, waited=attempt.wait.waited)
 
 
 class Verb(NamedTuple):

@@ -145,7 +145,7 @@ class Registry:
                     printable(error),
                     extra=log_fields(lease.name, lease.using),
                 )
-                announce(backend_failed, lease, error=error)
+                announce(backend_failed, lease, error=error, waited=None)
         else:
             for (lease, request), is_kept in zip(asked, kept, strict=True):
                 _take_note(lease, start, request, is_kept=is_kept)

@@ -257,6 +257,7 @@ def test_an_error_of_the_server_is_told_and_logged_with_fields(
 
     [facts] = heard
     assert facts["error"] is failed.value
+    assert 0 <= facts["waited"] < 30
     assert (facts["name"], facts["using"]) == (name, using)
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert (record.distlock_name, record.distlock_using) == (name, using)  # type: ignore[attr-defined]

@@ -17,7 +17,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from pytest_django.fixtures import Settings
 
-from django_distlock import Lease, LockLost, LockNotAcquired, distributed_lock, history, lock, locks
+from django_distlock import (
+    Lease,
+    LockBackendError,
+    LockLost,
+    LockNotAcquired,
+    distributed_lock,
+    history,
+    lock,
+    locks,
+)
 from django_distlock.contrib import opentelemetry
 from django_distlock.engine import clock
 from django_distlock.engine.registry import registry
@@ -207,6 +216,61 @@ def test_refusals_losses_and_errors_are_counted(
     ends = {span.status.description: span for span in exporter.get_finished_spans()}
     assert ends["busy"].status.status_code is StatusCode.ERROR
     assert ends["lost: a test says so"].name == "distlock.hold"
+
+
+@pytest.mark.parametrize("form", ["sync", "async"])
+def test_an_acquire_that_fails_has_a_span_with_the_error(
+    reader: InMemoryMetricReader,
+    tracers: TracerProvider,
+    exporter: InMemorySpanExporter,
+    form: str,
+) -> None:
+    async def enter() -> None:
+        async with lock("fee:3", using="down", timeout=5):
+            pass
+
+    with tracers.get_tracer("test").start_as_current_span("request") as caller:
+        began = clock.wait_time()
+        with pytest.raises(LockBackendError) as failed:
+            if form == "async":
+                asyncio.run(enter())
+            else:
+                with lock("fee:3", using="down", timeout=5):
+                    pass
+        took = clock.wait_time() - began
+    eventually(lambda: "distlock.acquire" in spans(exporter))
+
+    span = spans(exporter)["distlock.acquire"]
+    assert span.parent
+    assert span.parent.span_id == caller.get_span_context().span_id
+    assert (span.status.status_code, span.status.description) == (
+        StatusCode.ERROR,
+        str(failed.value),
+    )
+    assert dict(span.attributes or {}) == {
+        **LABELS,
+        "distlock.alias": "down",
+        "distlock.name": "fee:3",
+    }
+    [event] = span.events
+    assert str((event.attributes or {})["exception.type"]).endswith("LockBackendError")
+    assert span.start_time
+    assert span.end_time
+    assert 0 < (span.end_time - span.start_time) / 1e9 < took + 0.1
+    assert [point.count for point in points(reader)["distlock.wait"]] == [1]
+
+
+def test_a_renewal_that_fails_is_counted_and_makes_no_span(
+    reader: InMemoryMetricReader, exporter: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(requests: Any) -> Any:
+        raise LockBackendError("default", "a test says so")
+
+    monkeypatch.setattr(locks["default"], "extend", fail)
+    with lock("fee:42", ttl=0.6):
+        eventually(lambda: "distlock.backend.errors" in points(reader))
+
+    assert set(spans(exporter)) == {"distlock.acquire", "distlock.hold", "distlock.release"}
 
 
 def test_nothing_is_recorded_afterwards_and_no_span_stays_open(
