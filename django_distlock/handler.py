@@ -22,6 +22,7 @@ from .conf import BackendSettings, read_alias, read_settings
 from .engine import clock
 from .engine.background import background
 from .engine.forks import forks
+from .engine.naming import log_fields
 from .engine.registry import registry
 from .exceptions import InvalidLockBackend
 
@@ -249,4 +250,5 @@ def _warn_of_no_threads(pid: int) -> None:
             "uWSGI runs process %d without threads: between two requests no lease is extended or given back. "
             "Start it with --enable-threads.",
             pid,
+            extra=log_fields(),
         )

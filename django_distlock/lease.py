@@ -584,7 +584,7 @@ class Lease:
                 try:
                     callback(reason)
                 except Exception:
-                    logger.exception("A callback of a lock failed")
+                    logger.exception("A callback of a lock failed", extra=fields)
             announce(lock_lost, self, lease=self, held=self._held_for, reason=reason)
 
     def disown(self) -> None:

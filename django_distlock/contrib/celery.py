@@ -20,7 +20,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 
 from django_distlock.conf import DEFAULT_ALIAS
 from django_distlock.engine.holder import Holder, task_text
-from django_distlock.engine.naming import printable
+from django_distlock.engine.naming import log_fields, printable
 from django_distlock.exceptions import LockError, LockNotAcquired
 from django_distlock.lease import Lease
 from django_distlock.lock import Lock
@@ -116,7 +116,10 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
                         raise
                     shown = task_text(self.name, under_way)
                     logger.info(
-                        "Lock %s is held by %s: not sent", printable(name), printable(shown)
+                        "Lock %s is held by %s: not sent",
+                        printable(name),
+                        printable(shown),
+                        extra=log_fields(name, self.once.using, holder=busy.holder),
                     )
                     return self.AsyncResult(under_way)
         if lease is None:
@@ -166,7 +169,10 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             with suppress(NotImplementedError):
                 if not request.is_eager and self.AsyncResult(request.id).state == SUCCESS:
                     copy = task_text(self.name, request.id)
-                    logger.info("%s has succeeded: its copy is left out", printable(copy))
+                    fields = log_fields(lock.name, self.once.using)
+                    logger.info(
+                        "%s has succeeded: its copy is left out", printable(copy), extra=fields
+                    )
                     raise Ignore
         try:
             return lock.take(0)

@@ -21,7 +21,7 @@ from django_distlock.conf import DEFAULT_ALIAS
 from django_distlock.engine import clock
 from django_distlock.engine.background import background
 from django_distlock.engine.holder import task_text
-from django_distlock.engine.naming import printable, title_of
+from django_distlock.engine.naming import log_fields, printable, title_of
 from django_distlock.exceptions import LockLost, LockNotAcquired
 from django_distlock.lease import Lease
 from django_distlock.transactions import still_open
@@ -167,7 +167,13 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         """Raise *busy*, unless the one who holds the lock is a task of this kind."""
         if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
             raise busy
-        logger.info("Lock %s is held by %s: not sent", printable(busy.name), printable(busy.holder))
+        told = log_fields(busy.name, self._once.using, holder=busy.holder)
+        logger.info(
+            "Lock %s is held by %s: not sent",
+            printable(busy.name),
+            printable(busy.holder),
+            extra=told,
+        )
 
 
 @receiver(task_started)

@@ -19,7 +19,7 @@ from functools import partial
 from . import clock
 from .bells import ThreadBell
 from .forks import forks
-from .naming import printable
+from .naming import log_fields, printable
 
 logger = logging.getLogger("django_distlock")
 
@@ -95,7 +95,9 @@ class Background:
                 self._workers += 1
             except NoThreadError as error:
                 logger.warning(
-                    "No thread for the work on locks, tried again soon: %s", printable(error)
+                    "No thread for the work on locks, tried again soon: %s",
+                    printable(error),
+                    extra=log_fields(),
                 )
                 self.at(clock.lease_time() + SOON, self._find_worker_now)
 
@@ -167,7 +169,9 @@ class _Clock:
         except NoThreadError as error:
             self._is_running = False
             logger.warning(
-                "No thread to extend leases, tried again with the next one: %s", printable(error)
+                "No thread to extend leases, tried again with the next one: %s",
+                printable(error),
+                extra=log_fields(),
             )
         except BaseException:
             # What comes from outside may have stopped the start: better a thread too many than none.
@@ -220,7 +224,7 @@ def _run(job: Callable[[], object]) -> None:
         job()
     except BaseException:
         # Nothing may end these threads, sys.exit() least of all: the leases of a process depend on them.
-        logger.exception("A background job of django_distlock failed")
+        logger.exception("A background job of django_distlock failed", extra=log_fields())
 
 
 background = Background()

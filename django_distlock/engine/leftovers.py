@@ -10,7 +10,7 @@ from functools import partial
 
 from django_distlock.engine import clock
 from django_distlock.engine.background import background
-from django_distlock.engine.naming import printable
+from django_distlock.engine.naming import log_fields, printable
 from django_distlock.engine.values import Release, Request
 from django_distlock.exceptions import LockBackendError
 
@@ -71,7 +71,11 @@ class Leftovers:
         # A second look is for what most likely is not there.
         level = logging.DEBUG if failed[0][0].is_second_look else logging.WARNING
         logger.log(
-            level, "Giving back %d lock(s) failed for now: %s", len(failed), printable(failed[0][1])
+            level,
+            "Giving back %d lock(s) failed for now: %s",
+            len(failed),
+            printable(failed[0][1]),
+            extra=log_fields(failed[0][0].request.name if len(failed) == 1 else None, self._alias),
         )
         now = clock.lease_time()
         some = [each for each, _ in failed if now < each.ends]

@@ -66,8 +66,10 @@ def printable(text: object, most: int = LONGEST_SHOWN) -> str:
     return shown
 
 
-def log_fields(name: str, using: str | None = None, **facts: object) -> dict[str, object]:
-    """Return what a log record about the lock *name* has besides its text: fields called ``distlock_...``.
+def log_fields(
+    name: str | None = None, using: str | None = None, **facts: object
+) -> dict[str, object]:
+    """Return what a log record has besides its text: fields called ``distlock_...``; None: of no one lock or alias.
 
     They are texts, numbers and None, which any formatter for JSON can write.
     """

@@ -91,6 +91,13 @@ def test_all_that_is_logged_goes_by_one_way() -> None:
     assert [(where, raw) for where, call in calls if (raw := _raw_parts(call))] == []
 
 
+def test_all_that_is_logged_has_fields() -> None:
+    calls = list(_calls())
+
+    without = [where for where, call in calls if "extra" not in {key.arg for key in call.keywords}]
+    assert without == []
+
+
 # What it does.
 
 

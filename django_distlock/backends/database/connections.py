@@ -60,7 +60,7 @@ class OwnConnections:
     def __init__(
         self, alias: str, database: str, engine: Engine, *, limit: int, io_timeout: float
     ) -> None:
-        self._alias = alias
+        self.alias = alias
         self._database = database
         self._engine = engine
         self._io_timeout = io_timeout
@@ -165,7 +165,7 @@ class OwnConnections:
                 self._has_place.notify()
         if not self._closes_idle:
             self._closes_idle = True
-            background.submit(self._alias, self._close_idle, IDLE)
+            background.submit(self.alias, self._close_idle, IDLE)
 
     def _awaited(self) -> Any:
         """Return a connection that comes free in time; None as soon as another may be opened."""
@@ -179,7 +179,7 @@ class OwnConnections:
                     problem = (
                         f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
                     )
-                    raise LockBackendError(self._alias, problem)
+                    raise LockBackendError(self.alias, problem)
                 self._has_place.wait(wait.left)
         finally:
             self._waiting -= 1
@@ -198,11 +198,11 @@ class OwnConnections:
             if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
                 raise self._contended(error) from error
             problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
-            raise LockBackendError(self._alias, problem) from error
+            raise LockBackendError(self.alias, problem) from error
         except BaseException as error:  # an exception from outside, too
             _close_quietly(connection)
             if isinstance(error, Unusable):
-                raise LockBackendError(self._alias, str(error)) from error
+                raise LockBackendError(self.alias, str(error)) from error
             raise
 
     def _close(self, connection: BaseDatabaseWrapper) -> None:
@@ -229,7 +229,7 @@ class OwnConnections:
                     self._close(connection)
         if self._idle and not self._closes_idle:
             self._closes_idle = True
-            background.submit(self._alias, self._close_idle, IDLE)
+            background.submit(self.alias, self._close_idle, IDLE)
 
     def _settings(self) -> dict[str, Any]:
         settings = copy.deepcopy(connections[self._database].settings_dict)
@@ -254,19 +254,19 @@ class OwnConnections:
             is_of_server = isinstance(error, (OperationalError, InterfaceError))
             if is_of_server and not self._engine.is_missing_table(error):
                 raise self._lost(error) from error
-            raise LockBackendError(self._alias, _explained(error, self._database)) from error
+            raise LockBackendError(self.alias, _explained(error, self._database)) from error
         except Crowded as error:
             raise self._contended(error) from error
         except Unusable as error:
-            raise LockBackendError(self._alias, str(error)) from error
+            raise LockBackendError(self.alias, str(error)) from error
 
     def _contended(self, error: Exception) -> Contended:
         problem = f"the database {self._database!r} is busy with other writers: {first_line(error)}"
-        return Contended(self._alias, problem)
+        return Contended(self.alias, problem)
 
     def _lost(self, error: Exception) -> LockOutcomeUnknown:
         problem = f"the database {self._database!r} did not answer: {first_line(error)}"
-        return LockOutcomeUnknown(self._alias, problem)
+        return LockOutcomeUnknown(self.alias, problem)
 
 
 def abandon(connection: BaseDatabaseWrapper) -> None:

@@ -17,7 +17,7 @@ from django.db import Error
 from django_distlock.engine import clock
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.bells import ThreadBell
-from django_distlock.engine.naming import printable
+from django_distlock.engine.naming import log_fields, printable
 from django_distlock.exceptions import LockBackendError
 
 from .connections import OwnConnections, abandon
@@ -70,7 +70,11 @@ class Listener:
                 start_daemon(self._run, "distlock-listen")
         except NoThreadError as error:
             self._is_running = False
-            logger.warning("Waiters poll, as no thread can listen: %s", printable(error))
+            logger.warning(
+                "Waiters poll, as no thread can listen: %s",
+                printable(error),
+                extra=log_fields(None, self._connections.alias),
+            )
         except BaseException:
             self._is_running = False
             raise
@@ -101,7 +105,9 @@ class Listener:
                     connection.close()
             except (LockBackendError, Error, OSError) as error:
                 logger.warning(
-                    "Waiters poll, as the database cannot be listened to: %s", printable(error)
+                    "Waiters poll, as the database cannot be listened to: %s",
+                    printable(error),
+                    extra=log_fields(None, self._connections.alias),
                 )
                 time.sleep(TICK)
 

@@ -25,6 +25,7 @@ from django_distlock.backends.redis.sources import Source
 from django_distlock.engine import clock
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+from django_distlock.engine.naming import log_fields
 from django_distlock.exceptions import first_line
 
 from .votes import LONGEST, LONGEST_CONNECTING, Count, Question, majority
@@ -377,7 +378,9 @@ class Servers:
             try:
                 self._work_once()
             except Exception as error:
-                logger.exception("Redlock: connections are closed after an unexpected error")
+                logger.exception(
+                    "Redlock: connections are closed after an unexpected error", extra=log_fields()
+                )
                 for connection in connections:
                     connection.close(error)
         for connection in connections:

@@ -55,14 +55,14 @@ class DeadlockWatch:
     def _look(self) -> None:
         if not self._session.is_waiting:
             return
-        is_seen = False
+        is_seen, name = False, self._session.request.name
+        fields = log_fields(name, self._alias)
         try:
             is_seen = is_victim(self._session.caller, self._waits())
         except LockBackendError as error:
-            logger.warning("Deadlocks cannot be looked for: %s", printable(error))
+            logger.warning("Deadlocks cannot be looked for: %s", printable(error), extra=fields)
         if is_seen and self._was_seen:
-            name = self._session.request.name
-            logger.warning("Lock %s: deadlock", printable(name), extra=log_fields(name))
+            logger.warning("Lock %s: deadlock", printable(name), extra=fields)
             self._session.deadlock = (
                 "others wait for a lock that this caller holds, and hold this one"
             )
