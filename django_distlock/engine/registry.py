@@ -44,8 +44,8 @@ class Registry:
     def _begin(self) -> None:
         self._mutex = threading.Lock()
         self._leases: dict[int, weakref.ref[Lease]] = {}
-        #: Those whose thread or task may yet release them, though nobody has a reference.
-        self._kept: dict[int, Lease] = {}
+        #: Those whose thread or task may yet release them, though nobody has a reference; of others, the backend.
+        self._kept: dict[int, Lease | BaseLockBackend] = {}
         self._in_flight: set[Lease] = set()
         self._alarm = Alarm(self._look)
 
@@ -105,8 +105,10 @@ class Registry:
             if lease.held and lease.backend.is_session_over(lease.request):
                 lease.lose("the session that held it has ended")
             if lease.is_unattended:
-                # It may be in somebody's hands; if it is not, its finalizer gives it back.
-                self._kept.pop(id(lease), None)
+                # It may be in somebody's hands; if it is not, its finalizer gives it back, by a backend
+                # that is no garbage itself.
+                if id(lease) in self._kept:
+                    self._kept[id(lease)] = lease.backend
                 if not lease.is_entered:
                     lease.end_unowned()  # whoever was giving it back has ended meanwhile
 

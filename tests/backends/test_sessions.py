@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from django_distlock import (
 )
 from django_distlock.backends.session.sessions import Sessions
 from django_distlock.engine.holder import Holder
+from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
 from django_distlock.models import FencingCounter
 from tests.contract import crew
@@ -481,6 +483,22 @@ def test_who_holds_nothing_stands_in_the_line_of_its_process_and_takes_no_connec
 
     lease = waiting.result(20)
     assert lease
+
+
+def test_what_nobody_released_is_given_back_though_its_alias_is_gone(
+    kind: tuple[str, str], settings: Settings, name: str
+) -> None:
+    circle: list[Any] = [crew.start(lambda: lock(name, using="locks").acquire()).result(20)]
+    circle.append(circle)
+    settings.DISTLOCK = {}
+    eventually(lambda: circle[0] not in registry._kept.values(), 10, "nobody can release it")
+
+    circle = []
+    gc.collect()  # an open connection that is garbage complains
+
+    settings.DISTLOCK = aliases(*kind)
+    with lock(name, using="locks", timeout=5):
+        pass
 
 
 def test_more_locks_than_connections_is_an_error_that_names_the_option(
