@@ -223,6 +223,7 @@ class TestWhenTheReplyIsLost:
 
         assert await asyncio.to_thread(rival().tries)
 
+    @pytest.mark.usefixtures("is_never_hung")
     def test_an_acquire_whose_replies_are_all_lost_leaves_nothing(
         self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
     ) -> None:
