@@ -225,8 +225,8 @@ class BaseLockBackend(ABC):
     def force_release(self, key: str, owner_digest: str, *, by: str = "an operator") -> bool:
         """Free what somebody holds, if it is the holding that was shown; tell whether it was.
 
-        The holder learns it at its next renewal at the latest, at once in this process with this alias;
-        fenced data refuses it. The log says who did it: *by*.
+        The holder learns it at its next renewal at the latest, at once in this process; fenced data refuses it.
+        The log says who did it: *by*.
         """
         if not self.supports_listing:
             raise NotSupported(self.alias, "force_release()")
@@ -238,7 +238,7 @@ class BaseLockBackend(ABC):
         if ended is None or not self._end_shown(key, owner_digest):
             return False
         for lease in registry.leases():
-            if lease.using == self.alias and digest(lease.request.owner) == owner_digest:
+            if lease.backend.place == self.place and digest(lease.request.owner) == owner_digest:
                 lease.lose("its release was forced by an operator")
         state = (
             "reserved by min_hold or lock_delay" if ended.reserved else f"held by {ended.holder}"

@@ -263,6 +263,21 @@ def test_a_holder_that_releases_after_the_force_is_told(
         lease.release()
 
 
+@needs("cross_process")
+def test_a_holder_by_another_alias_of_the_same_place_is_told_at_once(
+    name: str, sites: list[str]
+) -> None:
+    lease = lock(name, using=sites[0], ttl=60).acquire()
+    assert lease
+    [record] = locks[sites[1]].held(lease.request.key)
+
+    assert locks[sites[1]].force_release(record.key, record.owner_digest)
+
+    assert lease.lost
+    with pytest.raises(LockNotHeld):
+        lease.release()
+
+
 @needs("wakes_waiters")
 def test_a_waiter_has_it_soon_after_the_force(
     faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
