@@ -116,20 +116,20 @@ class HeldLockAdmin(ReadOnly):
         aliases = list(locks)
         rows, problems = survey([wanted["alias"]] if wanted["alias"] in aliases else aliases)
         states = STATES.get(wanted["state"], STATES[""])[1]
-        text = wanted["q"].casefold()
+        host, text = wanted["host"], wanted["q"].casefold()
         found = [
             row
             for row in rows
             if row.held.state in states
-            and wanted["host"] in {"", row.host}
-            and (text in row.held.name.casefold() or text in row.held.key.casefold())
+            and (not host or row.host == host)
+            and (not text or text in row.held.name.casefold() or text in row.held.key.casefold())
         ]
         order = request.GET.get("o", "name")
         column = order.removeprefix("-")
         if column in COLUMNS:
             found.sort(key=COLUMNS[column][1], reverse=order.startswith("-"))
         page = Paginator(found, PAGE).get_page(request.GET.get("p"))
-        hosts = sorted({row.host for row in rows if row.host})
+        hosts = sorted({row.host for row in rows} - {""})
         context = {
             "title": str(self.opts.verbose_name_plural).capitalize(),
             "columns": [

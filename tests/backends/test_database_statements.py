@@ -55,6 +55,23 @@ def test_single_try_of_a_held_lock_asks_once_and_says_who_holds_it(
     locked.release(held)
 
 
+def test_a_listing_costs_two_statements_however_many_locks_are_held(
+    database: str, name: str
+) -> None:
+    locked, holder = locks[database], Holder.current()
+    requests = [locked.request(f"{name}:{number}", ttl=30, holder=holder) for number in range(50)]
+    for request in requests:
+        locked.try_acquire(request, queued=False)
+
+    with counted_statements(database) as statements:
+        found = {held.key for held in locked.held()}
+
+    assert found >= {request.key for request in requests}
+    assert len(statements) == 2
+    for request in requests:
+        locked.release(request)
+
+
 def test_locks_of_this_process_wait_for_each_other_without_statements(
     database: str, name: str
 ) -> None:

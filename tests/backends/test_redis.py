@@ -352,6 +352,22 @@ def test_a_listing_goes_to_the_end(backend: RedisBackend, name: str) -> None:
     assert [each.name for each in backend.held() if each.name.startswith(name)] == names
 
 
+def test_a_listing_asks_for_25_locks_at_once(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    holder = Holder.current()
+    for number in range(500):
+        request = backend.request(f"{name}:{number}", ttl=60, holder=holder)
+        backend.try_acquire(request, queued=False)
+    backend.held()
+
+    with redis.monitor() as monitor:
+        assert len(list(backend.held())) == 500
+
+    asked = [command for command in monitor.names if command != "SCAN"]
+    assert asked == ["EVALSHA"] * 20
+
+
 def test_a_forced_release_asks_for_its_lock_alone(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:

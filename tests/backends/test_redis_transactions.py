@@ -120,6 +120,10 @@ def call(script: Script, keys: Keys, *args: str | int) -> Call:
     return Call(script, keys.all, (keys.bells, *args))
 
 
+def look(*locks: Keys) -> Call:
+    return Call(LOOK, tuple(keys.record for keys in locks), ())
+
+
 def ask(*commands: Command) -> Conversation[list[Any]]:
     return (yield commands)
 
@@ -232,6 +236,8 @@ pauses = some.sampled_from(
 def call_of(step: tuple[Any, ...], keys: Keys) -> Call:
     name, *args = step
     (script,) = (script for script in SCRIPTS if script.name == name)
+    if script is LOOK:
+        return look(keys)
     if script is not EXTEND:
         return call(script, keys, *args)
     (leases,) = args
@@ -339,9 +345,7 @@ def test_whatever_is_asked_the_answers_and_the_keys_are_those_of_the_scripts(
 
 def test_a_lock_that_is_told_nothing_of_is_free_to_all(link: PoolLink, keys: Keys) -> None:
     for how in (script, transact):
-        assert link.converse(how(call(LOOK, keys))) == [
-            [b"", 0, pytest.approx(-NOW, rel=1), 0, b"x"]
-        ]
+        assert link.converse(how(look(keys))) == [[[b"", 0, pytest.approx(-NOW, rel=1), 0, b"x"]]]
 
 
 def test_one_that_extends_many_locks_is_told_of_each(link: PoolLink) -> None:
@@ -355,6 +359,16 @@ def test_one_that_extends_many_locks_is_told_of_each(link: PoolLink) -> None:
         assert link.converse(how(asked)) == [[1, 0] * 25]
 
 
+def test_a_look_at_many_locks_tells_who_holds_each(link: PoolLink) -> None:
+    locks = [KeySpace(str).of(uuid.uuid4().hex) for _ in OWNERS]
+    for keys, owner in zip(locks, OWNERS, strict=True):
+        link.converse(transact(acquire(keys, owner)))
+
+    for how in (script, transact):
+        (found,) = link.converse(how(look(*locks)))
+        assert [answer[5] for answer in found] == [owner.encode() for owner in OWNERS]
+
+
 # Nobody gets between.
 
 
@@ -366,7 +380,7 @@ def test_it_takes_two_round_trips_and_one_to_look(link: PoolLink, keys: Keys) ->
 
     assert trips(acquire(keys, OWNERS[0])) == 2
     assert trips(acquire(keys, OWNERS[1])) == 2
-    assert trips(call(LOOK, keys)) == 1
+    assert trips(look(keys)) == 1
     assert trips(call(RELEASE, keys, OWNERS[0], "", 0)) == 2
 
 
@@ -387,11 +401,11 @@ def test_what_others_write_between_reading_and_writing_is_read_again(
 
     assert told == [1, 0]
     assert answer[0][0] == 0
-    assert link.converse(transact(call(LOOK, keys)))[0][5::4] == [OWNERS[1].encode()]
+    assert link.converse(transact(look(keys)))[0][0][5::4] == [OWNERS[1].encode()]
 
 
 def test_look_between_two_writes_of_others_is_taken_again(link: PoolLink, keys: Keys) -> None:
-    looking = transact(call(LOOK, keys))
+    looking = transact(look(keys))
     asked = next(looking)
     answers = link.converse(ask(*asked))
     answers[asked.index(("EXEC",))] = None  # as if they had written meanwhile
@@ -422,7 +436,7 @@ def test_what_comes_after_is_answered_behind_it(link: PoolLink, keys: Keys) -> N
     answers = link.converse(transact(acquire(keys, OWNERS[0]), ("ECHO", "a"), ("WAIT", 0, 1)))
 
     assert answers == [[1, answers[0][1]], b"a", 0]
-    assert link.converse(transact(call(LOOK, keys), ("ECHO", "b")))[1:] == [b"b"]
+    assert link.converse(transact(look(keys), ("ECHO", "b")))[1:] == [b"b"]
 
 
 def test_with_and_without_scripts_they_keep_each_other_out(
@@ -567,4 +581,4 @@ def test_only_a_full_memory_makes_it_free_without_a_transaction(redis: Redis, ke
             (answer,) = limited.converse(transact(call(RELEASE, keys, OWNERS[0], "1", 0)))
 
         assert isinstance(answer, NoPermissionError)
-        assert free.converse(transact(call(LOOK, keys)))[0][5] == OWNERS[0].encode()
+        assert free.converse(transact(look(keys)))[0][0][5] == OWNERS[0].encode()

@@ -110,18 +110,13 @@ class RedisBackend(StepsBackend):
         if key is None:
             records = map(self._space.key_of_taken, self._link.keys(self._space.taken_pattern))
             # Of a lock that is held and reserved there are two; and SCAN may return one twice.
-            keys = [each for each in dict.fromkeys(records) if each and self.keeps(each)]
+            keys = sorted(each for each in {*records} if each and self.keeps(each))
         else:
             keys = [key]
-        found = self._run(self._verbs.held(keys))
-        return sorted((shown for shown, _ in found), key=lambda shown: shown.key)
+        return self._run(self._verbs.held(keys))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        found = self._run(self._verbs.held([key]))
-        ended = [
-            (owner, shown.token) for shown, owner in found if shown.owner_digest == owner_digest
-        ]
-        return any(self._run(self._verbs.force(key, *each)) for each in ended)
+        return self._run(self._verbs.end_holding(key, owner_digest))
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if not databases:

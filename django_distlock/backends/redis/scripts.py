@@ -293,29 +293,34 @@ keep(ends)
 return 1
 """
 
-# Looks, and writes nothing. ARGV: bells.
-# Returns {name, token, microseconds until min_hold and lock_delay are over or less than 0, waiters, mode}
+# Looks, and writes nothing. KEYS: the records of the locks.
+# Returns for each {name, token, microseconds until min_hold and lock_delay are over or less than 0, waiters, mode}
 # and then owner, microseconds left, microseconds since it was acquired and holder of each who holds it.
 _LOOK = """
-local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode')
-local waiters = 0
-for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '(' .. text(now), '+inf')) do
-  waiters = waiters + math.max(1, number(redis.call('HGET', record, 'w:' .. string.sub(waiter, 2))))
-end
-local answer = {known[1] or '', number(known[2]), number(known[3]) - now, waiters, known[4] or 'x'}
-local found = redis.call('ZRANGE', holders, 0, -1, 'WITHSCORES')
-for i = 1, #found, 2 do
-  local left, _, acquired, lock_delay, holder = tonumber(found[i + 1]) - now, described(found[i])
-  if left > 0 then
-    answer[#answer + 1] = found[i]
-    answer[#answer + 1] = left
-    answer[#answer + 1] = now - acquired
-    answer[#answer + 1] = holder
-  elseif left + lock_delay > 0 then
-    answer[3] = math.max(answer[3], left + lock_delay)
+local answers = {}
+for i, key in ipairs(KEYS) do
+  record = key  -- that described() looks into
+  local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode')
+  local waiters = 0
+  for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', record .. ':a', '(' .. text(now), '+inf')) do
+    waiters = waiters + math.max(1, number(redis.call('HGET', record, 'w:' .. string.sub(waiter, 2))))
   end
+  local answer = {known[1] or '', number(known[2]), number(known[3]) - now, waiters, known[4] or 'x'}
+  local found = redis.call('ZRANGE', record .. ':h', 0, -1, 'WITHSCORES')
+  for j = 1, #found, 2 do
+    local left, _, acquired, lock_delay, holder = tonumber(found[j + 1]) - now, described(found[j])
+    if left > 0 then
+      answer[#answer + 1] = found[j]
+      answer[#answer + 1] = left
+      answer[#answer + 1] = now - acquired
+      answer[#answer + 1] = holder
+    elseif left + lock_delay > 0 then
+      answer[3] = math.max(answer[3], left + lock_delay)
+    end
+  end
+  answers[i] = answer
 end
-return answer
+return answers
 """
 
 # Ends a holding for its operator: with a higher token, and free for others now, whatever min_hold it had.
@@ -374,7 +379,7 @@ ACQUIRE = Script("acquire", _COMMON + _ACQUIRE)
 RELEASE = Script("release", _COMMON + _RELEASE)
 EXTEND = Script("extend", _EXTEND)
 TAKE_OVER = Script("take_over", _COMMON + _MORE + _TAKE_OVER)
-LOOK = Script("look", _COMMON + _MORE + _LOOK)
+LOOK = Script("look", _COMMON + _LOOK)
 FORCE = Script("force", _COMMON + _MORE + _FORCE)
 LEAVE = Script("leave", _COMMON + _MORE + _LEAVE)
 KEEP = Script("keep", _COMMON + _MORE + _KEEP)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from redis.exceptions import OutOfMemoryError, ResponseError
@@ -26,12 +27,11 @@ def transact(call: Call, *after: Command) -> Conversation[list[Any]]:
 
     Two round trips; one to look. An error of Redis is an answer: nothing was carried out then.
     """
-    reads = (
-        read for keys in dict.fromkeys(keys for keys, _ in _parts(call)) for read in _reads(keys)
-    )
+    locks = dict.fromkeys(keys for keys, _ in _parts(call))
+    reads = (read for keys in locks for read in _reads(keys))
     # MULTI already here: were it refused among the writes, they would be carried out unguarded. No reads
     # behind it: a Redis whose memory is full has no place to queue anything.
-    begin: tuple[Command, ...] = ("WATCH", *call.keys), ("TIME",), *reads, ("MULTI",)
+    begin: tuple[Command, ...] = ("WATCH", *chain(*locks)), ("TIME",), *reads, ("MULTI",)
     end: tuple[Command, ...] = ("EXEC",), *after
     answer: Any = None
     writes: list[Command] = []
@@ -89,6 +89,8 @@ def _first_error(answers: Sequence[Any]) -> ResponseError | None:
 
 def _parts(call: Call) -> list[tuple[tuple[str, ...], tuple[Any, ...]]]:
     """Return what is asked of each lock: its keys, what doorbells begin with, and the other arguments."""
+    if call.script is LOOK:
+        return [((key, f"{key}:h", f"{key}:q", f"{key}:a"), ("",)) for key in call.keys]
     if call.script is not EXTEND:
         return [(call.keys, call.args)]
     return [
@@ -109,7 +111,7 @@ def _decided(call: Call, found: Sequence[Any]) -> tuple[Any, list[Command]]:
             found = found[count:]
         answers.append(getattr(lock, f"decide_{call.script.name}")(*args))
     writes = [write for lock in locks.values() for write in lock.writes()]
-    return (answers if call.script is EXTEND else answers[0]), writes
+    return (answers if call.script in {EXTEND, LOOK} else answers[0]), writes
 
 
 class _Lock:

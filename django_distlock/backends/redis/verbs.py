@@ -26,6 +26,8 @@ _T = TypeVar("_T")
 
 #: Locks that are renewed by one script, or looked at in one go: others wait while it runs.
 BATCH = 250
+#: Locks that one script looks at: what it answers is read while the server runs the next one.
+LOOKED_AT = 25
 #: What people can do about what Redis says: by the driver's error, or by the word that begins it inside a script.
 _HINTS = (
     (exceptions.MovedError, "MOVED", "it belongs to a cluster: say so with OPTIONS 'cluster': True"),
@@ -73,10 +75,14 @@ class KeySpace:
         """Return the keys of the lock that servers know as *key*: it has no braces in it."""
         return _keys(f"{self._before}{key}{self._after}")
 
+    def record(self, key: str) -> str:
+        """Return the first of of(key), and remember nothing: it is asked for thousands."""
+        return f"{self._before}{key}{self._after}"
+
     def key_of(self, record: str) -> str | None:
         """Return what servers know a lock by; None if *record* is no record of this alias."""
         key = record[len(self._before) : len(record) - len(self._after)]
-        is_record = record == f"{self._before}{key}{self._after}" and not {"{", "}"} & {*key}
+        is_record = record == self.record(key) and not {"{", "}"} & {*key}
         return key if is_record and key else None
 
     def key_of_taken(self, taken: str) -> str | None:
@@ -90,7 +96,7 @@ _keys = lru_cache(1024)(Keys)
 class Verbs:
     """What one alias asks of its Redis: by scripts, or by transactions where they may not be run.
 
-    *batch*: locks extended by one script.
+    *batch*: locks that one script may be given.
     """
 
     def __init__(
@@ -168,22 +174,24 @@ class Verbs:
         holder = holdings[-1][3] if holdings else None
         return Busy(holder, left, reserved=not holdings) if left > 0 else None
 
-    def held(self, keys: Sequence[str]) -> Conversation[list[tuple[Held, str]]]:
-        """Tell who holds the locks *keys*: for people, and the owners, for nobody; none has what is reserved."""
-        found: list[tuple[Held, str]] = []
+    def held(self, keys: Sequence[str]) -> Conversation[list[Held]]:
+        found: list[Held] = []
         for some in _batches(keys, BATCH):
             answers = yield from self._looks(some)
             for key, answer in zip(some, answers, strict=True):
-                found += _held(answer, key)
+                found += [shown for shown, _ in _held(answer, key)]
         return found
 
-    def force(self, key: str, owner: str, token: int | None) -> Conversation[bool]:
-        """End a holding for its operator, or without *owner* what it has reserved; tell whether it was there."""
-        keys = self._space.of(key)
-        (answer,) = yield from self._answers(
-            Call(scripts.FORCE, keys.all, (keys.bells, owner, f"{token}"))
-        )
-        return bool(answer == 1)
+    def end_holding(self, key: str, owner_digest: str) -> Conversation[bool]:
+        """End a holding, or what one has reserved, for which there is no owner; tell whether it was there."""
+        (found,) = yield from self._looks([key])
+        keys, is_ended = self._space.of(key), False
+        for shown, owner in _held(found, key):
+            if shown.owner_digest == owner_digest:
+                call = Call(scripts.FORCE, keys.all, (keys.bells, owner, f"{shown.token}"))
+                (answer,) = yield from self._answers(call)
+                is_ended |= answer == 1
+        return is_ended
 
     def keep(self, waiters: Sequence[Request]) -> Conversation[None]:
         keys = self._space.of(waiters[0].key)
@@ -212,11 +220,10 @@ class Verbs:
         return Call(script, keys.all, (keys.bells, request.owner, *args))
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
-        locks = map(self._space.of, keys)
-        found = yield from self._together(
-            [Call(scripts.LOOK, each.all, (each.bells,)) for each in locks]
-        )
-        return [self._checked(answer) for answer in found]
+        records = tuple(map(self._space.record, keys))
+        some = _batches(records, min(LOOKED_AT, self._batch))
+        found = yield from self._together([Call(scripts.LOOK, tuple(each), ()) for each in some])
+        return [answer for each in found for answer in self._checked(each)]
 
     def _answers(self, call: Call, *after: Command) -> Conversation[list[Any]]:
         """Carry *call* out, and return its answer and those to *after*; LockBackendError if it is refused."""
