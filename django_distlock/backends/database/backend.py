@@ -79,16 +79,22 @@ class DatabaseBackend(BaseDatabaseBackend):
     def try_acquire(
         self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
-        return self._persist(0.0, self._try, request, queued)
+        try:
+            return self._own.ask(self.engine.try_acquire, request, queued)
+        except Contended as error:
+            return self._busy(request) or self._ask_again(error, 0.0, self._try, request, queued)
 
     def _try(self, request: Request, queued: int) -> Grant | Busy:
         try:
             return self._own.ask(self.engine.try_acquire, request, queued)
         except Contended:
-            # A guard() locks the counter, but not the row of the lock.
-            if self._ask(is_guarded, self.engine, request.key):
-                return Busy()
+            if busy := self._busy(request):
+                return busy
             raise
+
+    def _busy(self, request: Request) -> Busy | None:
+        # A guard() locks the counter, but not the row of the lock.
+        return Busy() if self._ask(is_guarded, self.engine, request.key) else None
 
     def release(self, request: Request) -> Release:
         released: Release = self._persist(request.ttl, self._own.ask, self.engine.release, request)

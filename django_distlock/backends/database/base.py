@@ -125,16 +125,25 @@ class BaseDatabaseBackend(BaseLockBackend):
 
     def _persist(self, patience: float, ask: Callable[..., _T], *args: Any) -> _T:
         """Ask again while others at work on the same rows are in the way, for *patience* or io_timeout seconds."""
-        wait: Wait | None = None
+        try:
+            return ask(*args)
+        except Contended as error:
+            return self._ask_again(error, patience, ask, *args)
+
+    def _ask_again(
+        self, error: Contended, patience: float, ask: Callable[..., _T], *args: Any
+    ) -> _T:
+        """See _persist(); the first time brought *error*."""
+        wait = Wait(max(patience, self.options.io_timeout))
         while True:
+            self._own_transaction_must_not_block(error)
+            if wait.is_over:
+                raise error
+            time.sleep(wait.next_pause(longest=SHORT_PAUSE))
             try:
                 return ask(*args)
-            except Contended as error:
-                self._own_transaction_must_not_block(error)
-                wait = wait or Wait(max(patience, self.options.io_timeout))
-                if wait.is_over:
-                    raise
-            time.sleep(wait.next_pause(longest=SHORT_PAUSE))
+            except Contended as again:
+                error = again
 
     def _own_transaction_must_not_block(self, error: Contended) -> None:
         """Tell a caller whose own transaction is the other writer: it would wait for itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -153,7 +154,7 @@ class OwnConnections:
 
         While Django's tests run, every one is closed: it would keep a test database from being destroyed.
         """
-        if not is_sound or conf.tests_run():
+        if not is_sound or ("django.test.utils" in sys.modules and conf.tests_run()):
             # What broke one connection has broken the idle ones too, mostly: a restarted server.
             self._close(connection)
             self.close()
