@@ -169,7 +169,7 @@ class Verbs:
         keys = {server: [key or ""] for server in self._everybody}
         if key is None:
             keys = yield from self._keys(is_ours, lost)
-        seen: dict[tuple[str, str], list[list[Any]]] = {}
+        seen: dict[tuple[str, bytes], list[list[Any]]] = {}
         for first in range(0, max(map(len, keys.values())), BATCH):
             some = {server: each[first : first + BATCH] for server, each in keys.items()}
             calls = {
@@ -183,8 +183,7 @@ class Verbs:
                 for server, answers in count.answers.items():
                     for each, answer in zip(some[server], answers, strict=True):
                         if answer:
-                            owner = answer[0].decode(errors="backslashreplace")
-                            seen.setdefault((each, digest(owner)), []).append(answer)
+                            seen.setdefault((each, answer[0]), []).append(answer)
         if len(self._places) - len(lost.failures) < self._most:
             self._fail(lost)
         return [_held(*lock, seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= self._most]
@@ -245,7 +244,7 @@ class Verbs:
         }
 
     def _record(self, server: int, key: str) -> str:
-        return self._spaces[server].of(key).record
+        return self._spaces[server].record(key)
 
     def _need_most(self, count: Count) -> None:
         if len(count.answers) < self._most:
@@ -287,7 +286,7 @@ def _has_agreed(count: Count) -> bool:
     return count.says_yes() is not None
 
 
-def _held(key: str, owner_digest: str, answers: Sequence[list[Any]]) -> Held:
+def _held(key: str, owner: bytes, answers: Sequence[list[Any]]) -> Held:
     _, left, holder, name, *_ = max(answers, key=lambda answer: answer[1])
     return Held(
         name=name.decode(errors="backslashreplace"),
@@ -295,7 +294,7 @@ def _held(key: str, owner_digest: str, answers: Sequence[list[Any]]) -> Held:
         holder=Holder.from_json(holder),
         remaining=left / 1e6,
         token=max(answer[4] for answer in answers) or None,
-        owner_digest=owner_digest,
+        owner_digest=digest(owner.decode(errors="backslashreplace")),
         waiters=max(answer[6] for answer in answers),
         age=max(answer[5] for answer in answers) / 1e6,
     )
