@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 #: The longest limit, in seconds, that the server takes: a year.
 LONGEST = 31_536_000
+#: Names of locks in one statement.
+BATCH = 250
 
 # Raises the fencing token of %(key)s, which LAST_INSERT_ID tells; matches no row before its first use.
 _COUNT = f"""
@@ -223,18 +225,22 @@ class MySQLAdvisory(MySQLSessions):
         return bool(session.execute("SELECT RELEASE_LOCK(%s)", [name]).fetchone()[0] == 1)
 
     def is_held(self, cursor: Any, key: str) -> bool:
-        return self._user(cursor, key) is not None
+        return self._users(cursor, [key])[key] is not None
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
         waiters = Counter(key for _, key in _waiting(cursor))
-        for key, counted in known.items():
-            if counted.occupant and self._user(cursor, key) == counted.occupant.session:
-                occupant = counted.occupant
-                yield as_held(counted, occupant.owner_digest, waiters[key], shared=occupant.shared)
+        for key, user in self._users(cursor, [*known]).items():
+            if (occupant := known[key].occupant) and user == occupant.session:
+                yield as_held(known[key], occupant.owner_digest, waiters[key], shared=False)
 
-    def _user(self, cursor: Any, key: str) -> int | None:
-        cursor.execute("SELECT IS_USED_LOCK(%s)", [lock_name(self.name(), key)])
-        found: int | None = cursor.fetchone()[0]
+    def _users(self, cursor: Any, keys: list[str]) -> dict[str, int | None]:
+        """Return the session that has each lock, or None."""
+        found: dict[str, int | None] = {}
+        for first in range(0, len(keys), BATCH):
+            some = keys[first : first + BATCH]
+            names = [lock_name(self.name(), key) for key in some]
+            cursor.execute(f"SELECT {', '.join(['IS_USED_LOCK(%s)'] * len(some))}", names)
+            found |= zip(some, cursor.fetchone(), strict=True)
         return found
 
     def _get(self, session: Session, seconds: float) -> bool:

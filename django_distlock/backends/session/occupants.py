@@ -158,7 +158,7 @@ def held(
     """Return the locks that are held, of those whose key one *keeps*, or this one; forget readers that died."""
     one = "" if key is None else " WHERE c.method_name = %(key)s OR c.method_name LIKE %(readers)s"
     keys = {"key": key, "readers": reader_key(key or "", "%")}
-    known = {lock.key: lock for lock in _locks(cursor, server, one, keys) if keeps(lock.key)}
+    known = {lock.key: lock for lock in _locks(cursor, server, one, keys, keeps)}
     found = list(server.held(cursor, known))
     noted = {
         reader_key(lock.key, reader.occupant.owner_digest)
@@ -182,9 +182,13 @@ def end_holding(cursor: CursorWrapper, server: SessionServer, key: str, owner_di
 
 
 def _locks(
-    cursor: CursorWrapper, server: SessionServer, where: str, keys: Mapping[str, str | None]
+    cursor: CursorWrapper,
+    server: SessionServer,
+    where: str,
+    keys: Mapping[str, str | None],
+    keeps: Callable[[str], bool] = bool,
 ) -> list[Counted]:
-    """Return the locks that *where* picks, each with its readers. A token is the instant of its grant."""
+    """Return the locks that *where* picks and one *keeps*, each with its readers. A token is the instant of its grant."""
     cursor.execute(
         f"""SELECT c.method_name, c.value, c.holder, l.description, {server.now_sql} - c.value
         FROM {COUNTER} AS c LEFT JOIN {LOCK} AS l ON l.method_name = c.method_name{where}""",
@@ -192,9 +196,11 @@ def _locks(
     )
     locks, readers = list[Counted](), dict[str, list[Counted]]()
     for key, token, holder, name, age in cursor.fetchall():
+        is_reader = key.startswith(READER)
+        if not (is_reader or keeps(key)):
+            continue
         occupant = Occupant.from_json(holder)
         known = shown(name or (occupant.name if occupant else key))
-        is_reader = key.startswith(READER)
         beside = readers.setdefault(key.split("|")[1], []) if is_reader else locks
         beside.append(Counted(key, known, token, occupant, age / 1e6))
     return [
