@@ -185,7 +185,8 @@ class _Lock:
         if self.holders.get(owner, 0) > self.now:
             _, acquired, *_ = self.described(owner)
             self.forget(owner)
-            self.hold_back(acquired + min_hold)
+            if min_hold:
+                self.hold_back(acquired + min_hold)
             self.note(b"ended", owner)
             if is_final:
                 self.note(b"revoked", owner)
