@@ -47,8 +47,9 @@ def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:
 def _waiters(backend: BaseLockBackend, held: Held) -> int | None:
     if held.waiters is None:
         return waits.count(Lock(backend.place, held.key)) or None
-    if (others := backend.queue.callers(held.key) - 1) == 0:
+    if (others := backend.queue.callers(held.key) - 1) == 0 == held.behind:
         return held.waiters
-    # Who stands on the server says for how many of its process; behind a holder of ours nobody does.
-    is_told = backend.waiting.place is not Place.NONE and backend.queue.held_by(held.key) is None
-    return held.waiters if is_told else held.waiters + others
+    # Who stands on the server says for how many of its process; behind a holder nobody does.
+    if (behind := backend.queue.behind(held.key)) is None:
+        behind = others if backend.waiting.place is Place.NONE else held.behind
+    return held.waiters + behind

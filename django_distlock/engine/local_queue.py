@@ -112,6 +112,10 @@ class LocalQueue:
         line = self.lines.get(key)
         return len(line.places) if isinstance(line, _Line) else 1
 
+    def behind(self, key: str) -> int | None:
+        """Return how many of this process wait for one of it that holds the lock; None: none of it does."""
+        return None if self.held_by(key) is None else self.callers(key) - 1
+
     def contest(self, key: str) -> None:
         with self._mutex:
             if key in self.lines:

@@ -81,8 +81,9 @@ class Held:
     """A lock as an operator sees it. *remaining* is seconds; below 0 the record is stale.
 
     *age* is seconds since it was acquired, None if that is not known. *waiters* is how many callers of
-    all processes wait for the lock, None if the server is not told of them. *owner_digest* tells two
-    holdings apart without telling the owner. *reserved*: see Busy.
+    all processes wait for the lock, None if the server is not told of them; but for *behind*, those that
+    wait for a holder of their own process, as many as it told the server when its lease was last extended.
+    *owner_digest* tells two holdings apart without telling the owner. *reserved*: see Busy.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Held:
     owner_digest: str
     shared: bool = False
     waiters: int | None = None
+    behind: int = 0
     reserved: bool = False
     age: float | None = None
 

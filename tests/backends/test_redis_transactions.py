@@ -217,7 +217,8 @@ calls = some.one_of(
     *[wishes] * 4,
     *[some.tuples(some.just("release"), owners, rarely, delays)] * 2,
     some.tuples(
-        some.just("extend"), some.lists(some.tuples(owners, times), min_size=1, max_size=4)
+        some.just("extend"),
+        some.lists(some.tuples(owners, times, some.integers(0, 2)), min_size=1, max_size=4),
     ),
     some.tuples(some.just("take_over"), owners, owners, times, holders),
     some.tuples(some.just("look")),
@@ -315,8 +316,8 @@ SCENES = {
     ],
     "the same twice, and never shorter": at_once(
         take(A, ttl=SECOND),
-        ("extend", [(A, 300 * SECOND), (A, 5 * SECOND), (B, SECOND)]),
-        ("extend", [(A, SECOND)]),
+        ("extend", [(A, 300 * SECOND, 0), (A, 5 * SECOND, 2), (B, SECOND, 1)]),
+        ("extend", [(A, SECOND, 0)]),
     ),
 }
 
@@ -354,7 +355,7 @@ def test_one_that_extends_many_locks_is_told_of_each(link: PoolLink) -> None:
         link.converse(transact(acquire(keys, OWNERS[number % 2])))
 
     names = tuple(key for keys in locks for key in keys.all[:2])
-    asked = Call(EXTEND, names, (OWNERS[0], HOUR) * len(locks))
+    asked = Call(EXTEND, names, (OWNERS[0], HOUR, 2) * len(locks))
     for how in (script, transact):
         assert link.converse(how(asked)) == [[1, 0] * 25]
 
@@ -401,7 +402,7 @@ def test_what_others_write_between_reading_and_writing_is_read_again(
 
     assert told == [1, 0]
     assert answer[0][0] == 0
-    assert link.converse(transact(look(keys)))[0][0][5::4] == [OWNERS[1].encode()]
+    assert link.converse(transact(look(keys)))[0][0][5::5] == [OWNERS[1].encode()]
 
 
 def test_look_between_two_writes_of_others_is_taken_again(link: PoolLink, keys: Keys) -> None:

@@ -191,6 +191,14 @@ def _outcome_of(call: Any) -> str:
     return "done"
 
 
+def hold_before_threads(aliases: dict[str, Any], name: str, number: int, **terms: Any) -> None:
+    """Hold the lock while so many threads wait for it, until the process is killed."""
+    _use(aliases)
+    with lock(name, **terms):
+        say("held")
+        wait_in_threads(aliases, name, terms["using"], number)
+
+
 def wait_in_threads(aliases: dict[str, Any], name: str, using: str, number: int) -> None:
     """Have so many threads wait for the lock until the process is killed."""
     _use(aliases)

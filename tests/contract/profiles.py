@@ -34,6 +34,7 @@ FLAGS = {
 #: fair: waiters are served in order whatever process they are in. delays: min_hold and lock_delay.
 #: spares_writers: readers let a waiting writer go first. lists_readers: each reader is listed.
 #: names_holder: who is refused is told by whom, even if nothing can be listed.
+#: tells_behind: a renewal tells the server how many of the holder's own process wait for it.
 #: hides_end: but not for how long. hides_age: its listing does not tell since when a lock is held. whole_seconds: a ttl takes seconds, from two on; what becomes of
 #: it is tested in tests/backends/, many locks at a time.
 TRAITS = {
@@ -44,6 +45,7 @@ TRAITS = {
     "spares_writers",
     "lists_readers",
     "names_holder",
+    "tells_behind",
     "hides_end",
     "hides_age",
     "whole_seconds",
@@ -101,7 +103,7 @@ READERS = frozenset({"shared", "spares_writers", "lists_readers"})
 ROWS = LEASED | {"purge", "cross_process"}
 NOTIFIED = ROWS | {"wakes_waiters"}
 MEMCACHED = frozenset({"cross_process", "leased", "names_holder", "hides_end", "whole_seconds"})
-REDIS = LEASED | READERS | {"cross_process", "wakes_waiters"}
+REDIS = LEASED | READERS | {"cross_process", "wakes_waiters", "tells_behind"}
 MAJORITY = frozenset({"listing", "detach", "leased", "cross_process", "wakes_waiters"})
 BARE = frozenset({"session_bound", "cross_process"})
 SESSION = BARE | {"fencing", "listing"}

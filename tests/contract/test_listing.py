@@ -404,6 +404,38 @@ def test_callers_that_have_given_up_are_not_counted(
 
 
 @pytest.mark.slow
+@needs("tells_behind")
+def test_who_waits_behind_a_holder_of_its_own_process_is_counted_by_others(
+    using: str, name: str, child: Callable[..., Child], tick: float
+) -> None:
+    holder = child("hold_before_threads", name=name, using=using, number=3, ttl=15 * tick)
+    holder.expect("held")
+
+    eventually(lambda: [held.waiters for held in holdings(using, name)] == [3], 20)
+    waiters = [start(lambda: _take_and_release(using, name)) for _ in range(2)]
+    eventually(lambda: [held.waiters for held in holdings(using, name)] == [5], 20)
+
+    holder.kill()
+    assert [waiter.result(20) for waiter in waiters] == [True, True]
+
+
+@pytest.mark.slow
+@needs("tells_behind")
+@lacks("fair")
+def test_nobody_is_counted_twice(using: str, name: str, tick: float) -> None:
+    lease = lock(name, using=using, ttl=15 * tick).acquire()
+    assert lease
+    waiters = [start(lambda: _take_and_release(using, name)) for _ in range(3)]
+    eventually(lambda: [held.behind for held in locks[using].held(lease.request.key)] == [3], 20)
+
+    assert [held.waiters for held in holdings(using, name)] == [3]
+    lease.release()
+    assert [waiter.result(20) for waiter in waiters] == [True, True, True]
+    with lock(name, using=using):
+        assert [held.waiters for held in holdings(using, name)] == [0]
+
+
+@pytest.mark.slow
 @needs("cross_process", "wakes_waiters")
 def test_waiters_of_all_processes_are_counted_until_they_are_gone(
     using: str, name: str, rival: Rivals, child: Callable[..., Child]

@@ -63,7 +63,9 @@ class RedisBackend(StepsBackend):
         self.place = self.source.url, self._space.pattern
         # The locks of one script must be on one server.
         batch = 1 if self.source.is_cluster else BATCH
-        self._verbs: Verbs = Verbs(self.alias, self._space, self.options, batch=batch)
+        self._verbs: Verbs = Verbs(
+            self.alias, self._space, self.options, self.queue.behind, batch=batch
+        )
         self._open()
 
     def make_source(self) -> Source:

@@ -5,6 +5,7 @@ Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (
 - *record*, a hash: ``token`` the last one given, ``mode`` x (exclusive) or s (shared), ``available``
   the instant from which others may have it, ``name``, ``ended`` the last owners that gave it back,
   ``revoked`` the last ones that are refused from now on, for each holder ``h:OWNER``: "token acquired lock_delay holder",
+  and ``b:OWNER``: how many of its process waited behind it when it was last extended,
   and for each waiter ``w:OWNER``: for how many callers of its process it stands in the queue;
 - *holders*, a sorted set: owner by the instant its lease ends;
 - *queue*, a sorted set: waiter (mode and owner) by ticket; *alive*: waiter by the end of its patience;
@@ -66,7 +67,7 @@ end
 
 local function forget(owner)
   redis.call('ZREM', holders, owner)
-  redis.call('HDEL', record, 'h:' .. owner)
+  redis.call('HDEL', record, 'h:' .. owner, 'b:' .. owner)
 end
 
 -- Keeps the last eight: as many readers may give back at once, and ask again.
@@ -253,18 +254,21 @@ return answer
 """
 
 # Lets leases live longer, never shorter, if they are still their owner's.
-# KEYS: record and holders of each lock. ARGV: owner and ttl (microseconds) of each.
+# KEYS: record and holders of each lock. ARGV of each: owner, ttl (microseconds), how many of its process wait behind it.
 # Returns 1 or 0 for each. Needs nothing of the above.
 _EXTEND = f"""
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local kept = {{}}
 for i = 1, #KEYS / 2 do
-  local record, holders, owner, ttl = KEYS[2 * i - 1], KEYS[2 * i], ARGV[2 * i - 1], tonumber(ARGV[2 * i])
+  local record, holders, owner, ttl = KEYS[2 * i - 1], KEYS[2 * i], ARGV[3 * i - 2], tonumber(ARGV[3 * i - 1])
   local ends = tonumber(redis.call('ZSCORE', holders, owner) or 0)
   kept[i] = ends > now and 1 or 0
   -- Redis refuses to begin with ZADD, not to go on with it, when its memory is full: this needs none.
   if i == 1 then redis.call('ZREM', holders, '') end
+  if ends > now and (redis.call('HGET', record, 'b:' .. owner) or '0') ~= ARGV[3 * i] then
+    redis.call('HSET', record, 'b:' .. owner, ARGV[3 * i])
+  end
   if ends > now and ends < now + ttl then
     redis.call('ZADD', holders, string.format('%.0f', now + ttl), owner)
     local left = math.ceil(ttl / 1000) + {RETENTION * 1000}
@@ -295,7 +299,8 @@ return 1
 
 # Looks, and writes nothing. KEYS: the records of the locks.
 # Returns for each {name, token, microseconds until min_hold and lock_delay are over or less than 0, waiters, mode}
-# and then owner, microseconds left, microseconds since it was acquired and holder of each who holds it.
+# and then of each who holds it: owner, microseconds left, microseconds since it was acquired, holder, and how many
+# of its process wait behind it.
 _LOOK = """
 local answers = {}
 for i, key in ipairs(KEYS) do
@@ -314,6 +319,7 @@ for i, key in ipairs(KEYS) do
       answer[#answer + 1] = left
       answer[#answer + 1] = now - acquired
       answer[#answer + 1] = holder
+      answer[#answer + 1] = number(redis.call('HGET', record, 'b:' .. found[j]))
     elseif left + lock_delay > 0 then
       answer[3] = math.max(answer[3], left + lock_delay)
     end

@@ -94,7 +94,8 @@ def _parts(call: Call) -> list[tuple[tuple[str, ...], tuple[Any, ...]]]:
     if call.script is not EXTEND:
         return [(call.keys, call.args)]
     return [
-        (call.keys[i : i + 2], ("", *call.args[i : i + 2])) for i in range(0, len(call.keys), 2)
+        (call.keys[2 * i : 2 * i + 2], ("", *call.args[3 * i : 3 * i + 3]))
+        for i in range(len(call.keys) // 2)
     ]
 
 
@@ -201,8 +202,10 @@ class _Lock:
             self.wake()
         return answer
 
-    def decide_extend(self, owner: bytes, ttl: int) -> int:
+    def decide_extend(self, owner: bytes, ttl: int, behind: int) -> int:
         ends = self.holders.get(owner, 0)
+        if ends > self.now and self.number(b"b:" + owner) != behind:
+            self.fields[b"b:" + owner] = b"%d" % behind
         if self.now < ends < self.now + ttl:
             self.holders[owner] = self.now + ttl
             self.keep(self.now + ttl)
@@ -230,7 +233,8 @@ class _Lock:
         answer = [name, self.number(b"token"), available, waiters, mode]
         for owner, ends in self.holders.items():
             _, acquired, *_, holder = self.described(owner)
-            answer += owner, ends - self.now, self.now - acquired, holder
+            behind = self.number(b"b:" + owner)
+            answer += owner, ends - self.now, self.now - acquired, holder, behind
         return answer
 
     def decide_force(self, owner: bytes, token: bytes) -> int:
@@ -291,6 +295,7 @@ class _Lock:
     def forget(self, owner: bytes) -> None:
         del self.holders[owner]
         self.fields.pop(b"h:" + owner, None)
+        self.fields.pop(b"b:" + owner, None)
         if not self.holders:
             # Redis drops an empty set, and how long it was to be kept: the next one is kept for ever.
             self.lives[self.keys[1]] = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -96,12 +97,20 @@ _keys = lru_cache(1024)(Keys)
 class Verbs:
     """What one alias asks of its Redis: by scripts, or by transactions where they may not be run.
 
+    *behind* returns how many of this process wait for one of it that holds a lock.
     *batch*: locks that one script may be given.
     """
 
     def __init__(
-        self, alias: str, space: KeySpace, options: RedisSettings, *, batch: int = BATCH
+        self,
+        alias: str,
+        space: KeySpace,
+        options: RedisSettings,
+        behind: Callable[[str], int | None],
+        *,
+        batch: int = BATCH,
     ) -> None:
+        self._behind = behind
         self._alias = alias
         self._space = space
         self._is_fair = "1" if options.fair else ""
@@ -157,8 +166,9 @@ class Verbs:
         for some in _batches(requests, self._batch):
             keys = [self._space.of(request.key) for request in some]
             names = tuple(key for each in keys for key in each.all[:2])
-            args = (arg for request in some for arg in (request.owner, microseconds(request.ttl)))
-            (answer,) = yield from self._answers(Call(scripts.EXTEND, names, tuple(args)))
+            args = [(it.owner, microseconds(it.ttl), self._behind(it.key) or 0) for it in some]
+            call = Call(scripts.EXTEND, names, tuple(itertools.chain(*args)))
+            (answer,) = yield from self._answers(call)
             kept += [one == 1 for one in answer]
         return kept
 
@@ -170,7 +180,7 @@ class Verbs:
     def probe(self, request: Request) -> Conversation[Busy | None]:
         (found,) = yield from self._looks([request.key])
         holdings = list(_holdings(found))
-        left = max([_left(found[2]) or 0.0, *(left for _, left, _, _ in holdings)])
+        left = max([_left(found[2]) or 0.0, *(left for _, left, *_ in holdings)])
         holder = holdings[-1][3] if holdings else None
         return Busy(holder, left, reserved=not holdings) if left > 0 else None
 
@@ -275,8 +285,8 @@ def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
     name, token, reserved, waiters, mode = answer[:5]
     holdings = list(_holdings(answer))
     if is_reserved := not holdings and int(reserved) > 0:
-        holdings = [("", int(reserved) / 1e6, None, None)]
-    for owner, left, age, holder in holdings:
+        holdings = [("", int(reserved) / 1e6, None, None, 0)]
+    for owner, left, age, holder, behind in holdings:
         shown = Held(
             name=name.decode(errors="backslashreplace"),
             key=key,
@@ -288,17 +298,18 @@ def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
             else values.digest(owner),
             shared=mode == b"s" and not is_reserved,
             waiters=int(waiters),
+            behind=behind,
             reserved=is_reserved,
             age=age,
         )
         yield shown, owner
 
 
-def _holdings(answer: list[Any]) -> Iterator[tuple[str, float, float | None, Holder | None]]:
+def _holdings(answer: list[Any]) -> Iterator[tuple[str, float, float | None, Holder | None, int]]:
     found = iter(answer[5:])
-    for owner, left, age, holder in zip(found, found, found, found, strict=True):
+    for owner, left, age, holder, behind in zip(*[found] * 5, strict=True):
         text = owner.decode(errors="backslashreplace")
-        yield text, int(left) / 1e6, int(age) / 1e6, Holder.from_json(holder)
+        yield text, int(left) / 1e6, int(age) / 1e6, Holder.from_json(holder), int(behind)
 
 
 def _left(left: Any) -> float | None:
