@@ -309,7 +309,8 @@ def test_memcached_that_speaks_no_tls(memcached: Memcached, settings: Settings) 
 
 
 def test_zookeeper_refuses_credentials(zookeeper: Ensemble, root: str, settings: Settings) -> None:
-    options = {"hosts": zookeeper.hosts, "root": root, "auth": [("no-such-scheme", SECRET)]}
+    credentials = {"auth": [("no-such-scheme", SECRET)]}
+    options = {"hosts": zookeeper.hosts, "root": root, "io_timeout": 9.0, **credentials}
     alias = {"BACKEND": ZOOKEEPER, "OPTIONS": options}
     settings.DISTLOCK = {"default": alias, "other": alias}
 
