@@ -104,7 +104,9 @@ ROWS = LEASED | {"purge", "cross_process"}
 NOTIFIED = ROWS | {"wakes_waiters"}
 MEMCACHED = frozenset({"cross_process", "leased", "names_holder", "hides_end", "whole_seconds"})
 REDIS = LEASED | READERS | {"cross_process", "wakes_waiters", "tells_behind"}
-MAJORITY = frozenset({"listing", "detach", "leased", "cross_process", "wakes_waiters"})
+MAJORITY = frozenset(
+    {"listing", "detach", "leased", "cross_process", "wakes_waiters", "tells_behind"}
+)
 BARE = frozenset({"session_bound", "cross_process"})
 SESSION = BARE | {"fencing", "listing"}
 

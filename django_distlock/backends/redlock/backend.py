@@ -129,7 +129,12 @@ class RedlockBackend(StepsBackend):
         self._servers = Servers(self.sources)
         self._run = partial(run, carry_out=self._servers.ask)
         self._verbs: Verbs = Verbs(
-            self.alias, self._servers, self._spaces, self.options, self._guard
+            self.alias,
+            self._servers,
+            self._spaces,
+            self.options,
+            guard=self._guard,
+            behind=self.queue.behind,
         )
         # A backend that nobody has any more leaves no thread behind.
         self._close_unused = weakref.finalize(self, self._servers.close)

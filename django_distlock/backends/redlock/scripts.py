@@ -5,6 +5,7 @@ asking process's clock. A lock has one key, its *record*, a hash:
 
 - ``owner``, ``acquired``, ``ends``, ``sent``, ``holder``, ``name``: who has it, since and until when, and when this was
   last asked for;
+- ``behind``: the owner, and how many of its process waited behind it when it was last extended;
 - ``token``: the last one that was given here, or written back by somebody who won the majority; ``agreed``:
   that which the owner wrote back, if it did;
 - ``ended``: "owner=sent" and r (released) or v (void), for the last owners that ended: what they sent
@@ -145,13 +146,20 @@ return answer
 """
 
 # Lets leases live longer, never shorter, if they are still their owner's.
-# KEYS: the records. ARGV: owner and ttl (microseconds) of each. Returns 1 or 0 for each.
+# KEYS: the records. ARGV of each: owner, ttl (microseconds), how many of its process wait behind it.
+# Returns 1 or 0 for each.
 _EXTEND = """
 local kept = {}
 for i, key in ipairs(KEYS) do
   record = key
-  kept[i] = has(ARGV[2 * i - 1]) and 1 or 0
-  if kept[i] == 1 then extend(tonumber(ARGV[2 * i])) end
+  local owner, ttl, behind = ARGV[3 * i - 2], tonumber(ARGV[3 * i - 1]), ARGV[3 * i]
+  kept[i] = has(owner) and 1 or 0
+  if kept[i] == 1 then
+    extend(ttl)
+    if behind ~= '0' or redis.call('HEXISTS', record, 'behind') == 1 then
+      redis.call('HSET', record, 'behind', owner .. ' ' .. behind)
+    end
+  end
 end
 return kept
 """
@@ -180,7 +188,7 @@ return 1
 
 # Looks, and writes nothing. KEYS: the records.
 # Returns for each {} or {owner, microseconds left, holder, name, token agreed on or 0, microseconds since it was acquired,
-# waiters that listen to their channels}.
+# waiters that listen to their channels, waiters behind the holder in its own process}.
 _LOOK = """
 local function waiters(queue)
   local all, known = 0, redis.pcall('ZRANGE', queue, 0, -1, 'WITHSCORES')
@@ -193,12 +201,14 @@ end
 
 local seen = {}
 for i, key in ipairs(KEYS) do
-  local known = redis.call('HMGET', key, 'owner', 'ends', 'holder', 'name', 'agreed', 'acquired')
+  local known = redis.call('HMGET', key, 'owner', 'ends', 'holder', 'name', 'agreed', 'acquired', 'behind')
   local left = number(known[2]) - now
   seen[i] = {}
   if left > 0 then
-    local age = now - number(known[6])
-    seen[i] = {known[1], left, known[3], known[4], number(known[5]), age, waiters(key .. ':q')}
+    local age, told = now - number(known[6]), known[7] or ''
+    local is_told = string.find(told, (known[1] or '') .. ' ', 1, true) == 1
+    local behind = is_told and number(string.match(told, '%d+$')) or 0
+    seen[i] = {known[1], left, known[3], known[4], number(known[5]), age, waiters(key .. ':q'), behind}
   end
 end
 return seen

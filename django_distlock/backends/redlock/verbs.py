@@ -31,7 +31,8 @@ UNHURRIED = 10.0
 class Verbs:
     """What one alias asks of its *servers*, where its keys are in *spaces*.
 
-    *guard*: seconds that a server must have been up before it may grant; 0 for none.
+    *guard*: seconds that a server must have been up before it may grant; 0 for none. *behind* returns how
+    many of this process wait for one of it that holds a lock.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Verbs:
         servers: Servers,
         spaces: Sequence[KeySpace],
         options: RedlockOptions,
+        *,
         guard: float,
+        behind: Callable[[str], int | None],
     ) -> None:
         self._alias = alias
         self._servers = servers
@@ -48,6 +51,7 @@ class Verbs:
         self._spaces = spaces
         self._options = options
         self._guard = guard
+        self._behind = behind
         self._most = votes.majority(len(servers.places))
         self._everybody = range(len(servers.places))
 
@@ -112,7 +116,9 @@ class Verbs:
         kept: list[bool] = []
         for first in range(0, len(requests), BATCH):
             some = requests[first : first + BATCH]
-            args = [arg for each in some for arg in (each.owner, microseconds(each.ttl))]
+            args: list[str | int] = []
+            for each in some:
+                args += each.owner, microseconds(each.ttl), self._behind(each.key) or 0
             calls = {}
             for server in self._everybody:
                 records = [self._record(server, each.key) for each in some]
@@ -296,5 +302,6 @@ def _held(key: str, owner: bytes, answers: Sequence[list[Any]]) -> Held:
         token=max(answer[4] for answer in answers) or None,
         owner_digest=digest(owner.decode(errors="backslashreplace")),
         waiters=max(answer[6] for answer in answers),
+        behind=max(answer[7] for answer in answers),
         age=max(answer[5] for answer in answers) / 1e6,
     )
