@@ -20,7 +20,7 @@ from django.db import Error
 from django_distlock.engine import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Generator, Iterator
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -138,21 +138,13 @@ def _line(number: int) -> Iterator[_socket.socket]:
         line.close()
 
 
-def waits_in_turn() -> bool:
-    """Return whether gevent or eventlet have threads take turns: then no wait may be the kernel's own."""
-    return not isinstance(select.select, BuiltinFunctionType)
-
-
-def poll_for_news(descriptor: int) -> Callable[[float | None], object]:
-    """Return what waits so many milliseconds at most, or without an end, for something to read."""
-    poll = _select.poll()
-    poll.register(descriptor, _select.POLLIN)
-    wait: Callable[[float | None], object] = poll.poll
-    return wait
-
-
 def _bound_psycopg(raw: Any, seconds: float | None) -> None:
-    raw.distlock_limit = None if seconds is None else seconds * 1000
+    #: What waits for news without turns, for so many milliseconds at most; none where others take turns.
+    if not hasattr(raw, "distlock_poll"):
+        poll = _select.poll()
+        poll.register(raw.fileno(), _select.POLLIN)
+        raw.distlock_poll = poll.poll if isinstance(select.select, BuiltinFunctionType) else None
+    raw.distlock_bound = None if seconds is None else seconds * 1000
     raw.__dict__.pop("wait", None)
     if _is_eventlet_at_work():
         raw.wait = partial(_wait_in_turn, raw)

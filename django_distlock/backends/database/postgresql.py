@@ -18,7 +18,6 @@ from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant, Request
 from django_distlock.exceptions import first_line
 
-from . import bounds
 from .connections import Crowded
 from .engine import (
     COUNTER,
@@ -37,7 +36,7 @@ from .engine import (
 HAS_PSYCOPG3: bool = _is_psycopg3
 if HAS_PSYCOPG3:
     from psycopg import generators
-    from psycopg.errors import error_from_result
+    from psycopg.errors import OperationalError, error_from_result
     from psycopg.pq import ExecStatus
 
 if TYPE_CHECKING:
@@ -187,7 +186,6 @@ class LeanCursor:
         self._raw: Any = connection.connection
         self._prepares = prepares
         self._known: dict[str, tuple[bytes, list[str]]] = {}
-        self._poll = None if bounds.waits_in_turn() else bounds.poll_for_news(self._raw.fileno())
 
     def execute(self, statement: str, values: dict[str, Any]) -> None:
         """Send *statement*, whose parameters are texts and floating point numbers."""
@@ -197,27 +195,11 @@ class LeanCursor:
         text, names = known
         texts = [str(values[name]).encode() for name in names]
         if self._prepares:
-            self._result = self._ask(self._raw.pgconn.send_query_prepared, text, texts)
+            self._result = result_of(self._raw, self._raw.pgconn.send_query_prepared, text, texts)
         else:
             kinds = [_kind(values[name]) for name in names]
             send = self._raw.pgconn.send_query_params
-            self._result = self._ask(send, text, texts, kinds)
-
-    def _ask(self, send: Callable[..., None], *args: Any) -> PGresult:
-        """Return the result of what is sent; as result_of(), in half of its time."""
-        raw, poll = self._raw, self._poll
-        send(*args)
-        if poll is None or raw.pgconn.flush():
-            return last_of(raw, raw.wait(generators.execute(raw.pgconn)))
-        results: list[PGresult] = []
-        while True:
-            while raw.pgconn.is_busy():
-                if not poll(raw.distlock_limit):
-                    raise TimeoutError("no answer in time")
-                raw.pgconn.consume_input()
-            if (result := raw.pgconn.get_result()) is None:
-                return last_of(raw, results)
-            results.append(result)
+            self._result = result_of(self._raw, send, text, texts, kinds)
 
     def fetchone(self) -> tuple[Any, ...] | None:
         return self._row(0) if self._result.ntuples else None
@@ -255,15 +237,32 @@ def _kind(value: object) -> int:
 def result_of(raw: Any, send: Callable[..., None], *args: Any) -> PGresult:
     """Return the last result of what is sent on *raw* by libpq, which psycopg 3 lends."""
     send(*args)
-    return last_of(raw, raw.wait(generators.execute(raw.pgconn)))
-
-
-def last_of(raw: Any, results: list[PGresult]) -> PGresult:
-    """Return the last of *results*; the error of one that is an error."""
+    if raw.distlock_poll is None or raw.pgconn.flush():
+        # As psycopg waits: it lets other greenlets run, or sends the rest first.
+        results: list[PGresult] = raw.wait(generators.execute(raw.pgconn))
+    else:
+        results = _received(raw, raw.pgconn)
     for result in results:
         if result.status == ExecStatus.FATAL_ERROR:
             raise error_from_result(result, raw.info.encoding)
     return results[-1]
+
+
+def _received(raw: Any, server: Any) -> list[PGresult]:
+    results: list[PGresult] = []
+    try:
+        while True:
+            while server.is_busy():
+                if not raw.distlock_poll(raw.distlock_bound):
+                    raise TimeoutError("no answer in time")
+                server.consume_input()
+            if (result := server.get_result()) is None:
+                break
+            results.append(result)
+    except OperationalError:
+        if not results:
+            raise  # else the server has said why it ended the connection
+    return results
 
 
 class PostgreSQL(Engine):
