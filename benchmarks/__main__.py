@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import caches, databases, zookeeper
-from benchmarks.measures import costs, crowd, handoff
+from benchmarks.measures import awake, costs, crowd, handoff
 from benchmarks.way import files_of, way
 from tests.fixtures.environment import SERVER_PORTS, free_port, sqlite_path
 
@@ -57,7 +57,7 @@ def main() -> None:
     tables = {kind: Table(kind, *TABLES[kind][0]) for kind in arguments.only or TABLES}
     for server in arguments.servers or SERVERS:
         arena = SERVERS[server]
-        with arena[0]():
+        with arena[0](), awake():
             for title in arena[1]():
                 for kind, table in tables.items():
                     table.add_section()

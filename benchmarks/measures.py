@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import statistics
+import sys
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
+from tests.fixtures.launch import launch
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from benchmarks.contenders import Contender, Field
 
@@ -20,6 +25,19 @@ if TYPE_CHECKING:
 BLOCK = 20
 #: Part of the blocks that count: those in which the machine was quietest for the raw commands.
 QUIET = 1 / 3
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """Keep each processor busy with what gives way to everything: to wake one takes as long as a lock."""
+    idler = [sys.executable, "-c", "import os\nos.nice(19)\nwhile True: pass"]
+    idlers = [launch(idler) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for each in idlers:
+            each.kill()
+            each.wait()
 
 
 class Cost(NamedTuple):

@@ -9,7 +9,10 @@ from django.test import Client
 def client_of(*permissions: str, csrf: bool = False) -> Client:
     """Return the browser of a member of the staff who has these permissions."""
     user = User.objects.create_user(uuid.uuid4().hex[:12], is_staff=True)
-    user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
+    # A transaction that reads first, as set() makes one, fails on SQLite when others write meanwhile.
+    grants = User.user_permissions.through.objects
+    for permission in Permission.objects.filter(codename__in=permissions):
+        grants.create(user=user, permission=permission)
     client = Client(enforce_csrf_checks=csrf)
     client.force_login(user)
     return client
