@@ -41,6 +41,10 @@ _select = _own_copy("select")
 _HANGUP = getattr(_select, "POLLRDHUP", _select.POLLIN) | _select.POLLHUP | _select.POLLERR
 
 
+#: Seconds: the kernel counts milliseconds, in 31 bits.
+LONGEST_SELECT = 2_000_000.0
+
+
 def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
     """Give up each request of *connection* after so many seconds; None: never.
 
@@ -144,7 +148,9 @@ def _bound_psycopg(raw: Any, seconds: float | None) -> None:
         poll = _select.poll()
         poll.register(raw.fileno(), _select.POLLIN)
         raw.distlock_poll = poll.poll if isinstance(select.select, BuiltinFunctionType) else None
-    raw.distlock_bound = None if seconds is None else seconds * 1000
+    raw.distlock_bound = None
+    if seconds is not None and seconds <= LONGEST_SELECT:
+        raw.distlock_bound = seconds * 1000
     raw.__dict__.pop("wait", None)
     if _is_eventlet_at_work():
         raw.wait = partial(_wait_in_turn, raw)
@@ -185,8 +191,6 @@ def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any,
         return done.value
 
 
-#: Seconds: the kernel counts milliseconds, in 31 bits.
-LONGEST_SELECT = 2_000_000.0
 #: What a connection of mysqlclient does here and not in its C code, and the socket that it is on.
 _BOUND = ("query", "commit", "rollback", "autocommit", "distlock_descriptor")
 #: The numbers of errors that its C code finds itself: the connection is lost.
