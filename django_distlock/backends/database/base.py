@@ -143,7 +143,8 @@ class BaseDatabaseBackend(BaseLockBackend):
             try:
                 return ask(*args)
             except Contended as again:
-                error = again
+                # With its frames, which have it, it would keep them alive, and the lease.
+                error = again.with_traceback(None)
 
     def _own_transaction_must_not_block(self, error: Contended) -> None:
         """Tell a caller whose own transaction is the other writer: it would wait for itself."""
