@@ -49,10 +49,12 @@ def main() -> None:
     parser.add_argument("--only", choices=TABLES, action="append", help="one of the tables")
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--files", action="store_true", help="list the calls of each file, too")
+    parser.add_argument("--no-disk", action="store_true", help="have no database wait for its disk")
     arguments = parser.parse_args()
     if unknown := set(arguments.servers) - set(SERVERS):
         parser.error(f"no such server: {', '.join(sorted(unknown))}")
     _choose_places()
+    os.environ["DISTLOCK_BENCH_DISK"] = "" if arguments.no_disk else "1"
     django.setup()
     tables = {kind: Table(kind, *TABLES[kind][0]) for kind in arguments.only or TABLES}
     for server in arguments.servers or SERVERS:

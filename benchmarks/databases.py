@@ -44,6 +44,8 @@ ADVISORY = {
 }
 
 
+#: The servers' defaults: each commit waits for the disk. In the tests, and by --no-disk, they do not.
+DURABLE = {"postgres": {"fsync": "on"}, "mariadb": {"innodb-flush-log-at-trx-commit": "1"}}
 #: Where there is no other process to wait for.
 ALONE = "no server"
 
@@ -76,7 +78,7 @@ def sqlite_field() -> Field:
 @contextmanager
 def postgres() -> Iterator[None]:
     """Start PostgreSQL."""
-    with PostgreSQL(int(os.environ["DISTLOCK_POSTGRES_PORT"])):
+    with PostgreSQL(int(os.environ["DISTLOCK_POSTGRES_PORT"]), _settings("postgres")):
         _prepare("postgres")
         _prepare("default")
         yield
@@ -97,7 +99,7 @@ def postgres_field() -> Field:
 @contextmanager
 def mariadb() -> Iterator[None]:
     """Start MariaDB."""
-    with MariaDB(int(os.environ["DISTLOCK_MARIADB_PORT"])):
+    with MariaDB(int(os.environ["DISTLOCK_MARIADB_PORT"]), _settings("mariadb")):
         _prepare("mariadb")
         yield
 
@@ -106,6 +108,10 @@ def mariadb() -> Iterator[None]:
 def mariadb_field() -> Field:
     """Return who is measured there."""
     return _all_kinds("mariadb")
+
+
+def _settings(server: str) -> dict[str, str]:
+    return DURABLE[server] if os.environ["DISTLOCK_BENCH_DISK"] else {}
 
 
 def _prepare(alias: str) -> None:

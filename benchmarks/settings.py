@@ -15,6 +15,8 @@ BACKENDS = "django_distlock.backends"
 # django-db-mutex keeps to the database "default".
 INSTALLED_APPS += ["db_mutex"]
 DATABASES |= {"sqlite": DATABASES["default"], "default": DATABASES["postgres"]}
+if os.environ["DISTLOCK_BENCH_DISK"]:
+    DATABASES["sqlite"]["OPTIONS"]["init_command"] = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL"
 DISTLOCK["sqlite"] = {**DISTLOCK["default"], "OPTIONS": {"using": "sqlite"}}
 for vendor in ("postgres", "mariadb"):
     for kind, backend in {"rowlock": "RowLockBackend", "advisory": "AdvisoryBackend"}.items():
