@@ -21,6 +21,14 @@ from redis.sentinel import SentinelManagedSSLConnection
 
 from django_distlock.conf import check_values
 
+try:
+    from redis.driver_info import DriverInfo
+except ImportError:  # an older redis-py
+    _NAMED: dict[str, Any] = {}
+else:
+    # Made once: without it redis-py looks its own version up, on disk, for each new connection.
+    _NAMED = {"driver_info": DriverInfo()}
+
 AnyRetry = Retry | AsyncRetry
 
 #: What a cache may set for itself and locks decide on their own: how long to wait, how often to ask.
@@ -87,10 +95,10 @@ class Source:
         return self._of_pool(dict(parse_async_url(self.url)), limits, tls)
 
     def cluster_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
-        return {**self.settings, **self._limits(retry)}
+        return {**_NAMED, **self.settings, **self._limits(retry)}
 
     def sentinel_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
-        return {**self.sentinel_kwargs, **self._limits(retry)}
+        return {**_NAMED, **self.sentinel_kwargs, **self._limits(retry)}
 
     def _limits(self, retry: type[AnyRetry]) -> dict[str, Any]:
         return {
@@ -106,7 +114,7 @@ class Source:
         self, url: dict[str, Any], limits: dict[str, Any], tls: tuple[Any, Any]
     ) -> dict[str, Any]:
         usable = {k: v for k, v in url.items() if k not in _OURS or k == "connection_class"}
-        known = {**usable, **self.settings, **limits}
+        known = {**_NAMED, **usable, **self.settings, **limits}
         if self.sentinels:
             if known.get("connection_class") is tls[0]:
                 known["connection_class"] = tls[1]
