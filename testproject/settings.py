@@ -107,17 +107,20 @@ if port := os.environ.get("DISTLOCK_PGBOUNCER_PORT"):
     }
 
 if port := os.environ.get("DISTLOCK_MARIADB_PORT"):
+    driver_options: dict[str, Any] = {}
     if os.environ.get("DISTLOCK_MYSQL_DRIVER") != "mysqlclient":
         import pymysql
 
         # Django asks for the version of mysqlclient, for which PyMySQL stands in.
         pymysql.version_info = (2, 2, 7, "final", 0)
         pymysql.install_as_MySQLdb()
+        # This server has no TLS, and PyMySQL would load all certificates of the machine to find that out.
+        driver_options["ssl_disabled"] = True
     DATABASES["mariadb"] = {
         "ENGINE": "django.db.backends.mysql",
         **LOCAL_SERVER,
         "PORT": port,
-        "OPTIONS": {"charset": "utf8mb4"},
+        "OPTIONS": {"charset": "utf8mb4", **driver_options},
     }
     DISTLOCK["mariadb"] = {"BACKEND": DATABASE_BACKEND, "OPTIONS": {"using": "mariadb"}}
 
