@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 from functools import partial
@@ -47,6 +48,7 @@ class Registry:
         #: Those whose thread or task may yet release them, though nobody has a reference; of others, the backend.
         self._kept: dict[int, Lease | BaseLockBackend] = {}
         self._in_flight: set[Lease] = set()
+        self._has_unattended = False
         self._alarm = Alarm(self._look)
 
     def add(self, lease: Lease) -> None:
@@ -91,6 +93,10 @@ class Registry:
         return [lease for lease in self.leases() if lease.held]
 
     def _look(self) -> None:
+        if self._has_unattended:
+            # An error and its frames may have one of them, in a circle that only the collector ends.
+            self._has_unattended = False
+            gc.collect()
         leases = self._held()
         try:
             self._end_what_is_over(leases)
@@ -107,8 +113,9 @@ class Registry:
             if lease.is_unattended:
                 # It may be in somebody's hands; if it is not, its finalizer gives it back, by a backend
                 # that is no garbage itself.
-                if id(lease) in self._kept:
+                if self._kept.get(id(lease)) is lease and lease not in self._in_flight:
                     self._kept[id(lease)] = lease.backend
+                    self._has_unattended = True
                 if not lease.is_entered:
                     lease.end_unowned()  # whoever was giving it back has ended meanwhile
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -192,6 +193,32 @@ def test_a_lock_whose_record_is_being_deleted_is_waited_for(kind: Kind, name: st
     taken = taking.result(20)
     assert taken is not None
     taken.backend.abandon(taken.request)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Have objects be gone with their last reference only."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@kinds([kind for kind in EVERY if "portable" in kind.name])
+def test_a_thread_that_waited_for_a_row_and_ended_has_its_lock_released(
+    kind: Kind, name: str
+) -> None:
+    with lock(name, using="locks") as lease:
+        key = lease.request.key
+
+    with transaction.atomic(using=kind.using):
+        MethodLock.objects.using(kind.using).select_for_update().get(method_name=key)
+        taking = start(lambda: bool(lock(name, using="locks", ttl=60, timeout=20).acquire()))
+        never(taking.done, 0.2)
+
+    assert taking.result(20)
+    eventually(lambda: not lock(name, using="locks").locked(), 20)
 
 
 def test_a_row_that_was_changed_meanwhile_is_no_busy_lock(

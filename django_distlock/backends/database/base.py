@@ -143,8 +143,7 @@ class BaseDatabaseBackend(BaseLockBackend):
             try:
                 return ask(*args)
             except Contended as again:
-                # With its frames, which have it, it would keep them alive, and the lease.
-                error = again.with_traceback(None)
+                error = again
 
     def _own_transaction_must_not_block(self, error: Contended) -> None:
         """Tell a caller whose own transaction is the other writer: it would wait for itself."""

@@ -257,8 +257,7 @@ class OwnConnections:
                 raise self._lost(error) from error
             raise LockBackendError(self.alias, _explained(error, self._database)) from error
         except Crowded as error:
-            # Its frames would keep the lease alive.
-            raise self._contended(error.with_traceback(None)) from error
+            raise self._contended(error) from error
         except Unusable as error:
             raise LockBackendError(self.alias, str(error)) from error
 
