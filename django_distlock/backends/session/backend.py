@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,7 +18,6 @@ from django_distlock.backends.database.postgresql import PostgreSQL
 from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import stored
-from django_distlock.engine.settling import settled
 from django_distlock.engine.values import Busy, Grant, Release, digest
 from django_distlock.engine.waiting import Wait, Waiting, Way
 from django_distlock.exceptions import (
@@ -263,22 +261,25 @@ class SessionBackend(BaseDatabaseBackend):
 
     def _count(self, session: Session, occupant: Occupant, patience: float) -> int | None:
         """Return a new fencing token, committed; None while a guard() holds the old one."""
-        holder = occupant.to_json()
-        verb = partial(
-            self.server.raise_token, key=session.request.key, holder=holder, patience=patience
-        )
-        wait = Wait(patience)
+        known = session.request.key, occupant.to_json(), patience
+        wait: Wait | None = None
+        is_again = False
         while True:
             try:
-                if self.counts_on_session:
-                    with self._sessions.translated(), session.connection.wrap_database_errors:
-                        return verb(session.connection.distlock_cursor)
-                # Once more if an idle connection had died unseen: a token may well be raised twice.
-                return settled(partial(self._own.ask, verb), within=math.inf)
+                if not self.counts_on_session:
+                    return self._own.ask(self.server.raise_token, *known)
+                with self._sessions.translated(), session.connection.wrap_database_errors:
+                    return self.server.raise_token(session.connection.distlock_cursor, *known)
             except Contended:
+                wait = wait or Wait(patience)
                 if wait.is_over:
                     return None
                 time.sleep(wait.next_pause(longest=SHORT_PAUSE))
+            except LockOutcomeUnknown:
+                # An idle connection had died unseen; a token may well be raised twice.
+                if is_again or self.counts_on_session:
+                    raise
+                is_again = True
 
     def _keep(self, session: Session, ttl: float) -> bool:
         """Have the server keep the session for *ttl* from now; False if it is over."""
