@@ -21,7 +21,7 @@ from .backends.base import BaseLockBackend
 from .conf import BackendSettings, read_alias, read_settings
 from .engine import clock
 from .engine.background import background
-from .engine.forks import forks
+from .engine.caller import forks
 from .engine.naming import log_fields
 from .engine.registry import registry
 from .exceptions import InvalidLockBackend

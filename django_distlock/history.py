@@ -13,7 +13,7 @@ from django.template.loader import render_to_string
 from django.utils.translation import ngettext
 
 from .engine import clock
-from .engine.forks import forks
+from .engine.caller import forks
 from .engine.naming import printable
 from .signals import lock_acquired, lock_busy, lock_detached, lock_lost, lock_released
 

@@ -20,14 +20,12 @@ from . import fencing, transactions
 from .conf import LEAST_TTL, checked_ttl
 from .engine import clock
 from .engine.background import background
-from .engine.caller import Caller, current_caller, here
+from .engine.caller import Caller, current_caller, forks, here
 from .engine.clock import drift
-from .engine.forks import forks
 from .engine.holder import Holder
 from .engine.naming import checked_name, log_fields, printable
 from .engine.registry import registry
-from .engine.settling import asettled, settled
-from .engine.steps import Steps, arun, run
+from .engine.steps import Steps, arun, asettled, run, settled
 from .engine.values import Release, Request
 from .exceptions import LockError, LockLost, LockNotHeld, LockNotOwned, NotSupported
 from .handler import locks

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from .conf import DEFAULT_ALIAS
 from .engine.naming import checked_name
-from .engine.settling import settled
+from .engine.steps import settled
 from .engine.waiting import Place
 from .engine.waits import Lock, waits
 from .handler import locks

@@ -68,7 +68,7 @@ def passwords_are_hashed_quickly() -> Iterator[None]:
 @pytest.fixture
 def is_never_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have a lost reply asked for again, however late it is found out."""
-    monkeypatch.setattr("django_distlock.engine.settling.SETTLE", 30.0)
+    monkeypatch.setattr("django_distlock.engine.steps.SETTLE", 30.0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

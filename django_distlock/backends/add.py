@@ -12,8 +12,7 @@ from django.core.checks import CheckMessage
 
 from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
-from django_distlock.engine.owners import RecentOwners
-from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.values import Busy, Grant, RecentOwners, Release, Request
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 

@@ -13,15 +13,14 @@ from django.core.checks import CheckMessage
 
 from django_distlock.conf import BackendSettings, NoOptions, checked_options
 from django_distlock.engine import clock
+from django_distlock.engine.background import Lanes
 from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.holder import Holder
-from django_distlock.engine.lanes import Lanes
 from django_distlock.engine.leftovers import Leftovers, until_done
 from django_distlock.engine.local_queue import LocalQueue
 from django_distlock.engine.naming import log_fields, printable, server_key
 from django_distlock.engine.registry import registry
-from django_distlock.engine.settling import settled
-from django_distlock.engine.steps import Steps
+from django_distlock.engine.steps import Steps, settled
 from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, digest
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported

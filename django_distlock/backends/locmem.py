@@ -13,13 +13,12 @@ from django_distlock import conf
 from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
 from django_distlock.engine.bells import Bell
-from django_distlock.engine.blocks import Block
-from django_distlock.engine.owners import RecentOwners
 from django_distlock.engine.values import (
     Busy,
     Grant,
     Held,
     Purged,
+    RecentOwners,
     Release,
     Request,
     digest,
@@ -27,6 +26,7 @@ from django_distlock.engine.values import (
 )
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import StaleFencingToken
+from django_distlock.transactions import Block
 
 from .base import BaseLockBackend
 

@@ -19,8 +19,7 @@ from . import clock
 from .bells import TaskBell, ThreadBell
 from .naming import LONGEST_SHOWN, log_fields, printable
 from .registry import registry
-from .settling import is_worth_asking_again
-from .steps import Steps, arun, run
+from .steps import Steps, arun, asking_again, run
 from .values import Busy, Grant, Request, new_owner
 from .waiting import Place, Wait, Way
 from .waits import Lock, Waiter, waits
@@ -335,12 +334,7 @@ class Attempt:
                 return (yield ask)
             except LockOutcomeUnknown as lost:
                 failed = lost.with_traceback(None)  # as in acquire()
-        if not is_worth_asking_again(failed, began):
-            raise failed
-        try:
-            return (yield ask)
-        except LockBackendError as error:
-            raise LockOutcomeUnknown(*error.args) from failed
+        return (yield from asking_again(ask, failed, began))
 
     # Between two tries.
 

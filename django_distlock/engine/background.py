@@ -6,6 +6,7 @@ of the interpreter waits for none of them.
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import logging
@@ -14,14 +15,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any, TypeVar
 
 from . import clock
 from .bells import ThreadBell
-from .forks import forks
+from .caller import forks
 from .naming import log_fields, printable
+from .values import Request
 
 logger = logging.getLogger("django_distlock")
+_T = TypeVar("_T")
 
 #: Threads for I/O: one hung server takes one of them, and delays no other server's work.
 WORKERS = 4
@@ -31,6 +36,8 @@ LINGER = 5.0
 SOON = 0.25
 #: Seconds between two looks whether the workers are done, at the exit.
 SHORT = 0.005
+#: Threads in which tasks wait on a server that keeps the queue: one for each lock waited for.
+WAITS = 64
 
 
 class Background:
@@ -252,6 +259,55 @@ class Alarm:
                 return  # an earlier time was asked for since, and what was due then has been done
             self.due = math.inf
         self._job()
+
+
+class Lanes:
+    """The threads in which the verbs of one backend run for asyncio: one lane for tries, one for ends.
+
+    A release never stands behind the tries that wait for it.
+    """
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._mutex = threading.Lock()
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._tries: dict[str, Future[Any]] = {}
+
+    async def run_try(self, request: Request, verb: Callable[[], _T]) -> _T:
+        """Run *verb* in the lane of tries; whatever comes after() it waits for its end."""
+        return await self._run(self._pool("try", 4), request, verb)
+
+    async def run_wait(self, request: Request, verb: Callable[[], _T]) -> _T:
+        return await self._run(self._pool("wait", WAITS), request, verb)
+
+    async def _run(self, pool: ThreadPoolExecutor, request: Request, verb: Callable[[], _T]) -> _T:
+        future = pool.submit(verb)
+        self._tries[request.owner] = future
+        future.add_done_callback(lambda _: self._tries.pop(request.owner, None))
+        return await asyncio.wrap_future(future)
+
+    async def run_release(self, verb: Callable[[], _T]) -> _T:
+        return await asyncio.wrap_future(self._pool("release", 2).submit(verb))
+
+    def after(self, request: Request, job: Callable[[], None]) -> None:
+        """Run *job* once no try of *request* is under way: a cancelled task leaves its thread running."""
+        if future := self._tries.get(request.owner):
+            future.add_done_callback(lambda _: job())
+        else:
+            job()
+
+    def close(self) -> None:
+        with self._mutex:
+            pools, self._pools = self._pools, {}
+        for pool in pools.values():
+            pool.shutdown(wait=False)
+
+    def _pool(self, name: str, size: int) -> ThreadPoolExecutor:
+        with self._mutex:
+            if name not in self._pools:
+                prefix = f"distlock-{self._alias}-{name}"
+                self._pools[name] = ThreadPoolExecutor(size, thread_name_prefix=prefix)
+            return self._pools[name]
 
 
 forks.in_child(background.reset)

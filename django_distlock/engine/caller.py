@@ -1,14 +1,16 @@
-"""Which thread or task of this process took a lock."""
+"""Who takes a lock: which process, which thread, which task; and what begins anew in a forked child."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import itertools
+import os
 import sys
 import threading
 import weakref
 from asyncio import _get_running_loop
+from collections.abc import Callable
 from functools import cached_property
 from types import FrameType
 from typing import Any
@@ -26,6 +28,41 @@ _AWAITS_TASK = {
 _COROUTINE = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_GENERATOR
 _Dummy = threading._DummyThread  # noqa: SLF001 - there is no other sign of one
 _numbers = itertools.count(1)
+
+
+class Forks:
+    """Calls in each forked child what was asked for: at once; or at its first lock, if C code forked, as in uWSGI."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        #: The process that knows that it began anew.
+        self.pid = os.getpid()
+        self._callbacks: list[Callable[[], object]] = []
+
+    def in_child(self, callback: Callable[[], object]) -> None:
+        self._callbacks.append(callback)
+
+    def notice(self) -> None:
+        """Call them now, if this is a child in which nobody has: a look at the process's number."""
+        if os.getpid() != self.pid:
+            with self._mutex:
+                if os.getpid() != self.pid:
+                    self._begin_anew()
+
+    def begin_anew(self) -> None:
+        """In a child that Python knows of: call them."""
+        # A thread that is not here may have it.
+        self._mutex = threading.Lock()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        for callback in self._callbacks:
+            callback()
+        self.pid = os.getpid()
+
+
+forks = Forks()
+os.register_at_fork(after_in_child=forks.begin_anew)
 
 
 class _Mark:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from .caller import current_task, here, thread_name
-from .forks import forks
+from .caller import current_task, forks, here, thread_name
 from .naming import printable
 
 #: Characters of each part: with all of them it fits the columns of a database.

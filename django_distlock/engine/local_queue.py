@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from weakref import ref
 
 from . import clock
-from .pauses import Turns
+from .waiting import Turns
 
 if TYPE_CHECKING:
     from django_distlock.lease import Lease

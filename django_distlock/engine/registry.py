@@ -13,9 +13,9 @@ from django_distlock.signals import announce, backend_failed, lock_extended
 
 from . import clock
 from .background import Alarm, background
-from .forks import forks
+from .caller import forks
 from .naming import log_fields, printable
-from .settling import settled
+from .steps import settled
 
 if TYPE_CHECKING:
     import weakref

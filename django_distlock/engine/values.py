@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import secrets
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,6 +14,8 @@ from .naming import LONGEST_LISTED, printable
 
 #: Returns the secret of a new holding: 128 random bits from the operating system, as hex.
 new_owner = partial(secrets.token_hex, 16)
+#: How many owners are remembered.
+REMEMBERED = 1000
 
 
 def digest(owner: str) -> str:
@@ -117,3 +120,21 @@ class Purged:
     looked_at: int
     deleted: int
     progress: float
+
+
+class RecentOwners:
+    """The owners of one backend that ended last: what they send again, or late, is told from what others send."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, owner: str) -> None:
+        self._owners[owner] = None
+        if len(self._owners) > REMEMBERED:
+            self._owners.popitem(last=False)
+
+    def discard(self, owner: str) -> bool:
+        return self._owners.pop(owner, self) is None
+
+    def __contains__(self, owner: str) -> bool:
+        return owner in self._owners

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from django_distlock.exceptions import LockDeadlock
 
-from .caller import Caller
-from .forks import forks
+from .caller import Caller, forks
 from .naming import log_fields, printable
 from .registry import registry
 from .waiting import Wait

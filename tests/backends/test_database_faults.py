@@ -30,7 +30,7 @@ from django_distlock.backends.database.records import rows
 from django_distlock.engine import waiting
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.holder import Holder
-from django_distlock.engine.settling import settled
+from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import backend

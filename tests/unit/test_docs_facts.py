@@ -39,7 +39,7 @@ from django_distlock.backends.redlock import (
 from django_distlock.backends.session.backend import BESIDE
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
 from django_distlock.contrib import once
-from django_distlock.engine import local_queue, pauses, waiting
+from django_distlock.engine import local_queue, waiting
 from django_distlock.engine.clock import drift
 from django_distlock.engine.waiting import Way
 from django_distlock.lock import Lock, LockTerms, Terms
@@ -288,7 +288,7 @@ def looks(kind: type[engine.Engine]) -> str:
 TTL, TIMEOUT = conf.DEFAULT_TTL, conf.DEFAULT_TIMEOUT
 OPTIONS = DatabaseOptions()
 MEMCACHED, DAYS = MemcachedOptions(), cache_alias.LONGEST_TTL / 86_400
-SHORTEST, LONGEST = pauses.SHORTEST / 2 * 1000, pauses.LONGEST * 1000
+SHORTEST, LONGEST = waiting.SHORTEST_POLL / 2 * 1000, waiting.LONGEST_POLL * 1000
 FACTS = [
     (
         "README.md",
@@ -346,8 +346,8 @@ FACTS = [
     (CACHE_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (MEMCACHED_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (MEMCACHED_PAGE, f"at least {cache_alias.LEAST_TTL:g} seconds and at most {DAYS:g} days"),
-    (MEMCACHED_PAGE, f"is {SHORTEST:g} to {pauses.SHORTEST * 1000:g} milliseconds while"),
-    (MEMCACHED_PAGE, f"after {pauses.TURNS} times in a row"),
+    (MEMCACHED_PAGE, f"is {SHORTEST:g} to {waiting.SHORTEST_POLL * 1000:g} milliseconds while"),
+    (MEMCACHED_PAGE, f"after {waiting.TURNS} times in a row"),
     (MEMCACHED_PAGE, f"keeps up to {connections.KEPT} connections open"),
     (MEMCACHED_PAGE, f"given up after `io_timeout` ({MEMCACHED.io_timeout:g} second)"),
     (MEMCACHED_PAGE, f"after `connect_timeout` ({MEMCACHED.connect_timeout:g} seconds)"),

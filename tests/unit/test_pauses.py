@@ -6,15 +6,22 @@ import random
 
 import pytest
 
-from django_distlock.engine import pauses
-from django_distlock.engine.pauses import LONGEST, MOST_KNOWN, SHORTEST, TURNS, Pauses, Turns
+from django_distlock.engine.waiting import (
+    LONGEST_POLL as LONGEST,
+    MOST_KNOWN,
+    SHORTEST_POLL as SHORTEST,
+    TURNS,
+    Pauses,
+    Turns,
+    poll_pause,
+)
 
 
 @pytest.mark.parametrize("seen", [0.0, 0.05, 1.0, 2.5, 3600.0])
 def test_a_pause_is_about_a_tenth_of_the_time_that_the_holder_was_seen_for(seen: float) -> None:
     longest = min(LONGEST, max(SHORTEST, seen / 10))
 
-    drawn = [pauses.pause(seen) for _ in range(1_000)]
+    drawn = [poll_pause(seen) for _ in range(1_000)]
 
     assert longest / 2 <= min(drawn) < longest * 0.55
     assert longest * 0.95 < max(drawn) <= longest

@@ -9,7 +9,7 @@ import pytest
 
 from django_distlock import LockBackendError, LockOutcomeUnknown
 from django_distlock.engine import clock
-from django_distlock.engine.settling import SETTLE, asettled, is_worth_asking_again, settled
+from django_distlock.engine.steps import SETTLE, asettled, is_worth_asking_again, settled
 
 LOST = LockOutcomeUnknown("default", "the reply was lost")
 DOWN = LockBackendError("default", "nobody is there")

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from django_distlock import conf
-from django_distlock.engine.settling import settled
+from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError

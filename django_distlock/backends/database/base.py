@@ -14,7 +14,7 @@ from django_distlock import conf
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.failures import server_error
 from django_distlock.engine.naming import printable
-from django_distlock.engine.settling import settled
+from django_distlock.engine.steps import settled
 from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
     Contended,

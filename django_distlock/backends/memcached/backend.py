@@ -15,8 +15,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache_alias import Record
 from django_distlock.conf import BackendSettings, check_values
 from django_distlock.engine import clock
-from django_distlock.engine.owners import RecentOwners
-from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.values import Busy, Grant, RecentOwners, Release, Request
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 

@@ -15,8 +15,7 @@ from weakref import WeakSet
 from django_distlock.backends.database import bounds
 from django_distlock.backends.database.connections import abandon
 from django_distlock.engine.caller import current_task, thread_number
-from django_distlock.engine.owners import RecentOwners
-from django_distlock.engine.values import Request, digest
+from django_distlock.engine.values import RecentOwners, Request, digest
 from django_distlock.exceptions import LockBackendError
 
 if TYPE_CHECKING:

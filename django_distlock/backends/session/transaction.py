@@ -22,11 +22,9 @@ from django_distlock.backends.database.engine import LOCK, schema_of_tables
 from django_distlock.backends.database.mysql import MySQL, code
 from django_distlock.backends.database.postgresql import PostgreSQL, sqlstate
 from django_distlock.conf import DEFAULT_TIMEOUT, optional_seconds
-from django_distlock.engine.blocks import Block
-from django_distlock.engine.caller import Caller
-from django_distlock.engine.forks import forks
+from django_distlock.engine.caller import Caller, forks
 from django_distlock.engine.naming import checked_name, printable, server_key
-from django_distlock.engine.settling import settled
+from django_distlock.engine.steps import settled
 from django_distlock.engine.waiting import Wait
 from django_distlock.engine.waits import Holder, Lock, Waiter, waits
 from django_distlock.exceptions import (
@@ -35,6 +33,7 @@ from django_distlock.exceptions import (
     LockError,
     LockNotAcquired,
 )
+from django_distlock.transactions import Block
 
 from . import mysql, postgresql
 

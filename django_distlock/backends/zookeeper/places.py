@@ -19,8 +19,7 @@ from kazoo.exceptions import (
 from django_distlock.engine import clock
 from django_distlock.engine.background import Alarm
 from django_distlock.engine.bells import Bell
-from django_distlock.engine.owners import RecentOwners
-from django_distlock.engine.values import Busy, Request
+from django_distlock.engine.values import Busy, RecentOwners, Request
 
 from .line import prefix
 from .session import Session
