@@ -45,16 +45,15 @@ def decorated(
     name: Name,
     terms: Terms,
     on_busy: Policy | None,
-    make: Callable[[str, Terms], Lock],
 ) -> _F:
-    """Return *function* with a lock around each call, which *make* makes of its name and terms."""
+    """Return *function* with a lock around each call; without *name*, the lock has that of the function."""
     if isinstance(function, (staticmethod, classmethod)):
-        inside = decorated(function.__func__, name, terms, on_busy, make)
+        inside = decorated(function.__func__, name, terms, on_busy)
         return type(function)(inside)
     _check_function(function, name)
     if on_busy is not None:
         _check_policy(on_busy, function)
-    locked = _Locked(function, name, terms, on_busy, make)
+    locked = _Locked(function, name, terms, on_busy)
     for is_kind, wrap in _KINDS:
         if is_kind(function):
             return functools.wraps(function)(wrap(locked))  # type: ignore[return-value]
@@ -117,13 +116,11 @@ class _Locked:
         name: Name,
         terms: Terms,
         on_busy: Policy | None,
-        make: Callable[[str, Terms], Lock],
     ) -> None:
         self.function = function
         title = title_of(function)
         self.transactions = RequestTransactions(function)
         self._on_busy = on_busy
-        self._make = make
         self._shows_request = not terms.purpose
         self._terms = terms if terms.purpose else replace(terms, purpose=title)
         self._name_for: Callable[[tuple[Any, ...], dict[str, Any]], str]
@@ -139,7 +136,7 @@ class _Locked:
         name, terms = self._name_for(args, kwargs), self._terms
         if self._shows_request and (request := find_request(args)) is not None:
             terms = replace(terms, purpose=f"{request.method} {request.path}")
-        return self._make(name, terms)
+        return terms.lock(name)
 
     def refuse(self, busy: LockNotAcquired, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what *on_busy* returns, or raise *busy*."""

@@ -12,7 +12,7 @@ from asyncio import _get_running_loop
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from django.core import signing
 
@@ -67,6 +67,14 @@ class State(enum.Enum):
     RELEASED = "released"
     DETACHED = "handed to another process"
     INHERITED = "held by the process that this one was forked from"
+
+
+class _TakeOver(NamedTuple):
+    """What attach() asks a backend: to have the owner of *request* hold what *former* holds."""
+
+    backend: BaseLockBackend
+    request: Request
+    former: str
 
 
 class Lease:
@@ -289,17 +297,12 @@ class Lease:
         reach the other process, which renews it with its own ttl. Whoever has the text can hold the
         lock: keep it as secret as a password. In this process, the lease has ended.
         """
-        self._check_detach()
-        own_ttl = self.request.ttl
-        self.extend(ttl)
-        return self._hand_over(own_ttl)
+        return run(self._detaching(ttl), lambda asked: settled(partial(self.backend.extend, asked)))
 
     async def adetach(self, ttl: float | timedelta | None = None) -> str:
         """See detach()."""
-        self._check_detach()
-        own_ttl = self.request.ttl
-        await self.aextend(ttl)
-        return self._hand_over(own_ttl)
+        aextend = self.backend.aextend
+        return await arun(self._detaching(ttl), lambda asked: asettled(partial(aextend, asked)))
 
     @classmethod
     def attach(cls, text: str, purpose: str = "") -> Lease:
@@ -311,16 +314,18 @@ class Lease:
 
         ``django.core.signing.BadSignature`` if *text* is not one that detach() made.
         """
-        handed = _Handed(text, purpose)
-        take_over = handed.backend.take_over
-        return run(handed.steps(), lambda asked: settled(partial(take_over, *asked)))
+        return run(
+            cls._attaching(text, purpose),
+            lambda asked: settled(partial(asked.backend.take_over, asked.request, asked.former)),
+        )
 
     @classmethod
     async def aattach(cls, text: str, purpose: str = "") -> Lease:
         """See attach()."""
-        handed = _Handed(text, purpose)
-        take_over = handed.backend.atake_over
-        return await arun(handed.steps(), lambda asked: asettled(partial(take_over, *asked)))
+        return await arun(
+            cls._attaching(text, purpose),
+            lambda asked: asettled(partial(asked.backend.atake_over, asked.request, asked.former)),
+        )
 
     # What it protects.
 
@@ -498,11 +503,11 @@ class Lease:
         self.confirm(start, request.ttl)
         announce(lock_extended, self, lease=self)
 
-    def _check_detach(self) -> None:
+    def _detaching(self, ttl: float | timedelta | None) -> Steps[list[Request], str]:
         if not self.backend.supports_detach:
             raise NotSupported(self.using, "detach()", "The lock is bound to this process.")
-
-    def _hand_over(self, ttl: float) -> str:
+        own_ttl = self.request.ttl
+        yield from self._extending(ttl)
         if not self._end(State.DETACHED):
             raise LockLost(self.name, self._reason)
         announce(lock_detached, self, lease=self, held=self._held_for)
@@ -514,7 +519,7 @@ class Lease:
             "using": self.using,
             "name": request.name,
             "owner": request.owner,
-            "ttl": ttl,
+            "ttl": own_ttl,
             "shared": request.shared,
             "min_hold": request.min_hold,
             "hold_on_success": self.hold_on_success,
@@ -522,6 +527,40 @@ class Lease:
             "token": self.fencing_token,
         }
         return signing.dumps(known, salt=HANDOVER)
+
+    @classmethod
+    def _attaching(cls, text: str, purpose: str) -> Steps[_TakeOver, Lease]:
+        """Return the lease, held by a new owner; LockLost if it had ended, or another process has attached it."""
+        try:
+            known = signing.loads(text, salt=HANDOVER)
+        except (signing.BadSignature, UnicodeError) as error:
+            # Django tells the end of the text as it is: the cause, too, would.
+            raise signing.BadSignature(printable(error)) from None
+        backend, former, token = locks[known.pop("using")], known.pop("owner"), known.pop("token")
+        renew, max_hold = known.pop("renew"), known.pop("max_hold")
+        hold_on_success = known.pop("hold_on_success", 0.0)
+        name = checked_name(known.pop("name"))
+        start, on_its_way = clock.lease_time(), clock.travelled(*known.pop("postmark"))
+        if max_hold is not None:
+            max_hold -= on_its_way
+            known["ttl"] = min(known["ttl"], max_hold)
+            if max_hold < LEAST_TTL:
+                raise LockLost(name, "its max_hold is over")
+        request = backend.request(name, **known, holder=Holder.current(purpose))
+        lease = cls(backend, request, renew=renew, max_hold=max_hold)
+        lease.hold_on_success = hold_on_success
+        try:
+            registry.add(lease)
+            is_ours = yield _TakeOver(backend, request, former)
+        except BaseException:
+            lease.give_up()
+            backend.abandon_later(request)
+            raise
+        if is_ours and lease.grant(start, token):
+            note_held_here(lease)
+            return lease
+        lease.give_up()
+        raise LockLost(name, "it had ended, or was attached elsewhere, before")
 
     # What the machinery around it does.
 
@@ -679,47 +718,6 @@ class Lease:
         if self._state is State.RELEASED or self.is_left:
             return LockNotHeld(self.name)
         return LockNotHeld(self.name, f"it is {self._state.value}")
-
-
-class _Handed:
-    """A lease on its way from the process that detached it to this one, which makes a new owner."""
-
-    def __init__(self, text: str, purpose: str) -> None:
-        try:
-            known = signing.loads(text, salt=HANDOVER)
-        except (signing.BadSignature, UnicodeError) as error:
-            # Django tells the end of the text as it is: the cause, too, would.
-            raise signing.BadSignature(printable(error)) from None
-        self.backend = locks[known.pop("using")]
-        self.former = known.pop("owner")
-        self._token = known.pop("token")
-        renew, max_hold = known.pop("renew"), known.pop("max_hold")
-        hold_on_success = known.pop("hold_on_success", 0.0)
-        name = checked_name(known.pop("name"))
-        self._start, on_its_way = clock.lease_time(), clock.travelled(*known.pop("postmark"))
-        if max_hold is not None:
-            max_hold -= on_its_way
-            known["ttl"] = min(known["ttl"], max_hold)
-            if max_hold < LEAST_TTL:
-                raise LockLost(name, "its max_hold is over")
-        request = self.backend.request(name, **known, holder=Holder.current(purpose))
-        self.lease = Lease(self.backend, request, renew=renew, max_hold=max_hold)
-        self.lease.hold_on_success = hold_on_success
-
-    def steps(self) -> Steps[tuple[Request, str], Lease]:
-        """Return the lease, held; LockLost if it had ended, or another process has attached it."""
-        try:
-            registry.add(self.lease)
-            is_ours = yield self.lease.request, self.former
-        except BaseException:
-            self.lease.give_up()
-            self.backend.abandon_later(self.lease.request)
-            raise
-        if is_ours and self.lease.grant(self._start, self._token):
-            note_held_here(self.lease)
-            return self.lease
-        self.lease.give_up()
-        raise LockLost(self.lease.name, "it had ended, or was attached elsewhere, before")
 
 
 class Awaited:

@@ -95,11 +95,10 @@ class LockTerms(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """LockTerms, checked. What is None here comes from the settings of the alias."""
+    """LockTerms, checked. A timeout of -1 and a ttl of None come from the settings of the alias."""
 
     using: str = DEFAULT_ALIAS
-    timeout: float | None = None
-    has_timeout: bool = False
+    timeout: float | None = -1
     ttl: float | None = None
     shared: bool = False
     reentrant: bool = True
@@ -125,11 +124,17 @@ class Terms:
             msg = f'release must be "auto", "at_exit" or "on_commit", not {known["release"]!r}.'
             raise ValueError(msg)
         try:
-            return cls(**known, has_timeout="timeout" in known)
+            return cls(**known)
         except TypeError:
             unknown = next(word for word in wishes if word not in _WORDS)
             words = _WORDS | {"on_busy"} if call == "distributed_lock()" else _WORDS
             raise unknown_word(call, unknown, words) from None
+
+    def lock(self, name: str) -> Lock:
+        """Return the lock *name* on these terms."""
+        lock = Lock.__new__(Lock)
+        lock._prepare(name, self)  # noqa: SLF001 - our own
+        return lock
 
 
 _NO_WISHES = Terms()
@@ -171,13 +176,6 @@ class Lock:
         """See LockTerms for *terms*."""
         self._prepare(name, Terms.of(terms))
 
-    @classmethod
-    def on_terms(cls, name: str, terms: Terms) -> Lock:
-        """Return a lock on terms that are checked already."""
-        lock = cls.__new__(cls)
-        lock._prepare(name, terms)  # noqa: SLF001 - our own
-        return lock
-
     def _prepare(self, name: str, terms: Terms) -> None:
         self.name = checked_name(name)
         self.terms = terms
@@ -188,7 +186,7 @@ class Lock:
 
     def __call__(self, function: _F, /) -> _F:
         """Return *function* with this lock around each call; see distributed_lock()."""
-        return decorated(function, self.name, self.terms, None, Lock.on_terms)
+        return decorated(function, self.name, self.terms, None)
 
     # The protocol of threading.Lock.
 
@@ -221,7 +219,7 @@ class Lock:
     ) -> Lease | None:
         try:
             patience = self._patience(timeout, blocking, unknown)
-            lease = await self.atake(patience, partial(self._remember, caller=caller))
+            lease = await self.atake(patience, self._remember, caller)
             awaited.bring(lease)
         except LockNotAcquired:
             return None
@@ -249,13 +247,13 @@ class Lock:
         return await asettled(partial(backend.aprobe, self._request(backend))) is not None
 
     def __enter__(self) -> Lease:
-        return self.take(-1, self._note_entry)
+        return self.take(self.terms.timeout, self._note_entry)
 
     def __exit__(self, *error: Any) -> None:
         self._leave().leave(error[1])
 
     async def __aenter__(self) -> Lease:
-        return await self.atake(-1, self._note_entry)
+        return await self.atake(self.terms.timeout, self._note_entry)
 
     async def __aexit__(self, *error: Any) -> None:
         await self._leave().aleave(error[1])
@@ -273,22 +271,18 @@ class Lock:
         self, timeout: float | None, *, kept: bool = True, caller: Caller | None = None
     ) -> Lease:
         """See enter()."""
-        return await self.atake(timeout, partial(self._note_entry, kept=kept, caller=caller))
+        return await self.atake(timeout, partial(self._note_entry, kept=kept), caller)
 
     def take(self, timeout: float | None, note: Note = id) -> Lease:
         """Return a lease, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
 
-        -1 stands for the timeout of the lock.
+        -1 stands for the timeout of the alias.
         """
         backend = self._backend()
-        lease = self._reentered()
-        is_new = lease is None
-        lease = lease or self._pending(backend)
+        lease = self._reentered() or self._pending(backend)
         try:
-            if is_new:
-                if timeout == -1:
-                    timeout = self.terms.timeout if self.terms.has_timeout else backend.timeout
-                acquire(backend, lease, timeout)
+            if not lease.is_granted:
+                acquire(lease, timeout)
                 note_held_here(lease)
             note(lease)
         except BaseException:
@@ -296,8 +290,10 @@ class Lock:
             raise
         return lease
 
-    async def atake(self, timeout: float | None, note: Note = id) -> Lease:
-        """See take()."""
+    async def atake(
+        self, timeout: float | None, note: Note = id, caller: Caller | None = None
+    ) -> Lease:
+        """See take(). The lease is that of *caller*, if there is one, for whom this task acquires it."""
         if self.terms.release == "on_commit":
             raise NotSupported(
                 self.terms.using,
@@ -305,15 +301,13 @@ class Lock:
                 "Transactions are not either.",
             )
         backend = self._backend()
-        lease = self._reentered()
-        is_new = lease is None
-        lease = lease or self._pending(backend)
+        lease = self._reentered() or self._pending(backend)
         try:
-            if is_new:
-                if timeout == -1:
-                    timeout = self.terms.timeout if self.terms.has_timeout else backend.timeout
-                await aacquire(backend, lease, timeout)
+            if not lease.is_granted:
+                await aacquire(lease, timeout)
                 note_held_here(lease)
+            if caller is not None:
+                lease.give_to(caller)
             note(lease)
         except BaseException:
             lease.release_later()  # as above
@@ -322,7 +316,8 @@ class Lock:
 
     def default_timeout(self) -> float | None:
         """Return how long to wait when the call does not say."""
-        return self.terms.timeout if self.terms.has_timeout else self._backend().timeout
+        timeout = self.terms.timeout
+        return self._backend().timeout if timeout == -1 else timeout
 
     def _patience(
         self, timeout: Seconds | None, blocking: bool, unknown: dict[str, Any]
@@ -335,7 +330,7 @@ class Lock:
             if timeout != -1:
                 raise ValueError("A timeout makes no sense with blocking=False.")
             return 0.0
-        return self.default_timeout() if timeout == -1 else optional_seconds(timeout, "timeout")
+        return self.terms.timeout if timeout == -1 else optional_seconds(timeout, "timeout")
 
     def _backend(self) -> BaseLockBackend:
         made = locks.made.get(self.terms.using)
@@ -393,9 +388,7 @@ class Lock:
                 return lease.enter()
         return None
 
-    def _remember(self, lease: Lease, caller: Caller | None = None) -> None:
-        if caller is not None:
-            lease.give_to(caller)
+    def _remember(self, lease: Lease) -> None:
         with self._mutex:
             self._acquired = [
                 known
@@ -404,14 +397,11 @@ class Lock:
             ]
             self._acquired.append(lease.ref)
 
-    def _note_entry(self, lease: Lease, *, kept: bool = True, caller: Caller | None = None) -> None:
-        if caller is not None:
-            lease.give_to(caller)
+    def _note_entry(self, lease: Lease, *, kept: bool = True) -> None:
         with self._mutex:
             self._entered.append((lambda: lease) if kept else lease.ref)
 
     def _recall(self) -> Lease:
-        """Return the last lease of this caller; others release theirs."""
         with self._mutex:
             return self._taken_out(self._acquired)
 
@@ -497,12 +487,12 @@ def distributed_lock(
         raise TypeError("distributed_lock() has one name, in front or as name=...")
     is_name = terms or on_busy or getattr(function, "__name__", "") == "<lambda>"
     if isinstance(function, (staticmethod, classmethod)) or (callable(function) and not is_name):
-        return decorated(function, None, checked, on_busy, Lock.on_terms)
+        return decorated(function, None, checked, on_busy)
     name = function if name is None else name
     if not (name is None or isinstance(name, str) or callable(name)):
         msg = f"A lock's name must be text or a function, not {name!r}; put it below @property and the like."
         raise TypeError(msg)
-    return lambda function: decorated(function, name, checked, on_busy, Lock.on_terms)
+    return lambda function: decorated(function, name, checked, on_busy)
 
 
 class LockSet:
@@ -512,7 +502,7 @@ class LockSet:
         """Raise ValueError if there are no *names*."""
         if not names:
             raise ValueError("lock_all() takes at least one name.")
-        named = [Lock.on_terms(name, terms) for name in names]
+        named = [terms.lock(name) for name in names]
         self.names = tuple(lock.name for lock in named)
         self._locks = {lock.name: lock for lock in sorted(named, key=lambda lock: lock.name)}
 
@@ -555,7 +545,7 @@ class LockSet:
         return self._enter(kept=True)
 
     def _enter(self, *, kept: bool) -> tuple[Lease, ...]:
-        wait = self._wait()
+        wait = Wait(self._timeout())
         with ExitStack() as stack:
             leases = {}
             for name, lock in self._locks.items():
@@ -574,7 +564,7 @@ class LockSet:
         return await self._aenter(kept=True)
 
     async def _aenter(self, *, kept: bool, caller: Caller | None = None) -> tuple[Lease, ...]:
-        wait = self._wait()
+        wait = Wait(self._timeout())
         async with AsyncExitStack() as stack:
             leases = {}
             for name, lock in self._locks.items():
@@ -592,8 +582,8 @@ class LockSet:
     def __repr__(self) -> str:
         return f"<LockSet {list(self._locks.values())!r}>"
 
-    def _wait(self) -> Wait:
-        return Wait(next(iter(self._locks.values())).default_timeout())
+    def _timeout(self) -> float | None:
+        return next(iter(self._locks.values())).default_timeout()
 
 
 def lock_all(*names: str, **terms: Unpack[LockTerms]) -> LockSet:

@@ -25,7 +25,6 @@ from .waiting import Place, Wait, Way
 from .waits import Lock, Waiter, waits
 
 if TYPE_CHECKING:
-    from django_distlock.backends.base import BaseLockBackend
     from django_distlock.lease import Lease
 
     Answer = Grant | Busy | LockBackendError
@@ -40,18 +39,20 @@ BEHIND = 5.0
 IN_LINE = 1.0
 
 
-def acquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Lease:
-    """Have the pending *lease* granted within *timeout* seconds (None: however long it takes).
+def acquire(lease: Lease, timeout: float | None) -> None:
+    """Have the pending *lease* granted within *timeout* seconds: None: however long it takes, -1: as the alias says.
 
     LockNotAcquired if somebody else has it until then; LockBackendError, LockDeadlock.
     """
-    came = clock.wait_time()
+    backend, came = lease.backend, clock.wait_time()
+    if timeout == -1:
+        timeout = backend.timeout
     attempt: Attempt | None = None
     answer: Answer | None = None
     start = 0.0
     try:
         registry.add(lease)
-        if _may_ask_at_once(backend, lease):
+        if _may_ask_at_once(lease):
             queued = timeout != 0 and backend.waiting.place is Place.BY_TRYING
             start = clock.lease_time()
             try:
@@ -61,24 +62,25 @@ def acquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Le
                 answer = error.with_traceback(None)
         is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
         if not is_granted:
-            attempt = Attempt(backend, lease, Wait(timeout, came), ThreadBell())
+            attempt = Attempt(lease, Wait(timeout, came), ThreadBell())
             run(attempt.steps(start, answer), attempt.carry_out)
     except BaseException as error:
-        _end(attempt or Attempt(backend, lease, Wait(timeout, came)), error)
+        _end(attempt or Attempt(lease, Wait(timeout, came)), error)
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
         _tell_acquired(lease, clock.wait_time() - came)
-    return lease
 
 
-async def aacquire(backend: BaseLockBackend, lease: Lease, timeout: float | None) -> Lease:
-    came = clock.wait_time()
+async def aacquire(lease: Lease, timeout: float | None) -> None:
+    backend, came = lease.backend, clock.wait_time()
+    if timeout == -1:
+        timeout = backend.timeout
     attempt: Attempt | None = None
     answer: Answer | None = None
     start = 0.0
     try:
         registry.add(lease)
-        if _may_ask_at_once(backend, lease):
+        if _may_ask_at_once(lease):
             queued = timeout != 0 and backend.waiting.place is Place.BY_TRYING
             start = clock.lease_time()
             try:
@@ -88,19 +90,18 @@ async def aacquire(backend: BaseLockBackend, lease: Lease, timeout: float | None
                 answer = error.with_traceback(None)
         is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
         if not is_granted:
-            attempt = Attempt(backend, lease, Wait(timeout, came), TaskBell())
+            attempt = Attempt(lease, Wait(timeout, came), TaskBell())
             await arun(attempt.steps(start, answer), attempt.await_carried_out)
     except BaseException as error:
-        _end(attempt or Attempt(backend, lease, Wait(timeout, came)), error)
+        _end(attempt or Attempt(lease, Wait(timeout, came)), error)
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
         _tell_acquired(lease, clock.wait_time() - came)
-    return lease
 
 
-def _may_ask_at_once(backend: BaseLockBackend, lease: Lease) -> bool:
+def _may_ask_at_once(lease: Lease) -> bool:
     """Return whether nobody of this process is in the way; then, in the line of this process, the lease is first."""
-    request = lease.request
+    backend, request = lease.backend, lease.request
     if request.shared or not backend.waiting.in_line:
         return True
     if request.key in backend.queue.turns.wanted:
@@ -141,12 +142,11 @@ def _end(attempt: Attempt, error: BaseException) -> None:
         announce(backend_failed, lease, error=error, waited=attempt.wait.waited)
 
 
-class Verb(NamedTuple):
+class Verb:
     """A verb of the backend, to be carried out by this thread or awaited by this task."""
 
-    name: str
-    args: tuple[Any, ...]
-    wishes: dict[str, Any]
+    def __init__(self, name: str, *args: Any, **wishes: Any) -> None:
+        self.name, self.args, self.wishes = name, args, wishes
 
 
 class Pause(NamedTuple):
@@ -155,21 +155,11 @@ class Pause(NamedTuple):
     seconds: float | None
 
 
-def _verb(name: str, *args: Any, **wishes: Any) -> Verb:
-    return Verb(name, args, wishes)
-
-
 class Attempt:
     """One attempt to get one lease by somebody who was refused, or who stands behind others of this process."""
 
-    def __init__(
-        self,
-        backend: BaseLockBackend,
-        lease: Lease,
-        wait: Wait,
-        bell: ThreadBell | TaskBell | None = None,
-    ) -> None:
-        self.backend = backend
+    def __init__(self, lease: Lease, wait: Wait, bell: ThreadBell | TaskBell | None = None) -> None:
+        self.backend = backend = lease.backend
         self.lease = lease
         self.wait = wait
         self.bell: Any = bell
@@ -291,7 +281,7 @@ class Attempt:
             self._refuse()
         if self._is_unsure:
             # The grant came after its own deadline. As another owner: the server may know that this one gave it back.
-            yield from self._settled(_verb("abandon", self.request))
+            yield from self._settled(Verb("abandon", self.request))
             self.lease.request = replace(self.request, owner=new_owner())
             self._is_queued = False
         return False
@@ -300,18 +290,17 @@ class Attempt:
         self, start: float, failed: LockBackendError | None
     ) -> Steps[Verb | Pause, Grant | Busy]:
         """Ask, or ask again after the first try *failed*: the same owner gets the same grant."""
-        request = self.request
-        if self._way is Way.ON_SERVER and self._tries > 1 and not self._is_last_try:
-            answer: Grant | Busy = yield _verb(
-                "try_acquire", request, queued=self._callers, left=self.wait.left
-            )
-            return answer
         if self._way is Way.LOOK and self._tries > 1:
-            busy: Busy | None = yield from self._settled(_verb("probe", request))
+            busy: Busy | None = yield from self._settled(Verb("probe", self.request))
             if busy is not None:
                 return busy
-        queued = self._is_queued and self._callers
-        ask = _verb("try_acquire", request, queued=queued, left=self.wait.left)
+        waits_there = self._way is Way.ON_SERVER and self._tries > 1 and not self._is_last_try
+        queued = (self._is_queued or waits_there) and self._callers
+        ask = Verb("try_acquire", self.request, queued=queued, left=self.wait.left)
+        answer: Grant | Busy
+        if waits_there:
+            answer = yield ask
+            return answer
         try:
             answer = yield from self._settled(ask, failed, start)
         except LockOutcomeUnknown:
@@ -348,18 +337,19 @@ class Attempt:
             # The next try follows at once: a release may have slipped in.
             self._is_queued = True
             try:
-                yield _verb("enqueue", self.request, self.bell)
+                yield Verb("enqueue", self.request, self.bell)
             except Contended:
                 self._is_queued = False
                 raise
             return
         self._begin_to_wait(has_place=True)
         if self._way is not Way.ON_SERVER:
-            behind = self.backend.is_behind(self.request)
-            pause = self.wait.bounded(BEHIND) if behind else None
             self.wait.holder = self.busy.mark or self.busy.holder
-            seconds = waiting.pause(self.wait, self.busy.remaining) if pause is None else pause
-            yield _verb("sleep", self.request, self.bell, seconds)
+            if self.backend.is_behind(self.request):
+                seconds = self.wait.bounded(BEHIND)
+            else:
+                seconds = waiting.pause(self.wait, self.busy.remaining)
+            yield Verb("sleep", self.request, self.bell, seconds)
 
     def _begin_to_wait(self, *, has_place: bool) -> None:
         """Be known to wait, with a place on the server or without; LockDeadlock if it would be for ourselves."""

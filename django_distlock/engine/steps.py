@@ -83,7 +83,8 @@ def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
     try:
         return ask()
     except LockOutcomeUnknown as lost:
-        return run(asking_again(ask, lost, began, within), lambda again: again())
+        answer: _T = run(asking_again(ask, lost, began, within), lambda again: again())
+        return answer
 
 
 async def asettled(ask: Callable[[], Awaitable[_T]]) -> _T:

@@ -362,6 +362,6 @@ def test_a_number_in_a_sentence_is_that_of_the_code(page: str, sentence: str) ->
 def test_numbers_that_the_sentences_spell_out() -> None:
     assert (drift(0), drift(100)) == (0.002, 1.002)
     assert waiting.LONGEST_WAKEABLE_PAUSE == 1, "a lost notification costs at most a second"
-    assert Lock("any").terms.timeout is None
+    assert Lock("any").terms.timeout == -1, "that of the alias"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert (project["requires-python"], project["dependencies"]) == (">=3.11", ["Django>=5.2"])
