@@ -55,7 +55,9 @@ def save(lease: Lease, instance: models.Model, **kwargs: Any) -> None:
         if key is not None and not _pass_fences(lease, rows, [key]):
             kwargs = _with_insert(instance, kwargs)
         instance.fence = token  # type: ignore[attr-defined]  # a FencedModel
-        instance.save(**_with_fence(kwargs))
+        if kwargs.get("update_fields") is not None:
+            kwargs = {**kwargs, "update_fields": {*kwargs["update_fields"], "fence"}}
+        instance.save(**kwargs)
 
 
 def update(lease: Lease, queryset: models.QuerySet[Any], values: dict[str, Any]) -> int:
@@ -88,8 +90,7 @@ def _pass_fences(
     ours = fences.filter(fence__lte=token) if claims else fences.filter(fence=token)
     passed = ours.update(fence=token)
     if passed < len(keys):  # the others have another fence, or were deleted
-        refusing = fences.exclude(fence=token).aggregate(highest=models.Max("fence"))
-        fence = refusing["highest"]
+        fence = fences.exclude(fence=token).aggregate(highest=models.Max("fence"))["highest"]
         if fence is not None:
             problem = _NEWER if fence > token else _UNCLAIMED
             raise StaleFencingToken(lease.name, token, problem, fence)
@@ -144,11 +145,6 @@ def _with_insert(instance: models.Model, kwargs: dict[str, Any]) -> dict[str, An
 def _deleted(model: Any) -> Exception:
     problem: Exception = model.DoesNotExist(f"No {model.__name__} row to protect: it was deleted.")
     return problem
-
-
-def _with_fence(kwargs: dict[str, Any]) -> dict[str, Any]:
-    fields = kwargs.get("update_fields")
-    return kwargs if fields is None else {**kwargs, "update_fields": {*fields, "fence"}}
 
 
 def _database_of(instance: models.Model) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import logging
 import os
 import sys
 import threading
@@ -22,11 +21,9 @@ from .conf import BackendSettings, read_alias, read_settings
 from .engine import clock
 from .engine.background import background
 from .engine.caller import forks
-from .engine.naming import log_fields
+from .engine.naming import warn
 from .engine.registry import registry
 from .exceptions import InvalidLockBackend
-
-logger = logging.getLogger("django_distlock")
 
 _MUTEX = type(threading.Lock())
 #: The backends of this package, and what else they are called in settings by mistake.
@@ -136,16 +133,15 @@ class LockHandler:
                 check_threads()
                 if not self.made:
                     _watch_exit_of_child()
-                self.made[alias] = make_backend(self._settings_of(alias))
+                found = self._read()
+                if alias not in found:
+                    known = ", ".join(map(repr, found)) or "none"
+                    raise InvalidLockBackend(f"DISTLOCK has no alias {alias!r}; it has {known}.")
+                written = read_alias(alias, found[alias])
+                self.made[alias] = make_backend(
+                    written if self._test is None else written.in_tests()
+                )
             return self.made[alias]
-
-    def _settings_of(self, alias: str) -> BackendSettings:
-        found = self._read()
-        if alias not in found:
-            known = ", ".join(map(repr, found)) or "none"
-            raise InvalidLockBackend(f"DISTLOCK has no alias {alias!r}; it has {known}.")
-        written = read_alias(alias, found[alias])
-        return written if self._test is None else written.in_tests()
 
 
 def make_backend(found: BackendSettings) -> BaseLockBackend:
@@ -215,11 +211,9 @@ def _watch_exit_of_child() -> None:
         # Below 0: after what the child itself has asked for, and after its own children have ended.
         Finalize(None, locks.end_process, exitpriority=-100)
     if (celery := sys.modules.get("celery.signals")) is not None:
-        celery.worker_process_shutdown.connect(_end_child_of_celery)
-
-
-def _end_child_of_celery(**_: Any) -> None:
-    locks.end_process()
+        celery.worker_process_shutdown.connect(
+            lambda **_: locks.end_process(), weak=False, dispatch_uid="django_distlock"
+        )
 
 
 def _forget_old_settings(*, setting: str, **_: Any) -> None:
@@ -246,9 +240,8 @@ def check_threads() -> None:
 def _warn_of_no_threads(pid: int) -> None:
     uwsgi = sys.modules.get("uwsgi")
     if uwsgi is not None and not getattr(uwsgi, "has_threads", True):
-        logger.warning(
-            "uWSGI runs process %d without threads: between two requests no lease is extended or given back. "
+        warn(
+            "uWSGI runs process %s without threads: between two requests no lease is extended or given back. "
             "Start it with --enable-threads.",
             pid,
-            extra=log_fields(),
         )

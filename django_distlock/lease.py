@@ -23,7 +23,7 @@ from .engine.background import background
 from .engine.caller import Caller, current_caller, forks, here
 from .engine.clock import drift
 from .engine.holder import Holder
-from .engine.naming import checked_name, log_fields, printable
+from .engine.naming import checked_name, log_fields, printable, warn
 from .engine.registry import registry
 from .engine.steps import Steps, arun, asettled, run, settled
 from .engine.values import Release, Request
@@ -412,10 +412,7 @@ class Lease:
         self._warn_of_leaving(problem)
 
     def _warn_of_leaving(self, problem: LockError) -> None:
-        fields = log_fields(self.name, self.using, token=self.fencing_token)
-        logger.warning(
-            "Leaving lock %s: %s", printable(self.name), printable(problem), extra=fields
-        )
+        warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
 
     def release_later(self) -> None:
         """Release it in the background, if nobody has yet: for places that must not do I/O, finalizers too."""
@@ -613,14 +610,13 @@ class Lease:
     def lose(self, reason: str) -> None:
         """Become lost, unless it has ended already."""
         if self._end(State.LOST, reason):
-            fields = log_fields(self.name, self.using, token=self.fencing_token)
-            logger.warning(
-                "Lock %s was lost: %s", printable(self.name), printable(reason), extra=fields
-            )
+            token = self.fencing_token
+            warn("Lock %s was lost: %s", self.name, reason, of=self, token=token)
             for callback in self._on_lost:
                 try:
                     callback(reason)
                 except Exception:
+                    fields = log_fields(self.name, self.using, token=token)
                     logger.exception("A callback of a lock failed", extra=fields)
             announce(lock_lost, self, lease=self, held=self._held_for, reason=reason)
 

@@ -135,13 +135,16 @@ class _LastEnd:
         self._lease = lease
         self._open = open_ones
 
-    def is_last(self) -> bool:
+    def _is_last(self) -> bool:
         self._open -= 1
+        if self._open == 0:
+            self._lease.awaits_end = False
         return self._open == 0
 
     def release(self) -> None:
+        if not self._is_last():
+            return
         try:
-            self._lease.awaits_end = False
             if self._lease.is_entered:
                 self._lease.release_now()
         except LockError:
@@ -154,8 +157,7 @@ class _LastEnd:
 
     def drop(self) -> None:
         self._lease.hold_on_success = 0.0  # rolled back
-        if self.is_last():
-            self._lease.awaits_end = False
+        if self._is_last():
             self._lease.release_later()
 
 
@@ -173,8 +175,7 @@ class _End:
 
     def __call__(self) -> None:
         self._dropped.detach()
-        if self._last.is_last():
-            self._last.release()
+        self._last.release()
 
 
 class _Telling:

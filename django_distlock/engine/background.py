@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from . import clock
 from .bells import ThreadBell
 from .caller import forks
-from .naming import log_fields, printable
+from .naming import log_fields, warn
 from .values import Request
 
 logger = logging.getLogger("django_distlock")
@@ -79,7 +79,9 @@ class Background:
         ends = clock.lease_time() + seconds
         self._clock.run_due()
         while self._has_jobs() and clock.lease_time() < ends:
-            if (lane := self._take_lane()) is None:
+            with self._mutex:
+                lane = self._take_free()
+            if lane is None:
                 time.sleep(SHORT)  # a worker is at what is left
             else:
                 self._work_at(lane)
@@ -87,10 +89,6 @@ class Background:
     def _has_jobs(self) -> bool:
         with self._mutex:
             return bool(self._busy) or any(self._lanes.values())
-
-    def _take_lane(self) -> Hashable | None:
-        with self._mutex:
-            return self._take_free()
 
     def _find_worker(self) -> None:
         if self._idle:
@@ -101,11 +99,7 @@ class Background:
                 start_daemon(self._work, "distlock-io")
                 self._workers += 1
             except NoThreadError as error:
-                logger.warning(
-                    "No thread for the work on locks, tried again soon: %s",
-                    printable(error),
-                    extra=log_fields(),
-                )
+                warn("No thread for the work on locks, tried again soon: %s", error)
                 self.at(clock.lease_time() + SOON, self._find_worker_now)
 
     def _find_worker_now(self) -> None:
@@ -120,7 +114,11 @@ class Background:
         try:
             _run(self._lanes[lane].popleft())
         finally:
-            self._give_back(lane)
+            with self._mutex:
+                self._busy.discard(lane)
+                # What is left goes to the end of the line of lanes.
+                if jobs := self._lanes.pop(lane):
+                    self._lanes[lane] = jobs
 
     def _next_lane(self) -> Hashable | None:
         with self._mutex:
@@ -143,13 +141,6 @@ class Background:
         if lane is not None:
             self._busy.add(lane)
         return lane
-
-    def _give_back(self, lane: Hashable) -> None:
-        with self._mutex:
-            self._busy.discard(lane)
-            # What is left goes to the end of the line of lanes.
-            if jobs := self._lanes.pop(lane):
-                self._lanes[lane] = jobs
 
 
 class _Clock:
@@ -175,11 +166,7 @@ class _Clock:
                 self._bell.ring()
         except NoThreadError as error:
             self._is_running = False
-            logger.warning(
-                "No thread to extend leases, tried again with the next one: %s",
-                printable(error),
-                extra=log_fields(),
-            )
+            warn("No thread to extend leases, tried again with the next one: %s", error)
         except BaseException:
             # What comes from outside may have stopped the start: better a thread too many than none.
             self._is_running = False
@@ -269,25 +256,31 @@ class Lanes:
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
-        self._mutex = threading.Lock()
-        self._pools: dict[str, ThreadPoolExecutor] = {}
         self._tries: dict[str, Future[Any]] = {}
+        self._open()
+
+    def _open(self) -> None:
+        """Have new pools; none starts a thread before it has something to do."""
+        self._pools = {
+            name: ThreadPoolExecutor(size, thread_name_prefix=f"distlock-{self._alias}-{name}")
+            for name, size in {"try": 4, "wait": WAITS, "release": 2}.items()
+        }
 
     async def run_try(self, request: Request, verb: Callable[[], _T]) -> _T:
         """Run *verb* in the lane of tries; whatever comes after() it waits for its end."""
-        return await self._run(self._pool("try", 4), request, verb)
+        return await self._run("try", request, verb)
 
     async def run_wait(self, request: Request, verb: Callable[[], _T]) -> _T:
-        return await self._run(self._pool("wait", WAITS), request, verb)
+        return await self._run("wait", request, verb)
 
-    async def _run(self, pool: ThreadPoolExecutor, request: Request, verb: Callable[[], _T]) -> _T:
-        future = pool.submit(verb)
+    async def _run(self, name: str, request: Request, verb: Callable[[], _T]) -> _T:
+        future = self._pools[name].submit(verb)
         self._tries[request.owner] = future
         future.add_done_callback(lambda _: self._tries.pop(request.owner, None))
         return await asyncio.wrap_future(future)
 
     async def run_release(self, verb: Callable[[], _T]) -> _T:
-        return await asyncio.wrap_future(self._pool("release", 2).submit(verb))
+        return await asyncio.wrap_future(self._pools["release"].submit(verb))
 
     def after(self, request: Request, job: Callable[[], None]) -> None:
         """Run *job* once no try of *request* is under way: a cancelled task leaves its thread running."""
@@ -297,17 +290,10 @@ class Lanes:
             job()
 
     def close(self) -> None:
-        with self._mutex:
-            pools, self._pools = self._pools, {}
+        pools = self._pools
+        self._open()
         for pool in pools.values():
             pool.shutdown(wait=False)
-
-    def _pool(self, name: str, size: int) -> ThreadPoolExecutor:
-        with self._mutex:
-            if name not in self._pools:
-                prefix = f"distlock-{self._alias}-{name}"
-                self._pools[name] = ThreadPoolExecutor(size, thread_name_prefix=prefix)
-            return self._pools[name]
 
 
 forks.in_child(background.reset)

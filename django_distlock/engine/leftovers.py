@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from django_distlock.engine import clock
@@ -56,30 +56,29 @@ class Leftovers:
             outcomes = self._revoke_all([each.request for each in some])
         except Exception as error:  # noqa: BLE001 - whatever it is, they are tried again
             outcomes = [error] * len(some)
-        failed, doubtful = list[tuple[_Leftover, Exception]](), list[_Leftover]()
+        failed, doubtful = list[_Leftover](), list[_Leftover]()
         for each, outcome in zip(some, outcomes, strict=True):
             if isinstance(outcome, Exception):
-                failed.append((each, outcome))
+                failed.append(each)
             # A server that hung may carry out the lost acquire after this release.
             elif outcome is not Release.RELEASED and not each.is_second_look:
-                doubtful.append(_Leftover(each.request, each.ends, is_second_look=True))
+                doubtful.append(replace(each, is_second_look=True))
         self._revoke_later(doubtful, SECOND_LOOK, RETRY)
         if failed:
-            self._try_again(failed, pause)
-
-    def _try_again(self, failed: Sequence[tuple[_Leftover, Exception]], pause: float) -> None:
-        # A second look is for what most likely is not there.
-        level = logging.DEBUG if failed[0][0].is_second_look else logging.WARNING
-        logger.log(
-            level,
-            "Giving back %d lock(s) failed for now: %s",
-            len(failed),
-            printable(failed[0][1]),
-            extra=log_fields(failed[0][0].request.name if len(failed) == 1 else None, self._alias),
-        )
-        now = clock.lease_time()
-        some = [each for each, _ in failed if now < each.ends]
-        self._revoke_later(some, pause, min(pause * 2, LONGEST_RETRY))
+            # A second look is for what most likely is not there.
+            level = logging.DEBUG if failed[0].is_second_look else logging.WARNING
+            problem = next(each for each in outcomes if isinstance(each, Exception))
+            name = failed[0].request.name if len(failed) == 1 else None
+            logger.log(
+                level,
+                "Giving back %d lock(s) failed for now: %s",
+                len(failed),
+                printable(problem),
+                extra=log_fields(name, self._alias),
+            )
+            now = clock.lease_time()
+            again = [each for each in failed if now < each.ends]
+            self._revoke_later(again, pause, min(pause * 2, LONGEST_RETRY))
 
     def _revoke_later(self, some: Sequence[_Leftover], delay: float, pause: float) -> None:
         if some:

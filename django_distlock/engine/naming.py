@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import json
+import logging
 import re
 import string
 import unicodedata
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
+
+logger = logging.getLogger("django_distlock")
 
 #: What stays as it is. No upper case, spaces or accents: collations would fold them together.
 _PLAIN = re.compile(r"[a-z0-9._:@=/-]{1,100}", re.ASCII)
@@ -78,6 +81,13 @@ def log_fields(
         f"distlock_{key}": value if isinstance(value, int | float | None) else printable(value)
         for key, value in known.items()
     }
+
+
+def warn(text: str, *values: object, of: Any = None, **facts: Any) -> None:
+    """Log a warning with its *values*, printable, and fields: *facts*, and the name and alias of the lease *of*."""
+    if of is not None:
+        facts = {"name": of.name, "using": of.using, **facts}
+    logger.warning(text, *map(printable, values), extra=log_fields(**facts), stacklevel=2)
 
 
 @lru_cache(maxsize=1000)

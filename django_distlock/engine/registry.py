@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from django_distlock.signals import announce, backend_failed, lock_extended
 from . import clock
 from .background import Alarm, background
 from .caller import forks
-from .naming import log_fields, printable
+from .naming import warn
 from .steps import settled
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from .values import Request
 
     Asked = Sequence[tuple[Lease, Request]]
-
-logger = logging.getLogger("django_distlock")
 
 #: Seconds between two looks after threads and tasks that ended without releasing.
 SWEEP = 1.0
@@ -148,16 +145,29 @@ class Registry:
         except Exception as error:  # noqa: BLE001 - whatever it is, the deadline decides
             for lease, _ in asked:
                 lease.endanger()
-                logger.warning(
-                    "Lock %s could not be renewed yet: %s",
-                    printable(lease.name),
-                    printable(error),
-                    extra=log_fields(lease.name, lease.using),
-                )
+                warn("Lock %s could not be renewed yet: %s", lease.name, error, of=lease)
                 announce(backend_failed, lease, error=error, waited=None)
         else:
             for (lease, request), is_kept in zip(asked, kept, strict=True):
-                _take_note(lease, start, request, is_kept=is_kept)
+                if is_kept:
+                    self._extended(lease, start, request.ttl)
+                elif lease.is_entered:  # what is being given back meanwhile is not lost
+                    lease.lose("the server says that it is not ours any more")
+
+    def _extended(self, lease: Lease, start: float, ttl: float) -> None:
+        if not lease.backend.supports_extend:
+            return  # it was only looked at
+        if (late := start - lease.due) > lease.ttl / 4:
+            text = clock.in_words(late)
+            warn(
+                "Lock %s was renewed %s late: is this process busy?",
+                lease.name,
+                text,
+                of=lease,
+                late=late,
+            )
+        lease.confirm(start, ttl)
+        announce(lock_extended, lease, lease=lease)
 
     def _put_back(self, leases: list[Lease]) -> None:
         now = clock.lease_time()
@@ -175,24 +185,6 @@ class Registry:
         dues = [lease.due for lease in waiting]
         ends = [lease.deadline for lease in leases]
         return max(now, min([now + SWEEP, *dues, *ends]))
-
-
-def _take_note(lease: Lease, start: float, request: Request, *, is_kept: bool) -> None:
-    """Take in what a renewal asked for at *start* has brought."""
-    if not is_kept:
-        # What is being given back meanwhile is not lost.
-        if lease.is_entered:
-            lease.lose("the server says that it is not ours any more")
-    elif lease.backend.supports_extend:  # else it was only looked at
-        if (late := start - lease.due) > lease.ttl / 4:
-            logger.warning(
-                "Lock %s was renewed %s late: is this process busy?",
-                printable(lease.name),
-                printable(clock.in_words(late)),
-                extra=log_fields(lease.name, lease.using, late=late),
-            )
-        lease.confirm(start, request.ttl)
-        announce(lock_extended, lease, lease=lease)
 
 
 def _by_server(backend: BaseLockBackend, asked: Asked) -> Iterable[Asked]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -13,11 +12,9 @@ from typing import NamedTuple
 from django_distlock.exceptions import LockDeadlock
 
 from .caller import Caller, forks
-from .naming import log_fields, printable
+from .naming import warn
 from .registry import registry
 from .waiting import Wait
-
-logger = logging.getLogger("django_distlock")
 
 #: What LockDeadlock says.
 REASON = "others wait for a lock that this caller holds, and hold this one"
@@ -55,10 +52,6 @@ class Waiter:
         if not self.shared and self.ahead_since is None:
             self.ahead_since = waits.arrive()
 
-    @property
-    def is_patient(self) -> bool:
-        return not self.wait.is_over
-
 
 class Waits:
     """The callers that wait. Who holds what is looked up only when somebody begins to wait."""
@@ -87,8 +80,7 @@ class Waits:
             if not self._is_in_circle(waiter):
                 return
             del self._waiting[waiter.caller]
-        fields = log_fields(waiter.name)
-        logger.warning("Lock %s: deadlock", printable(waiter.name), extra=fields)
+        warn("Lock %s: deadlock", waiter.name, name=waiter.name)
         raise LockDeadlock(waiter.name, REASON)
 
     def end(self, waiter: Waiter) -> None:
@@ -109,7 +101,7 @@ class Waits:
             if caller not in reached:
                 reached.add(caller)
                 other = self._waiting.get(caller)
-                if other is not None and other.is_patient:
+                if other is not None and not other.wait.is_over:
                     look += self._ahead(other, holders)
         return waiter.caller in reached
 
@@ -131,9 +123,8 @@ class Waits:
             if (caller := lease.caller) is not None and lease.is_kept:
                 lock = Lock(lease.backend.place, lease.request.key)
                 found[lock].append(Holder(caller, lease.shared))
-        for tell in self.other_holders:
-            for lock, holder in tell():
-                found[lock].append(holder)
+        for lock, holder in itertools.chain(*(tell() for tell in self.other_holders)):
+            found[lock].append(holder)
         return found
 
 
