@@ -409,9 +409,6 @@ class Lease:
         if error is None:
             raise problem
         error.add_note(f"django_distlock: {problem}")
-        self._warn_of_leaving(problem)
-
-    def _warn_of_leaving(self, problem: LockError) -> None:
         warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
 
     def release_later(self) -> None:
@@ -427,7 +424,7 @@ class Lease:
             if self.is_entered:
                 self.release_now()
         except LockError as problem:
-            self._warn_of_leaving(problem)
+            warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
 
     def _leaves_reentry(self) -> bool:
         """Take note that the last entry of this caller is over; return whether there are others."""
@@ -721,15 +718,11 @@ class Awaited:
 
     def __init__(self) -> None:
         self.is_over = False
-        self._known: Known | None = None
+        self.known: Known | None = None
         _held_here.set((*_still_held(_held_here.get()), self))
 
-    def bring(self, lease: Lease) -> None:
-        """Have the caller's context know *lease*."""
-        self._known = lease.ref
-
     def __call__(self) -> Lease | None:
-        return self._known() if self._known else None
+        return self.known() if self.known else None
 
 
 def held_here() -> list[Lease]:

@@ -132,8 +132,8 @@ class Terms:
 
     def lock(self, name: str) -> Lock:
         """Return the lock *name* on these terms."""
-        lock = Lock.__new__(Lock)
-        lock._prepare(name, self)  # noqa: SLF001 - our own
+        lock = Lock(name)
+        lock.terms = self
         return lock
 
 
@@ -174,11 +174,8 @@ class Lock:
 
     def __init__(self, name: str, **terms: Unpack[LockTerms]) -> None:
         """See LockTerms for *terms*."""
-        self._prepare(name, Terms.of(terms))
-
-    def _prepare(self, name: str, terms: Terms) -> None:
         self.name = checked_name(name)
-        self.terms = terms
+        self.terms = Terms.of(terms)
         self._mutex = threading.Lock()
         # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
         self._acquired: list[Known] = []
@@ -220,7 +217,7 @@ class Lock:
         try:
             patience = self._patience(timeout, blocking, unknown)
             lease = await self.atake(patience, self._remember, caller)
-            awaited.bring(lease)
+            awaited.known = lease.ref
         except LockNotAcquired:
             return None
         finally:
@@ -525,7 +522,7 @@ class LockSet:
         try:
             leases = await self._aenter(kept=False, caller=caller)
             for each, lease in zip(awaited, leases, strict=True):
-                each.bring(lease)
+                each.known = lease.ref
         except LockNotAcquired:
             return None
         finally:
