@@ -58,7 +58,8 @@ def decorated(
         if is_kind(function):
             return functools.wraps(function)(wrap(locked))  # type: ignore[return-value]
     wrapped = functools.wraps(function)(_sync(locked))
-    locked.transactions.mark(wrapped)
+    # Keeps Django from beginning its transactions.
+    wrapped._non_atomic_requests = locked.transactions.exempt  # type: ignore[attr-defined]  # noqa: SLF001 - its marker
     return wrapped  # type: ignore[return-value]  # all four wrappers keep the signature
 
 
@@ -224,14 +225,10 @@ def _async_generator(locked: _Locked) -> Callable[..., Any]:
     return generate
 
 
-def _is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call returns a coroutine: asgiref says so, or it is an async view's dispatch()."""
-    return iscoroutinefunction(function) or is_async_view(function)
-
-
 _KINDS = (
     (inspect.isasyncgenfunction, _async_generator),
-    (_is_async, _async),
+    # Of an async view, dispatch() is no coroutine function.
+    (lambda function: iscoroutinefunction(function) or is_async_view(function), _async),
     (inspect.isgeneratorfunction, _generator),
 )
 
@@ -354,11 +351,7 @@ class RequestTransactions:
 
     def __init__(self, view: Callable[..., Any]) -> None:
         self._view = view
-        self._marked = _EveryAlias(getattr(view, "_non_atomic_requests", ()))
-
-    def mark(self, wrapped: Callable[..., Any]) -> None:
-        """Keep Django from beginning the transactions of *wrapped*."""
-        wrapped._non_atomic_requests = self._marked  # type: ignore[attr-defined]  # noqa: SLF001 - Django's marker
+        self.exempt = _EveryAlias(getattr(view, "_non_atomic_requests", ()))
 
     def inside(self, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Return the view inside the transactions of its request; without a request, the function itself."""
@@ -368,7 +361,7 @@ class RequestTransactions:
         return body
 
     def refuse_async(self, args: tuple[Any, ...]) -> None:
-        """Raise Django's error for async views, which our mark on dispatch() prevents."""
+        """Raise Django's error for async views, which our marker on dispatch() prevents."""
         if is_async_view(self._view) and self._aliases(args):
             msg = "You cannot use ATOMIC_REQUESTS with async views."
             raise RuntimeError(msg)
@@ -380,7 +373,7 @@ class RequestTransactions:
         view = request.resolver_match and request.resolver_match.func
         if view and not isinstance(getattr(view, "_non_atomic_requests", ()), _EveryAlias):
             return []  # Django has begun the transactions of this view itself, or was told not to
-        exempt = set(self._marked)
+        exempt = set(self.exempt)
         databases = connections.settings.items()
         return [
             alias for alias, known in databases if known["ATOMIC_REQUESTS"] and alias not in exempt

@@ -32,7 +32,7 @@ from .handler import locks
 from .signals import announce, lock_detached, lock_extended, lock_lost, lock_released
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Coroutine, Iterable
+    from collections.abc import Callable, Collection, Iterable
     from datetime import timedelta
 
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -49,7 +49,6 @@ logger = logging.getLogger("django_distlock")
 HANDOVER = "django_distlock.lease"
 #: A lease with less than this part of its ttl left should have been renewed by now.
 LATE = 0.5
-_T = TypeVar("_T")
 _M = TypeVar("_M", bound="Model")
 
 _BACKGROUND: set[asyncio.Task[Any]] = set()
@@ -275,7 +274,10 @@ class Lease:
         if _get_running_loop() is None:
             self.release_later()  # its task was destroyed: there is nothing to wait in
         elif not self._leaves_reentry():
-            await finished(self._arelease())
+            task = asyncio.ensure_future(self._arelease())
+            _BACKGROUND.add(task)
+            task.add_done_callback(_BACKGROUND.discard)
+            await asyncio.shield(task)
 
     def extend(self, ttl: float | timedelta | None = None) -> None:
         """Let it live for at least *ttl* seconds from now (by default its own ttl).
@@ -755,11 +757,3 @@ def _still_held(known: Iterable[Known]) -> Iterable[Known]:
         elif isinstance(each, Awaited) and not each.is_over:
             kept[id(each)] = each
     return kept.values()
-
-
-async def finished(work: Coroutine[Any, Any, _T]) -> _T:
-    """Await *work*; a cancelled caller leaves, and the work is completed all the same."""
-    task = asyncio.ensure_future(work)
-    _BACKGROUND.add(task)
-    task.add_done_callback(_BACKGROUND.discard)
-    return await asyncio.shield(task)

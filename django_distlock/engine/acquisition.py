@@ -19,7 +19,7 @@ from . import clock
 from .bells import TaskBell, ThreadBell
 from .naming import LONGEST_SHOWN, log_fields, printable
 from .registry import registry
-from .steps import Steps, arun, asking_again, run
+from .steps import Steps, arun, asking_again, is_worth_asking_again, run
 from .values import Busy, Grant, Request, new_owner
 from .waiting import Place, Wait, Way
 from .waits import Lock, Waiter, waits
@@ -225,23 +225,20 @@ class Attempt:
     # The line of this process.
 
     def _take_turn(self) -> Steps[Verb | Pause, None]:
-        if self._must_wait_in_line():
+        queue, key = self.backend.queue, self.request.key
+        # A single try of a lock that nobody here holds needs no place in the line.
+        needs_place = not self.wait.is_over or queue.held_by(key) is not None
+        if needs_place:
+            self.lease.stand_in(queue, self.bell)
+        if needs_place and not queue.join(key, self.bell):
             while not self._may_ask():
                 self._begin_to_wait(has_place=False)
                 is_woken_only = self._way is not Way.ON_SERVER
                 yield Pause(self.wait.left if is_woken_only else self.wait.bounded(IN_LINE))
-        elif pause := self.backend.queue.turns.first_pause(self.request.key, clock.wait_time()):
+        elif pause := queue.turns.first_pause(key, clock.wait_time()):
             yield Pause(self.wait.bounded(pause))
-        if self.lease.is_in_line and self.backend.queue.gives_way(self.request.key):
+        if self.lease.is_in_line and queue.gives_way(key):
             yield Pause(self.wait.bounded(GIVE_WAY))
-
-    def _must_wait_in_line(self) -> bool:
-        """Join the line. A single try of a lock that nobody here holds needs none."""
-        queue, key = self.backend.queue, self.request.key
-        if self.wait.is_over and queue.held_by(key) is None:
-            return False
-        self.lease.stand_in(queue, self.bell)
-        return not queue.join(key, self.bell)
 
     def _may_ask(self) -> bool:
         """Return whether to ask the server: it is our turn, or there is time for one last try only."""
@@ -323,7 +320,9 @@ class Attempt:
                 return (yield ask)
             except LockOutcomeUnknown as lost:
                 failed = lost.with_traceback(None)  # as in acquire()
-        return (yield from asking_again(ask, failed, began))
+        if not is_worth_asking_again(failed, began):
+            raise failed
+        return (yield from asking_again(ask, failed))
 
     # Between two tries.
 

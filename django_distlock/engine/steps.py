@@ -62,12 +62,8 @@ def is_worth_asking_again(
     return isinstance(failed, LockOutcomeUnknown) and clock.lease_time() - began <= longest
 
 
-def asking_again(
-    ask: _Ask, failed: LockBackendError, began: float, within: float | None = None
-) -> Steps[_Ask, Any]:
-    """Ask once more if it is worth it; LockOutcomeUnknown if that fails too."""
-    if not is_worth_asking_again(failed, began, within):
-        raise failed
+def asking_again(ask: _Ask, failed: LockBackendError) -> Steps[_Ask, Any]:
+    """Ask once more what *failed*; LockOutcomeUnknown if that fails too."""
     try:
         return (yield ask)
     except LockBackendError as error:
@@ -83,7 +79,9 @@ def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
     try:
         return ask()
     except LockOutcomeUnknown as lost:
-        answer: _T = run(asking_again(ask, lost, began, within), lambda again: again())
+        if not is_worth_asking_again(lost, began, within):
+            raise
+        answer: _T = run(asking_again(ask, lost), lambda again: again())
         return answer
 
 
@@ -92,5 +90,7 @@ async def asettled(ask: Callable[[], Awaitable[_T]]) -> _T:
     try:
         return await ask()
     except LockOutcomeUnknown as lost:
-        answer: _T = await arun(asking_again(ask, lost, began), lambda again: again())
+        if not is_worth_asking_again(lost, began):
+            raise
+        answer: _T = await arun(asking_again(ask, lost), lambda again: again())
         return answer
