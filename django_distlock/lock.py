@@ -276,9 +276,10 @@ class Lock:
         -1 stands for the timeout of the alias.
         """
         backend = self._backend()
-        lease = self._reentered() or self._pending(backend)
+        entered = self._reentered()
+        lease = entered or self._pending(backend)
         try:
-            if not lease.is_granted:
+            if entered is None:
                 acquire(lease, timeout)
                 note_held_here(lease)
             note(lease)
@@ -298,9 +299,10 @@ class Lock:
                 "Transactions are not either.",
             )
         backend = self._backend()
-        lease = self._reentered() or self._pending(backend)
+        entered = self._reentered()
+        lease = entered or self._pending(backend)
         try:
-            if not lease.is_granted:
+            if entered is None:
                 await aacquire(lease, timeout)
                 note_held_here(lease)
             if caller is not None:
