@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -58,20 +59,17 @@ class _Instruments:
         self._tracer = trace.get_tracer("django_distlock", tracer_provider=tracer_provider)
         self.provider = meter_provider or metrics.get_meter_provider()
         meter = self.provider.get_meter("django_distlock")
-        bounds: dict[str, Any] = {"unit": "s", "explicit_bucket_boundaries_advisory": BOUNDS}
-        self._wait = meter.create_histogram(
-            "distlock.wait", description="How long a lock was waited for", **bounds
+        count = meter.create_counter
+        seconds = partial(
+            meter.create_histogram, unit="s", explicit_bucket_boundaries_advisory=BOUNDS
         )
-        self._hold = meter.create_histogram(
-            "distlock.hold", description="How long a lock was held", **bounds
-        )
-        self._busy = meter.create_counter(
-            "distlock.busy", description="Locks that were not acquired in time"
-        )
-        self._lost = meter.create_counter(
+        self._wait = seconds("distlock.wait", description="How long a lock was waited for")
+        self._hold = seconds("distlock.hold", description="How long a lock was held")
+        self._busy = count("distlock.busy", description="Locks that were not acquired in time")
+        self._lost = count(
             "distlock.lost", description="Leases that were lost before their release"
         )
-        self._errors = meter.create_counter(
+        self._errors = count(
             "distlock.backend.errors", description="Errors of the servers that locks are kept on"
         )
         meter.create_observable_gauge(
@@ -79,7 +77,7 @@ class _Instruments:
         )
         # No mutex: a fork while another thread holds it would stop the locks of the child.
         self._spans: WeakKeyDictionary[Lease, tuple[Span, int]] = WeakKeyDictionary()
-        self.receivers: dict[Signal, Callable[..., Any]] = {
+        self._receivers: dict[Signal, Callable[..., Any]] = {
             lock_acquired: self.acquired,
             lock_busy: self.was_busy,
             lock_released: self.released,
@@ -87,23 +85,19 @@ class _Instruments:
             lock_detached: self.detached,
             backend_failed: self.failed,
         }
-
-    def start(self) -> None:
-        for signal, receiver in self.receivers.items():
+        for signal, receiver in self._receivers.items():
             signal.connect(receiver)
 
     def stop(self) -> None:
-        for signal, receiver in self.receivers.items():
+        for signal, receiver in self._receivers.items():
             signal.disconnect(receiver)
         with suppress(KeyError):
             while True:
                 self._spans.popitem()[1][0].end()
 
     def acquired(self, lease: Lease, waited: float, **facts: Any) -> None:
-        labels = self._labels(**facts)
-        self._wait.record(waited, labels)
-        known = {**labels, "distlock.name": printable(facts["name"])}
-        self._span("distlock.acquire", waited, known).end()
+        _labels, known, span = self._waited(waited, **facts)
+        span.end()
         now = time.time_ns()
         held = self._tracer.start_span("distlock.hold", attributes=known, start_time=now)
         if lease.fencing_token is not None:
@@ -111,21 +105,24 @@ class _Instruments:
         self._spans[lease] = held, now
 
     def was_busy(self, waited: float, holder: Holder | None, **facts: Any) -> None:
-        labels = self._labels(**facts)
-        self._wait.record(waited, labels)
+        labels, _known, span = self._waited(waited, **facts)
         self._busy.add(1, labels)
-        known = {**labels, "distlock.name": printable(facts["name"])}
-        span = self._span("distlock.acquire", waited, known)
         if holder is not None:
             span.set_attribute("distlock.holder", str(holder))
         span.set_status(Status(StatusCode.ERROR, "busy"))
         span.end()
 
+    def failed(self, error: BaseException, waited: float | None, **facts: Any) -> None:
+        self._errors.add(1, self._labels(**facts))
+        if waited is not None:  # else a renewal, of which no caller knows
+            _labels, _known, span = self._waited(waited, **facts)
+            span.record_exception(error)
+            span.set_status(Status(StatusCode.ERROR, printable(error)))
+            span.end()
+
     def released(self, lease: Lease, held: float, took: float, **facts: Any) -> None:
-        labels = self._labels(**facts)
-        self._hold.record(held, labels)
-        if lease in self._spans:
-            span, end = self._end_of(lease, held)
+        labels, span, end = self._held(lease, held, **facts)
+        if span:
             within = trace.set_span_in_context(span)
             release = self._tracer.start_span(
                 "distlock.release", within, attributes=labels, start_time=end
@@ -135,30 +132,16 @@ class _Instruments:
             span.end(end)
 
     def was_lost(self, lease: Lease, held: float, reason: str, **facts: Any) -> None:
-        labels = self._labels(**facts)
-        self._hold.record(held, labels)
+        labels, span, end = self._held(lease, held, **facts)
         self._lost.add(1, labels)
-        if lease in self._spans:
-            span, end = self._end_of(lease, held)
+        if span:
             span.set_status(Status(StatusCode.ERROR, f"lost: {printable(reason)}"))
             span.end(end)
 
     def detached(self, lease: Lease, held: float, **facts: Any) -> None:
-        self._hold.record(held, self._labels(**facts))
-        if lease in self._spans:
-            span, end = self._end_of(lease, held)
+        _labels, span, end = self._held(lease, held, **facts)
+        if span:
             span.end(end)
-
-    def failed(self, error: BaseException, waited: float | None, **facts: Any) -> None:
-        labels = self._labels(**facts)
-        self._errors.add(1, labels)
-        if waited is not None:  # else a renewal, of which no caller knows
-            self._wait.record(waited, labels)
-            known = {**labels, "distlock.name": printable(facts["name"])}
-            span = self._span("distlock.acquire", waited, known)
-            span.record_exception(error)
-            span.set_status(Status(StatusCode.ERROR, printable(error)))
-            span.end()
 
     def _count_held(self, _options: CallbackOptions) -> Iterable[Observation]:
         # A meter keeps a gauge for good, and has only the first of those that are called the same.
@@ -173,17 +156,26 @@ class _Instruments:
             labels = {"distlock.alias": using, "distlock.template": template}
             yield Observation(number, labels)
 
-    def _end_of(self, lease: Lease, held: float) -> tuple[Span, int]:
-        """Return the span of *lease* and when it ended: a receiver may be called later than that."""
-        span, start = self._spans.pop(lease)
-        return span, start + int(held * 1e9)
+    def _waited(self, waited: float, **facts: Any) -> tuple[dict[str, str], dict[str, str], Span]:
+        """Record a wait that ends now; return its labels, these with the name, and its span."""
+        labels = self._labels(**facts)
+        self._wait.record(waited, labels)
+        known = {**labels, "distlock.name": printable(facts["name"])}
+        begin = time.time_ns() - int(waited * 1e9)
+        span = self._tracer.start_span("distlock.acquire", attributes=known, start_time=begin)
+        return labels, known, span
+
+    def _held(
+        self, lease: Lease, held: float, **facts: Any
+    ) -> tuple[dict[str, str], Span | None, int]:
+        """Record a hold; return its labels, its span if it has one, and when it ended: maybe long ago."""
+        labels = self._labels(**facts)
+        self._hold.record(held, labels)
+        span, start = self._spans.pop(lease, (None, 0))
+        return labels, span, start + int(held * 1e9)
 
     def _labels(self, name: str, using: str, template: str, **_: Any) -> dict[str, str]:
         return {"distlock.alias": using, "distlock.template": self.label(name, template)}
-
-    def _span(self, title: str, seconds: float, facts: dict[str, str]) -> Span:
-        begin = time.time_ns() - int(seconds * 1e9)
-        return self._tracer.start_span(title, attributes=facts, start_time=begin)
 
 
 #: The one that is in use, if there is one.
@@ -202,7 +194,6 @@ def instrument(
     """
     uninstrument()
     _used.append(_Instruments(tracer_provider, meter_provider, label))
-    _used[-1].start()
 
 
 def uninstrument() -> None:
