@@ -18,6 +18,9 @@ from .engine.naming import printable
 from .signals import lock_acquired, lock_busy, lock_detached, lock_lost, lock_released
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from django.dispatch import Signal
     from django.utils.safestring import SafeString
 
 #: Minutes that are kept, templates that are told apart, and those that are drawn.
@@ -88,25 +91,6 @@ _history = History()
 forks.in_child(_history.reset)
 
 
-def start() -> None:
-    """Keep what the locks of this process do from now on."""
-    lock_acquired.connect(_waited)
-    lock_busy.connect(_waited)
-    lock_released.connect(_held)
-    lock_lost.connect(_held)
-    lock_detached.connect(_held)
-
-
-def stop() -> None:
-    """Keep no more, and forget what was kept."""
-    lock_acquired.disconnect(_waited)
-    lock_busy.disconnect(_waited)
-    lock_released.disconnect(_held)
-    lock_lost.disconnect(_held)
-    lock_detached.disconnect(_held)
-    _history.reset()
-
-
 def chart() -> SafeString | str:
     """Return the picture as inline SVG, without script and style; "" where there is nothing to draw."""
     found = _history.rows()[:MOST_DRAWN]
@@ -114,26 +98,14 @@ def chart() -> SafeString | str:
         return ""
     rows = []
     for template, minutes in found:
-        longest = [max(each) for each in zip(*minutes, strict=True)]
-        scale = _HEIGHT / max(*longest, LEAST)
-        rows.append(
-            {
-                "template": template,
-                "wait": clock.in_words(longest[0], ngettext),
-                "hold": clock.in_words(longest[1], ngettext),
-                # Waits stand above the line, holds below it.
-                "bars": [
-                    ("wait", x, _HEIGHT - wait * scale, wait * scale)
-                    for x, (wait, _) in enumerate(minutes)
-                    if wait
-                ]
-                + [
-                    ("hold", x, _HEIGHT, hold * scale)
-                    for x, (_, hold) in enumerate(minutes)
-                    if hold
-                ],
-            }
-        )
+        wait, hold = (max(each) for each in zip(*minutes, strict=True))
+        scale = _HEIGHT / max(wait, hold, LEAST)
+        heights = [(x, wait * scale, hold * scale) for x, (wait, hold) in enumerate(minutes)]
+        # Waits stand above the line, holds below it.
+        bars = [("wait", x, _HEIGHT - height, height) for x, height, _ in heights if height]
+        bars += [("hold", x, _HEIGHT, height) for x, _, height in heights if height]
+        texts = {"wait": clock.in_words(wait, ngettext), "hold": clock.in_words(hold, ngettext)}
+        rows.append({"template": template, "bars": bars, **texts})
     size = {"minutes": MINUTES, "height": _HEIGHT}
     return render_to_string("admin/django_distlock/chart.html", {"rows": rows, **size})
 
@@ -144,6 +116,28 @@ def _waited(name: str, template: str, waited: float, **_facts: Any) -> None:
 
 def _held(name: str, template: str, held: float, **_facts: Any) -> None:
     _history.add(template_of(name, template), 1, held)
+
+
+_RECEIVERS: dict[Signal, Callable[..., None]] = {
+    lock_acquired: _waited,
+    lock_busy: _waited,
+    lock_released: _held,
+    lock_lost: _held,
+    lock_detached: _held,
+}
+
+
+def start() -> None:
+    """Keep what the locks of this process do from now on."""
+    for signal, receiver in _RECEIVERS.items():
+        signal.connect(receiver)
+
+
+def stop() -> None:
+    """Keep no more, and forget what was kept."""
+    for signal, receiver in _RECEIVERS.items():
+        signal.disconnect(receiver)
+    _history.reset()
 
 
 def _minute() -> int:
