@@ -15,8 +15,7 @@ from django_distlock import InvalidLockBackend, LockError, lock, locks
 from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
-from django_distlock.management.arguments import add_using, wanted_aliases
-from django_distlock.management.tables import write_rows
+from django_distlock.management.base import add_using, wanted_aliases, write_rows
 from django_distlock.operators import holdings
 
 if TYPE_CHECKING:

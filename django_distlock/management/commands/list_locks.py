@@ -15,8 +15,7 @@ from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, NotSupported
 from django_distlock.engine import clock
-from django_distlock.management.arguments import add_using, duration, wanted_aliases
-from django_distlock.management.tables import write_rows
+from django_distlock.management.base import add_using, duration, wanted_aliases, write_rows
 from django_distlock.operators import holdings
 
 if TYPE_CHECKING:
@@ -70,36 +69,27 @@ class Command(BaseCommand):
 
     def _list(self, aliases: list[str], options: dict[str, Any]) -> list[str]:
         """Write the locks of *aliases*; return those that failed."""
-        found: list[tuple[str, Held]] = []
+        wanted: list[tuple[str, Held]] = []
         failed: dict[str, str] = {}
         for alias in aliases:
             try:
-                found += [(alias, held) for held in holdings(alias)]
-            except NotSupported as error:
-                if options["using"]:
-                    failed[alias] = str(error)
+                wanted += [(alias, held) for held in holdings(alias) if _is_wanted(held, options)]
             except (LockError, InvalidLockBackend) as error:
-                failed[alias] = str(error)
-        wanted = [(alias, held) for alias, held in found if _is_wanted(held, options)]
-        self._show(wanted, failed, options)
-        for problem in failed.values():
-            self.stderr.write(self.style.ERROR(problem))
-        return list(failed)
-
-    def _show(
-        self, wanted: list[tuple[str, Held]], failed: dict[str, str], options: dict[str, Any]
-    ) -> None:
+                if options["using"] or not isinstance(error, NotSupported):
+                    failed[alias] = str(error)
         if options["json"]:
             report = {
                 "locks": [_as_json(alias, held) for alias, held in wanted],
                 "failed": [{"alias": alias, "error": error} for alias, error in failed.items()],
             }
             self.stdout.write(json.dumps(report))
+        elif options["verbosity"] and not wanted and self.stdout.isatty():
+            self.stdout.write(_("Nobody holds a lock."))
         elif options["verbosity"]:
-            if not wanted and self.stdout.isatty():
-                self.stdout.write(_("Nobody holds a lock."))
-            else:
-                write_rows(self.stdout, HEADINGS, [_cells(*each) for each in wanted])
+            write_rows(self.stdout, HEADINGS, [_cells(*each) for each in wanted])
+        for problem in failed.values():
+            self.stderr.write(self.style.ERROR(problem))
+        return list(failed)
 
 
 def _is_wanted(held: Held, options: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from django.utils.translation import gettext as _, ngettext
 from django_distlock import locks
 from django_distlock.engine import clock
 from django_distlock.exceptions import InvalidLockBackend, LockError
-from django_distlock.management.arguments import (
+from django_distlock.management.base import (
     WRONG_ARGUMENTS,
     add_using,
     duration,
@@ -22,9 +22,6 @@ from django_distlock.management.arguments import (
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
-    from collections.abc import Iterator
-
-    from django_distlock.engine.values import Purged
 
 #: Characters of the progress bar.
 WIDTH = 30
@@ -96,14 +93,18 @@ class Command(BaseCommand):
         size, dry_run = options["batch_size"], options["dry_run"]
         shows_bar = shows and self.stdout.isatty()
         looked_at = deleted = 0
-        began = clock.wait_time()
+        began = asked = clock.wait_time()
         batches = locks[alias].purge(options["older_than"], batch_size=size, dry_run=dry_run)
-        for batch in _giving_way(batches):
+        for batch in batches:
             looked_at, deleted = looked_at + batch.looked_at, deleted + batch.deleted
             if shows_bar:
                 bar = "#" * round(batch.progress * WIDTH)
                 self.stdout.write(f"\r{alias}: [{bar:.<{WIDTH}}] {batch.progress:4.0%}", ending="")
                 self.stdout.flush()
+            if batch.deleted:
+                # SQLite gives the file to whoever asks next, not to the longest waiter.
+                time.sleep(clock.wait_time() - asked)
+            asked = clock.wait_time()
         spent = clock.wait_time() - began
         if shows_bar:
             self.stdout.write("\r\x1b[K", ending="")
@@ -117,15 +118,3 @@ class Command(BaseCommand):
             self.stdout.write(done % {**facts, "time": clock.in_words(spent, ngettext)})
         spent = round(spent, 3)
         return {"alias": alias, "looked_at": looked_at, "deleted": deleted, "seconds": spent}
-
-
-def _giving_way(batches: Iterator[Purged]) -> Iterator[Purged]:
-    """Pause between batches: SQLite gives the file to whoever asks next, not to the longest waiter."""
-    while True:
-        began = clock.wait_time()
-        batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
-        if batch.deleted:
-            time.sleep(clock.wait_time() - began)

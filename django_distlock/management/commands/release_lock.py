@@ -12,7 +12,7 @@ from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, NotSupported, locks
 from django_distlock.engine import clock
-from django_distlock.management.arguments import WRONG_ARGUMENTS, add_one_using
+from django_distlock.management.base import WRONG_ARGUMENTS, add_one_using
 from django_distlock.operators import holdings
 
 if TYPE_CHECKING:
@@ -69,9 +69,6 @@ class Command(BaseCommand):
 
 
 def _line(held: Held) -> str:
+    by = f" by {held.holder}" if held.holder else ""
     left = "" if held.remaining is None else f", {clock.in_words(max(0, held.remaining))} left"
-    return (
-        f"{held.name}: {held.state} by {held.holder}{left}"
-        if held.holder
-        else f"{held.name}: {held.state}{left}"
-    )
+    return f"{held.name}: {held.state}{by}{left}"

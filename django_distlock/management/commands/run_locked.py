@@ -24,7 +24,7 @@ from django_distlock import (
     lock,
 )
 from django_distlock.management import launch
-from django_distlock.management.arguments import WRONG_ARGUMENTS, add_one_using, duration
+from django_distlock.management.base import WRONG_ARGUMENTS, add_one_using, duration
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -42,17 +42,10 @@ CODES = (
     ((InvalidLockBackend, NotSupported, ValueError), WRONG_ARGUMENTS),
     (LockError, NO_SERVER),
 )
-#: Signals that are passed on to the command.
-PASSED_ON = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
-#: Those that a terminal sends itself.
+#: Signals that a terminal sends itself.
 FROM_TERMINAL = signal.SIGINT, signal.SIGQUIT
+#: Signals that are passed on to the command.
+PASSED_ON = (*FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Command(BaseCommand):
@@ -71,39 +64,30 @@ class Command(BaseCommand):
             "command", nargs="+", metavar="COMMAND", help=_("what to run, after --")
         )
         add_one_using(parser)
-        parser.add_argument(
+        add_time = partial(parser.add_argument, type=duration, metavar="TIME")
+        add_time(
             "--timeout",
-            type=duration,
             default="0",
-            metavar="TIME",
             help=_(
                 "how long to wait for the lock: seconds, or a number with s, m, h, d or w "
                 "(default: %(default)s, try once)"
             ),
         )
-        parser.add_argument(
-            "--ttl",
-            type=duration,
-            metavar="TIME",
-            help=_(
-                "how long the lock outlives this process if it is killed (default: TTL of the alias)"
-            ),
+        text = _(
+            "how long the lock outlives this process if it is killed (default: TTL of the alias)"
         )
-        parser.add_argument(
+        add_time("--ttl", help=text)
+        add_time(
             "--min-hold",
-            type=duration,
             default="0",
-            metavar="TIME",
             help=_(
                 "keep the lock for at least so long, even if the command ends sooner: "
                 "more than the clocks of the machines differ (default: %(default)s)"
             ),
         )
-        parser.add_argument(
+        add_time(
             "--grace",
-            type=duration,
             default="10",
-            metavar="TIME",
             help=_(
                 "after the lock was lost, kill the command so long after SIGTERM (default: %(default)s)"
             ),

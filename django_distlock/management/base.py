@@ -1,4 +1,4 @@
-"""What the commands have in common: aliases, times, exit codes."""
+"""What the commands have in common: aliases, times, exit codes and tables."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from django_distlock.conf import DEFAULT_ALIAS
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
+    from collections.abc import Iterable, Sequence
+
+    from django.core.management.base import OutputWrapper
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 #: Exit code of wrong arguments, argparse's own.
@@ -62,3 +65,27 @@ def wanted_aliases(using: list[str] | None) -> list[str]:
             facts = {"alias": alias, "known": ", ".join(known)}
             raise CommandError(text % facts, returncode=WRONG_ARGUMENTS)
     return list(dict.fromkeys(using or known))
+
+
+def write_rows(out: OutputWrapper, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Write *rows* as a table to a terminal, if rich is installed; else as lines with tabs."""
+    if out.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError:
+            out.write("\t".join(headings))
+        else:
+            table = Table()
+            for heading in headings:
+                table.add_column(heading, overflow="fold")
+            for row in rows:
+                table.add_row(*map(Text, row))
+            console = Console()
+            with console.capture() as captured:
+                console.print(table)
+            out.write(captured.get(), ending="")
+            return
+    for row in rows:
+        out.write("\t".join(row))
