@@ -103,22 +103,18 @@ class MethodLockAdmin(ReadOnly):
 
     @admin.display(description=gettext_lazy("name"), ordering="description")
     def name(self, lock: MethodLock) -> str:
-        """Return the name, shortened."""
         return str(lock)
 
     @admin.display(description=gettext_lazy("name"))
     def full_name(self, lock: MethodLock) -> str:
-        """Return the whole name."""
         return _wrapped(lock.name)
 
     @admin.display(description=gettext_lazy("key"))
     def key(self, lock: MethodLock) -> str:
-        """Return the key of the lock on the server."""
         return _wrapped(lock.method_name)
 
     @admin.display(description=gettext_lazy("state"), ordering="state")
     def state(self, lock: Any) -> str:
-        """Return the state of the row."""
         return str(State(lock.state).label)
 
     @admin.display(description=gettext_lazy("holder"))
@@ -128,7 +124,6 @@ class MethodLockAdmin(ReadOnly):
 
     @admin.display(description=gettext_lazy("since"), ordering="acquired_at")
     def since(self, lock: Any) -> str:
-        """Return when it was acquired."""
         if lock.owner is None or lock.acquired_at is None:
             return self.get_empty_value_display()
         return _here(lock.acquired_at, lock.server_now)
@@ -146,10 +141,9 @@ class MethodLockAdmin(ReadOnly):
         return Row(records.as_held(lock), ()).remaining
 
     @admin.display(description=gettext_lazy("waiters"), ordering="waiters")
-    def waiters(self, lock: Any) -> int:
+    def waiters(self, lock: Any) -> Any:
         """Return how many waiters have a place in the server's queue."""
-        number: int = lock.waiters
-        return number
+        return lock.waiters
 
     @admin.display(description=gettext_lazy("alias"))
     def alias(self, lock: MethodLock) -> str:
@@ -159,16 +153,13 @@ class MethodLockAdmin(ReadOnly):
         return ", ".join(aliases) or printable(prefix) or self.get_empty_value_display()
 
     def has_module_permission(self, request: HttpRequest) -> bool:
-        """Leave it out of the index: the page of the locks has a link."""
-        return False
+        return False  # the page of the locks has a link
 
     def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest) -> bool:
-        """Refuse filters by secret fields."""
-        is_secret = lookup.partition("__")[0] in SECRETS
-        return not is_secret and super().lookup_allowed(lookup, value, request)
+        field = lookup.partition("__")[0]
+        return field not in SECRETS and super().lookup_allowed(lookup, value, request)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[MethodLock]:
-        """Return the rows with their state by the server's clock."""
         return records.described(self.database).order_by(*self.ordering)
 
     @property
@@ -210,7 +201,6 @@ class MethodLockAdmin(ReadOnly):
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
-        """Add the button."""
         lock = context["original"]
         aliases = tuple(backend.alias for backend in self.backends_of(lock))
         if aliases and lock.state != State.FREE:

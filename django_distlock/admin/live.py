@@ -84,16 +84,12 @@ class HeldLockAdmin(ReadOnly):
     """Shows who holds which lock, of every alias that can tell; users with the permission can free them."""
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Return whether this user may see locks."""
         return request.user.has_perm(VIEW)
 
     def has_module_permission(self, request: HttpRequest) -> bool:
-        """Return whether the index shows the page to this user."""
         return self.has_view_permission(request)
 
     def get_urls(self) -> list[URLPattern]:
-        """Return the list, the page of one lock, and the confirmation of a forced release."""
-
         def page(view: Callable[..., HttpResponse], *permissions: str) -> Any:
             return self.admin_site.admin_view(
                 permission_required(permissions, raise_exception=True)(view)
@@ -126,6 +122,7 @@ class HeldLockAdmin(ReadOnly):
         ]
         order = request.GET.get("o", "name")
         column = order.removeprefix("-")
+        directions = {column: "ascending" if order == column else "descending"}
         if column in COLUMNS:
             found.sort(key=COLUMNS[column][1], reverse=order.startswith("-"))
         page = Paginator(found, PAGE).get_page(request.GET.get("p"))
@@ -133,7 +130,7 @@ class HeldLockAdmin(ReadOnly):
         context = {
             "title": str(self.opts.verbose_name_plural).capitalize(),
             "columns": [
-                (name, heading, f"-{name}" if order == name else name, _direction(order, name))
+                (name, heading, f"-{name}" if order == name else name, directions.get(name, "none"))
                 for name, (heading, _key) in COLUMNS.items()
             ],
             "filters": [
@@ -243,22 +240,15 @@ class HeldLockAdmin(ReadOnly):
         return TemplateResponse(request, f"admin/django_distlock/{name}.html", context)
 
 
-def _direction(order: str, column: str) -> str:
-    return {column: "ascending", f"-{column}": "descending"}.get(order, "none")
-
-
 def _content_type() -> ContentType:
     return ContentType.objects.get_for_model(HeldLock, for_concrete_model=False)
 
 
 def _log(request: HttpRequest, row: Row) -> LogEntry:
     """Log the forced release; in ASCII if the table of log entries cannot store it unchanged."""
-    facts = {
-        "alias": row.aliases[0],
-        "holder": row.held.holder or "-",
-        "token": row.held.token or "-",
-    }
-    if row.held.reserved:
+    held = row.held
+    facts = {"alias": row.aliases[0], "holder": held.holder or "-", "token": held.token or "-"}
+    if held.reserved:
         text = _(
             "Ended the reservation by min_hold or lock_delay on alias “%(alias)s”, fencing token %(token)s."
         )
@@ -269,8 +259,8 @@ def _log(request: HttpRequest, row: Row) -> LogEntry:
     entry = LogEntry(
         user_id=cast("int", request.user.pk),
         content_type=_content_type(),
-        object_id=row.held.key,
-        object_repr=row.held.name[:LONGEST_SHOWN],
+        object_id=held.key,
+        object_repr=held.name[:LONGEST_SHOWN],
         action_flag=CHANGE,
         change_message=text % facts,
     )

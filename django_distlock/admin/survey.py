@@ -14,7 +14,6 @@ from urllib.parse import quote, unquote
 from django.db import connections
 from django.forms.utils import to_current_timezone
 from django.utils import timezone
-from django.utils.formats import date_format
 from django.utils.translation import gettext as _, ngettext
 
 from django_distlock.backends.database.records import State
@@ -70,13 +69,6 @@ class Row:
     def ago(self) -> str:
         """How long ago it was acquired."""
         return _("%s ago") % clock.in_words(self.held.age or 0.0, ngettext)
-
-    @property
-    def instant(self) -> str:
-        """When it was acquired, to the second."""
-        return (
-            f"{date_format(self.since, 'DATE_FORMAT')} {self.since:%H:%M:%S}" if self.since else ""
-        )
 
     @property
     def remaining(self) -> str:

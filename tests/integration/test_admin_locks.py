@@ -247,6 +247,21 @@ def test_token_and_key_are_on_the_page_of_the_lock_alone(name: str, operator: Cl
     assert str(row.owner) not in page + detail
 
 
+def test_both_pages_tell_to_the_second_since_when_a_lock_is_held(
+    name: str, operator: Client
+) -> None:
+    row = put("default", name, State.HELD)
+
+    page = operator.get(LIST, {"q": name})
+    detail = operator.get(
+        reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
+    ).text
+
+    moment = r"[A-Z][a-z]+\.? \d+, \d{4} \d\d:\d\d:\d\d"
+    assert re.search(rf'<time [^>]*title="{moment}">[^<]+ ago</time>', page.text)
+    assert re.search(rf"<dd>{moment} \([^<]+ ago\)</dd>", detail)
+
+
 def test_a_lock_that_is_gone_is_told_with_who_forced_its_release(
     name: str, operator: Client
 ) -> None:
