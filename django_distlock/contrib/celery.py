@@ -114,13 +114,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
                 if not any(steps) and options.get("chain") is None:
                     if (under_way := self._id_of(busy.holder)) is None:
                         raise
-                    shown = task_text(self.name, under_way)
-                    logger.info(
-                        "Lock %s is held by %s: not sent",
-                        printable(name),
-                        printable(shown),
-                        extra=log_fields(name, self.once.using, holder=busy.holder),
-                    )
+                    self.once.note_under_way(busy, task_text(self.name, under_way))
                     return self.AsyncResult(under_way)
         if lease is None:
             return super().apply_async(args, kwargs, task_id, headers=headers, **options)

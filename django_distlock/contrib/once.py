@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from django_distlock.conf import checked_ttl
 from django_distlock.engine.holder import task_text
-from django_distlock.engine.naming import NameTemplate, checked_name
-from django_distlock.exceptions import LockLost, NotSupported
+from django_distlock.engine.naming import NameTemplate, checked_name, log_fields, printable
+from django_distlock.exceptions import LockLost, LockNotAcquired, NotSupported
 from django_distlock.handler import locks
 from django_distlock.lease import Lease
 from django_distlock.lock import Lock
@@ -17,6 +18,8 @@ from django_distlock.lock import Lock
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
+
+logger = logging.getLogger("django_distlock")
 
 #: The header or argument with the text of Lease.detach(). It is as secret as the queue.
 HEADER = "distlock"
@@ -62,6 +65,15 @@ class Once:
     def lock(self, name: str, purpose: str, **terms: Any) -> Lock:
         """Return the lock for a task that runs."""
         return Lock(name, using=self.using, ttl=self.ttl, purpose=purpose, **terms)
+
+    def note_under_way(self, busy: LockNotAcquired, task: object) -> None:
+        """Log that a message was not sent, because *task* is under way."""
+        logger.info(
+            "Lock %s is held by %s: not sent",
+            printable(busy.name),
+            printable(task),
+            extra=log_fields(busy.name, self.using, holder=busy.holder),
+        )
 
     def check_backend(self) -> None:
         """Raise NotSupported if its locks cannot travel."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from contextlib import suppress
@@ -21,7 +20,7 @@ from django_distlock.conf import DEFAULT_ALIAS
 from django_distlock.engine import clock
 from django_distlock.engine.background import background
 from django_distlock.engine.holder import task_text
-from django_distlock.engine.naming import log_fields, printable, title_of
+from django_distlock.engine.naming import title_of
 from django_distlock.exceptions import LockLost, LockNotAcquired
 from django_distlock.lease import Lease
 from django_distlock.transactions import still_open
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from django.tasks import TaskResult
 
     from django_distlock.lock import Lock
-
-logger = logging.getLogger("django_distlock")
 
 #: The function that a worker is about to call, and the id of its task.
 _started: ContextVar[tuple[object, str]] = ContextVar("distlock_started", default=(None, ""))
@@ -167,13 +164,7 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         """Raise *busy*, unless the one who holds the lock is a task of this kind."""
         if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
             raise busy
-        told = log_fields(busy.name, self._once.using, holder=busy.holder)
-        logger.info(
-            "Lock %s is held by %s: not sent",
-            printable(busy.name),
-            printable(busy.holder),
-            extra=told,
-        )
+        self._once.note_under_way(busy, busy.holder)
 
 
 @receiver(task_started)
