@@ -15,7 +15,7 @@ have *template* (what the names of such locks are made of, "" if that is not kno
 
 from __future__ import annotations
 
-import asyncio
+from asyncio import _get_running_loop
 from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,15 +58,7 @@ def send(signal: Signal, sender: Hashable, **facts: Any) -> None:
     if not signal.has_listeners(sender):
         return
     deliver = partial(signal.send_robust, sender, **facts)
-    if _is_in_event_loop():
-        background.submit(_RECEIVERS, partial(copy_context().run, deliver))
-    else:
+    if _get_running_loop() is None:
         deliver()
-
-
-def _is_in_event_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    else:
+        background.submit(_RECEIVERS, partial(copy_context().run, deliver))
