@@ -16,7 +16,7 @@ from .handler import locks
 DOCS = "https://django-distlock.readthedocs.io/en/latest/"
 
 
-#: What check_settings() reports, and check_servers() does not repeat.
+#: The ids of check_settings(), which check_servers() does not repeat.
 _OF_SETTINGS = {"distlock.E001", "distlock.W001"}
 
 
@@ -60,7 +60,7 @@ def _wrong(error: InvalidLockBackend) -> Error:
 
 
 def _told(messages: Iterable[CheckMessage]) -> list[CheckMessage]:
-    """Return *messages* with the addresses of their pages; what is true of several aliases is told once."""
+    """Return *messages* with the addresses of their pages; the same message of several aliases becomes one."""
     told: dict[Any, CheckMessage] = {}
     for message in messages:
         alias, _, text = message.msg.partition(": ")

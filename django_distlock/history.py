@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from django.dispatch import Signal
     from django.utils.safestring import SafeString
 
-#: Minutes that are kept, templates that are told apart, and those that are drawn.
+#: Minutes that are kept, templates that are kept, and templates that are drawn.
 MINUTES, MOST_TEMPLATES, MOST_DRAWN = 60, 50, 8
-#: Where what is more than MOST_TEMPLATES is counted.
+#: The template of all locks beyond MOST_TEMPLATES.
 OTHERS = "..."
-#: What stands for one of many: UUIDs, numbers, and identifiers of eight hexadecimal digits and more.
+#: Parts of a name that tell one lock from others like it: UUIDs, numbers, and identifiers of eight hexadecimal digits and more.
 _ONE_OF_MANY = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-fA-F]{8,}|\d+")
 #: How high the bars above the line are, and those below it; each is a minute wide.
 _HEIGHT = 24

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def holdings(using: str, name: str | None = None) -> list[Held]:
     """Return who holds the locks of alias *using*: all of them, or the lock *name*.
 
-    *waiters* includes the callers of this process of whom the server is not told.
+    *waiters* includes callers of this process that the server does not know.
     NotSupported if the alias cannot list its locks, LockBackendError if its server does not answer.
     """
     backend = locks[using]
     key = None if name is None else backend.key_of(checked_name(name))
-    # To its end: a query that is left open stands in the way of writers.
+    # Read to its end: an open query blocks writers.
     found = settled(lambda: [*backend.held(key)])
     return [
         held if waiters == held.waiters else replace(held, waiters=waiters)
@@ -49,7 +49,7 @@ def _waiters(backend: BaseLockBackend, held: Held) -> int | None:
         return waits.count(Lock(backend.place, held.key)) or None
     if (others := backend.queue.callers(held.key) - 1) == 0 == held.behind:
         return held.waiters
-    # Who stands on the server says for how many of its process; behind a holder nobody does.
+    # A waiter on the server counts those of its process, too; behind a holder there is none on the server.
     if (behind := backend.queue.behind(held.key)) is None:
         behind = others if backend.waiting.place is Place.NONE else held.behind
     return held.waiters + behind

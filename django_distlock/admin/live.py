@@ -40,7 +40,7 @@ FORCE_RELEASE = "django_distlock.force_release_methodlock"
 MOST_AT_ONCE = 100
 #: Locks on one page of the list.
 PAGE = 100
-#: What asks for the part of the list that the script refreshes, and nothing else.
+#: The header of the script that refreshes the list: the answer has the table only.
 FRAGMENT = "X-Distlock-Fragment"
 #: The columns of the list: their headings, and what they are sorted by.
 COLUMNS: dict[str, tuple[Any, Callable[[Row], Any]]] = {

@@ -1,4 +1,4 @@
-"""Who holds which lock, of all aliases at once: an alias that fails or hangs is told, and delays no other."""
+"""Who holds which lock, of all aliases at once: an alias that fails or hangs is named, and delays no other."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _hanging: dict[str, _Answer] = {}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A lock on the page; *aliases* are those of DISTLOCK that meet it, at least one."""
+    """A lock on the page; *aliases* are those of DISTLOCK that have it, at least one."""
 
     held: Held
     aliases: tuple[str, ...]
 
     @property
     def value(self) -> str:
-        """What names this holding in forms and links; read_value() reads it."""
+        """The text that identifies this holding in forms and links; read_value() reads it."""
         return f"{quote(self.aliases[0], safe='')}:{self.held.owner_digest}:{self.held.key}"
 
     @property
@@ -92,7 +92,7 @@ def read_value(value: str) -> tuple[str, str, str]:
 
 
 def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
-    """Return what *aliases* tell, and by alias why one does not; aliases of one place are told together."""
+    """Return the locks of *aliases*, and the problem of each alias that failed; aliases of one place share rows."""
     asked = {alias: _ask(alias) for alias in aliases}
     wait(asked.values(), timeout=PATIENCE)
     found = defaultdict[Hashable, dict[str, Row]](dict)

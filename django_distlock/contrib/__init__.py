@@ -1,1 +1,1 @@
-"""What works only together with another library, one module for each."""
+"""Integrations of other libraries, one module for each."""

@@ -61,11 +61,11 @@ def unique_task(
         if isinstance(function, (Proxy, Task)):
             msg = "unique_task() makes the task itself; leave @shared_task out and give its arguments to unique_task()."
             raise TypeError(msg)
-        # Who sends a task gives no `self`.
+        # The sender of a task passes no `self`.
         called = MethodType(function, object()) if options.get("bind") else function
         once = Once.of(called, name, seconds, using)
         base = options.get("base")
-        # What a task is known to throw is logged in one line, without a traceback.
+        # Celery logs errors in `throws` in one line, without a traceback.
         known = {
             "base": type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask,
             "throws": (*options.get("throws", ()), LockNotAcquired),

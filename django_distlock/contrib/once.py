@@ -37,7 +37,7 @@ def checked_lease(name: object, lease: float | timedelta) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """What unique_task() was told."""
+    """The arguments of unique_task()."""
 
     name: NameTemplate | Callable[..., str]
     lease: float

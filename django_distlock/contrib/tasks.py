@@ -60,7 +60,7 @@ def unique_task(
         if isinstance(function, Task):
             msg = "unique_task() makes the task itself; leave @task out and give its arguments to unique_task()."
             raise TypeError(msg)
-        # Who enqueues a task gives no `context`.
+        # The sender of a task passes no `context`.
         has_context = bool(options.get("takes_context"))
         called = MethodType(function, object()) if has_context else function
         once = Once.of(called, name, seconds, using)
@@ -102,7 +102,7 @@ def unique_task(
 
 
 class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
-    """What unique_task() makes."""
+    """A task made by unique_task()."""
 
     __slots__ = ()
 

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-#: What shells exit with where there is no such command, and where it cannot be run.
+#: Exit codes of shells for a command that does not exist, and for one that cannot be run.
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 #: prctl(2).
 PR_SET_PDEATHSIG = 1

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 HEADINGS = "alias", "acquire", "contend", "extend", "list", "release", "cannot"
-#: What not every backend has, by what is said of it.
+#: Features that not every backend has, and the attributes that tell.
 FEATURES = {
     "fencing": "supports_fencing",
     "shared": "supports_shared",

@@ -49,7 +49,7 @@ PASSED_ON = (*FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 class Command(BaseCommand):
-    # The command may be what mends them.
+    # The command may be the one that corrects the settings.
     requires_system_checks = ()
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -127,7 +127,7 @@ def run(command: list[str], lease: Lease, grace: float) -> int:
         if not (has_terminal and number in FROM_TERMINAL):
             send(number)
 
-    # What nohup has ignored stays ignored, also by the command.
+    # Signals that nohup ignores stay ignored, also by the command.
     ours = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in ours}
     try:
