@@ -274,6 +274,22 @@ def test_each_batch_is_committed_before_the_next(
     assert left == [3, 2, 1, 0]
 
 
+def test_command_pauses_after_each_batch_that_deleted_something(
+    using: str, old: Callable[..., MethodLock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        old(f"{number}")
+    pauses: list[float] = []
+    monkeypatch.setattr(
+        "django_distlock.management.commands.purge_stale_locks.time.sleep", pauses.append
+    )
+
+    call_command("purge_stale_locks", using=[ALIAS], batch_size=1, verbosity=0)
+
+    assert len(pauses) == 4
+    assert min(pauses) > 0
+
+
 def test_caller_who_rolls_back_takes_nothing_back(server_database: str, prefix: str) -> None:
     put_old(server_database, "x", method_name=f"{prefix}|x")
 
