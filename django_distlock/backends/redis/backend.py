@@ -7,20 +7,20 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from django.core.cache import caches
-from django.core.checks import CheckMessage
+from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.backends.base import StepsBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
+from django_distlock.engine.naming import printable
 from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.engine.values import Held, Release, Request
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 from django_distlock.exceptions import LockOutcomeUnknown
 
-from .checks import check_facts
 from .cluster import AsyncClusterLink, ClusterLink
-from .connections import AsyncPoolLink, PerLoop, PoolLink
+from .connections import AsyncPoolLink, Conversation, PerLoop, PoolLink
 from .listeners import STALE, Listeners
 from .scripts import RETENTION
 from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
@@ -30,6 +30,8 @@ Act = Callable[[], Any]
 
 _T = TypeVar("_T")
 
+#: BLPOP takes fractions of a second, and EVALSHA's effects are replicated, not the script.
+OLDEST = (6, 0)
 #: Seconds for which a waiter listens without a look: less than half its patience.
 LISTEN = 0.2
 #: Seconds until a waiter whose connection broke tries again.
@@ -207,3 +209,40 @@ class CacheRedisBackend(RedisBackend):
 
 def _done(act: Act) -> Any:
     return act()
+
+
+def check_facts(
+    where: str, link: PoolLink | ClusterLink, *, allow_eviction: bool
+) -> list[CheckMessage]:
+    facts = link.converse(_facts())
+    if isinstance(facts, Exception):
+        text = f"{where}: its version and its maxmemory-policy are not known, since it refused INFO: {printable(str(facts))}"
+        return [CheckWarning(text, hint="Let the user run INFO.", id="distlock.W020")]
+    found: list[CheckMessage] = []
+    version, policy = facts.get("redis_version", ""), facts.get("maxmemory_policy", "noeviction")
+    if version and tuple(map(int, version.split(".")[:2])) < OLDEST:
+        text = f"{where}: Redis {printable(version)} is too old."
+        hint = "Use Redis 6.0 or later, or Valkey."
+        found.append(Error(text, hint=hint, id="distlock.E020"))
+    if policy == "noeviction":
+        return found
+    text = f"{where}: the server's maxmemory-policy is {printable(policy)}: it drops locks that are held when its memory is full."
+    if allow_eviction:
+        return [*found, CheckWarning(text, hint="Two holders are possible.", id="distlock.W021")]
+    hint = (
+        "Set it to noeviction, give locks a server of their own, or, if two holders at once are "
+        "bearable, set OPTIONS 'allow_eviction': True."
+    )
+    return [*found, Error(text, hint=hint, id="distlock.E021")]
+
+
+def _facts() -> Conversation[dict[str, str] | Exception]:
+    (answer,) = yield (("INFO",),)
+    if isinstance(answer, dict):  # as a cluster's client has read it already
+        first = next(iter(answer.values()))
+        known = first if isinstance(first, dict) else answer
+        return {name: str(value) for name, value in known.items()}
+    if isinstance(answer, bytes):
+        lines = answer.decode().splitlines()
+        return dict(line.partition(":")[::2] for line in lines if ":" in line)
+    return answer if isinstance(answer, Exception) else {}

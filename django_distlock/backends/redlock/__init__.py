@@ -1,6 +1,6 @@
 """Locks in a majority of independent Redis servers."""
 
 from .backend import RedlockBackend
-from .options import RedlockOptions
+from .verbs import RedlockOptions
 
 __all__ = ["RedlockBackend", "RedlockOptions"]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
 from django.core.cache import caches
-from django.core.checks import CheckMessage
+from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.backends.base import StepsBackend
+from django_distlock.backends.failures import server_error
+from django_distlock.backends.redis.backend import check_facts
+from django_distlock.backends.redis.connections import PoolLink, ask
 from django_distlock.backends.redis.sources import Source, source_of_cache
 from django_distlock.backends.redis.verbs import KeySpace
 from django_distlock.conf import BackendSettings
@@ -19,10 +24,10 @@ from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.steps import arun, run
 from django_distlock.engine.values import Held, Release, Request
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
+from django_distlock.exceptions import LockBackendError
 
-from .options import RedlockOptions, check_guard, check_servers
 from .servers import Servers
-from .verbs import Verb, Verbs
+from .verbs import RedlockOptions, Verb, Verbs
 from .votes import LONGEST, LONGEST_CONNECTING
 
 _T = TypeVar("_T")
@@ -155,3 +160,58 @@ class RedlockBackend(StepsBackend):
             msg = f"'servers': the cache {server!r} is no single server, but several that share their data."
             raise ValueError(msg)
         return source
+
+
+def check_guard(where: str, options: RedlockOptions) -> list[CheckMessage]:
+    if options.restart_guard or options.durable:
+        return []
+    text = f"{where}: 'restart_guard' is off: a server that restarts without its data lets a second holder in."
+    hint = "Switch it on, or have each server write each change to disk and say 'durable': True."
+    return [CheckWarning(text, hint=hint, id="distlock.W030")]
+
+
+def check_servers(
+    where: str, options: RedlockOptions, alias: str, sources: Sequence[Source]
+) -> list[CheckMessage]:
+    found: list[CheckMessage] = []
+    runs: dict[bytes, str] = {}
+    for source in sources:
+        place = f"{where}: {source.where}"
+        with closing(PoolLink(alias, source)) as link:
+            try:
+                found += check_facts(place, link, allow_eviction=options.allow_eviction)
+                found += _check_disk(place, options, link)
+                found += _check_twice(where, source.where, link, runs)
+            except LockBackendError as error:
+                found.append(server_error(error, source.place))
+    return found
+
+
+def _check_disk(where: str, options: RedlockOptions, link: PoolLink) -> list[CheckMessage]:
+    if not options.durable:
+        return []
+    answer = link.converse(ask(("CONFIG", "GET", "append*")))
+    hint = "Set appendonly yes and appendfsync always, or leave 'durable' out and rely on 'restart_guard'."
+    if not isinstance(answer, list):
+        text = f"{where}: 'durable' cannot be checked: CONFIG GET was refused."
+        return [CheckWarning(text, hint=hint, id="distlock.W031")]
+    known = dict(zip(answer[::2], answer[1::2], strict=True))
+    if (known.get(b"appendonly"), known.get(b"appendfsync")) == (b"yes", b"always"):
+        return []
+    text = (
+        f"{where}: OPTIONS say 'durable', but the server may lose what it granted when it restarts."
+    )
+    return [Error(text, hint=hint, id="distlock.E031")]
+
+
+def _check_twice(
+    where: str, place: str, link: PoolLink, runs: dict[bytes, str]
+) -> list[CheckMessage]:
+    answer = link.converse(ask(("INFO", "server")))
+    found = re.search(rb"run_id:(\w+)", answer) if isinstance(answer, bytes) else None
+    run = found[1] if found else b""
+    first = runs.setdefault(run, place)
+    if not run or first == place:
+        return []
+    text = f"{where}: {first} and {place} are one and the same server."
+    return [Error(text, hint="Name servers that can fail one by one.", id="distlock.E030")]

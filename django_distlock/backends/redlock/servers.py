@@ -46,33 +46,13 @@ CHUNK = 65536
 UNWOKEN = 0.005
 
 
-class Round:
-    """A question under way. *bell* is rung when it is over; its count does not change after that."""
-
-    __slots__ = ("bell", "count", "is_over", "question")
-
-    def __init__(self, question: Question, bell: Bell, total: int) -> None:
-        self.question = question
-        self.bell = bell
-        self.count = Count(total, frozenset(question.calls))
-        self.is_over = False
-
-    def end_if_decided(self) -> None:
-        try:
-            self.is_over = self.question.is_decided(self.count) or not self.count.pending
-        except Exception:  # noqa: BLE001 - a server answers nonsense: the caller gets this error when it counts
-            self.is_over = True
-        if self.is_over:
-            self.bell.ring()
-
-
 class Query:
-    """What one server is asked in a round."""
+    """What one server is asked of a question."""
 
-    __slots__ = ("deadline", "round", "sent_at", "server")
+    __slots__ = ("deadline", "question", "sent_at", "server")
 
-    def __init__(self, its_round: Round, server: int, deadline: float) -> None:
-        self.round = its_round
+    def __init__(self, question: Question, server: int, deadline: float) -> None:
+        self.question = question
         self.server = server
         #: Of the connection; once the query is sent, of the answer.
         self.deadline = deadline
@@ -80,20 +60,20 @@ class Query:
 
     @property
     def is_open(self) -> bool:
-        count = self.round.count
+        count = self.question.count
         is_known = self.server in count.answers or self.server in count.failures
-        return not (self.round.is_over or is_known)
+        return not (self.question.is_over or is_known)
 
     def answer(self, answer: Any) -> None:
         if self.is_open:
-            self.round.count.take(self.server, answer)
-            self.round.end_if_decided()
+            self.question.count.take(self.server, answer)
+            self.question.end_if_decided()
 
     def fail(self, what: str, error: Exception | None = None) -> None:
         if self.is_open:
             cause = f"{what}: {first_line(error)}" if error else what
-            self.round.count.miss(self.server, cause, error, was_asked=self.sent_at > 0)
-            self.round.end_if_decided()
+            self.question.count.miss(self.server, cause, error, was_asked=self.sent_at > 0)
+            self.question.end_if_decided()
 
 
 class Connection:
@@ -135,9 +115,9 @@ class Connection:
 
     def end_overdue(self, query: Query, now: float) -> None:
         """Stop waiting for the answer. A server that answers other queries is at work: it has a second."""
-        within = query.round.question.within
+        within = query.question.within
         if not query.sent_at:
-            limit = query.round.question.connecting
+            limit = query.question.connecting
             query.fail(f"no connection to it within {clock.in_words(limit)}")
         elif self._heard_at > query.deadline - within and now < query.sent_at + DEBT_SECONDS:
             query.deadline = now + within
@@ -164,7 +144,7 @@ class Connection:
             return False
         oldest = self._sent[0]
         silent = clock.wait_time() - max(self._heard_at, oldest.sent_at)
-        is_full = len(self._sent) > DEBT and silent > oldest.round.question.within
+        is_full = len(self._sent) > DEBT and silent > oldest.question.within
         return (is_full or silent > DEBT_SECONDS) and not any(each.is_open for each in self._sent)
 
     def _connect(self) -> None:
@@ -192,12 +172,12 @@ class Connection:
         self._servers.selector.register(self._socket, self._events, self._be_ready)
         now = clock.wait_time()
         for query in waiting:
-            # Even if its round is over: the more servers have a lock, the better.
+            # Even if the question is over: the more servers have a lock, the better.
             if query.deadline > now and self._socket is not None:
                 self._send(query)
 
     def _send(self, query: Query) -> None:
-        question, now = query.round.question, clock.wait_time()
+        question, now = query.question, clock.wait_time()
         query.sent_at, query.deadline = now, now + question.within
         self._sent.append(query)
         self._servers.watch(self, query)
@@ -282,17 +262,15 @@ class Servers:
     def ask(self, question: Question) -> Count:
         """Return the answers, as soon as they decide the question, or when all have answered or failed."""
         bell = ThreadBell()
-        begun = Round(question, bell, self._total)
-        self.submit(partial(self._begin, begun, self._connections))
+        self.submit(partial(self._begin, question, bell, self._connections))
         bell.wait(None)
-        return begun.count
+        return question.count
 
     async def aask(self, question: Question) -> Count:
         bell = TaskBell()
-        begun = Round(question, bell, self._total)
-        self.submit(partial(self._begin, begun, self._connections))
+        self.submit(partial(self._begin, question, bell, self._connections))
         await bell.wait(None)
-        return begun.count
+        return question.count
 
     def listen(self, owner: str, bell: Bell) -> None:
         self._bells[owner] = bell
@@ -337,10 +315,12 @@ class Servers:
                 if (bell := known()) is not None:
                     bell.ring()
 
-    def _begin(self, begun: Round, connections: Sequence[Connection]) -> None:
-        until = clock.wait_time() + begun.question.connecting
-        for server in begun.question.calls:
-            connections[server].ask(Query(begun, server, until))
+    def _begin(self, question: Question, bell: Bell, connections: Sequence[Connection]) -> None:
+        question.bell = bell
+        question.count = Count(self._total, frozenset(question.calls))
+        until = clock.wait_time() + question.connecting
+        for server in question.calls:
+            connections[server].ask(Query(question, server, until))
 
     def _subscribe(self) -> None:
         """Subscribe to the channel at all servers; again now and then, as connections may break silently."""
@@ -349,7 +329,7 @@ class Servers:
             self._checked_at = now
             calls = dict.fromkeys(range(self._total), packed([("SUBSCRIBE", self.channel)]))
             question = Question(calls, lambda _: False, LONGEST, LONGEST_CONNECTING)
-            self._begin(Round(question, ThreadBell(), self._total), self._subscriptions)
+            self._begin(question, ThreadBell(), self._subscriptions)
 
     # The thread.
 

@@ -1,12 +1,14 @@
-"""The verbs of a lock in a majority: what all servers are asked, and what follows from their answers. No I/O."""
+"""The verbs of a lock in a majority, and their OPTIONS: what all servers are asked, and what follows from their answers. No I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from django_distlock.backends.redis.connections import packed
 from django_distlock.backends.redis.verbs import BATCH, KeySpace, microseconds
+from django_distlock.conf import check_values, checked_ttl
 from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import LONGEST_LISTED, printable
@@ -15,7 +17,6 @@ from django_distlock.engine.values import Busy, Grant, Held, Release, Request, d
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from . import votes
-from .options import RedlockOptions
 from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RAISE, RELEASE, TAKE_OVER
 from .servers import Servers
 from .votes import Count, Election, Question
@@ -26,6 +27,34 @@ Verb = Steps[Question, _T]
 
 #: A ttl for which servers have as long for their answers as they ever have.
 UNHURRIED = 10.0
+#: Servers of a majority that may lose one.
+FEWEST = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedlockOptions:
+    """The OPTIONS of RedlockBackend. *servers* are URLs, which may hold passwords, or aliases of CACHES. Times are seconds."""
+
+    servers: Sequence[str] = field(default=(), repr=False)
+    fencing: bool = False
+    restart_guard: bool = True
+    longest_ttl: float | None = None
+    durable: bool = False
+    server_timeout: float | None = None
+    connect_timeout: float | None = None
+    allow_eviction: bool = False
+
+    def __post_init__(self) -> None:
+        is_list = isinstance(self.servers, (list, tuple))
+        if not is_list or not all(isinstance(server, str) for server in self.servers):
+            raise TypeError("'servers' must be a list of URLs or of aliases of CACHES.")
+        number = len(self.servers)
+        if number < FEWEST or number % 2 == 0:
+            msg = f"'servers' must be {FEWEST}, 5 or another odd number of servers, not {number}."
+            raise ValueError(msg)
+        check_values(self)
+        if self.longest_ttl is not None:
+            checked_ttl(self.longest_ttl, "'longest_ttl'")
 
 
 class Verbs:

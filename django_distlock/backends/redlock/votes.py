@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from django_distlock.engine.bells import Bell
 from django_distlock.engine.clock import drift
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
@@ -186,7 +187,7 @@ class Count:
         ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Question:
     """What each server is asked, by its number: a packed command. It is over when *is_decided*.
 
@@ -197,3 +198,15 @@ class Question:
     is_decided: Callable[[Count], bool]
     within: float
     connecting: float
+    #: Rung when it is over; its count does not change after that.
+    bell: Bell = field(init=False)
+    count: Count = field(init=False)
+    is_over: bool = field(default=False, init=False)
+
+    def end_if_decided(self) -> None:
+        try:
+            self.is_over = self.is_decided(self.count) or not self.count.pending
+        except Exception:  # noqa: BLE001 - a server answers nonsense: the caller gets this error when it counts
+            self.is_over = True
+        if self.is_over:
+            self.bell.ring()
