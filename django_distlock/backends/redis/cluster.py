@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
@@ -15,7 +14,7 @@ from redis.exceptions import ResponseError
 from redis.retry import Retry
 
 from django_distlock.engine.bells import timeout
-from django_distlock.engine.steps import arun, run
+from django_distlock.engine.steps import Steps, arun, run
 
 from .connections import BROKEN, Command, Conversation, problem, unreachable
 from .scripts import Call
@@ -35,8 +34,12 @@ class ClusterLink:
 
     def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
         client = self._connected()
+
+        def exchange(commands: Sequence[Command]) -> list[Any]:
+            return run(_one_by_one(commands), lambda words: client.execute_command(*words))
+
         try:
-            return run(conversation, partial(_exchange, client))
+            return run(conversation, exchange)
         except BROKEN as error:
             raise problem(self._alias, self._source.where, error) from error
         finally:
@@ -109,13 +112,9 @@ class AsyncClusterLink:
 
     async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
         async with timeout(self._source.io_timeout):
-            answers = list[Any]()
-            for command in commands:
-                try:
-                    answers.append(await self._client.execute_command(*_words(command)))
-                except ResponseError as error:
-                    answers.append(error)
-            return answers
+            return await arun(
+                _one_by_one(commands), lambda words: self._client.execute_command(*words)
+            )
 
 
 def _close_idle(client: Any) -> None:
@@ -125,15 +124,11 @@ def _close_idle(client: Any) -> None:
             node.redis_connection.connection_pool.disconnect(inuse_connections=False)
 
 
-def _exchange(client: Any, commands: Sequence[Command]) -> list[Any]:
+def _one_by_one(commands: Sequence[Command]) -> Steps[Any, list[Any]]:
     answers = list[Any]()
     for command in commands:
         try:
-            answers.append(client.execute_command(*_words(command)))
+            answers.append((yield command.by_sha if isinstance(command, Call) else command))
         except ResponseError as error:
             answers.append(error)
     return answers
-
-
-def _words(command: Command) -> tuple[str | int | bytes, ...]:
-    return command.by_sha if isinstance(command, Call) else command

@@ -28,9 +28,9 @@ ENDED = 16 * 52
 #: A *sent* that nothing comes after.
 FOR_EVER = 2**53 - 1
 
-# KEYS: record, queue.
+# KEYS: record.
 _COMMON = f"""{CLOCK}
-local record, queue = KEYS[1], KEYS[2]
+local record, queue = KEYS[1], KEYS[1] .. ':q'
 
 local function keep(ends)
   local left = math.max(0, math.ceil((ends - now) / 1000)) + {RETENTION * 1000}

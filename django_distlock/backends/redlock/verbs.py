@@ -90,7 +90,7 @@ class Verbs:
         calls = self._calls(
             self._everybody,
             ACQUIRE,
-            request.key,
+            [request.key],
             request.owner,
             _sent(),
             microseconds(request.ttl),
@@ -119,7 +119,7 @@ class Verbs:
         token = votes.fencing_token(ballot.answers[server][1] for server in ballot.where(votes.YES))
         voters = ballot.where(votes.YES) | ballot.pending
         # Those who grant it later take note of the token as well.
-        calls = self._calls(voters, RAISE, request.key, request.owner, token)
+        calls = self._calls(voters, RAISE, [request.key], request.owner, token)
         count: Count = yield self._question(
             calls, request.ttl, lambda c: c.written() is not Election.OPEN
         )
@@ -134,7 +134,7 @@ class Verbs:
     def release(self, request: Request) -> Verb[Release]:
         """See BaseLockBackend.release(); it was lost only if a majority says so. A waiter leaves the queues."""
         args = request.owner, _sent(), self._servers.channel
-        calls = self._calls(self._everybody, RELEASE, request.key, *args)
+        calls = self._calls(self._everybody, RELEASE, [request.key], *args)
         count: Count = yield self._question(calls, request.ttl, _has_agreed)
         if count.says_yes() is False:
             return Release.TAKEN if count.where(votes.TAKEN) else Release.GONE
@@ -148,10 +148,7 @@ class Verbs:
             args: list[str | int] = []
             for each in some:
                 args += each.owner, microseconds(each.ttl), self._behind(each.key) or 0
-            calls = {}
-            for server in self._everybody:
-                records = [self._record(server, each.key) for each in some]
-                calls[server] = _pack("EVAL", EXTEND, len(some), *records, *args)
+            calls = self._calls(self._everybody, EXTEND, [each.key for each in some], *args)
             ttl = min(request.ttl for request in some)
             count: Count = yield self._question(
                 calls, ttl, lambda c: bool(c.answers) and None not in c.says_kept()
@@ -166,7 +163,7 @@ class Verbs:
         """See BaseLockBackend.take_over(); what it gets of less than a majority is given back."""
         ttl, holder = microseconds(request.ttl), request.holder.to_json()
         calls = self._calls(
-            self._everybody, TAKE_OVER, request.key, request.owner, former, ttl, holder, _sent()
+            self._everybody, TAKE_OVER, [request.key], request.owner, former, ttl, holder, _sent()
         )
         count: Count = yield self._question(calls, request.ttl, _has_agreed)
         said = count.says_yes()
@@ -178,7 +175,8 @@ class Verbs:
         return False
 
     def probe(self, request: Request) -> Verb[Busy | None]:
-        count: Count = yield self._question(self._looks(request.key), request.ttl, Count.is_seen)
+        calls = self._calls(self._everybody, LOOK, [request.key])
+        count: Count = yield self._question(calls, request.ttl, Count.is_seen)
         self._need_most(count)
         seen = count.favourite()
         # Servers that failed may know the same owner.
@@ -187,12 +185,12 @@ class Verbs:
         return Busy(Holder.from_json(seen[0][2]), max(answer[1] for answer in seen) / 1e6)
 
     def force(self, key: str, owner_digest: str) -> Verb[bool]:
-        count: Count = yield self._question(self._looks(key))
+        count: Count = yield self._question(self._calls(self._everybody, LOOK, [key]))
         owners = {answer[0] for (answer,) in count.answers.values() if answer}
         ended = 0
         for owner in owners:
             if digest(owner.decode()) == owner_digest:
-                calls = self._calls(self._everybody, FORCE, key, owner)
+                calls = self._calls(self._everybody, FORCE, [key], owner)
                 count = yield self._question(calls)
                 ended += len(count.where(votes.YES))
         self._need_most(count)
@@ -208,7 +206,7 @@ class Verbs:
         for first in range(0, max(map(len, keys.values())), BATCH):
             some = {server: each[first : first + BATCH] for server, each in keys.items()}
             calls = {
-                server: _pack("EVAL", LOOK, len(each), *(self._record(server, key) for key in each))
+                server: self._calls([server], LOOK, each)[server]
                 for server, each in some.items()
                 if each and server not in lost.failures
             }
@@ -229,7 +227,7 @@ class Verbs:
         cursors = dict.fromkeys(self._everybody, b"0")
         while cursors:
             calls = {
-                server: _pack("SCAN", at, "MATCH", self._spaces[server].pattern, "COUNT", 1000)
+                server: packed([("SCAN", at, "MATCH", self._spaces[server].pattern, "COUNT", 1000)])
                 for server, at in cursors.items()
             }
             count: Count = yield self._question(calls)
@@ -250,7 +248,7 @@ class Verbs:
         Places in queues are kept.
         """
         if servers := granted.union(others):
-            calls = self._calls(servers, RELEASE, request.key, request.owner, _sent(), "")
+            calls = self._calls(servers, RELEASE, [request.key], request.owner, _sent(), "")
             yield self._question(calls, request.ttl, lambda count: not granted & count.pending)
 
     def _question(
@@ -265,21 +263,13 @@ class Verbs:
         return Question(calls, is_decided, within, connecting)
 
     def _calls(
-        self, servers: Iterable[int], script: str, key: str, *args: str | bytes | int
+        self, servers: Iterable[int], script: str, keys: Sequence[str], *args: str | bytes | int
     ) -> dict[int, bytes]:
         calls = {}
-        for space in set(self._spaces):
-            record = space.of(key).record
-            calls[space] = _pack("EVAL", script, 2, record, f"{record}:q", *args)
+        for space in {self._spaces[server] for server in servers}:
+            records = map(space.record, keys)
+            calls[space] = packed([("EVAL", script, len(keys), *records, *args)])
         return {server: calls[self._spaces[server]] for server in servers}
-
-    def _looks(self, key: str) -> dict[int, bytes]:
-        return {
-            server: _pack("EVAL", LOOK, 1, self._record(server, key)) for server in self._everybody
-        }
-
-    def _record(self, server: int, key: str) -> str:
-        return self._spaces[server].record(key)
 
     def _need_most(self, count: Count) -> None:
         if len(count.answers) < self._most:
@@ -306,10 +296,6 @@ class Verbs:
         raise kind(self._alias, problem, causes) from (
             ExceptionGroup("what the servers' drivers say", errors) if errors else None
         )
-
-
-def _pack(*words: str | bytes | int) -> bytes:
-    return packed([words])
 
 
 def _sent() -> int:
