@@ -112,7 +112,8 @@ class RedisBackend(StepsBackend):
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         if key is None:
-            records = map(self._space.key_of_taken, self._link.keys(self._space.taken_pattern))
+            taken = self._link.keys(self._space.taken_pattern)
+            records = (self._space.key_of(each.rpartition(":")[0]) for each in taken)
             # Of a lock that is held and reserved there are two; and SCAN may return one twice.
             keys = sorted(each for each in {*records} if each and self.keeps(each))
         else:
@@ -147,7 +148,8 @@ class RedisBackend(StepsBackend):
         await arun(self._sleep(await self._loops.get(), request, bell, seconds), _done)
 
     async def _arun(self, steps: Steps[Any, _T]) -> _T:
-        return await (await self._loops.get()).converse(steps)
+        link: AsyncPoolLink | AsyncClusterLink = await self._loops.get()
+        return await link.converse(steps)
 
     def _sleep(
         self, link: Any, request: Request, bell: ThreadBell | TaskBell, seconds: float
@@ -180,9 +182,7 @@ class RedisBackend(StepsBackend):
         self._link = link(self.alias, self.source)
         self._run = self._link.converse
         async_link = AsyncClusterLink if self.source.is_cluster else AsyncPoolLink
-        self._loops = PerLoop[AsyncClusterLink | AsyncPoolLink](
-            partial(async_link, self.alias, self.source)
-        )
+        self._loops = PerLoop(partial(async_link, self.alias, self.source))
 
 
 class CacheRedisBackend(RedisBackend):

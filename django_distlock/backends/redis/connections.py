@@ -25,7 +25,7 @@ from collections.abc import (
 )
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
 from redis.asyncio.retry import Retry as AsyncRetry
@@ -401,21 +401,14 @@ class AsyncPoolLink:
         return AsyncConnection(driver, born)
 
 
-class _Closable(Protocol):
-    async def aclose(self) -> None: ...
+class PerLoop:
+    """One link that *make* makes for each event loop, closed with it."""
 
-
-_C = TypeVar("_C", bound=_Closable)
-
-
-class PerLoop(Generic[_C]):
-    """One of what *make* makes for each event loop, closed with it."""
-
-    def __init__(self, make: Callable[[], _C]) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._made: dict[asyncio.AbstractEventLoop, tuple[_C, AsyncGenerator[None]]] = {}
+        self._made: dict[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[None]]] = {}
 
-    async def get(self) -> _C:
+    async def get(self) -> Any:
         loop = asyncio.get_running_loop()
         if loop not in self._made:
             for closed in [each for each in list(self._made) if each.is_closed()]:
@@ -427,7 +420,7 @@ class PerLoop(Generic[_C]):
             await anext(ending)
         return self._made[loop][0]
 
-    async def _close_with(self, loop: asyncio.AbstractEventLoop, made: _C) -> AsyncGenerator[None]:
+    async def _close_with(self, loop: asyncio.AbstractEventLoop, made: Any) -> AsyncGenerator[None]:
         try:
             yield
         finally:

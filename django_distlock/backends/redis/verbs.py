@@ -86,10 +86,6 @@ class KeySpace:
         is_record = record == self.record(key) and not {"{", "}"} & {*key}
         return key if is_record and key else None
 
-    def key_of_taken(self, taken: str) -> str | None:
-        """key_of(), by what taken_pattern finds."""
-        return self.key_of(taken[:-2])
-
 
 _keys = lru_cache(1024)(Keys)
 
