@@ -25,7 +25,7 @@ from django_distlock.engine.values import Busy, Release
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 
-from .zookeeper_tools import BACKEND, aliases, backend, line, operator, rival, stands
+from .zookeeper_tools import BACKEND, aliases, backend, line, operator, rival, stands, watched
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
@@ -309,7 +309,7 @@ async def test_1000_waits_that_time_out_leave_nothing(
     await aeventually(lambda: not places._doomed, 5)
     assert len(line(client, root, "x")) == 1
     assert list(places._by_owner) == [holder.owner]
-    assert not places._watchers
+    assert not watched()
     # All of them watched one node: kazoo and the server know of one watch.
     kazoo = backend()._session.client
     assert sum(map(len, kazoo._data_watchers.values())) <= 1
@@ -698,13 +698,13 @@ def test_a_closed_client_frees_at_once_and_tells_its_holders() -> None:
 
 def test_a_place_that_is_granted_has_an_end_already(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    unwatch = Places.unwatch
+    grant = Places.grant
 
     def look(places: Places, place: Place) -> None:
         seen.append(place.ends - clock.lease_time())
-        unwatch(places, place)
+        grant(places, place)
 
-    monkeypatch.setattr(Places, "unwatch", look)  # called just before the grant
+    monkeypatch.setattr(Places, "grant", look)
     with lock("x", using="locks", ttl=8):
         pass
 

@@ -32,6 +32,7 @@ from .zookeeper_tools import (
     operator,
     rival,
     stands,
+    watched,
 )
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def test_what_was_asked_for_while_suspended_is_answered_after_the_reconnect(
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, timeout=20)
-        eventually(lambda: backend()._places._watchers)
+        eventually(watched)
 
         proxy.cut()
         never(waiting.done, 0.3)
@@ -227,9 +228,9 @@ def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
         waiting = pool.submit(take, timeout=20)
         eventually(lambda: any(place.looked_at for place in backend()._places._by_owner.values()))
         proxy.cut()
-        eventually(lambda: not backend()._places._watchers)
+        eventually(lambda: not watched())
         proxy.pass_through()
-        eventually(lambda: backend()._places._watchers)
+        eventually(watched)
         backend("elsewhere").release(holder)
 
         waiting.result(10)
@@ -286,7 +287,7 @@ def test_a_waiter_whose_session_expires_stands_in_line_again(alias: None) -> Non
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, timeout=20)
-        eventually(lambda: backend()._places._watchers)
+        eventually(watched)
 
         expire()
         never(waiting.done, 0.3)
@@ -321,7 +322,7 @@ def test_a_waiter_whose_node_was_deleted_by_hand_is_served_all_the_same(
     with ThreadPoolExecutor() as pool, operator(zookeeper) as client:
         waiting = pool.submit(take, timeout=20)
         eventually(lambda: len(line(client, root, "x")) == 2)
-        eventually(lambda: backend()._places._watchers)
+        eventually(watched)
         [place] = backend()._places._by_owner.values()
         client.delete(place.path)
 
@@ -361,7 +362,7 @@ def test_a_holder_that_ends_well_is_followed_at_once(act: Start) -> None:
 
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, using="elsewhere", timeout=20)
-        eventually(lambda: backend("elsewhere")._places._watchers)
+        eventually(lambda: watched("elsewhere"))
         told = time.monotonic()
         holder.tell("leave")
         waiting.result(20)
@@ -540,7 +541,7 @@ def test_waiters_go_on_waiting_without_a_quorum_and_are_served_once_there_is_one
 
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(_is_taken, "thread"), pool.submit(asyncio.run, take_as_task())]
-        eventually(lambda: len(backend()._places._watchers) == 2)
+        eventually(lambda: len(watched()) == 2)
         leader = frail.leader
         for member in [leader, *(each for each in frail.members if each is not leader)][:2]:
             member.kill()
@@ -567,7 +568,7 @@ def test_a_waiter_whose_timeout_ends_without_a_quorum_is_told_of_that(
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, timeout=9)
-        eventually(lambda: backend()._places._watchers)
+        eventually(watched)
         for member in frail.members[:2]:
             member.kill()
 

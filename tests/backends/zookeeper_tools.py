@@ -64,6 +64,11 @@ def line(client: Any, root: str, name: str) -> list[str]:
     return list(client.get_children(folder)) if client.exists(folder) else []
 
 
+def watched(alias: str = "locks") -> set[str]:
+    """Return the nodes whose going the waiters of this process wait for."""
+    return {place.watched for place in backend(alias)._places._by_owner.values()} - {""}
+
+
 def expire(alias: str = "locks") -> None:
     """Have the ensemble end the session of *alias*: whoever knows its secret may close it."""
     mine = eventually(lambda: backend(alias)._session.client)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.core.checks import CheckMessage, Error
 from kazoo.exceptions import AuthFailedError, KazooException
 
-from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends.base import StepsBackend
 from django_distlock.backends.failures import server_error
 from django_distlock.conf import LONGEST, BackendSettings
-from django_distlock.engine import clock, steps
+from django_distlock.engine import clock
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
+from django_distlock.engine.steps import arun, run
 from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
@@ -36,11 +37,12 @@ _T = TypeVar("_T")
 BATCH = 500
 
 
-class ZooKeeperBackend(BaseLockBackend):
+class ZooKeeperBackend(StepsBackend):
     """First come, first served, with readers and writers; a lock ends with the session that holds it."""
 
     options_class = ZooKeeperOptions
     options: ZooKeeperOptions
+    _verbs: Recipe
     request_class = ZooKeeperRequest
     supports_fencing = True
     supports_shared = True
@@ -63,7 +65,7 @@ class ZooKeeperBackend(BaseLockBackend):
             self.options, self._session_began, self._session_suspended, self._session_lost
         )
         self._places = Places(self._session)
-        self._recipe = Recipe(self.alias, self.options, self._session, self._places)
+        self._verbs = Recipe(self.alias, self.options, self._session, self._places)
 
     # The verbs.
 
@@ -75,15 +77,13 @@ class ZooKeeperBackend(BaseLockBackend):
         self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         ends = self._patience(request, left) if queued else self._soon()
-        take = self._recipe.take(request, ends, queued=queued)
-        return self._have(take, changes=True, ends=ends)
+        return self._run(self._verbs.acquire(request, queued=queued, ends=ends), ends)
 
     async def atry_acquire(
         self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         ends = self._patience(request, left) if queued else self._soon()
-        take = self._recipe.take(request, ends, queued=queued)
-        return await self._ahave(take, changes=True, ends=ends)
+        return await self._arun(self._verbs.acquire(request, queued=queued, ends=ends), ends)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         if self._is_told(request, bell):
@@ -102,14 +102,6 @@ class ZooKeeperBackend(BaseLockBackend):
 
     dequeue = dequeue_later = forget_bell
 
-    def release(self, request: Request) -> Release:
-        ends = self._soon()
-        return self._have(self._recipe.give_back(request, ends), changes=True, ends=ends)
-
-    async def arelease(self, request: Request) -> Release:
-        ends = self._soon()
-        return await self._ahave(self._recipe.give_back(request, ends), changes=True, ends=ends)
-
     def abandon(self, request: Request) -> Release:
         """See release(), which serves those who wait as well."""
         return self.release(request)
@@ -122,33 +114,20 @@ class ZooKeeperBackend(BaseLockBackend):
         if (place := self._places.get(request.owner)) is not None:
             self._places.drop(place)
 
-    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Look whether the nodes are still there, which keeps the session as well."""
-        return self._have(self._recipe.keep(requests))
-
-    async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        return await self._ahave(self._recipe.keep(requests))
-
     def is_session_over(self, request: Request) -> bool:
         place = self._places.get(request.owner)
         if place is None:
             return request.owner not in self._places.released
         return self._places.is_dead(place)
 
-    def probe(self, request: Request) -> Busy | None:
-        return self._have(self._recipe.look(request.key))
-
-    async def aprobe(self, request: Request) -> Busy | None:
-        return await self._ahave(self._recipe.look(request.key))
-
     # For operators.
 
     def held(self, key: str | None = None) -> Iterator[Held]:
         for keys in _batches(self._keys() if key is None else [key], BATCH):
-            yield from self._have(self._recipe.holders(keys))
+            yield from self._run(self._verbs.holders(keys))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        return self._have(self._recipe.end_holding(key, owner_digest), changes=True)
+        return self._run(self._verbs.end_holding(key, owner_digest))
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
@@ -157,18 +136,15 @@ class ZooKeeperBackend(BaseLockBackend):
             raise ValueError(f"older_than must be 0 seconds or more, not {older_than!r}.")
         if not batch_size >= 1:
             raise ValueError(f"batch_size must be 1 or more, not {batch_size!r}.")
-        return self._purge(older_than, batch_size, dry_run=dry_run)
-
-    def _purge(self, older_than: float, batch_size: int, *, dry_run: bool) -> Iterator[Purged]:
-        before = self._have(self._recipe.now()) - older_than
+        before = self._run(self._verbs.now()) - older_than
         keys, looked_at = self._keys(), 0
         for batch in _batches(keys, batch_size):
-            deleted = self._have(self._recipe.purge(batch, before, dry_run=dry_run))
+            deleted = self._run(self._verbs.purge(batch, before, dry_run=dry_run))
             looked_at += len(batch)
             yield Purged(len(batch), deleted, looked_at / len(keys))
 
     def _keys(self) -> list[str]:
-        return list(filter(self.keeps, self._have(self._recipe.keys())))
+        return list(filter(self.keeps, self._run(self._verbs.keys())))
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:
@@ -212,31 +188,29 @@ class ZooKeeperBackend(BaseLockBackend):
         patience = longest if left is None else min(left, longest)
         return clock.wait_time() + max(patience, self.options.io_timeout)
 
-    def _have(self, verb: Steps[_T], *, changes: bool = False, ends: float | None = None) -> _T:
-        """Run *verb*. If it *changes* something, that may have been done although there is no reply."""
+    def _run(  # type: ignore[override]  # an attribute of the base
+        self, steps: Steps[_T], ends: float | None = None, /
+    ) -> _T:
         ask = partial(self._session.ask, ends=self._soon() if ends is None else ends)
         try:
-            return steps.run(verb, ask)
+            return run(steps, ask)
         except (Silence, KazooException) as error:
-            raise self._error(error, changes=changes) from error
+            raise self._error(error) from error
 
-    async def _ahave(
-        self, verb: Steps[_T], *, changes: bool = False, ends: float | None = None
-    ) -> _T:
+    async def _arun(self, steps: Steps[_T], ends: float | None = None) -> _T:
         ask = partial(self._session.aask, ends=self._soon() if ends is None else ends)
         try:
-            return await steps.arun(verb, ask)
+            return await arun(steps, ask)
         except (Silence, KazooException) as error:
-            raise self._error(error, changes=changes) from error
+            raise self._error(error) from error
 
-    def _error(self, error: Exception, *, changes: bool) -> LockBackendError:
+    def _error(self, error: Exception) -> LockBackendError:
         kind = type(error).__name__
-        if not isinstance(error, (Silence, *BROKEN)):
-            return LockBackendError(self.alias, f"the ensemble refused: {kind}")
-        problem = (
-            "no reply in time" if isinstance(error, Silence) else f"the connection broke: {kind}"
-        )
-        return (LockOutcomeUnknown if changes else LockBackendError)(self.alias, problem)
+        if isinstance(error, Silence):
+            return LockOutcomeUnknown(self.alias, "no reply in time")
+        if isinstance(error, BROKEN):
+            return LockOutcomeUnknown(self.alias, f"the connection broke: {kind}")
+        return LockBackendError(self.alias, f"the ensemble refused: {kind}")
 
     def _is_told(self, request: Request, bell: Bell) -> bool:
         """Have *bell* rung when it is worth to try again; False if it is by now."""
@@ -270,8 +244,7 @@ class ZooKeeperBackend(BaseLockBackend):
         background.at(clock.lease_time(), lose)
 
     def _leases(self) -> list[Lease]:
-        mine = [lease for lease in registry.leases() if lease.backend is self]
-        return [lease for lease in mine if lease.held]
+        return [lease for lease in registry.leases() if lease.backend is self and lease.held]
 
     def _confirm(self) -> None:
         """Give back what was lost by our own clock meanwhile, and confirm the rest."""

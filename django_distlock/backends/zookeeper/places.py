@@ -43,11 +43,9 @@ class Place:
     #: The request that makes the node, while it is under way; whether its reply was lost.
     creating: Any = None
     is_unsure: bool = False
-    is_doomed: bool = False
     is_granted: bool = False
-    #: Whether it is being released, and whether a request to delete it may have been carried out.
+    #: Whether it is being released: a request to delete it may have been carried out.
     is_ending: bool = False
-    is_leaving: bool = False
     #: Until when it may hold without being extended, on ``clock.lease_time()``.
     ends: float = 0.0
     bell: Bell | None = None
@@ -65,8 +63,8 @@ class Place:
         return f"{self.folder}/{self.node}"
 
     def leave(self) -> None:
-        self.node, self.session, self.is_unsure, self.is_granted = "", None, False, False
-        self.is_ending = self.is_leaving = False
+        self.node, self.session = "", None
+        self.is_unsure = self.is_granted = self.is_ending = False
         self.attempt = secrets.token_hex(4)
 
 
@@ -75,10 +73,9 @@ class Places:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._mutex = threading.RLock()
+        self._mutex = threading.Lock()
         self._by_owner: dict[str, Place] = {}
         self._doomed: set[Place] = set()
-        self._watchers: dict[str, set[Place]] = {}
         self.released = RecentOwners()
         self._ends = Alarm(self._drop_ended)
 
@@ -86,16 +83,15 @@ class Places:
         return self._by_owner.get(owner)
 
     def open(self, request: Request, folder: str) -> Place:
-        with self._mutex:
-            place = self._by_owner.get(request.owner)
-            if place is None:
-                self.released.discard(request.owner)
-                place = self._by_owner[request.owner] = Place(request, folder)
-            return place
+        place = self._by_owner.get(request.owner)
+        if place is None:
+            self.released.discard(request.owner)
+            place = self._by_owner[request.owner] = Place(request, folder)
+        return place
 
     def grant(self, place: Place) -> None:
         """Note that *place* holds. At the end of its ttl it is freed: the ensemble keeps it as long as the session."""
-        self.unwatch(place)
+        place.watched = ""
         place.is_granted = True
         self._ends.at(place.ends)
 
@@ -116,43 +112,28 @@ class Places:
 
     def forget(self, place: Place, *, is_released: bool = False) -> None:
         """Have no such place any more: its node is gone."""
-        with self._mutex:
-            if is_released:
-                # First, for whoever asks is_session_over() before the lease knows that it is released.
-                self.released.add(place.request.owner)
-            self._doomed.discard(place)
-            self._leave_owner(place)
+        if is_released:
+            # First, for whoever asks is_session_over() before the lease knows that it is released.
+            self.released.add(place.request.owner)
+        self._doomed.discard(place)
+        self._leave_owner(place)
 
     def _leave_owner(self, place: Place) -> None:
-        if self._by_owner.get(place.request.owner) is place:
-            del self._by_owner[place.request.owner]
-        if place.watched:
-            self.unwatch(place)
+        place.watched = ""
+        with self._mutex:
+            if self._by_owner.get(place.request.owner) is place:
+                del self._by_owner[place.request.owner]
 
     # Waiting for another node to go.
 
-    def watch(self, place: Place, path: str) -> None:
-        with self._mutex:
-            self.unwatch(place)
-            place.watched = path
-            self._watchers.setdefault(path, set()).add(place)
-
-    def unwatch(self, place: Place) -> None:
-        with self._mutex:
-            others = self._watchers.get(place.watched, set())
-            others.discard(place)
-            if not others:
-                self._watchers.pop(place.watched, None)
-            place.watched = ""
-
     def changed(self, event: Any) -> None:
         """Ring those who wait for the node of *event*. Kazoo keeps one watch a node, however many ask."""
-        with self._mutex:
-            # None: the connection was lost, and kazoo has forgotten all watches.
-            paths = list(self._watchers) if event.path is None else [event.path]
-            waiting = [place for path in paths for place in self._watchers.pop(path, ())]
-            for place in waiting:
-                place.watched = ""
+        # A path of None: the connection was lost, and kazoo has forgotten all watches.
+        watching = [place for place in list(self._by_owner.values()) if place.watched]
+        waiting = [place for place in watching if event.path in {None, place.watched}]
+        for place in waiting:
+            # Before the bell: whoever is about to wait for it looks here last.
+            place.watched = ""
         self._ring(waiting)
 
     def _ring(self, places: Iterable[Place]) -> None:
@@ -171,27 +152,25 @@ class Places:
 
     def note_created(self, place: Place, result: Any) -> None:
         """Take note of what came of create(); once is enough."""
-        with self._mutex:
-            if place.creating is not result:
-                return
-            place.creating = None
-            if result.successful():
-                path, stat = result.value
-                place.node = path.rpartition("/")[2]
-                place.session, place.token = stat.ephemeralOwner, stat.czxid
-            else:
-                place.is_unsure = isinstance(result.exception, UNSURE)
-        if place.is_doomed:
+        if place.creating is not result:
+            return
+        if result.successful():
+            path, stat = result.value
+            place.node = path.rpartition("/")[2]
+            place.session, place.token = stat.ephemeralOwner, stat.czxid
+        else:
+            place.is_unsure = isinstance(result.exception, UNSURE)
+        # Last: whoever finds nothing under way goes by the rest.
+        place.creating = None
+        if place in self._doomed:
             self.drop(place)
 
     # Getting rid of nodes.
 
     def drop(self, place: Place) -> None:
         """Delete its node in the background, until that has worked or its session is over."""
-        with self._mutex:
-            place.is_doomed = True
-            self._doomed.add(place)
-            self._leave_owner(place)
+        self._doomed.add(place)
+        self._leave_owner(place)
         if self._session.client is not None:  # else go_on() will be called
             self._session.hand_over(partial(self._bury, place))
 

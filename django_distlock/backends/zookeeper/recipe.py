@@ -10,7 +10,7 @@ from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, Sessio
 
 from django_distlock.engine import clock, steps
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 
 from .line import Label, Line, label, quoted, unquoted
 from .options import ZooKeeperOptions, wished_ttl
@@ -36,7 +36,7 @@ def value(outcome: Any) -> Any:
 
 
 class Recipe:
-    """The steps of each verb, over one session. *ends* is when to give up, in wait time."""
+    """The steps of each verb, over one session."""
 
     def __init__(
         self, alias: str, options: ZooKeeperOptions, session: Session, places: Places
@@ -83,10 +83,13 @@ class Recipe:
 
     # Taking.
 
-    def take(self, request: Request, ends: float, *, queued: int) -> Steps[Grant | Busy]:
-        """Stand in line, and tell whether we are served; if not, stay there only if *queued*."""
+    def acquire(self, request: Request, *, queued: int, ends: float = 0.0) -> Steps[Grant | Busy]:
+        """Stand in line, and tell whether we are served; if not, stay there only if *queued*.
+
+        *ends*: until when to try again if the connection breaks, in wait time.
+        """
         place = self._places.get(request.owner)
-        if queued and place is not None and self._is_unchanged(place):
+        if queued and place and self._is_unchanged(place):
             return place.busy
         while True:
             place = self._places.open(request, self.folder(request.key))
@@ -121,13 +124,13 @@ class Recipe:
                 self._places.drop(place)
                 return _busy(*(yield [first]))
             path = f"{place.folder}/{ahead.name}"
-            self._places.watch(place, path)
+            place.watched = path  # before the request, whose watch may end at once
             watching = partial(client.get_async, path, self._places.changed)
             outcomes = yield [watching] if ahead is line.nodes[0] else [watching, first]
             if not isinstance(outcomes[0], Exception):
                 place.busy, place.looked_at = _busy(outcomes[-1]), clock.wait_time()
                 return place.busy
-            self._places.unwatch(place)
+            place.watched = ""
             if not isinstance(outcomes[0], NoNodeError):  # else it has gone since it was listed
                 raise outcomes[0]
         return Busy()
@@ -184,10 +187,11 @@ class Recipe:
 
     # Giving back.
 
-    def give_back(self, request: Request, ends: float) -> Steps[Release]:
+    def release(self, request: Request) -> Steps[Release]:
         place = self._places.get(request.owner)
         if place is None and request.owner in self._places.released:
             return Release.RELEASED
+        ends = clock.wait_time() + self._options.io_timeout
         while True:
             try:
                 client = yield from self._connected()
@@ -206,19 +210,18 @@ class Recipe:
         if not place.node:
             self._places.forget(place)
             return False
-        place.is_ending = True
+        was_ending, place.is_ending = place.is_ending, True
         [outcome] = yield [partial(client.delete_async, place.path)]
         if isinstance(outcome, NoNodeError):
-            was_held &= place.is_leaving
+            was_held &= was_ending  # else somebody else has deleted it
         else:
-            place.is_leaving = isinstance(outcome, (*UNSURE, Silence))
             value(outcome)
         self._places.forget(place, is_released=was_held)
         return was_held
 
     # Keeping, and looking.
 
-    def keep(self, requests: Sequence[Request]) -> Steps[list[bool]]:
+    def extend(self, requests: Sequence[Request]) -> Steps[list[bool]]:
         """Look whether the node of each is still there, and of this session."""
         began = clock.lease_time()
         client = yield from self._connected()
@@ -241,13 +244,16 @@ class Recipe:
         place.ends = max(place.ends, ends)
         return True
 
-    def look(self, key: str) -> Steps[Busy | None]:
+    def probe(self, request: Request) -> Steps[Busy | None]:
         client = yield from self._connected()
-        folder = self.folder(key)
+        folder = self.folder(request.key)
         nodes = Line((yield from self._names(client, folder))).nodes
         if not nodes:
             return None
         return _busy(*(yield [partial(client.get_async, f"{folder}/{nodes[0].name}")]))
+
+    def take_over(self, request: Request, former: str) -> Steps[bool]:
+        raise NotSupported(self._alias, "Lease.attach()", "The lock is bound to its process.")
 
     # For operators.
 
@@ -260,13 +266,12 @@ class Recipe:
         client = yield from self._connected()
         folders = [self.folder(key) for key in keys]
         outcomes = yield [partial(client.get_children_async, folder) for folder in folders]
-        shown = [
-            (key, f"{folder}/{node.name}", node, len(line.nodes) - len(line.holders))
-            for key, folder, outcome in zip(keys, folders, outcomes, strict=True)
-            if not isinstance(outcome, NoNodeError)
-            for line in [Line(value(outcome))]
-            for node in line.holders
-        ]
+        shown = []
+        for key, folder, outcome in zip(keys, folders, outcomes, strict=True):
+            if not isinstance(outcome, NoNodeError):
+                line = Line(value(outcome))
+                waiters = len(line.nodes) - len(line.holders)
+                shown += [(key, f"{folder}/{node.name}", node, waiters) for node in line.holders]
         if not shown:
             return []
         # A write is what tells the time by the clock of the ensemble.
