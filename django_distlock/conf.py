@@ -121,13 +121,15 @@ def checked_options(backend: type[Any], found: BackendSettings) -> BackendSettin
 
 
 def check_values(options: Any) -> None:
-    """Raise TypeError or ValueError for a field of *options* that should be a bool, or seconds, and is not."""
+    """Raise TypeError or ValueError for a field of *options* that should be a bool, seconds, or text or None, and is not."""
     for option in fields(options):
         value, kind = getattr(options, option.name), str(option.type)
         if kind == "bool" and not isinstance(value, bool):
             raise TypeError(f"{option.name!r} must be True or False, not {value!r}.")
         if kind == "float" or (kind == "float | None" and value is not None):
             seconds(value, f"{option.name!r}")
+        if kind == "str | None" and value is not None:
+            _of_type(repr(option.name), value, str)
 
 
 def read_alias(alias: str, values: object) -> BackendSettings:

@@ -12,13 +12,20 @@ from django.core.checks import CheckMessage
 
 from django_distlock.conf import BackendSettings
 from django_distlock.engine import clock
-from django_distlock.engine.values import Busy, Grant, RecentOwners, Release, Request
-from django_distlock.engine.waiting import Waiting, Way
+from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
-from . import cache_alias
-from .base import BaseLockBackend
-from .cache_alias import Record
+from .cache_alias import (
+    LONGEST_KEY,
+    CacheKeyBackend,
+    Record,
+    cache_class,
+    check_clearing,
+    dotted_path,
+    own_instance,
+    plain_key,
+    whole_seconds,
+)
 
 #: A lock is deleted only if this many seconds of its ttl are left; otherwise it expires, because
 #: somebody else might get it between the get() and the delete().
@@ -37,34 +44,26 @@ class AddOptions:
     trust_add: Sequence[str] = field(default=())
 
 
-class AddBackend(BaseLockBackend):
+class AddBackend(CacheKeyBackend):
     """Acquires by add(), releases by delete(), and never extends."""
 
     options_class = AddOptions
     options: AddOptions
-    kind = "distlock"
     #: A cache cannot compare and extend in one step, so a lease ends with its ttl.
     supports_extend = False
-    waiting = Waiting(way=Way.LOOK)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self.place = "cache", self.options.cache
-        cache_alias.check_ttl_setting(settings)
-        kind = cache_alias.cache_class(cache_alias.checked_cache(self.options.cache))
+        kind = cache_class(self.options.cache)
         if not is_trusted(kind, self.options.trust_add):
-            msg = f"'trust_add' does not name {cache_alias.dotted_path(kind)}, the class of the cache {self.options.cache!r}."
+            msg = f"'trust_add' does not name {dotted_path(kind)}, the class of the cache {self.options.cache!r}."
             raise ValueError(msg)
-        self._keys = cache_alias.own_instance(self.options.cache)
-        self._released = RecentOwners()
+        self._keys = own_instance(self.options.cache)
         self._is_proved = False
 
-    def check_ttl(self, ttl: float) -> None:
-        cache_alias.check_ttl(ttl)
-
     def request(self, name: str, **wishes: Any) -> Request:
-        room = cache_alias.LONGEST_KEY - len(self._keys.make_key(""))
-        return Request(name, cache_alias.plain_key(self.key_of(name), room), **wishes)
+        room = LONGEST_KEY - len(self._keys.make_key(""))
+        return Request(name, plain_key(self.key_of(name), room), **wishes)
 
     def try_acquire(
         self, request: Request, *, queued: int, left: float | None = 0.0
@@ -100,7 +99,7 @@ class AddBackend(BaseLockBackend):
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:
-            return cache_alias.check_clearing(self.alias, self.options.cache)
+            return check_clearing(self.alias, self.options.cache)
         return self.check_server(f"the LOCATION of the cache {self.options.cache!r}")
 
     def abandon_after_fork(self) -> None:
@@ -110,7 +109,7 @@ class AddBackend(BaseLockBackend):
 
     def _add(self, key: str, value: str, ttl: float) -> bool:
         """Return whether the key was added; an answer that is not a bool hides an error."""
-        answer = self._ask("add", key, value, timeout=cache_alias.whole_seconds(ttl))
+        answer = self._ask("add", key, value, timeout=whole_seconds(ttl))
         if answer is True or answer is False:
             return answer
         raise LockOutcomeUnknown(self.alias, f"add() returned {answer!r} instead of True or False")
@@ -149,4 +148,4 @@ class AddBackend(BaseLockBackend):
 def is_trusted(kind: type, trusted: object) -> bool:
     if not (isinstance(trusted, list | tuple) and all(isinstance(path, str) for path in trusted)):
         raise TypeError(f"'trust_add' must be a list of dotted paths, not {trusted!r}.")
-    return cache_alias.dotted_path(kind) in trusted
+    return dotted_path(kind) in trusted

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from django_distlock.conf import BackendSettings, checked_options
 
 from .add import AddBackend, is_trusted
 from .base import BaseLockBackend
-from .cache_alias import cache_class, checked_cache, dotted_path, paths
+from .cache_alias import cache_class, dotted_path, paths
 from .locmem import LocMemBackend
 from .memcached import CacheMemcachedBackend
 
@@ -38,7 +39,16 @@ REFUSED = {
         "it gives every lock to everybody. For tests, use "
         "django_distlock.backends.locmem.LocMemBackend or django_distlock.backends.dummy.DummyBackend."
     ),
+    LOCMEM: (
+        "each process has a separate one, so other processes are not excluded. Use an alias on Redis "
+        "or memcached; if there is only one process, set OPTIONS 'single_process': True."
+    ),
 }
+UNKNOWN = (
+    "it is not known whether its add() succeeds for one caller only. Use an alias on Redis or memcached, "
+    "or another backend; if its add() is atomic on a server that all processes share, and nothing is "
+    "deleted there before it expires, set OPTIONS 'trust_add': [{path!r}]."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +83,8 @@ class CacheBackend(BaseLockBackend):
     @classmethod
     def for_settings(cls, found: BackendSettings) -> BaseLockBackend:
         """Return the backend for the alias; ValueError or TypeError if it cannot keep locks."""
-        name = checked_cache(found.options.get("cache", CacheOptions().cache))
         try:
-            chosen = _chosen(name, found)
+            chosen = _chosen(found.options.get("cache", CacheOptions().cache), found.options)
         except ValueError:
             # If the option 'cache' is misspelt, the default alias is not the problem: say that first.
             checked_options(cls, found)
@@ -83,42 +92,22 @@ class CacheBackend(BaseLockBackend):
         return chosen.for_settings(found)
 
 
-def _chosen(name: str, found: BackendSettings) -> type[BaseLockBackend]:
+def _chosen(name: object, options: dict[str, Any]) -> type[BaseLockBackend]:
     kind = cache_class(name)
     known = paths(kind)
-    for refused, why in REFUSED.items():
-        if refused in known:
-            raise ValueError(_refusal(name, kind, why))
-    if LOCMEM in known:
-        if found.options.get("single_process") is True:
-            return SingleProcessBackend
-        why = (
-            "each process has a separate one, so other processes are not excluded. Use an alias on Redis "
-            "or memcached; if there is only one process, set OPTIONS 'single_process': True."
-        )
-        raise ValueError(_refusal(name, kind, why))
     if any(path.startswith(REDIS) for path in known):
-        return _redis()
+        try:
+            from .redis import CacheRedisBackend
+        except ImportError as error:
+            msg = f"the cache uses Redis, but its driver is not installed: {error}."
+            raise ValueError(msg) from error
+        return CacheRedisBackend
     if known.intersection(MEMCACHED):
         return CacheMemcachedBackend
-    if is_trusted(kind, found.options.get("trust_add", ())):
+    if LOCMEM in known and options.get("single_process") is True:
+        return SingleProcessBackend
+    why = next((REFUSED[path] for path in REFUSED if path in known), None)
+    if why is None and is_trusted(kind, options.get("trust_add", ())):
         return AddBackend
-    why = (
-        "it is not known whether its add() succeeds for one caller only. Use an alias on Redis or memcached, "
-        "or another backend; if its add() is atomic on a server that all processes share, and nothing is "
-        f"deleted there before it expires, set OPTIONS 'trust_add': [{dotted_path(kind)!r}]."
-    )
-    raise ValueError(_refusal(name, kind, why))
-
-
-def _redis() -> type[BaseLockBackend]:
-    try:
-        from .redis import CacheRedisBackend
-    except ImportError as error:
-        msg = f"the cache uses Redis, but its driver is not installed: {error}."
-        raise ValueError(msg) from error
-    return CacheRedisBackend
-
-
-def _refusal(name: str, kind: type, why: str) -> str:
-    return f"'cache' names {name!r}, a {kind.__name__}, which cannot keep locks: {why}"
+    why = why or UNKNOWN.format(path=dotted_path(kind))
+    raise ValueError(f"'cache' names {name!r}, a {kind.__name__}, which cannot keep locks: {why}")

@@ -1,4 +1,4 @@
-"""The alias in CACHES: its class, its keys and values, and what clears it. Sends nothing to its server."""
+"""Locks as keys of an alias in CACHES: its class, keys and values, and what clears it. No I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from django.utils.module_loading import import_string
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import printable
+from django_distlock.engine.values import RecentOwners
+from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import InvalidLockBackend
+
+from .base import BaseLockBackend
 
 #: The limits of a ttl in seconds, on servers that count in whole seconds: memcached takes more
 #: than 30 days for a date.
@@ -55,16 +59,36 @@ class Record:
             return cls("", 0.0, "", None)
 
 
-def checked_cache(name: object) -> str:
+class CacheKeyBackend(BaseLockBackend):
+    """Keeps each lock as one key of a cache, on a server that counts in whole seconds."""
+
+    kind = "distlock"
+    waiting = Waiting(way=Way.LOOK)
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self.place = "cache", self.options.cache
+        self._released = RecentOwners()
+        try:
+            self.check_ttl(settings.ttl)
+        except ValueError as error:
+            raise InvalidLockBackend(f"DISTLOCK[{settings.alias!r}]: TTL: {error}") from error
+
+    def check_ttl(self, ttl: float) -> None:
+        if not LEAST_TTL <= ttl <= LONGEST_TTL:
+            raise ValueError(
+                f"a ttl (and max_hold) must be {LEAST_TTL:g} seconds to {LONGEST_TTL / 86_400:g} days "
+                f"because the server counts in whole seconds, not {ttl!r}."
+            )
+
+
+def cache_class(name: object) -> type[BaseCache]:
+    """Return the class of the alias *name*; ValueError or TypeError if there is none."""
     if not isinstance(name, str):
         raise TypeError(f"'cache' must be a str, not {name!r}.")
     if name not in caches.settings:
         msg = f"'cache' names {name!r}, but CACHES has {', '.join(map(repr, caches.settings))}."
         raise ValueError(msg)
-    return name
-
-
-def cache_class(name: str) -> type[BaseCache]:
     path = caches.settings[name]["BACKEND"]
     try:
         found: type[BaseCache] = import_string(path)
@@ -103,23 +127,6 @@ def plain_key(key: str, room: int = LONGEST_KEY) -> str:
 def whole_seconds(ttl: float) -> int:
     """Return the ttl to send to a server that may expire a value up to a second early."""
     return math.ceil(ttl) + 1
-
-
-def check_ttl(ttl: float) -> None:
-    """Raise ValueError if a server that counts in whole seconds cannot keep *ttl*."""
-    if not LEAST_TTL <= ttl <= LONGEST_TTL:
-        raise ValueError(
-            f"a ttl (and max_hold) must be {LEAST_TTL:g} seconds to {LONGEST_TTL / 86_400:g} days "
-            f"because the server counts in whole seconds, not {ttl!r}."
-        )
-
-
-def check_ttl_setting(settings: BackendSettings) -> None:
-    """Raise InvalidLockBackend if check_ttl() refuses the TTL of the alias."""
-    try:
-        check_ttl(settings.ttl)
-    except ValueError as error:
-        raise InvalidLockBackend(f"DISTLOCK[{settings.alias!r}]: TTL: {error}") from error
 
 
 def check_clearing(alias: str, name: str, *, server: str | None = None) -> list[CheckMessage]:

@@ -26,7 +26,7 @@ from django_distlock import (
     locks,
 )
 from django_distlock.backends.cache_alias import Record
-from django_distlock.backends.memcached.connections import Connection
+from django_distlock.backends.memcached import Connection
 from django_distlock.engine import clock
 from django_distlock.engine.values import Release
 from tests.contract.crew import elsewhere, together
@@ -429,7 +429,7 @@ def test_who_cannot_know_the_number_looks_first(
     holder = rival(name, using)
     holder.takes()
     if why == "late":
-        monkeypatch.setattr("django_distlock.backends.memcached.connections.FRESH", -1.0)
+        monkeypatch.setattr("django_distlock.backends.memcached.FRESH", -1.0)
     else:
         backend(using)._pool.close()
 

@@ -28,8 +28,7 @@ from django_distlock.backends.database import (
 from django_distlock.backends.database.mysql import MySQL
 from django_distlock.backends.database.options import DatabaseOptions, SessionOptions
 from django_distlock.backends.database.sqlite import SQLite
-from django_distlock.backends.memcached import connections
-from django_distlock.backends.memcached.backend import MemcachedOptions
+from django_distlock.backends.memcached import KEPT, MemcachedOptions
 from django_distlock.backends.redis import RedisCacheOptions, connections as redis_connections
 from django_distlock.backends.redlock import (
     RedlockOptions,
@@ -311,7 +310,7 @@ FACTS = [
         "docs/howto/deploy.md",
         f"at most `max_connections` ({SessionOptions().max_connections}), and at most {BESIDE} for",
     ),
-    ("docs/howto/deploy.md", f"| memcached | at most {connections.KEPT} |"),
+    ("docs/howto/deploy.md", f"| memcached | at most {KEPT} |"),
     ("docs/howto/deploy.md", f"look again after {SHORTEST:g} to {LONGEST:g} milliseconds"),
     ("docs/howto/free-a-stuck-lock.md", f"frees up to {live.MOST_AT_ONCE} locks at once"),
     ("docs/howto/free-a-stuck-lock.md", f"have {survey.PATIENCE:g} seconds to answer"),
@@ -348,7 +347,7 @@ FACTS = [
     (MEMCACHED_PAGE, f"at least {cache_alias.LEAST_TTL:g} seconds and at most {DAYS:g} days"),
     (MEMCACHED_PAGE, f"is {SHORTEST:g} to {waiting.SHORTEST_POLL * 1000:g} milliseconds while"),
     (MEMCACHED_PAGE, f"after {waiting.TURNS} times in a row"),
-    (MEMCACHED_PAGE, f"keeps up to {connections.KEPT} connections open"),
+    (MEMCACHED_PAGE, f"keeps up to {KEPT} connections open"),
     (MEMCACHED_PAGE, f"given up after `io_timeout` ({MEMCACHED.io_timeout:g} second)"),
     (MEMCACHED_PAGE, f"after `connect_timeout` ({MEMCACHED.connect_timeout:g} seconds)"),
 ]
