@@ -76,7 +76,7 @@ class AddBackend(CacheKeyBackend):
         found = self._look(request.key)
         if found is None:
             return Busy()
-        return Grant(None) if found.owner == request.owner else Busy(found.holder, mark=found.owner)
+        return Grant(None) if found.owner == request.owner else found.busy
 
     def release(self, request: Request) -> Release:
         """Delete the key if it stays ours for MARGIN seconds; otherwise let it expire."""
@@ -91,11 +91,12 @@ class AddBackend(CacheKeyBackend):
         return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        return [self._is_there(request) for request in requests]
+        found = [(request.owner, self._look(request.key)) for request in requests]
+        return [record is not None and record.owner == owner for owner, record in found]
 
     def probe(self, request: Request) -> Busy | None:
         found = self._look(request.key)
-        return None if found is None else Busy(found.holder, mark=found.owner)
+        return None if found is None else found.busy
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:
@@ -121,10 +122,6 @@ class AddBackend(CacheKeyBackend):
             self._add(f"{self.kind}-trial", "", TRIAL)
             return None
         return Record.unpack(text)
-
-    def _is_there(self, request: Request) -> bool:
-        found = self._look(request.key)
-        return found is not None and found.owner == request.owner
 
     def _prove(self) -> None:
         """Check once that the cache refuses a second add(); otherwise it would exclude nobody."""

@@ -16,7 +16,7 @@ from django.utils.module_loading import import_string
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import printable
-from django_distlock.engine.values import RecentOwners
+from django_distlock.engine.values import Busy, RecentOwners
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import InvalidLockBackend
 
@@ -57,6 +57,10 @@ class Record:
             return cls(str(known["owner"]), float(known["ends"]), str(known["name"]), holder)
         except (ValueError, TypeError, KeyError, RecursionError):
             return cls("", 0.0, "", None)
+
+    @property
+    def busy(self) -> Busy:
+        return Busy(self.holder, mark=self.owner)
 
 
 class CacheKeyBackend(BaseLockBackend):

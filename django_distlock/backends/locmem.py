@@ -79,12 +79,25 @@ class _Record:
         is_in_use = self.holdings or self.waiters or self.is_guarded()
         return not is_in_use and self.available <= now
 
-    def reserved(self, now: float) -> list[Held]:
-        """Return, for operators, what min_hold or lock_delay of its last holder reserves."""
-        if (last := self.last) is None or self.holdings or self.available <= now:
-            return []
-        mark, left = digest_of_reservation(last.token), self.available - now
-        request = last.request
+    def listed(self, now: float) -> list[Held]:
+        """Return, for operators, who has it, or what min_hold or lock_delay of its last holder reserves."""
+        waiters, last = len(self.waiters), self.last
+        if self.holdings or self.available <= now or last is None:
+            return [
+                Held(
+                    holding.request.name,
+                    holding.request.key,
+                    holding.request.holder,
+                    holding.expires - now,
+                    holding.token,
+                    digest(owner),
+                    holding.request.shared,
+                    waiters,
+                    age=now - holding.acquired,
+                )
+                for owner, holding in self.holdings.items()
+            ]
+        request, mark, left = last.request, digest_of_reservation(last.token), self.available - now
         return [
             Held(
                 request.name,
@@ -93,7 +106,7 @@ class _Record:
                 left,
                 last.token,
                 mark,
-                waiters=len(self.waiters),
+                waiters=waiters,
                 reserved=True,
             )
         ]
@@ -226,42 +239,23 @@ class LocMemBackend(BaseLockBackend):
     forget_bell = dequeue
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        found: list[Held] = []
         with self._mutex:
             now = clock.lease_time()
-            for each, record in self._records.items():
-                if key not in {None, each}:
-                    continue
+            records = [self._records[each] for each in self._records if key in {None, each}]
+            for record in records:
                 record.expire(now)
-                found += record.reserved(now)
-                found += [
-                    Held(
-                        holding.request.name,
-                        each,
-                        holding.request.holder,
-                        holding.expires - now,
-                        holding.token,
-                        digest(owner),
-                        holding.request.shared,
-                        len(record.waiters),
-                        age=now - holding.acquired,
-                    )
-                    for owner, holding in record.holdings.items()
-                ]
-        return found
+            return [held for record in records for held in record.listed(now)]
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         with self._mutex:
             record = self._records.get(key, _Record())
-            owners = [owner for owner in record.holdings if digest(owner) == owner_digest]
-            for owner in owners:
+            shown = {held.owner_digest for held in record.listed(clock.lease_time())}
+            for owner in [each for each in record.holdings if digest(each) == owner_digest]:
                 del record.holdings[owner]
-            reserved = record.reserved(clock.lease_time())
-            is_ended = bool(owners) or owner_digest in {each.owner_digest for each in reserved}
-            if is_ended and not record.holdings:
+            if owner_digest in shown and not record.holdings:
                 record.available = 0.0  # it is free now, whatever min_hold it had
             record.wake()
-            return is_ended
+            return owner_digest in shown
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False

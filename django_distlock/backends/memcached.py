@@ -119,7 +119,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
             # A holder that was never refused itself learns only by this to let others go first.
             with suppress(LockBackendError):
                 self._pool.ask(Connection.mark, request.key)
-        return _busy(record)
+        return record.busy
 
     def release(self, request: Request) -> Release:
         """Delete the key if it is ours, in one step: the value that was read expires at once."""
@@ -143,7 +143,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
 
     def probe(self, request: Request) -> Busy | None:
         record, _, _ = self._look(request)
-        return _busy(record) if record else None
+        return record.busy if record else None
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:
@@ -196,10 +196,6 @@ class CacheMemcachedBackend(CacheKeyBackend):
 
     def _restless(self) -> LockBackendError:
         return LockBackendError(self.alias, f"its value changed at each of {LOOKS} looks")
-
-
-def _busy(record: Record) -> Busy:
-    return Busy(record.holder, mark=record.owner)
 
 
 class NotCarriedOut(Exception):
