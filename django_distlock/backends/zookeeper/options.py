@@ -40,97 +40,79 @@ class ZooKeeperOptions:
 
     def __post_init__(self) -> None:
         check_values(self)
-        _check_hosts(self.hosts)
-        _check_root(self.root)
-        is_pairs = _is_list(self.auth) and all(
-            _is_list(p, of=str) and len(p) == 2 for p in self.auth
-        )
-        _must(is_pairs, "'auth' must be a list of pairs of a scheme and a credential.", TypeError)
-        self._check_sasl()
-        self._check_acl()
-        self._check_tls()
-
-    @property
-    def acls(self) -> list[Any]:
-        return list(_ACLS[self.acl] if isinstance(self.acl, str) else self.acl)
-
-    @property
-    def servers(self) -> str:
-        found, _ = collect_hosts(_listed(self.hosts))
-        return ", ".join(f"{host}:{port}" for host, port in found)
-
-    def client_arguments(self) -> dict[str, Any]:
-        tls = {name: getattr(self, name) for name in (*_FILES, "verify_certs", "check_hostname")}
-        return {
-            "hosts": _listed(self.hosts),
-            "timeout": self.session_timeout,
-            "auth_data": [tuple(pair) for pair in self.auth],
-            "default_acl": self.acls,
-            # kazoo writes into it.
-            "sasl_options": None if self.sasl is None else dict(self.sasl),
-            **({"use_ssl": True, **tls} if self.tls else {}),
-        }
-
-    def _check_sasl(self) -> None:
-        if self.sasl is not None:
-            _must(isinstance(self.sasl, dict), "'sasl' must be a dict.", TypeError)
-            msg = "'sasl' needs the package pure-sasl, which is not installed."
-            _must(find_spec("puresasl"), msg)
-
-    def _check_acl(self) -> None:
-        known = ", ".join(map(repr, _ACLS))
-        msg = f"'acl' must be one of {known}, or a list of kazoo.security.ACL, not {self.acl!r}."
-        if isinstance(self.acl, str):
-            _must(self.acl in _ACLS, msg)
-        else:
-            _must(self.acl and _is_list(self.acl, of=ACL), msg, TypeError)
-        msg = "'acl' is 'creator': without 'auth', 'sasl' or 'certfile' nobody tells who that is."
-        _must(self.acl != "creator" or self.auth or self.sasl or self.certfile, msg)
-
-    def _check_tls(self) -> None:
+        self._check_hosts()
+        self._check_root()
+        self._check_credentials()
         for name in _FILES:
-            if (given := getattr(self, name)) is not None:
-                _must(isinstance(given, str), f"{name!r} must be text.", TypeError)
-                _must(self.tls, f"{name!r} is of use only with 'tls'.")
+            _must(self.tls or not getattr(self, name), f"{name!r} is of use only with 'tls'.")
         has_both = (self.certfile is None) is (self.keyfile is None)
         _must(has_both, "'certfile' and 'keyfile' belong together.")
         is_verified = self.verify_certs or not self.check_hostname
         _must(is_verified, "'check_hostname' needs 'verify_certs'.")
 
+    @property
+    def servers(self) -> str:
+        found, _ = collect_hosts(self._hosts)
+        return ", ".join(f"{host}:{port}" for host, port in found)
 
-def _must(fact: object, msg: str, error: type[Exception] = ValueError) -> None:
+    @property
+    def _hosts(self) -> str | list[str]:
+        return self.hosts if isinstance(self.hosts, str) else list(self.hosts)
+
+    def client_arguments(self) -> dict[str, Any]:
+        tls = {name: getattr(self, name) for name in (*_FILES, "verify_certs", "check_hostname")}
+        return {
+            "hosts": self._hosts,
+            "timeout": self.session_timeout,
+            "auth_data": [tuple(pair) for pair in self.auth],
+            "default_acl": list(_ACLS[self.acl] if isinstance(self.acl, str) else self.acl),
+            # kazoo writes into it.
+            "sasl_options": None if self.sasl is None else dict(self.sasl),
+            **({"use_ssl": True, **tls} if self.tls else {}),
+        }
+
+    def _check_hosts(self) -> None:
+        is_text = isinstance(self.hosts, str) or _is_list(self.hosts, of=str)
+        _must(is_text and self.hosts, "'hosts' must be text or a list of texts, and not be empty.")
+        try:
+            collect_hosts(self._hosts)
+        except ValueError as error:
+            msg = f"'hosts' must be like 'one:2181,two:2181', not {self.hosts!r}: {error}."
+            raise ValueError(msg) from error
+
+    def _check_root(self) -> None:
+        root: object = self.root
+        parts = root.split("/") if isinstance(root, str) and root.isprintable() else []
+        is_path = len(parts) > 1 and not parts[0] and not {"", ".", ".."}.intersection(parts[1:])
+        _must(
+            is_path and parts[1] != _RESERVED,
+            f"'root' must be the path of a node, like '/distlock', and not below '/{_RESERVED}', not {root!r}.",
+        )
+
+    def _check_credentials(self) -> None:
+        is_pairs = _is_list(self.auth) and all(
+            _is_list(p, of=str) and len(p) == 2 for p in self.auth
+        )
+        _must(is_pairs, "'auth' must be a list of pairs of a scheme and a credential.")
+        if self.sasl is not None:
+            _must(isinstance(self.sasl, dict), "'sasl' must be a dict.")
+            has_sasl = find_spec("puresasl")
+            _must(has_sasl, "'sasl' needs the package pure-sasl, which is not installed.")
+        is_acl = self.acl in _ACLS if isinstance(self.acl, str) else _is_list(self.acl, of=ACL)
+        known = ", ".join(map(repr, _ACLS))
+        msg = f"'acl' must be one of {known}, or a list of kazoo.security.ACL, not {self.acl!r}."
+        _must(is_acl and self.acl, msg)
+        msg = "'acl' is 'creator': without 'auth', 'sasl' or 'certfile' nobody tells who that is."
+        _must(self.acl != "creator" or self.auth or self.sasl or self.certfile, msg)
+
+
+def _must(fact: object, msg: str) -> None:
     if not fact:
-        raise error(msg)
+        raise ValueError(msg)
 
 
 def _is_list(value: Any, of: type[Any] = object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(each, of) for each in value)
-
-
-def _listed(hosts: str | Sequence[str]) -> str | list[str]:
-    return hosts if isinstance(hosts, str) else list(hosts)
-
-
-def _check_hosts(hosts: Any) -> None:
-    is_text = isinstance(hosts, str) or _is_list(hosts, of=str)
-    _must(is_text, f"'hosts' must be text or a list of texts, not {hosts!r}.", TypeError)
-    try:
-        found = hosts and collect_hosts(_listed(hosts))[0]
-    except ValueError as error:
-        msg = f"'hosts' must be like 'one:2181,two:2181', not {hosts!r}: {error}."
-        raise ValueError(msg) from error
-    _must(found, "'hosts' must name at least one server.")
-
-
-def _check_root(root: object) -> None:
-    if not isinstance(root, str):
-        raise TypeError(f"'root' must be text, not {root!r}.")
-    first, *parts = root.split("/")
-    is_path = not first and parts and all(part not in {"", ".", ".."} for part in parts)
-    _must(
-        is_path and root.isprintable() and parts[0] != _RESERVED,
-        f"'root' must be the path of a node, like '/distlock', and not below '/{_RESERVED}', not {root!r}.",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,25 +65,25 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
         self, reads: Sequence[Any], writes: Sequence[Any], _: Sequence[Any], timeout: float
     ) -> Any:
         """Wait as select.select() does. Kazoo asks six times for each request, and would make a selector each time."""
+        if hasattr(select, "poll"):
+            poll = select.poll()
+            for sockets, event in ((reads, select.POLLIN), (writes, select.POLLOUT)):
+                for each in sockets:
+                    poll.register(each, event)
+            found = dict(poll.poll(math.ceil(max(0.0, timeout) * 1000)))
+            return (
+                [each for each in reads if each.fileno() in found],
+                [each for each in writes if each.fileno() in found],
+                [],
+            )
         ends = clock.wait_time() + timeout
         while True:
             left = max(0.0, ends - clock.wait_time())
-            if hasattr(select, "poll"):
-                return _poll(reads, writes, left)
             # That of eventlet comes back early and with nothing, for sockets of the call before:
             # kazoo takes this for a server that is silent, and connects anew.
             ready = super().select(reads, writes, [], left)
             if any(ready) or left == 0:
                 return ready
-
-
-def _poll(reads: Sequence[Any], writes: Sequence[Any], seconds: float) -> Any:
-    poll = select.poll()
-    for sockets, event in ((reads, select.POLLIN), (writes, select.POLLOUT)):
-        for each in sockets:
-            poll.register(each, event)
-    found = dict(poll.poll(math.ceil(seconds * 1000)))
-    return [s for s in reads if s.fileno() in found], [s for s in writes if s.fileno() in found], []
 
 
 class Exchange:
