@@ -60,19 +60,11 @@ class CacheOptions:
     trust_add: Sequence[str] = field(default=())
 
 
-@dataclass(frozen=True, slots=True)
-class SingleProcessOptions:
-    """The OPTIONS for an alias in the memory of one process."""
-
-    cache: str = "default"
-    single_process: bool = False
-
-
 class SingleProcessBackend(LocMemBackend):
     """Locks of one process, in memory but not in the cache, so they are not deleted with it."""
 
-    options_class = SingleProcessOptions
-    options: SingleProcessOptions
+    options_class = CacheOptions
+    options: CacheOptions
 
 
 class CacheBackend(BaseLockBackend):

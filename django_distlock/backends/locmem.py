@@ -38,6 +38,20 @@ class _Holding:
     acquired: float
     expires: float
 
+    def held(self, mark: str, waiters: int, now: float) -> Held:
+        request = self.request
+        return Held(
+            request.name,
+            request.key,
+            request.holder,
+            self.expires - now,
+            self.token,
+            mark,
+            request.shared,
+            waiters,
+            age=now - self.acquired,
+        )
+
 
 @dataclass(slots=True)
 class _Record:
@@ -83,33 +97,12 @@ class _Record:
         """Return, for operators, who has it, or what min_hold or lock_delay of its last holder reserves."""
         waiters, last = len(self.waiters), self.last
         if self.holdings or self.available <= now or last is None:
-            return [
-                Held(
-                    holding.request.name,
-                    holding.request.key,
-                    holding.request.holder,
-                    holding.expires - now,
-                    holding.token,
-                    digest(owner),
-                    holding.request.shared,
-                    waiters,
-                    age=now - holding.acquired,
-                )
-                for owner, holding in self.holdings.items()
-            ]
-        request, mark, left = last.request, digest_of_reservation(last.token), self.available - now
-        return [
-            Held(
-                request.name,
-                request.key,
-                None,
-                left,
-                last.token,
-                mark,
-                waiters=waiters,
-                reserved=True,
-            )
-        ]
+            return [each.held(digest(owner), waiters, now) for owner, each in self.holdings.items()]
+        shown, left = (
+            last.held(digest_of_reservation(last.token), waiters, now),
+            self.available - now,
+        )
+        return [replace(shown, holder=None, remaining=left, shared=False, reserved=True, age=None)]
 
     def wake(self) -> None:
         """Ring the first waiter; with a reader, all the readers before the first writer.

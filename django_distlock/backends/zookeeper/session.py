@@ -122,18 +122,15 @@ class Exchange:
             raise self._error
         if not self._results:
             return [Silence() for _ in self._asks]
-        return [_outcome(result) for result in self._results]
+        return [
+            result.value if result.successful() else result.exception or Silence()
+            for result in self._results
+        ]
 
     def _note(self, _: Any) -> None:
         if all(result.ready() for result in self._results):
             self.is_over = True
             self._bell.ring()
-
-
-def _outcome(result: Any) -> Any:
-    if not result.ready():
-        return Silence()
-    return result.value if result.successful() else result.exception
 
 
 class Session:
@@ -157,7 +154,8 @@ class Session:
         self._mutex = threading.Lock()
         self._client: Any = None
         self._ready: Any = None
-        self._negotiated: float | None = None
+        #: Why the session will not do; empty if it does.
+        self.problem = ""
         #: The number of the session that holds; None while there is none.
         self.id: int | None = None
 
@@ -168,17 +166,6 @@ class Session:
         # It says that it is connected before it tells _changed().
         is_known = client is not None and client.connected and self.id is not None
         return client if is_known else None
-
-    @property
-    def problem(self) -> str:
-        """Why the session will not do; empty if it does."""
-        asked, given = self._options.session_timeout, self._negotiated
-        if given is None or given >= asked:
-            return ""
-        return (
-            f"the ensemble ends a session after {given:g} s of silence, before OPTIONS 'session_timeout' "
-            f"({asked:g} s) is over: lower it, or raise maxSessionTimeout"
-        )
 
     # Asking.
 
@@ -272,7 +259,7 @@ class Session:
         arguments = self._options.client_arguments()
         client = KazooClient(handler=_Handler(), connection_retry=dict(_RETRY), **arguments)
         client.add_listener(partial(self._changed, client))
-        self._note_negotiated(client)
+        self._check_timeout(client)
         # First, since it may be connected before start_async() returns, and nobody else is listened to.
         self._client = client
         try:
@@ -284,15 +271,19 @@ class Session:
         # Kazoo would end its threads at the exit before what is held is given back.
         atexit.unregister(client.handler.stop)
 
-    def _note_negotiated(self, client: Any) -> None:
-        """Note with each connect which session timeout the ensemble grants: kazoo keeps that for itself."""
-        connection = client._connection  # noqa: SLF001 - there is no other way to learn it
+    def _check_timeout(self, client: Any) -> None:
+        """Look with each connect which session timeout the ensemble grants: kazoo keeps that for itself."""
+        connection, asked = client._connection, self._options.session_timeout  # noqa: SLF001 - there is no other way
         invoke = connection._invoke  # noqa: SLF001 - as above
 
         def noting(timeout: float, request: Any, xid: int | None = None) -> Any:
             answer = invoke(timeout, request, xid)
-            if isinstance(request, Connect) and answer[0].time_out > 0:
-                self._negotiated = answer[0].time_out / 1000
+            if isinstance(request, Connect) and (given := answer[0].time_out / 1000) > 0:
+                problem = (
+                    f"the ensemble ends a session after {given:g} s of silence, before OPTIONS "
+                    f"'session_timeout' ({asked:g} s) is over: lower it, or raise maxSessionTimeout"
+                )
+                self.problem = problem if given < asked else ""
             return answer
 
         connection._invoke = noting  # noqa: SLF001 - as above
