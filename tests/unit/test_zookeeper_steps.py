@@ -54,7 +54,7 @@ def test_whoever_is_stopped_waits_for_no_reply() -> None:
         asked.set()
         return unanswered
 
-    exchange = Exchange([ask], ThreadBell())
+    exchange = Exchange([ask], ThreadBell().ring)
     threading.Thread(target=exchange.begin, daemon=True).start()
     assert asked.wait(10)
 

@@ -21,8 +21,8 @@ from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from .options import ZooKeeperOptions, ZooKeeperRequest
-from .places import Places
-from .recipe import BROKEN, Recipe, Steps
+from .places import Places, Steps
+from .recipe import BROKEN, Recipe
 from .session import Session, Silence
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ZooKeeperBackend(StepsBackend):
         self._session = Session(
             self.options, self._session_began, self._session_suspended, self._session_lost
         )
-        self._places = Places(self._session)
+        self._places = Places(self.alias, self._session)
         self._verbs = Recipe(self.alias, self.options, self._session, self._places)
 
     # The verbs.

@@ -1,31 +1,43 @@
-"""Who of this process holds or waits for what, and getting rid of the nodes of those who left."""
+"""Who of this process holds or waits for what, and the nodes that stand for them."""
 
 from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from kazoo.exceptions import (
     ConnectionLoss,
+    NoNodeError,
     OperationTimeoutError,
     RequestTimeoutError,
     SessionMovedError,
 )
 
-from django_distlock.engine import clock
+from django_distlock.engine import clock, steps
 from django_distlock.engine.background import Alarm
 from django_distlock.engine.bells import Bell
 from django_distlock.engine.values import Busy, RecentOwners, Request
+from django_distlock.exceptions import LockBackendError
 
 from .line import prefix
-from .session import Session
+from .session import Ask, Session, Silence
 
 #: After these a request may have been carried out.
 UNSURE = (ConnectionLoss, OperationTimeoutError, RequestTimeoutError, SessionMovedError)
+
+_T = TypeVar("_T")
+#: Yields what sends requests, is sent what each came to, errors as they are, and returns a result.
+Steps: TypeAlias = "steps.Steps[Sequence[Ask], _T]"
+
+
+def value(outcome: Any) -> Any:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 @dataclass(eq=False, slots=True)
@@ -69,9 +81,10 @@ class Place:
 
 
 class Places:
-    """The places of one backend by owner. Nothing here blocks; what is sent is sent by the session."""
+    """The places of one backend by owner, and the steps that make, find and delete their nodes."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, alias: str, session: Session) -> None:
+        self._alias = alias
         self._session = session
         self._mutex = threading.Lock()
         self._by_owner: dict[str, Place] = {}
@@ -162,47 +175,72 @@ class Places:
             place.is_unsure = isinstance(result.exception, UNSURE)
         # Last: whoever finds nothing under way goes by the rest.
         place.creating = None
-        if place in self._doomed:
-            self.drop(place)
+
+    def know(self, client: Any, place: Place) -> Steps[None]:
+        """Find out what came of a create whose reply was late or lost; a node of another session is none."""
+        if (creating := place.creating) is not None:
+            [outcome] = yield [lambda: creating]
+            if isinstance(outcome, Silence):
+                raise outcome
+        if self.is_dead(place):
+            place.leave()
+        if not place.is_unsure:
+            return
+        names = yield from self.names(client, place.folder, newest=True)
+        own = next((name for name in names if name.startswith(place.prefix)), None)
+        if own is not None:
+            [outcome] = yield [partial(client.exists_async, f"{place.folder}/{own}")]
+            stat = value(outcome)
+            if stat is not None and stat.ephemeralOwner == self._session.id:
+                place.node, place.session, place.token = own, stat.ephemeralOwner, stat.czxid
+                place.is_unsure = False
+                return
+        place.leave()
+
+    def names(self, client: Any, folder: str, *, newest: bool = False) -> Steps[list[str]]:
+        """Return the children of *folder*; *newest*: as the leader knows them, not this server."""
+        asks = [partial(client.get_children_async, folder)]
+        [*_, outcome] = yield [partial(client.sync_async, folder), *asks] if newest else asks
+        if not isinstance(outcome, NoNodeError):
+            names: list[str] = value(outcome)
+            return names
+        if client.chroot:
+            [chroot] = yield [partial(client.exists_async, "/")]
+            if value(chroot) is None:
+                raise self.no_chroot(client) from outcome
+        return []
+
+    def no_chroot(self, client: Any) -> LockBackendError:
+        problem = f"the chroot {client.chroot!r} of OPTIONS 'hosts' does not exist: create it"
+        return LockBackendError(self._alias, problem)
 
     # Getting rid of nodes.
+
+    def delete(self, client: Any, place: Place) -> Steps[bool]:
+        was_held = place.is_granted
+        yield from self.know(client, place)
+        if not place.node:
+            self.forget(place)
+            return False
+        was_ending, place.is_ending = place.is_ending, True
+        [outcome] = yield [partial(client.delete_async, place.path)]
+        if isinstance(outcome, NoNodeError):
+            was_held &= was_ending  # else somebody else has deleted it
+        else:
+            value(outcome)
+        self.forget(place, is_released=was_held)
+        return was_held
 
     def drop(self, place: Place) -> None:
         """Delete its node in the background, until that has worked or its session is over."""
         self._doomed.add(place)
         self._leave_owner(place)
-        if self._session.client is not None:  # else go_on() will be called
-            self._session.hand_over(partial(self._bury, place))
+        place.is_granted = False
+        if (client := self._session.client) is not None:  # else go_on() will be called
+            self._session.hand_over(partial(self._session.start, self.delete(client, place)))
 
     def go_on(self) -> None:
         """Go on with what a lost connection has stopped: kazoo has forgotten all watches."""
         for place in list(self._doomed):
             self.drop(place)
         self._ring([place for place in list(self._by_owner.values()) if not place.is_granted])
-
-    def _bury(self, place: Place) -> None:
-        client = self._session.client
-        if place.creating is not None or client is None:
-            return  # note_created() or go_on() will be called
-        if self.is_dead(place) or not (place.node or place.is_unsure):
-            self.forget(place)
-        elif place.node:
-            client.delete_async(place.path).rawlink(partial(self._note_deleted, place))
-        else:
-            # What another server was asked for may not be known to this one yet.
-            client.sync_async(place.folder)
-            client.get_children_async(place.folder).rawlink(partial(self._note_found, place))
-
-    def _note_deleted(self, place: Place, result: Any) -> None:
-        if result.successful() or not isinstance(result.exception, UNSURE):
-            self.forget(place)
-
-    def _note_found(self, place: Place, result: Any) -> None:
-        if result.successful():
-            own = [name for name in result.value if name.startswith(place.prefix)]
-            place.is_unsure = False
-            if own:
-                place.node, place.session = own[0], self._session.id
-            self.drop(place)
-        elif not isinstance(result.exception, UNSURE):
-            self.forget(place)

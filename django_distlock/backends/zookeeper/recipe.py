@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, SessionExpiredError
 
-from django_distlock.engine import clock, steps
+from django_distlock.engine import clock
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 
 from .line import Label, Line, label, quoted, unquoted
 from .options import ZooKeeperOptions, wished_ttl
-from .places import UNSURE, Place, Places
-from .session import Ask, Session, Silence
-
-_T = TypeVar("_T")
-#: Yields what sends requests, is sent what each came to, errors as they are, and returns a result.
-Steps: TypeAlias = "steps.Steps[Sequence[Ask], _T]"
+from .places import UNSURE, Place, Places, Steps, value
+from .session import Session, Silence
 
 #: The connection or the session went; the next one may do better.
 BROKEN = (*UNSURE, SessionExpiredError)
@@ -27,12 +23,6 @@ BROKEN = (*UNSURE, SessionExpiredError)
 ROUNDS = 5
 #: Seconds after which a waiter looks for itself, though nobody has rung.
 LOOK_AGAIN = 5.0
-
-
-def value(outcome: Any) -> Any:
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 class Recipe:
@@ -63,23 +53,6 @@ class Recipe:
         if self._session.problem:
             raise LockBackendError(self._alias, self._session.problem)
         return client
-
-    def _names(self, client: Any, folder: str, *, newest: bool = False) -> Steps[list[str]]:
-        """Return the children of *folder*; *newest*: as the leader knows them, not this server."""
-        asks = [partial(client.get_children_async, folder)]
-        [*_, outcome] = yield [partial(client.sync_async, folder), *asks] if newest else asks
-        if not isinstance(outcome, NoNodeError):
-            names: list[str] = value(outcome)
-            return names
-        if client.chroot:
-            [chroot] = yield [partial(client.exists_async, "/")]
-            if value(chroot) is None:
-                raise self._no_chroot(client) from outcome
-        return []
-
-    def _no_chroot(self, client: Any) -> LockBackendError:
-        problem = f"the chroot {client.chroot!r} of OPTIONS 'hosts' does not exist: create it"
-        return LockBackendError(self._alias, problem)
 
     # Taking.
 
@@ -136,9 +109,9 @@ class Recipe:
         return Busy()
 
     def _line(self, client: Any, place: Place) -> Steps[Line]:
-        yield from self._know(client, place)
+        yield from self._places.know(client, place)
         if place.node:
-            names = yield from self._names(client, place.folder)
+            names = yield from self._places.names(client, place.folder)
             if place.node in names:
                 return Line(names)
             place.leave()  # somebody has deleted it
@@ -160,30 +133,9 @@ class Recipe:
         paths = ["/".join(parts[:length]) for length in range(2, len(parts) + 1)]
         for outcome in (yield [partial(client.create_async, path) for path in paths]):
             if isinstance(outcome, NoNodeError):
-                raise self._no_chroot(client) from outcome
+                raise self._places.no_chroot(client) from outcome
             if not isinstance(outcome, NodeExistsError):
                 value(outcome)
-
-    def _know(self, client: Any, place: Place) -> Steps[None]:
-        """Find out what came of a create whose reply was late or lost; a node of another session is none."""
-        if (creating := place.creating) is not None:
-            [outcome] = yield [lambda: creating]
-            if isinstance(outcome, Silence):
-                raise outcome
-        if self._places.is_dead(place):
-            place.leave()
-        if not place.is_unsure:
-            return
-        names = yield from self._names(client, place.folder, newest=True)
-        own = next((name for name in names if name.startswith(place.prefix)), None)
-        if own is not None:
-            [outcome] = yield [partial(client.exists_async, f"{place.folder}/{own}")]
-            stat = value(outcome)
-            if stat is not None and stat.ephemeralOwner == self._session.id:
-                place.node, place.session, place.token = own, stat.ephemeralOwner, stat.czxid
-                place.is_unsure = False
-                return
-        place.leave()
 
     # Giving back.
 
@@ -195,29 +147,14 @@ class Recipe:
         while True:
             try:
                 client = yield from self._connected()
-                if place is not None and (yield from self._delete(client, place)):
+                if place is not None and (yield from self._places.delete(client, place)):
                     return Release.RELEASED
-                names = yield from self._names(client, self.folder(request.key))
+                names = yield from self._places.names(client, self.folder(request.key))
             except BROKEN:
                 if clock.wait_time() >= ends:
                     raise
             else:
                 return Release.TAKEN if Line(names).nodes else Release.GONE
-
-    def _delete(self, client: Any, place: Place) -> Steps[bool]:
-        was_held = place.is_granted
-        yield from self._know(client, place)
-        if not place.node:
-            self._places.forget(place)
-            return False
-        was_ending, place.is_ending = place.is_ending, True
-        [outcome] = yield [partial(client.delete_async, place.path)]
-        if isinstance(outcome, NoNodeError):
-            was_held &= was_ending  # else somebody else has deleted it
-        else:
-            value(outcome)
-        self._places.forget(place, is_released=was_held)
-        return was_held
 
     # Keeping, and looking.
 
@@ -247,7 +184,7 @@ class Recipe:
     def probe(self, request: Request) -> Steps[Busy | None]:
         client = yield from self._connected()
         folder = self.folder(request.key)
-        nodes = Line((yield from self._names(client, folder))).nodes
+        nodes = Line((yield from self._places.names(client, folder))).nodes
         if not nodes:
             return None
         return _busy(*(yield [partial(client.get_async, f"{folder}/{nodes[0].name}")]))
@@ -259,7 +196,7 @@ class Recipe:
 
     def keys(self) -> Steps[list[str]]:
         client = yield from self._connected()
-        names = yield from self._names(client, self._options.root)
+        names = yield from self._places.names(client, self._options.root)
         return sorted(key for key in map(unquoted, names) if key is not None)
 
     def holders(self, keys: Sequence[str]) -> Steps[list[Held]]:
@@ -303,7 +240,7 @@ class Recipe:
     def end_holding(self, key: str, owner_digest: str) -> Steps[bool]:
         client = yield from self._connected()
         folder = self.folder(key)
-        line = Line((yield from self._names(client, folder, newest=True)))
+        line = Line((yield from self._places.names(client, folder, newest=True)))
         paths = [f"{folder}/{n.name}" for n in line.holders if n.owner_digest == owner_digest]
         return any(map(_is_deleted, (yield [partial(client.delete_async, path) for path in paths])))
 

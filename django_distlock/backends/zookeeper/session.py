@@ -21,6 +21,7 @@ from kazoo.protocol.states import KazooState, KeeperState
 
 from django_distlock.engine import clock
 from django_distlock.engine.bells import TaskBell, ThreadBell
+from django_distlock.engine.steps import Steps
 
 from .options import ZooKeeperOptions
 
@@ -87,11 +88,11 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
 
 
 class Exchange:
-    """Requests that are sent back to back, and what each came to; *bell* rings when all are answered."""
+    """Requests that are sent back to back, and what each came to; *end* is called once all are answered."""
 
-    def __init__(self, asks: Sequence[Ask], bell: ThreadBell | TaskBell) -> None:
+    def __init__(self, asks: Sequence[Ask], end: Callable[[], object]) -> None:
         self._asks = asks
-        self._bell = bell
+        self._end = end
         self._mutex = threading.Lock()
         self._results: list[Any] = []
         self._error: Exception | None = None
@@ -108,7 +109,7 @@ class Exchange:
                 self._results = [ask() for ask in self._asks]
             except Exception as error:  # noqa: BLE001 - it is raised where the replies are waited for
                 self._error, self.is_over = error, True
-                self._bell.ring()
+                self._end()
         for result in self._results:
             result.rawlink(self._note)
 
@@ -128,9 +129,11 @@ class Exchange:
         ]
 
     def _note(self, _: Any) -> None:
-        if all(result.ready() for result in self._results):
+        with self._mutex:
+            if self.is_over or not all(result.ready() for result in self._results):
+                return
             self.is_over = True
-            self._bell.ring()
+        self._end()
 
 
 class Session:
@@ -171,7 +174,8 @@ class Session:
 
     def ask(self, asks: Sequence[Ask], ends: float) -> list[Any]:
         """Send requests back to back; return what each came to by *ends* (wait time), errors as they are."""
-        exchange = Exchange(asks, bell := ThreadBell())
+        bell = ThreadBell()
+        exchange = Exchange(asks, bell.ring)
         try:
             while not exchange.is_over and (left := ends - clock.wait_time()) > 0:
                 self.hand_over(exchange.begin)
@@ -181,7 +185,8 @@ class Session:
         return exchange.outcomes()
 
     async def aask(self, asks: Sequence[Ask], ends: float) -> list[Any]:
-        exchange = Exchange(asks, bell := TaskBell())
+        bell = TaskBell()
+        exchange = Exchange(asks, bell.ring)
         try:
             while not exchange.is_over and (left := ends - clock.wait_time()) > 0:
                 self.hand_over(exchange.begin)
@@ -189,6 +194,15 @@ class Session:
         finally:
             exchange.give_up()
         return exchange.outcomes()
+
+    def start(self, steps: Steps[Sequence[Ask], Any], last: Exchange | None = None) -> None:
+        """Carry *steps* out in kazoo's threads, with nobody who waits for them; an error ends them."""
+        try:
+            asks = steps.send(last.outcomes() if last else None)
+        except Exception:  # noqa: BLE001 - also StopIteration: there is no more to do now
+            return
+        exchange = Exchange(asks, lambda: self.start(steps, exchange))
+        self.hand_over(exchange.begin)
 
     def hand_over(self, job: Callable[[], None]) -> None:
         """Have *job* send what it has to, in another thread than this one.
