@@ -16,7 +16,9 @@ BACKENDS = "django_distlock.backends"
 INSTALLED_APPS += ["db_mutex"]
 DATABASES |= {"sqlite": DATABASES["default"], "default": DATABASES["postgres"]}
 if os.environ["DISTLOCK_BENCH_DISK"]:
-    DATABASES["sqlite"]["OPTIONS"]["init_command"] = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL"
+    DATABASES["sqlite"]["OPTIONS"]["init_command"] = (
+        "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL"
+    )
 DISTLOCK["sqlite"] = {**DISTLOCK["default"], "OPTIONS": {"using": "sqlite"}}
 for vendor in ("postgres", "mariadb"):
     for kind, backend in {"rowlock": "RowLockBackend", "advisory": "AdvisoryBackend"}.items():

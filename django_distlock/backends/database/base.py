@@ -11,8 +11,7 @@ from django.core.checks import Error
 from django.db import connections
 
 from django_distlock import conf
-from django_distlock.backends.base import BaseLockBackend
-from django_distlock.backends.failures import server_error
+from django_distlock.backends.base import BaseLockBackend, server_error
 from django_distlock.engine.naming import printable
 from django_distlock.engine.steps import settled
 from django_distlock.engine.waiting import Wait

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from django.core.cache import caches
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
-from django_distlock.backends.base import StepsBackend
-from django_distlock.backends.failures import server_error
+from django_distlock.backends.base import StepsBackend, server_error
 from django_distlock.backends.redis.backend import check_facts
 from django_distlock.backends.redis.connections import PoolLink, ask
 from django_distlock.backends.redis.sources import Source, source_of_cache

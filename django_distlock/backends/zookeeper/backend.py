@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.core.checks import CheckMessage, Error
 from kazoo.exceptions import AuthFailedError, KazooException
 
-from django_distlock.backends.base import StepsBackend
-from django_distlock.backends.failures import server_error
+from django_distlock.backends.base import StepsBackend, server_error
 from django_distlock.conf import LONGEST, BackendSettings
 from django_distlock.engine import clock
 from django_distlock.engine.background import background
