@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
-from django.test import override_settings
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it puts in the background like this. Processes of the tests are to hear of Ctrl-C.
@@ -55,13 +54,6 @@ def locks_are_real() -> Iterator[None]:
     """Keep every alias on its own backend: that is what is tested here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("django_distlock.conf.tests_run", bool)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def passwords_are_hashed_quickly() -> Iterator[None]:
-    """Spare the processor what protects real ones: there are hundreds of logins."""
-    with override_settings(PASSWORD_HASHERS=["django.contrib.auth.hashers.MD5PasswordHasher"]):
         yield
 
 
