@@ -204,11 +204,14 @@ class ZooKeeperBackend(StepsBackend):
             raise self._error(error) from error
 
     def _error(self, error: Exception) -> LockBackendError:
-        kind = type(error).__name__
         if isinstance(error, Silence):
             return LockOutcomeUnknown(self.alias, "no reply in time")
+        kind = type(error).__name__
         if isinstance(error, BROKEN):
-            return LockOutcomeUnknown(self.alias, f"the connection broke: {kind}")
+            if not self._session.is_refused:
+                return LockOutcomeUnknown(self.alias, f"the connection broke: {kind}")
+            # Credentials are refused once a session has begun: what was sent until then is broken off.
+            kind = AuthFailedError.__name__
         return LockBackendError(self.alias, f"the ensemble refused: {kind}")
 
     def _is_told(self, request: Request, bell: Bell) -> bool:

@@ -159,6 +159,8 @@ class Session:
         self._ready: Any = None
         #: Why the session will not do; empty if it does.
         self.problem = ""
+        #: Whether the last client has ended because its credentials were refused.
+        self.is_refused = False
         #: The number of the session that holds; None while there is none.
         self.id: int | None = None
 
@@ -275,7 +277,7 @@ class Session:
         client.add_listener(partial(self._changed, client))
         self._check_timeout(client)
         # First, since it may be connected before start_async() returns, and nobody else is listened to.
-        self._client = client
+        self._client, self.is_refused = client, False
         try:
             client.start_async()
         except BaseException:
@@ -316,11 +318,13 @@ class Session:
             self._suspended()
         else:
             self.id = None
+            self.is_refused = client.client_state == KeeperState.AUTH_FAILED
+            reason = (
+                "refused its credentials" if self.is_refused else "ended the session that held it"
+            )
             if client.client_state in _OVER:
                 # It will not try again; the next request begins with another one.
                 self.close(AuthFailedError("refused"), seconds=0)
-            is_refused = client.client_state == KeeperState.AUTH_FAILED
-            reason = "refused its credentials" if is_refused else "ended the session that held it"
             self._lost(f"the ensemble {reason}")
 
 
