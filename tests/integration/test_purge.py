@@ -455,14 +455,17 @@ def test_first_acquire_of_a_name_races_its_release_and_its_purge(
     sites = ["site0", "site1"]
     settings.DISTLOCK = dict.fromkeys([ALIAS, *sites], settings.DISTLOCK[ALIAS])
     start = threading.Barrier(len(sites) + 1, timeout=30)
+    is_purged = threading.Event()
     inside: list[str] = []
     tokens: list[int | None] = []
 
     def use(site: str) -> None:
-        for _ in range(ROUNDS):
+        for number in range(ROUNDS):
             start.wait()
-            # At times the purge is sure to be first, however slow the machine is; and never does a
-            # round begin in the millisecond whose token age() has just taken back.
+            if number % 10 == 0:
+                # At times the purge is sure to be first, however slow the machine is.
+                assert is_purged.wait(30)
+            # Never does a round begin in the millisecond whose token age() has just taken back.
             time.sleep(random.choice([0.002, random.uniform(0.002, 0.01), 0.05]))
             with lock("x", using=site, timeout=30) as lease:
                 inside.append(site)
@@ -476,8 +479,10 @@ def test_first_acquire_of_a_name_races_its_release_and_its_purge(
         purged = 0
         for _ in range(ROUNDS):
             age(database, prefix)
+            is_purged.clear()
             start.wait()
             purged += deleted(purge())
+            is_purged.set()
             start.wait()
 
     assert [user.result() for user in users] == [None] * len(sites)
