@@ -15,6 +15,7 @@ import pytest
 from django.contrib.admin.utils import quote as admin_quote
 from django.contrib.auth.models import User
 from django.urls import reverse
+from selenium.common.exceptions import StaleElementReferenceException, WebDriverException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support import expected_conditions as there
@@ -54,6 +55,11 @@ return {
     status: document.getElementById("distlock-status").innerText,
     scrolled: window.scrollY,
 };"""
+ROWS = """
+return [...document.querySelectorAll("#content tbody tr")].map((row) =>
+    [...row.querySelectorAll("td:not(.action-checkbox, .distlock-pick), th")].map((cell) => cell.innerText.trim()));"""
+#: Of a page whose window was marked: whether another has come whole.
+IS_NEXT = "return !window.isLeft && document.readyState === 'complete';"
 HOSTILE = "<script>alert(1)</script>"
 PASSWORD = "operator"
 Start = Callable[[], "Operator"]
@@ -80,19 +86,26 @@ class Operator:
     def find(self, selector: str) -> Any:
         return self.browser.find_element(By.CSS_SELECTOR, selector)
 
-    def press(self, selector: str) -> None:
+    def click(self, selector: str, by: str = By.CSS_SELECTOR) -> None:
+        """Click what *selector* finds, again if the list was refreshed in between."""
+        wait = WebDriverWait(self.browser, 10, ignored_exceptions=[StaleElementReferenceException])
+        wait.until(lambda browser: browser.find_element(by, selector).click() or True)
+
+    def press(self, selector: str, by: str = By.CSS_SELECTOR) -> None:
         """Click, and wait until the next page has come."""
-        self._leave(self.find(selector))
+        self.browser.execute_script("window.isLeft = true")
+        self.click(selector, by)
+        # Not by what the browser says of an element: asked while the page goes, it may fail.
+        wait = WebDriverWait(self.browser, 10, ignored_exceptions=[WebDriverException])
+        wait.until(lambda browser: browser.execute_script(IS_NEXT))
 
     def follow(self, text: str) -> None:
         """Click the link with this text, and wait until the next page has come."""
-        self._leave(self.browser.find_element(By.LINK_TEXT, text))
+        self.press(text, By.LINK_TEXT)
 
     def rows(self) -> list[list[str]]:
-        """Return the cells of the table, row by row."""
-        found = self.browser.find_elements(By.CSS_SELECTOR, "#content tbody tr")
-        cells = ".//td[not(contains(@class, 'action-checkbox') or contains(@class, 'distlock-pick'))] | .//th"
-        return [[cell.text for cell in row.find_elements(By.XPATH, cells)] for row in found]
+        """Return the cells of the table, row by row, as they are at one moment."""
+        return list(self.browser.execute_script(ROWS))
 
     def look(self) -> dict[str, Any]:
         """Return what the list shows, and have it refreshed."""
@@ -114,14 +127,6 @@ class Operator:
 
     def message(self) -> str:
         return str(self.find(".messagelist li").text)
-
-    def _leave(self, element: Any) -> None:
-        page = self.find("html")
-        element.click()
-        WebDriverWait(self.browser, 10).until(there.staleness_of(page))
-        WebDriverWait(self.browser, 10).until(
-            lambda browser: browser.execute_script("return document.readyState") == "complete"
-        )
 
 
 @pytest.fixture
@@ -182,7 +187,7 @@ def test_lock_is_taken_from_its_holder_after_a_confirmation(operator: Start, nam
     someone = operator()
     with pytest.raises(LockNotHeld), lock(name, ttl=3, purpose="the monthly report") as lease:
         someone.open(f"{LIST}?q={name}")
-        someone.find("#pick").click()
+        someone.click("#pick")
         someone.press("#distlock-force input[type=submit]")
 
         assert someone.find("#content h1").text == "Force release"
@@ -291,7 +296,7 @@ def test_refreshing_can_be_paused_and_stays_so(operator: Start, name: str) -> No
     put("default", f"{name}:1", State.HELD)
     someone = operator()
     someone.open(f"{LIST}?q={name}")
-    someone.find("#distlock-pause").click()
+    someone.click("#distlock-pause")
     someone.follow("NAME")
 
     put("default", f"{name}:2", State.HELD)
@@ -300,7 +305,7 @@ def test_refreshing_can_be_paused_and_stays_so(operator: Start, name: str) -> No
     someone.look()
     time.sleep(1)
     assert len(someone.look()["names"]) == 1
-    someone.find("#distlock-pause").click()
+    someone.click("#distlock-pause")
     eventually(lambda: len(someone.look()["names"]) == 2, 10, "the list is refreshed")
 
 
