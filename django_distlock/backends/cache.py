@@ -1,16 +1,36 @@
-"""CacheBackend: keeps locks on the server of an alias in CACHES; the class of the alias decides how."""
+"""CacheBackend: keeps locks on the server of an alias in CACHES; the class of the alias decides how.
+
+AddBackend is one of the ways: by add(), get() and delete() of a cache whose add() is trusted to be atomic.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from django_distlock.conf import BackendSettings, checked_options
+from django.core.cache import BaseCache, caches
+from django.core.checks import CheckMessage
 
-from .add import AddBackend, is_trusted
+from django_distlock.conf import BackendSettings, checked_options
+from django_distlock.engine import clock
+from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+
 from .base import BaseLockBackend
-from .cache_alias import cache_class, dotted_path, paths
+from .cache_alias import (
+    LONGEST_KEY,
+    CacheKeyBackend,
+    Record,
+    cache_class,
+    check_clearing,
+    dotted_path,
+    own_instance,
+    paths,
+    plain_key,
+    whole_seconds,
+)
 from .locmem import LocMemBackend
 from .memcached import CacheMemcachedBackend
 
@@ -49,6 +69,13 @@ UNKNOWN = (
     "or another backend; if its add() is atomic on a server that all processes share, and nothing is "
     "deleted there before it expires, set OPTIONS 'trust_add': [{path!r}]."
 )
+#: A lock is deleted only if this many seconds of its ttl are left; otherwise it expires, because
+#: somebody else might get it between the get() and the delete().
+MARGIN = 1.0
+#: Seconds for which the cache keeps the keys that are used to test it.
+TRIAL = 10.0
+#: Caches of a parent process: kept, because dropping one may close the parent's connection.
+_OF_PARENTS: list[BaseCache] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +130,115 @@ def _chosen(name: object, options: dict[str, Any]) -> type[BaseLockBackend]:
         return AddBackend
     why = why or UNKNOWN.format(path=dotted_path(kind))
     raise ValueError(f"'cache' names {name!r}, a {kind.__name__}, which cannot keep locks: {why}")
+
+
+@dataclass(frozen=True, slots=True)
+class AddOptions:
+    """The OPTIONS for an alias of a class whose add() *trust_add* says to succeed for one caller only."""
+
+    cache: str = "default"
+    trust_add: Sequence[str] = field(default=())
+
+
+class AddBackend(CacheKeyBackend):
+    """Acquires by add(), releases by delete(), and never extends."""
+
+    options_class = AddOptions
+    options: AddOptions
+    #: A cache cannot compare and extend in one step, so a lease ends with its ttl.
+    supports_extend = False
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        kind = cache_class(self.options.cache)
+        if not is_trusted(kind, self.options.trust_add):
+            msg = f"'trust_add' does not name {dotted_path(kind)}, the class of the cache {self.options.cache!r}."
+            raise ValueError(msg)
+        self._keys = own_instance(self.options.cache)
+        self._is_proved = False
+
+    def request(self, name: str, **wishes: Any) -> Request:
+        room = LONGEST_KEY - len(self._keys.make_key(""))
+        return Request(name, plain_key(self.key_of(name), room), **wishes)
+
+    def try_acquire(
+        self, request: Request, *, queued: int, left: float | None = 0.0
+    ) -> Grant | Busy:
+        """Add the key; if it exists, it may be our own, from a request whose reply was lost."""
+        self._prove()
+        mine = Record(request.owner, clock.lease_time() + request.ttl, request.name, request.holder)
+        if self._add(request.key, mine.pack(), request.ttl):
+            return Grant(None)
+        found = self._look(request.key)
+        if found is None:
+            return Busy()
+        return Grant(None) if found.owner == request.owner else found.busy
+
+    def release(self, request: Request) -> Release:
+        """Delete the key if it stays ours for MARGIN seconds; otherwise let it expire."""
+        found = self._look(request.key)
+        if found is None or found.owner != request.owner:
+            if request.owner in self._released:
+                return Release.RELEASED
+            return Release.GONE if found is None else Release.TAKEN
+        self._released.add(request.owner)
+        if found.ends - clock.lease_time() > MARGIN:
+            self._ask("delete", request.key)
+        return Release.RELEASED
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        found = [(request.owner, self._look(request.key)) for request in requests]
+        return [record is not None and record.owner == owner for owner, record in found]
+
+    def probe(self, request: Request) -> Busy | None:
+        found = self._look(request.key)
+        return None if found is None else found.busy
+
+    def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
+        if databases is None:
+            return check_clearing(self.alias, self.options.cache)
+        return self.check_server(f"the LOCATION of the cache {self.options.cache!r}")
+
+    def abandon_after_fork(self) -> None:
+        """Keep the parent's connection open; this thread gets a new cache."""
+        _OF_PARENTS.append(caches[self.options.cache])
+        del caches[self.options.cache]
+
+    def _add(self, key: str, value: str, ttl: float) -> bool:
+        """Return whether the key was added; an answer that is not a bool hides an error."""
+        answer = self._ask("add", key, value, timeout=whole_seconds(ttl))
+        if answer is True or answer is False:
+            return answer
+        raise LockOutcomeUnknown(self.alias, f"add() returned {answer!r} instead of True or False")
+
+    def _look(self, key: str) -> Record | None:
+        text = self._ask("get", key)
+        if text is None:
+            # A cache that hides its errors returns None for them too.
+            self._add(f"{self.kind}-trial", "", TRIAL)
+            return None
+        return Record.unpack(text)
+
+    def _prove(self) -> None:
+        """Check once that the cache refuses a second add(); otherwise it would exclude nobody."""
+        if self._is_proved:
+            return
+        key = f"{self.kind}-trial-{secrets.token_hex(8)}"
+        if not (self._add(key, "", TRIAL) and not self._add(key, "", TRIAL)):
+            problem = f"the cache {self.options.cache!r} does not refuse a second add()"
+            raise LockBackendError(self.alias, problem)
+        self._is_proved = True
+
+    def _ask(self, verb: str, *args: Any, **options: Any) -> Any:
+        """Call the cache of this thread; its errors become LockOutcomeUnknown."""
+        try:
+            return getattr(caches[self.options.cache], verb)(*args, **options)
+        except Exception as error:
+            problem = f"{verb}() of the cache {self.options.cache!r} failed: {error}"
+            raise LockOutcomeUnknown(self.alias, problem) from error
+
+
+def is_trusted(kind: type, trusted: object) -> bool:
+    if not (isinstance(trusted, list | tuple) and all(isinstance(path, str) for path in trusted)):
+        raise TypeError(f"'trust_add' must be a list of dotted paths, not {trusted!r}.")
+    return dotted_path(kind) in trusted

@@ -97,6 +97,7 @@ class Migration(migrations.Migration):
                 ("owner", models.CharField(max_length=64, unique=True)),
                 ("channel", models.CharField(blank=True, max_length=63)),
                 ("expires_at", models.DateTimeField()),
+                ("callers", models.IntegerField(db_default=1, default=1)),
             ],
             options={
                 "default_permissions": (),
@@ -104,5 +105,18 @@ class Migration(migrations.Migration):
                     models.Index(fields=["method_name", "ticket"], name="distlock_waiter_queue")
                 ],
             },
+        ),
+        migrations.CreateModel(
+            name="HeldLock",
+            fields=[],
+            options={
+                "verbose_name": "lock",
+                "verbose_name_plural": "locks",
+                "proxy": True,
+                "default_permissions": (),
+                "indexes": [],
+                "constraints": [],
+            },
+            bases=("django_distlock.methodlock",),
         ),
     ]

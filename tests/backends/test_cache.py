@@ -22,8 +22,7 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.backends.add import MARGIN, AddBackend
-from django_distlock.backends.cache import SingleProcessBackend
+from django_distlock.backends.cache import MARGIN, AddBackend, SingleProcessBackend
 from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import CacheMemcachedBackend
 from django_distlock.checks import DOCS
@@ -220,7 +219,7 @@ def test_a_driver_that_is_not_installed_is_named(
         locks["locks"]
 
 
-@pytest.mark.parametrize("way", ["add.AddBackend", "memcached.CacheMemcachedBackend"])
+@pytest.mark.parametrize("way", ["cache.AddBackend", "memcached.CacheMemcachedBackend"])
 def test_a_way_that_is_chosen_by_hand_looks_at_the_alias_too(settings: Settings, way: str) -> None:
     configure(settings, f"{DJANGO}.db.DatabaseCache")
     settings.DISTLOCK["locks"]["BACKEND"] = f"django_distlock.backends.{way}"
@@ -315,7 +314,9 @@ def trust_site(number: int, cache: str = "locks", path: str = f"{OURS}.SoundCach
     """Return a backend as another process would have it."""
     options = {"cache": cache, "trust_add": [path]}
     made = make_backend(
-        BackendSettings(f"site{number}", "django_distlock.backends.add.AddBackend", options=options)
+        BackendSettings(
+            f"site{number}", "django_distlock.backends.cache.AddBackend", options=options
+        )
     )
     assert isinstance(made, AddBackend)
     return made
@@ -327,7 +328,7 @@ def test_processes_with_a_lock_by_add_on_a_real_server_lose_nothing(
     balance = tmp_path / "balance"
     balance.write_text("0" * WIDTH)
     options = {"cache": "pymemcache", "trust_add": [f"{DJANGO}.memcached.PyMemcacheCache"]}
-    aliases = {"add": {"BACKEND": "django_distlock.backends.add.AddBackend", "OPTIONS": options}}
+    aliases = {"add": {"BACKEND": "django_distlock.backends.cache.AddBackend", "OPTIONS": options}}
     raising = {"using": "add", "name": name, "path": str(balance), "rounds": 10, "timeout": 30}
     spawned = [
         spawn("tests.contract.acts:raise_balance", aliases=aliases, **raising) for _ in range(3)

@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -88,8 +89,9 @@ class Operator:
 
     def click(self, selector: str, by: str = By.CSS_SELECTOR) -> None:
         """Click what *selector* finds, again if the list was refreshed in between."""
-        wait = WebDriverWait(self.browser, 10, ignored_exceptions=[StaleElementReferenceException])
-        wait.until(lambda browser: browser.find_element(by, selector).click() or True)
+        while True:
+            with suppress(StaleElementReferenceException):
+                return self.browser.find_element(by, selector).click()
 
     def press(self, selector: str, by: str = By.CSS_SELECTOR) -> None:
         """Click, and wait until the next page has come."""

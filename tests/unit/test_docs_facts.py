@@ -15,7 +15,7 @@ from django.dispatch import Signal
 import django_distlock
 from django_distlock import conf, decorators, lease, locks, signals
 from django_distlock.admin import live, survey
-from django_distlock.backends import add, cache_alias
+from django_distlock.backends import cache, cache_alias
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache import CacheOptions
 from django_distlock.backends.database import (
@@ -340,7 +340,7 @@ FACTS = [
     (DATABASE_PAGE, f"about every {looks(SQLite)} milliseconds; it reads"),
     (REDIS_PAGE, f"idle for {redis_connections.IDLE:g} seconds"),
     (CACHE_PAGE, f"longer than {cache_alias.LONGEST_KEY} characters"),
-    (CACHE_PAGE, f"more than {add.MARGIN:g} second of its ttl is left"),
+    (CACHE_PAGE, f"more than {cache.MARGIN:g} second of its ttl is left"),
     (CACHE_PAGE, f"A ttl is {cache_alias.LEAST_TTL:g} seconds to {DAYS:g} days"),
     (CACHE_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
     (MEMCACHED_PAGE, f"random pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
