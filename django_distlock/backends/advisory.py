@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
-from .database.options import AdvisoryOptions
+from .database.base import ConnectionOptions
 from .session.backend import SessionBackend
 from .session.mysql import MySQLAdvisory
 from .session.postgresql import PostgreSQLAdvisory
+
+
+@dataclass(frozen=True, slots=True)
+class AdvisoryOptions(ConnectionOptions):
+    """OPTIONS of AdvisoryBackend.
+
+    fencing: give fencing tokens and tell holders, by a row beside each lock; False: no rows at all.
+    """
+
+    fencing: bool = True
 
 
 class AdvisoryBackend(SessionBackend):

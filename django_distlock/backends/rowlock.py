@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from .database.options import SessionOptions
+from .database.base import ConnectionOptions
 from .session.backend import SessionBackend
 from .session.mysql import MySQLRows
 from .session.postgresql import PostgreSQLRows
@@ -16,8 +16,8 @@ __all__ = ["RowLockBackend", "transaction_lock"]
 class RowLockBackend(SessionBackend):
     """The server itself queues and frees; a lock ends with the connection that holds its row."""
 
-    options_class = SessionOptions
-    options: SessionOptions
+    options_class = ConnectionOptions
+    options: ConnectionOptions
     kind = "row"
     servers: ClassVar = {"postgresql": PostgreSQLRows, "mysql": MySQLRows}
     needs_row = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -326,6 +327,31 @@ def test_migrate_asks_no_servers_since_it_makes_the_tables(
     monkeypatch.setattr(sys, "argv", ["manage.py", "migrate", "--database=pg"])
 
     assert check_servers(databases=["pg"]) == []
+
+
+def test_a_kind_of_database_that_keeps_no_locks_is_an_error(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    for alias, name in {"new": str(tmp_path / "new.sqlite3"), "volatile": ":memory:"}.items():
+        engine = {"ENGINE": "django.db.backends.sqlite3", "NAME": name}
+        database = connections.configure_settings({"default": {}, alias: engine})[alias]
+        monkeypatch.setitem(connections.settings, alias, database)
+    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "new"}}}
+
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+    [too_old] = check_servers(databases=["new"])
+    monkeypatch.setattr(connections["new"], "vendor", "another")
+    [no_row_locks] = found()
+    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "volatile"}}}
+    [volatile] = found()
+
+    assert (too_old.id, too_old.msg.split("has ")[1]) == ("distlock.E004", "no RETURNING.")
+    assert no_row_locks.id == "distlock.E003"
+    assert no_row_locks.msg.endswith("the database 'new' has no SELECT ... FOR UPDATE.")
+    assert (volatile.id, "'volatile' is in memory" in volatile.msg) == ("distlock.E002", True)
+    locks.reset()
+    for alias in ("new", "volatile"):
+        del connections[alias]
 
 
 def test_tables_that_are_missing_are_an_error_before_the_first_lock(

@@ -25,8 +25,9 @@ from django_distlock.backends.database import (
     purge,
     records,
 )
+from django_distlock.backends.database.backend import DatabaseOptions
+from django_distlock.backends.database.base import ConnectionOptions
 from django_distlock.backends.database.mysql import MySQL
-from django_distlock.backends.database.options import DatabaseOptions, SessionOptions
 from django_distlock.backends.database.sqlite import SQLite
 from django_distlock.backends.memcached import KEPT, MemcachedOptions
 from django_distlock.backends.redis import RedisCacheOptions, connections as redis_connections
@@ -308,7 +309,7 @@ FACTS = [
     ),
     (
         "docs/howto/deploy.md",
-        f"at most `max_connections` ({SessionOptions().max_connections}), and at most {BESIDE} for",
+        f"at most `max_connections` ({ConnectionOptions().max_connections}), and at most {BESIDE} for",
     ),
     ("docs/howto/deploy.md", f"| memcached | at most {KEPT} |"),
     ("docs/howto/deploy.md", f"look again after {SHORTEST:g} to {LONGEST:g} milliseconds"),

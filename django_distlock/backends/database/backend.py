@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+from django.core.checks import Error
+from django.db import connections
 
 from django_distlock import conf
 from django_distlock.engine.steps import settled
@@ -14,10 +19,9 @@ from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError
 
 from . import purge, records
-from .base import BaseDatabaseBackend
+from .base import BaseDatabaseBackend, ConnectionOptions
 from .engine import COUNTER, LOCK, WAITER
 from .mysql import MySQL
-from .options import DatabaseOptions, check_settings, check_sqlite
 from .portable import Portable, is_guarded
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
@@ -35,8 +39,34 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 _ENGINES: dict[str, type[Engine]] = {"postgresql": PostgreSQL, "mysql": MySQL, "sqlite": SQLite}
+#: What OPTIONS "engine" may be.
+_ENGINE_NAMES = ("auto", "portable")
+#: RETURNING came with it.
+_LEAST_SQLITE = (3, 35, 0)
 #: Requests in one statement.
 BATCH = 500
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseOptions(ConnectionOptions):
+    """OPTIONS of DatabaseBackend.
+
+    fair: first come, first served, also between processes.
+    engine: "auto" takes what is written for the server; "portable" takes SELECT FOR UPDATE.
+    listen: wake waiters by one more connection: LISTEN and NOTIFY on PostgreSQL (not through PgBouncer),
+        looks for all of this process on MariaDB, MySQL and SQLite.
+    """
+
+    max_connections: int = 8
+    fair: bool = False
+    engine: str = "auto"
+    listen: bool = True
+
+    def __post_init__(self) -> None:
+        ConnectionOptions.__post_init__(self)
+        if self.engine not in _ENGINE_NAMES:
+            msg = f"'engine' must be one of {', '.join(map(repr, _ENGINE_NAMES))}, not {self.engine!r}."
+            raise ValueError(msg)
 
 
 class DatabaseBackend(BaseDatabaseBackend):
@@ -173,10 +203,14 @@ class DatabaseBackend(BaseDatabaseBackend):
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Say what this database cannot do; with *databases*, whether it can be used."""
         if databases is None:
-            return check_settings(self.alias, self.options)
+            return self._check_settings()
         if self.options.using not in databases:
             return []
-        return check_sqlite(self.alias, self.options) or self.check_tables((LOCK, COUNTER, WAITER))
+        is_sqlite = connections[self.options.using].vendor == "sqlite"
+        if is_sqlite and sqlite3.sqlite_version_info < _LEAST_SQLITE:
+            text = f"DISTLOCK[{self.alias!r}]: SQLite {sqlite3.sqlite_version} has no RETURNING."
+            return [Error(text, hint="Install SQLite 3.35 or later.", id="distlock.E004")]
+        return self.check_tables((LOCK, COUNTER, WAITER))
 
     def close(self) -> None:
         super().close()
@@ -188,6 +222,17 @@ class DatabaseBackend(BaseDatabaseBackend):
         for listener in self._listeners:
             listener.abandon()
         self._places.forget()
+
+    def _check_settings(self) -> list[CheckMessage]:
+        using, connection = self.options.using, connections[self.options.using]
+        if connection.vendor == "sqlite" and connection.settings_dict["NAME"] == ":memory:":
+            text = f"DISTLOCK[{self.alias!r}]: the database {using!r} is in memory, where each connection has its own."
+            hint = "Use a file, or LocMemBackend within one process."
+            return [Error(text, hint=hint, id="distlock.E002")]
+        if not connection.features.has_select_for_update and connection.vendor != "sqlite":
+            text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no SELECT ... FOR UPDATE."
+            return [Error(text, hint="Choose another backend or database.", id="distlock.E003")]
+        return []
 
     def _keep_places(self, owners: Sequence[str]) -> None:
         # A server that fails is told of by the next look.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +40,31 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 #: Seconds between two tries to get past other writers.
 SHORT_PAUSE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionOptions:
+    """OPTIONS of all backends on a database; those of row locks and advisory locks keep a connection for each lock.
+
+    using: the alias in DATABASES of the server; row locks and advisory locks must reach it directly, not through PgBouncer.
+    max_connections: how many own connections this process opens at most (a few more listen, watch,
+        or serve short statements beside locks that are connections).
+    io_timeout: seconds until a request that has no answer is given up.
+    """
+
+    using: str = "default"
+    max_connections: int = 16
+    io_timeout: float = 1.5
+
+    def __post_init__(self) -> None:
+        conf.check_values(self)
+        if self.using not in connections.settings:
+            msg = f"'using' names {self.using!r}, but DATABASES has {', '.join(map(repr, connections.settings))}."
+            raise ValueError(msg)
+        limit = self.max_connections
+        if type(limit) is not int or limit < 1:
+            msg = f"'max_connections' must be a whole number, 1 or more, not {limit!r}."
+            raise ValueError(msg)
 
 
 class BaseDatabaseBackend(BaseLockBackend):
