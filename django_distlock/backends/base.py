@@ -14,7 +14,7 @@ from django.core.checks import CheckMessage, Error
 
 from django_distlock.conf import BackendSettings, NoOptions, checked_options
 from django_distlock.engine import clock
-from django_distlock.engine.background import Lanes
+from django_distlock.engine.background import VerbThreads
 from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.leftovers import Leftovers, until_done
@@ -81,7 +81,7 @@ class BaseLockBackend(ABC):
         #: Returns what the server knows a name by.
         self.key_of = lru_cache(KEYS)(partial(server_key, prefix=self.key_prefix, kind=self.kind))
         self.queue = LocalQueue()
-        self._lanes = Lanes(settings.alias)
+        self._threads = VerbThreads(settings.alias)
         self._leftovers = Leftovers(settings.alias, self.revoke_all)
 
     @classmethod
@@ -159,7 +159,7 @@ class BaseLockBackend(ABC):
 
     async def atake_over(self, request: Request, former: str) -> bool:
         """See take_over()."""
-        return await self._lanes.run_release(lambda: self.take_over(request, former))
+        return await self._threads.run_release(lambda: self.take_over(request, former))
 
     def guard(self, request: Request, token: int, using: str) -> None:
         """See Lease.guard()."""
@@ -198,7 +198,7 @@ class BaseLockBackend(ABC):
 
     def close(self) -> None:
         """Let connections and threads go; they come back when they are needed."""
-        self._lanes.close()
+        self._threads.close()
 
     def say_goodbye(self, seconds: float) -> None:
         """Free at the exit of the process, in so many seconds at most, what a session alone keeps."""
@@ -284,40 +284,40 @@ class BaseLockBackend(ABC):
 
     def abandon_later(self, request: Request) -> None:
         """See revoke_all(); in the background, until it has worked or the ttl is over."""
-        self._lanes.after(request, partial(self._leftovers.add, request))
+        self._threads.after(request, partial(self._leftovers.add, request))
 
     def dequeue_later(self, request: Request) -> None:
         """See dequeue(); in the background."""
         job, ends = partial(self.dequeue, request), clock.lease_time() + request.ttl
-        self._lanes.after(request, partial(until_done, self.alias, job, ends))
+        self._threads.after(request, partial(until_done, self.alias, job, ends))
 
     async def atry_acquire(
         self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
         """See try_acquire()."""
         waits = queued and self.waiting.way is Way.ON_SERVER
-        run = self._lanes.run_wait if waits else self._lanes.run_try
+        run = self._threads.run_wait if waits else self._threads.run_try
         return await run(request, lambda: self.try_acquire(request, queued=queued, left=left))
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         """See enqueue()."""
-        await self._lanes.run_try(request, lambda: self.enqueue(request, bell))
+        await self._threads.run_try(request, lambda: self.enqueue(request, bell))
 
     async def arelease(self, request: Request) -> Release:
         """See release()."""
-        return await self._lanes.run_release(lambda: self.release(request))
+        return await self._threads.run_release(lambda: self.release(request))
 
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """See extend()."""
-        return await self._lanes.run_release(lambda: self.extend(requests))
+        return await self._threads.run_release(lambda: self.extend(requests))
 
     async def aprobe(self, request: Request) -> Busy | None:
         """See probe()."""
-        return await self._lanes.run_release(lambda: self.probe(request))
+        return await self._threads.run_release(lambda: self.probe(request))
 
     async def aabandon(self, request: Request) -> None:
         """See abandon()."""
-        await self._lanes.run_release(lambda: self.abandon(request))
+        await self._threads.run_release(lambda: self.abandon(request))
 
 
 #: What drivers and servers write, and what to do about it. The first that fits is given.

@@ -248,8 +248,8 @@ class Alarm:
         self._job()
 
 
-class Lanes:
-    """The threads in which the verbs of one backend run for asyncio: one lane for tries, one for ends.
+class VerbThreads:
+    """The threads in which the verbs of one backend run for asyncio: some for tries, others for ends.
 
     A release never stands behind the tries that wait for it.
     """
@@ -267,7 +267,7 @@ class Lanes:
         }
 
     async def run_try(self, request: Request, verb: Callable[[], _T]) -> _T:
-        """Run *verb* in the lane of tries; whatever comes after() it waits for its end."""
+        """Run *verb* as a try; whatever comes after() it waits for its end."""
         return await self._run("try", request, verb)
 
     async def run_wait(self, request: Request, verb: Callable[[], _T]) -> _T:

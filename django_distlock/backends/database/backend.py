@@ -174,7 +174,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         self._watch(request, bell)
         if owners := self._places.to_keep(request):
-            await self._lanes.run_release(partial(self._keep_places, owners))
+            await self._threads.run_release(partial(self._keep_places, owners))
         await super().asleep(request, bell, seconds)
 
     def dequeue(self, request: Request) -> None:
