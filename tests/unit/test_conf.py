@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from typing import Any
@@ -19,7 +20,14 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.dummy import DummyBackend
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.conf import checked_ttl, optional_seconds, read_alias, read_settings, seconds
+from django_distlock.conf import (
+    check_values,
+    checked_ttl,
+    optional_seconds,
+    read_alias,
+    read_settings,
+    seconds,
+)
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 DUMMY = "django_distlock.backends.dummy.DummyBackend"
@@ -253,6 +261,44 @@ def test_a_timeout_is_as_long_as_one_of_threading_and_no_longer(value: object) -
 
     with pytest.raises(OverflowError, match="timeout must be at most"):
         optional_seconds(value, "timeout")
+
+
+@dataclass(frozen=True)
+class Options:
+    on: bool = True
+    seconds: float = 1.0
+    longest: float | None = None
+    url: str | None = None
+    other: object = None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"on": False, "seconds": 2, "longest": 0.5, "url": "x", "other": []}],
+    ids=["defaults", "all"],
+)
+def test_options_of_the_right_kinds_are_taken(values: dict[str, Any]) -> None:
+    check_values(Options(**values))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"on": 1}, "'on' must be True or False, not 1."),
+        ({"seconds": "1"}, "'seconds' must be a number of seconds or a timedelta, not '1'."),
+        ({"seconds": None}, "'seconds' must be a number of seconds or a timedelta, not None."),
+        ({"longest": "1"}, "'longest' must be a number of seconds or a timedelta, not '1'."),
+        ({"longest": 0}, "'longest' must be more than 0 seconds, and at most 1000000000, not 0."),
+        ({"url": 1}, "'url' must be a str, not 1."),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_told_by_its_name(
+    values: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises((TypeError, ValueError)) as raised:
+        check_values(Options(**values))
+
+    assert str(raised.value) == problem
 
 
 def test_a_ttl_that_is_all_drift_is_refused() -> None:

@@ -28,6 +28,7 @@ from django_distlock import (
     StaleFencingToken,
 )
 from django_distlock.engine.holder import Holder
+from django_distlock.exceptions import first_line
 
 HOLDER = Holder("db1", 4711, "MainThread", "Task-1", "GET /fee")
 UNTIL = datetime(2031, 5, 4, 12, 5, 30, tzinfo=UTC)
@@ -183,6 +184,25 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
             "DISTLOCK['cache'] does not support fencing tokens. Use another backend.",
         ),
         (NotSupported("cache", "listing"), "DISTLOCK['cache'] does not support listing."),
+        (
+            LockDeadlock("fee:1", "it waits for itself"),
+            "Waiting for lock 'fee:1' would never end: it waits for itself.",
+        ),
+        (
+            ReleasedBeforeCommit("fee:1", "shop"),
+            (
+                "Lock 'fee:1' was released before the transaction around it on 'shop' was committed: the next "
+                'holder reads old data. Leave out release="at_exit", or acquire the lock outside atomic().'
+            ),
+        ),
+        (
+            SnapshotBeforeLock("", "shop"),
+            (
+                "A lock was to be acquired in a transaction on 'shop' that has read before: at its isolation level "
+                "it reads old data while it holds the lock. Acquire the lock before anything is read, or outside "
+                "atomic(), or use the isolation level READ COMMITTED."
+            ),
+        ),
     ],
 )
 def test_an_error_says_what_and_which_and_what_now(error: Exception, text: str) -> None:
@@ -199,3 +219,16 @@ def test_a_hostile_name_is_escaped_in_what_an_error_says() -> None:
     said = str(LockNotAcquired("a\nb\0\x1b[31m", 0.0))
 
     assert said.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("no answer in 5 s.\nHint: start it."), "no answer in 5 s"),
+        (ValueError("\n  refused \n"), "refused"),
+        (ValueError("a\x1b[31m"), r"a\x1b[31m"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_an_error_is_told_in_another_by_its_first_line(error: Exception, line: str) -> None:
+    assert first_line(error) == line

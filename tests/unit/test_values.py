@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from django_distlock.engine.naming import LONGEST_LISTED
-from django_distlock.engine.values import Held, digest
+from django_distlock.engine.values import (
+    REMEMBERED,
+    Held,
+    RecentOwners,
+    digest,
+    digest_of_reservation,
+)
 
 
 def _held(name: str, key: str = "fee") -> Held:
@@ -24,3 +30,21 @@ def test_what_an_operator_sees_is_harmless_text() -> None:
 def test_an_operator_sees_the_whole_name_and_no_more_than_that() -> None:
     assert _held("x" * 9_999).name == "x" * 9_999
     assert len(_held("x" * 200_000).name) == LONGEST_LISTED
+
+
+def test_the_digest_of_a_reservation_is_the_same_in_every_version() -> None:
+    assert digest_of_reservation(7) == digest("reserved 7") != digest_of_reservation(8)
+
+
+def test_owners_that_ended_lately_are_remembered_until_they_are_many() -> None:
+    recent = RecentOwners()
+    for number in range(REMEMBERED):
+        recent.add(str(number))
+
+    assert all(str(number) in recent for number in range(REMEMBERED))
+    recent.add("one more")
+    assert "0" not in recent
+    assert "1" in recent
+    assert recent.discard("1")
+    assert not recent.discard("1")
+    assert "1" not in recent
