@@ -48,6 +48,7 @@ def test_a_text_is_never_on_its_way_for_less_than_no_time(monkeypatch: pytest.Mo
         (0.316, "0.32 s"),
         (2.5, "2.5 s"),
         (9.97, "10 s"),
+        (10.4, "10 s"),
         (29.98, "29 s"),
         (119, "119 s"),
         (120, "2 minutes"),

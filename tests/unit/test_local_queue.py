@@ -9,6 +9,7 @@ from weakref import ref
 import pytest
 
 from django_distlock import Lease
+from django_distlock.engine import clock
 from django_distlock.engine.local_queue import IN_A_ROW, LocalQueue
 from tests.fixtures.eventually import eventually
 
@@ -252,3 +253,47 @@ def test_to_give_way_once_is_enough(queue: LocalQueue) -> None:
     assert [queue.gives_way("a"), queue.gives_way("a")] == [True, False]
     queue.contest("a")
     assert not queue.gives_way("a")
+
+
+def test_to_give_way_again_takes_as_many_in_a_row_again(queue: LocalQueue) -> None:
+    bells = _line(queue, 2 * IN_A_ROW + 3)
+    for bell in bells[: IN_A_ROW + 1]:
+        queue.leave("a", bell)
+    queue.contest("a")
+    assert queue.gives_way("a")
+
+    for bell in bells[IN_A_ROW + 1 : 2 * IN_A_ROW]:
+        queue.leave("a", bell)
+    queue.contest("a")
+
+    assert not queue.gives_way("a")
+    queue.leave("a", bells[2 * IN_A_ROW])
+    assert queue.gives_way("a")
+
+
+def test_it_counts_who_wants_the_lock_and_who_waits_for_its_holder(queue: LocalQueue) -> None:
+    lease = cast("Lease", Lent())
+    assert (queue.callers("a"), queue.behind("a")) == (1, None)
+
+    queue.lines.setdefault("a", ref(lease))
+    assert (queue.callers("a"), queue.behind("a")) == (1, 0)
+
+    _line(queue, 2)
+    assert (queue.callers("a"), queue.behind("a")) == (3, 2)
+    assert (queue.callers("b"), queue.behind("b")) == (1, None)
+
+
+def test_a_holder_that_leaves_lets_others_go_first_and_a_waiter_does_not(queue: LocalQueue) -> None:
+    first, second, third = _line(queue, 3)
+    queue.turns.refused("a")
+    queue.turns.granted("a", clock.wait_time() - 100)
+
+    queue.leave("a", second)
+    assert queue.turns.wanted["a"].released is None
+
+    queue.leave("a", first)
+    assert queue.turns.wanted["a"].released == pytest.approx(clock.wait_time(), abs=5)
+    assert queue.turns.wanted["a"].held == pytest.approx(100, abs=5)
+
+    queue.leave("a", third)
+    assert not queue.lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import re
 import unicodedata
@@ -19,6 +20,8 @@ from django_distlock.engine.naming import (
     server_key,
     shown,
     stored,
+    title_of,
+    warn,
 )
 from testproject.models import Account
 
@@ -300,3 +303,39 @@ def test_errors_say_what_is_wrong_with_a_name() -> None:
 def test_a_column_keeps_plain_names_as_they_are_and_long_ones_whole() -> None:
     assert stored("fee:42") == "fee:42"
     assert stored("x" * 9_999) == "x" * 9_999
+
+
+def test_a_warning_has_printable_values_and_fields_of_its_lease(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lease = SimpleNamespace(name="fee\n1", using="shop")
+
+    warn("Lock %s: %s", "fee\n1", 7, of=lease, token=8, why=ValueError("x\0"))
+
+    [record] = caplog.records
+    fields = {key: value for key, value in vars(record).items() if key.startswith("distlock_")}
+    assert record.getMessage() == r"Lock fee\n1: 7"
+    assert fields == {
+        "distlock_name": r"fee\n1",
+        "distlock_using": "shop",
+        "distlock_token": 8,
+        "distlock_why": r"x\x00",
+    }
+    assert record.filename == "test_naming.py"
+
+
+def test_a_function_without_a_name_has_that_of_its_kind() -> None:
+    class Callable:
+        def __call__(self) -> None: ...
+
+    own = "test_a_function_without_a_name_has_that_of_its_kind"
+    assert title_of(title_of) == "django_distlock.engine.naming.title_of"
+    assert title_of(Callable()) == f"{__name__}.{own}.<locals>.Callable"
+
+
+def test_fields_of_a_partial_are_those_that_it_leaves_open() -> None:
+    def pay(account: int, amount: int) -> None: ...
+
+    some = functools.update_wrapper(functools.partial(pay, 7), pay)
+
+    assert NameTemplate("fee:{amount}", some).name_for((5,), {}) == "fee:5"

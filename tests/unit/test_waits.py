@@ -1,0 +1,124 @@
+"""Who waits for whom in one process, and who stands before whom."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from django_distlock import LockDeadlock
+from django_distlock.engine.caller import Caller
+from django_distlock.engine.waiting import Wait
+from django_distlock.engine.waits import Holder, Lock, Waiter, Waits, waits
+
+A, B = Lock("server", "a"), Lock("server", "b")
+_T = TypeVar("_T")
+
+
+def elsewhere(make: Callable[[], _T]) -> _T:
+    """Return what *make* returns in another thread."""
+    made: list[_T] = []
+    thread = threading.Thread(target=lambda: made.append(make()))
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+class World:
+    """Waits with holders that are told, not registered."""
+
+    def __init__(self) -> None:
+        self.waits = Waits()
+        self.holding: list[tuple[Lock, Holder]] = []
+        self.waits.other_holders.append(lambda: iter(self.holding))
+        self.me, self.other = Caller(), elsewhere(Caller)
+
+    def waiter(self, lock: Lock, caller: Caller, **wishes: Any) -> Waiter:
+        wishes = {"shared": False, "wait": Wait(60), "came": waits.arrive(), **wishes}
+        return Waiter(lock.key, lock, caller, **wishes)
+
+    def hold(self, lock: Lock, caller: Caller, *, shared: bool = False) -> None:
+        self.holding.append((lock, Holder(caller, shared)))
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    assert not world.waits.count(A)
+    assert not world.waits.count(B)
+
+
+def test_who_closes_a_circle_is_told_and_waits_no_more(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.hold(A, world.me)
+    world.hold(B, world.other)
+    first, second = world.waiter(A, world.other), world.waiter(B, world.me)
+    world.waits.begin(first)
+
+    with pytest.raises(LockDeadlock, match=r"'b' would never end: others wait") as raised:
+        world.waits.begin(second)
+
+    assert raised.value.name == "b"
+    assert world.waits.count(A) == 1
+    [record] = caplog.records
+    assert record.getMessage() == "Lock b: deadlock"
+    assert vars(record)["distlock_name"] == "b"
+    world.waits.end(second)
+    assert world.waits.count(A) == 1
+    world.waits.end(first)
+
+
+def test_readers_wait_for_no_reader(world: World) -> None:
+    world.hold(A, world.me, shared=True)
+    world.hold(B, world.other)
+    reader, writer = world.waiter(A, world.other, shared=True), world.waiter(B, world.me)
+
+    world.waits.begin(reader)
+    world.waits.begin(writer)
+
+    world.waits.end(reader)
+    world.waits.end(writer)
+
+
+def test_a_reader_waits_for_a_writer_that_the_server_lets_no_later_reader_pass(
+    world: World,
+) -> None:
+    early = world.waiter(A, world.me, shared=True)
+    writer = world.waiter(A, world.other)
+    elsewhere_waiter = world.waiter(B, world.other)
+    late = world.waiter(A, world.me, shared=True)
+    writer.stand_before_readers()
+    after = world.waiter(A, world.me, shared=True)
+    first_number = writer.ahead_since
+    writer.stand_before_readers()
+    assert writer.ahead_since == first_number
+    early.stand_before_readers()
+    assert early.ahead_since is None
+    world.hold(A, world.me, shared=True)
+    world.waits.begin(writer)
+
+    for reader in (early, late):
+        world.waits.begin(reader)
+        world.waits.end(reader)
+
+    assert elsewhere_waiter.ahead_since is None
+    with pytest.raises(LockDeadlock):
+        world.waits.begin(after)
+    world.waits.end(writer)
+
+
+def test_a_wait_that_is_over_is_in_no_circle(world: World) -> None:
+    world.hold(A, world.me)
+    world.hold(B, world.other)
+    gave_up = world.waiter(A, world.other, wait=Wait(0))
+    waiter = world.waiter(B, world.me)
+    world.waits.begin(gave_up)
+
+    world.waits.begin(waiter)
+
+    world.waits.end(gave_up)
+    world.waits.end(waiter)
