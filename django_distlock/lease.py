@@ -79,6 +79,8 @@ class _TakeOver(NamedTuple):
 class Lease:
     """One holding of one lock. It is made by ``Lock.acquire()``; use it with ``with`` or release it.
 
+    Methods that begin with an *a* more, such as ``aextend()``, are awaited and do the same.
+
     It is *held* until it is released, or lost: when its deadline passes by this machine's
     clock, or the server says that the lock is not ours any more. Lost is final.
     """
@@ -254,7 +256,7 @@ class Lease:
             transactions.tell_of_release(self.name, open_ones, strict=self.backend.strict)
 
     def release_now(self) -> bool:
-        """See release(), whatever transaction is open; return whether the lock is free now."""
+        """Release it, whatever transaction is open; return whether the lock is free now."""
         if os.getpid() != forks.pid:
             forks.notice()
         if self._leaves_reentry():
@@ -270,7 +272,7 @@ class Lease:
         return True
 
     async def arelease(self) -> None:
-        """See release(). A cancelled call is completed in the background."""
+        """Release it, at once; a cancelled call is completed in the background."""
         if _get_running_loop() is None:
             self.release_later()  # its task was destroyed: there is nothing to wait in
         elif not self._leaves_reentry():
@@ -288,7 +290,6 @@ class Lease:
         run(self._extending(ttl), lambda asked: settled(partial(self.backend.extend, asked)))
 
     async def aextend(self, ttl: float | timedelta | None = None) -> None:
-        """See extend()."""
         aextend = self.backend.aextend
         await arun(self._extending(ttl), lambda asked: asettled(partial(aextend, asked)))
 
@@ -302,7 +303,6 @@ class Lease:
         return run(self._detaching(ttl), lambda asked: settled(partial(self.backend.extend, asked)))
 
     async def adetach(self, ttl: float | timedelta | None = None) -> str:
-        """See detach()."""
         aextend = self.backend.aextend
         return await arun(self._detaching(ttl), lambda asked: asettled(partial(aextend, asked)))
 
@@ -323,7 +323,6 @@ class Lease:
 
     @classmethod
     async def aattach(cls, text: str, purpose: str = "") -> Lease:
-        """See attach()."""
         return await arun(
             cls._attaching(text, purpose),
             lambda asked: asettled(partial(asked.backend.atake_over, asked.request, asked.former)),
@@ -398,7 +397,6 @@ class Lease:
             self._add_note(error, problem)
 
     async def aleave(self, error: BaseException | None) -> None:
-        """See leave()."""
         if error is not None:
             self.hold_on_success = 0.0
         try:

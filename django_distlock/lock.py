@@ -170,10 +170,11 @@ class Lock:
 
     One object may serve many threads and tasks; each acquisition makes a Lease of its own. It keeps
     to the protocol of ``threading.RLock``: ``acquire()``, ``release()``, ``locked()``, ``with``.
+    Methods that begin with an *a* more, such as ``alocked()``, are awaited and do the same.
     """
 
     def __init__(self, name: str, **terms: Unpack[LockTerms]) -> None:
-        """See LockTerms for *terms*."""
+        """*terms* are those of LockTerms."""
         self.name = checked_name(name)
         self.terms = Terms.of(terms)
         self._mutex = threading.Lock()
@@ -203,7 +204,7 @@ class Lock:
     def aacquire(
         self, blocking: bool = True, timeout: Seconds | None = -1, **unknown: Never
     ) -> Coroutine[Any, Any, Lease | None]:
-        """See acquire(). The lock belongs to the caller, even if another task awaits the result."""
+        """Return what acquire() does, awaited. The lock belongs to the caller, even if another task awaits the result."""
         return self._aacquire(blocking, timeout, unknown, Caller(), Awaited())
 
     async def _aacquire(
@@ -230,7 +231,7 @@ class Lock:
 
     @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, None]:
-        """See release(), and aacquire()."""
+        """Release what the caller acquired last, even if another task awaits it."""
         return self._recall().arelease()
 
     def locked(self) -> bool:
@@ -239,7 +240,6 @@ class Lock:
         return settled(partial(backend.probe, self._request(backend))) is not None
 
     async def alocked(self) -> bool:
-        """See locked()."""
         backend = self._backend()
         return await asettled(partial(backend.aprobe, self._request(backend))) is not None
 
@@ -267,7 +267,6 @@ class Lock:
     async def aenter(
         self, timeout: float | None, *, kept: bool = True, caller: Caller | None = None
     ) -> Lease:
-        """See enter()."""
         return await self.atake(timeout, partial(self._note_entry, kept=kept), caller)
 
     def take(self, timeout: float | None, note: Note = id) -> Lease:
@@ -291,7 +290,7 @@ class Lock:
     async def atake(
         self, timeout: float | None, note: Note = id, caller: Caller | None = None
     ) -> Lease:
-        """See take(). The lease is that of *caller*, if there is one, for whom this task acquires it."""
+        """Do what take() does, for *caller* if there is one: the lease is that one's."""
         if self.terms.release == "on_commit":
             raise NotSupported(
                 self.terms.using,

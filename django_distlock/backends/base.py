@@ -38,7 +38,8 @@ class BaseLockBackend(ABC):
     """One alias of DISTLOCK in this process, shared by all its threads and tasks.
 
     A backend writes the verbs; each is one round trip, waits for nobody, and raises
-    LockBackendError (LockOutcomeUnknown where a request may have arrived).
+    LockBackendError (LockOutcomeUnknown where a request may have arrived). Those that begin with
+    an *a* more are for asyncio; here they run the others in threads.
     """
 
     #: The class of its OPTIONS: a frozen dataclass, its fields are the known options.
@@ -144,7 +145,6 @@ class BaseLockBackend(ABC):
         bell.wait(seconds)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        """See sleep()."""
         await bell.wait(seconds)
 
     def forget_bell(self, request: Request) -> None:
@@ -158,11 +158,10 @@ class BaseLockBackend(ABC):
         raise NotSupported(self.alias, "Lease.attach()", "The lock is bound to its process.")
 
     async def atake_over(self, request: Request, former: str) -> bool:
-        """See take_over()."""
         return await self._threads.run_release(lambda: self.take_over(request, former))
 
     def guard(self, request: Request, token: int, using: str) -> None:
-        """See Lease.guard()."""
+        """Do what ``Lease.guard()`` promises."""
         raise NotSupported(
             self.alias, "guard()", "Locks must live in the database that they protect."
         )
@@ -283,40 +282,34 @@ class BaseLockBackend(ABC):
             return error
 
     def abandon_later(self, request: Request) -> None:
-        """See revoke_all(); in the background, until it has worked or the ttl is over."""
+        """Have it given back for good in the background, until that has worked or the ttl is over."""
         self._threads.after(request, partial(self._leftovers.add, request))
 
     def dequeue_later(self, request: Request) -> None:
-        """See dequeue(); in the background."""
+        """Have its place given up in the background."""
         job, ends = partial(self.dequeue, request), clock.lease_time() + request.ttl
         self._threads.after(request, partial(until_done, self.alias, job, ends))
 
     async def atry_acquire(
         self, request: Request, *, queued: int, left: float | None = 0.0
     ) -> Grant | Busy:
-        """See try_acquire()."""
         waits = queued and self.waiting.way is Way.ON_SERVER
         run = self._threads.run_wait if waits else self._threads.run_try
         return await run(request, lambda: self.try_acquire(request, queued=queued, left=left))
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
-        """See enqueue()."""
         await self._threads.run_try(request, lambda: self.enqueue(request, bell))
 
     async def arelease(self, request: Request) -> Release:
-        """See release()."""
         return await self._threads.run_release(lambda: self.release(request))
 
     async def aextend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """See extend()."""
         return await self._threads.run_release(lambda: self.extend(requests))
 
     async def aprobe(self, request: Request) -> Busy | None:
-        """See probe()."""
         return await self._threads.run_release(lambda: self.probe(request))
 
     async def aabandon(self, request: Request) -> None:
-        """See abandon()."""
         await self._threads.run_release(lambda: self.abandon(request))
 
 

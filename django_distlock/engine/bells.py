@@ -72,7 +72,7 @@ class TaskBell:
 
 
 def timeout(seconds: float | None) -> AbstractAsyncContextManager[object]:
-    """See asyncio.timeout(); it goes by our clock, also where somebody has stopped that of the event loop."""
+    """Return an asyncio.timeout() that goes by our clock, also where somebody has stopped that of the event loop."""
     if seconds is None or abs(asyncio.get_running_loop().time() - clock.wait_time()) < SAME:
         return asyncio.timeout(seconds)
     return _timeout_by_thread(seconds)

@@ -144,7 +144,7 @@ class BaseDatabaseBackend(BaseLockBackend):
         return settled(partial(self._press, verb, *args), within=math.inf)
 
     def _press(self, verb: Callable[..., _T], *args: Any) -> _T:
-        """See _insist(), for what must not be carried out twice."""
+        """Do what _insist() does, but not twice."""
         answer: _T = self._persist(0.0, self._ask, verb, *args)
         return answer
 
@@ -158,7 +158,7 @@ class BaseDatabaseBackend(BaseLockBackend):
     def _ask_again(
         self, error: Contended, patience: float, ask: Callable[..., _T], *args: Any
     ) -> _T:
-        """See _persist(); the first time brought *error*."""
+        """Go on with what _persist() begins; the first time brought *error*."""
         wait = Wait(max(patience, self.options.io_timeout))
         while True:
             self._own_transaction_must_not_block(error)

@@ -82,7 +82,7 @@ class Engine(ABC):
         return False
 
     def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:
-        """See BaseLockBackend.try_acquire(). Crowded: nobody has it, but others are at work on its rows."""
+        """Take the lock, or say who has it. Crowded: nobody has it, but others are at work on its rows."""
         answer = self.take(cursor, request)
         if queued and isinstance(answer, Grant):
             self.dequeue(cursor, request)
@@ -109,7 +109,7 @@ class Engine(ABC):
 
     @abstractmethod
     def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
-        """See BaseLockBackend.extend()."""
+        """Let each live for its ttl from now; return whether it is kept."""
 
     def take_over(self, cursor: Any, request: Request, former: str) -> bool:
         known = {**parameters(request), "min_hold": request.min_hold, "former": former}
