@@ -48,7 +48,7 @@ class EtcdBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self.place = "etcd", self.options.endpoint
+        self.location = "etcd", self.options.endpoint
         self._etcd = connect(self.options.endpoint)
         self._watches: dict[str, Callable[[], object]] = {}
 

@@ -105,7 +105,7 @@ def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
         if error := answer.exception():
             problems[alias] = first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
             continue
-        here, alone = found[locks[alias].place], (alias,)
+        here, alone = found[locks[alias].location], (alias,)
         for held in answer.result():
             known = f"{held.owner_digest} {held.key}"
             before = here.get(known)

@@ -77,8 +77,8 @@ class BaseLockBackend(ABC):
         self.key_prefix = settings.key_prefix
         self.strict = settings.strict
         self.options: Any = self.options_class(**settings.options)
-        #: Where its locks are: aliases of one place meet the same locks by the same keys.
-        self.place: Hashable = (type(self), settings.alias)
+        #: Where its locks are: aliases of one location meet the same locks by the same keys.
+        self.location: Hashable = (type(self), settings.alias)
         #: Returns what the server knows a name by.
         self.key_of = lru_cache(KEYS)(partial(server_key, prefix=self.key_prefix, kind=self.kind))
         self.queue = LocalQueue()
@@ -235,7 +235,7 @@ class BaseLockBackend(ABC):
         if ended is None or not self._end_shown(key, owner_digest):
             return False
         for lease in registry.leases():
-            if lease.backend.place == self.place and digest(lease.request.owner) == owner_digest:
+            if lease.backend.location == self.location and digest(lease.request.owner) == owner_digest:
                 lease.lose("its release was forced by an operator")
         state = (
             "reserved by min_hold or lock_delay" if ended.reserved else f"held by {ended.holder}"

@@ -71,7 +71,7 @@ class CacheKeyBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self.place = "cache", self.options.cache
+        self.location = "cache", self.options.cache
         self._released = RecentOwners()
         try:
             self.check_ttl(settings.ttl)

@@ -353,7 +353,7 @@ class Attempt:
     def _begin_to_wait(self, *, has_place: bool) -> None:
         """Be known to wait, with a place on the server or without; LockDeadlock if it would be for ourselves."""
         if self._waiter is None and (caller := self.lease.caller) is not None:
-            lock = Lock(self.backend.place, self.request.key)
+            lock = Lock(self.backend.location, self.request.key)
             self._waiter = Waiter(
                 self.lease.name, lock, caller, self.request.shared, self.wait, self._came
             )

@@ -23,7 +23,7 @@ REASON = "others wait for a lock that this caller holds, and hold this one"
 class Lock(NamedTuple):
     """One lock, whatever alias it is taken by."""
 
-    place: Hashable
+    location: Hashable
     key: str
 
 
@@ -121,7 +121,7 @@ class Waits:
         for lease in registry.leases():
             # One that was handed on is released by somebody else.
             if (caller := lease.caller) is not None and lease.is_kept:
-                lock = Lock(lease.backend.place, lease.request.key)
+                lock = Lock(lease.backend.location, lease.request.key)
                 found[lock].append(Holder(caller, lease.shared))
         for lock, holder in itertools.chain(*(tell() for tell in self.other_holders)):
             found[lock].append(holder)

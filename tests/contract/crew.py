@@ -78,7 +78,7 @@ def length_of_line(backend: BaseLockBackend, name: str) -> int:
     lock = _lock(backend, name)
     line = backend.queue.lines.get(lock.key)
     leases = [lease for lease in registry.leases() if lease.is_kept]
-    held = sum((lease.backend.place, lease.request.key) == lock for lease in leases)
+    held = sum((lease.backend.location, lease.request.key) == lock for lease in leases)
     return max(held + waits.count(lock), len(getattr(line, "places", "1")) if line else 0)
 
 
@@ -94,4 +94,4 @@ def is_contested(backend: BaseLockBackend, name: str) -> bool:
 
 
 def _lock(backend: BaseLockBackend, name: str) -> waiting.Lock:
-    return waiting.Lock(backend.place, backend.request(name, ttl=1, holder=None).key)
+    return waiting.Lock(backend.location, backend.request(name, ttl=1, holder=None).key)

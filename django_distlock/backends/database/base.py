@@ -72,7 +72,7 @@ class BaseDatabaseBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self.place = place_of(connections[self.options.using].settings_dict)
+        self.location = location_of(connections[self.options.using].settings_dict)
         self.engine = self.make_engine(connections[self.options.using].vendor)
         self._own = self.make_pool(self.engine, self.options.max_connections)
         self._schema: str | None = None
@@ -91,7 +91,7 @@ class BaseDatabaseBackend(BaseLockBackend):
     def guard(self, request: Request, token: int, using: str) -> None:
         """Lock the fencing token in the caller's transaction."""
         connection = connections[using]
-        if place_of(connections[self.options.using].settings_dict) != place_of(
+        if location_of(connections[self.options.using].settings_dict) != location_of(
             connection.settings_dict
         ):
             raise NotSupported(
@@ -188,6 +188,6 @@ class BaseDatabaseBackend(BaseLockBackend):
             raise LockBackendError(self.alias, problem) from error
 
 
-def place_of(settings: dict[str, Any]) -> tuple[str, ...]:
+def location_of(settings: dict[str, Any]) -> tuple[str, ...]:
     """Return what tells two databases apart."""
     return tuple(str(settings[key]) for key in ("ENGINE", "HOST", "PORT", "NAME"))

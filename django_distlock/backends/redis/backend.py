@@ -62,7 +62,7 @@ class RedisBackend(StepsBackend):
         )
         self.source = self.make_source()
         self._space = KeySpace(self.make_key())
-        self.place = self.source.url, self._space.pattern
+        self.location = self.source.url, self._space.pattern
         # The locks of one script must be on one server.
         batch = 1 if self.source.is_cluster else BATCH
         self._verbs: Verbs = Verbs(

@@ -15,7 +15,7 @@ from django.db import connections
 from django.db.utils import OperationalError
 
 from django_distlock import conf
-from django_distlock.backends.database.base import SHORT_PAUSE, place_of
+from django_distlock.backends.database.base import SHORT_PAUSE, location_of
 from django_distlock.backends.database.bounds import interruptible
 from django_distlock.backends.database.connections import OwnConnections
 from django_distlock.backends.database.engine import LOCK, schema_of_tables
@@ -123,7 +123,7 @@ class Taker(ABC):
         self.name = name
         self.key = server_key(name, kind=KIND)
         self.wait = wait
-        self._lock = Lock(place_of(connection.settings_dict), self.key)
+        self._lock = Lock(location_of(connection.settings_dict), self.key)
 
     def take(self) -> None:
         """Take the lock, or raise why not."""

@@ -56,7 +56,7 @@ class ZooKeeperBackend(StepsBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self.place = str(self.options.hosts), self.options.root
+        self.location = str(self.options.hosts), self.options.root
         self._begin()
 
     def _begin(self) -> None:
