@@ -9,7 +9,7 @@ from .conf import DEFAULT_ALIAS
 from .engine.naming import checked_name
 from .engine.steps import settled
 from .engine.waiting import Place
-from .engine.waits import Lock, waits
+from .engine.waits import LockId, waits
 from .handler import locks
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:
 
 def _waiters(backend: BaseLockBackend, held: Held) -> int | None:
     if held.waiters is None:
-        return waits.count(Lock(backend.location, held.key)) or None
+        return waits.count(LockId(backend.location, held.key)) or None
     if (others := backend.queue.callers(held.key) - 1) == 0 == held.behind:
         return held.waiters
     # A waiter on the server counts those of its process, too; behind a holder there is none on the server.

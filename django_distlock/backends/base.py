@@ -235,7 +235,8 @@ class BaseLockBackend(ABC):
         if ended is None or not self._end_shown(key, owner_digest):
             return False
         for lease in registry.leases():
-            if lease.backend.location == self.location and digest(lease.request.owner) == owner_digest:
+            is_here = lease.backend.location == self.location
+            if is_here and digest(lease.request.owner) == owner_digest:
                 lease.lose("its release was forced by an operator")
         state = (
             "reserved by min_hold or lock_delay" if ended.reserved else f"held by {ended.holder}"

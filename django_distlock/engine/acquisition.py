@@ -22,7 +22,7 @@ from .registry import registry
 from .steps import Steps, arun, asking_again, is_worth_asking_again, run
 from .values import Busy, Grant, Request, new_owner
 from .waiting import Place, Wait, Way
-from .waits import Lock, Waiter, waits
+from .waits import LockId, Waiter, waits
 
 if TYPE_CHECKING:
     from django_distlock.lease import Lease
@@ -353,7 +353,7 @@ class Attempt:
     def _begin_to_wait(self, *, has_place: bool) -> None:
         """Be known to wait, with a place on the server or without; LockDeadlock if it would be for ourselves."""
         if self._waiter is None and (caller := self.lease.caller) is not None:
-            lock = Lock(self.backend.location, self.request.key)
+            lock = LockId(self.backend.location, self.request.key)
             self._waiter = Waiter(
                 self.lease.name, lock, caller, self.request.shared, self.wait, self._came
             )

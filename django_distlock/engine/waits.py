@@ -20,14 +20,14 @@ from .waiting import Wait
 REASON = "others wait for a lock that this caller holds, and hold this one"
 
 
-class Lock(NamedTuple):
+class LockId(NamedTuple):
     """One lock, whatever alias it is taken by."""
 
     location: Hashable
     key: str
 
 
-class Holder(NamedTuple):
+class HeldBy(NamedTuple):
     """Who holds a lock and is not giving it back."""
 
     caller: Caller
@@ -39,7 +39,7 @@ class Waiter:
     """One attempt that blocks its caller; *came* is a number from arrive(), for a reader."""
 
     name: str
-    lock: Lock
+    lock: LockId
     caller: Caller
     shared: bool
     wait: Wait
@@ -59,7 +59,7 @@ class Waits:
     def __init__(self) -> None:
         self._arrivals = itertools.count(1)
         #: Tells the locks that are held otherwise than by a lease.
-        self.other_holders: list[Callable[[], Iterator[tuple[Lock, Holder]]]] = []
+        self.other_holders: list[Callable[[], Iterator[tuple[LockId, HeldBy]]]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -88,7 +88,7 @@ class Waits:
             if self._waiting.get(waiter.caller) is waiter:
                 del self._waiting[waiter.caller]
 
-    def count(self, lock: Lock) -> int:
+    def count(self, lock: LockId) -> int:
         return sum(waiter.lock == lock for waiter in list(self._waiting.values()))
 
     def _is_in_circle(self, waiter: Waiter) -> bool:
@@ -105,7 +105,7 @@ class Waits:
                     look += self._ahead(other, holders)
         return waiter.caller in reached
 
-    def _ahead(self, waiter: Waiter, holders: dict[Lock, list[Holder]]) -> Iterator[Caller]:
+    def _ahead(self, waiter: Waiter, holders: dict[LockId, list[HeldBy]]) -> Iterator[Caller]:
         """Tell whom *waiter* waits for. Itself is none: another thread may release for it."""
         for holder in holders.get(waiter.lock, ()):
             if holder.caller != waiter.caller and not (waiter.shared and holder.shared):
@@ -116,13 +116,13 @@ class Waits:
                 if other.lock == waiter.lock and since is not None and since < waiter.came:
                     yield caller
 
-    def _holders(self) -> dict[Lock, list[Holder]]:
-        found = defaultdict[Lock, list[Holder]](list)
+    def _holders(self) -> dict[LockId, list[HeldBy]]:
+        found = defaultdict[LockId, list[HeldBy]](list)
         for lease in registry.leases():
             # One that was handed on is released by somebody else.
             if (caller := lease.caller) is not None and lease.is_kept:
-                lock = Lock(lease.backend.location, lease.request.key)
-                found[lock].append(Holder(caller, lease.shared))
+                lock = LockId(lease.backend.location, lease.request.key)
+                found[lock].append(HeldBy(caller, lease.shared))
         for lock, holder in itertools.chain(*(tell() for tell in self.other_holders)):
             found[lock].append(holder)
         return found

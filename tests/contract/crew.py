@@ -93,5 +93,5 @@ def is_contested(backend: BaseLockBackend, name: str) -> bool:
     return getattr(line, "is_contested", False)
 
 
-def _lock(backend: BaseLockBackend, name: str) -> waiting.Lock:
-    return waiting.Lock(backend.location, backend.request(name, ttl=1, holder=None).key)
+def _lock(backend: BaseLockBackend, name: str) -> waiting.LockId:
+    return waiting.LockId(backend.location, backend.request(name, ttl=1, holder=None).key)

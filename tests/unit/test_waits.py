@@ -11,9 +11,9 @@ import pytest
 from django_distlock import LockDeadlock
 from django_distlock.engine.caller import Caller
 from django_distlock.engine.waiting import Wait
-from django_distlock.engine.waits import Holder, Lock, Waiter, Waits, waits
+from django_distlock.engine.waits import HeldBy, LockId, Waiter, Waits, waits
 
-A, B = Lock("server", "a"), Lock("server", "b")
+A, B = LockId("server", "a"), LockId("server", "b")
 _T = TypeVar("_T")
 
 
@@ -31,16 +31,16 @@ class World:
 
     def __init__(self) -> None:
         self.waits = Waits()
-        self.holding: list[tuple[Lock, Holder]] = []
+        self.holding: list[tuple[LockId, HeldBy]] = []
         self.waits.other_holders.append(lambda: iter(self.holding))
         self.me, self.other = Caller(), elsewhere(Caller)
 
-    def waiter(self, lock: Lock, caller: Caller, **wishes: Any) -> Waiter:
+    def waiter(self, lock: LockId, caller: Caller, **wishes: Any) -> Waiter:
         wishes = {"shared": False, "wait": Wait(60), "came": waits.arrive(), **wishes}
         return Waiter(lock.key, lock, caller, **wishes)
 
-    def hold(self, lock: Lock, caller: Caller, *, shared: bool = False) -> None:
-        self.holding.append((lock, Holder(caller, shared)))
+    def hold(self, lock: LockId, caller: Caller, *, shared: bool = False) -> None:
+        self.holding.append((lock, HeldBy(caller, shared)))
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from django_distlock.engine.caller import Caller, forks
 from django_distlock.engine.naming import checked_name, printable, server_key
 from django_distlock.engine.steps import settled
 from django_distlock.engine.waiting import Wait
-from django_distlock.engine.waits import Holder, Lock, Waiter, waits
+from django_distlock.engine.waits import HeldBy, LockId, Waiter, waits
 from django_distlock.exceptions import (
     Contended,
     LockDeadlock,
@@ -123,7 +123,7 @@ class Taker(ABC):
         self.name = name
         self.key = server_key(name, kind=KIND)
         self.wait = wait
-        self._lock = Lock(location_of(connection.settings_dict), self.key)
+        self._lock = LockId(location_of(connection.settings_dict), self.key)
 
     def take(self) -> None:
         """Take the lock, or raise why not."""
@@ -347,10 +347,10 @@ class _Taken:
     def forget(self) -> None:
         """Begin anew in a forked child: its parent's transactions are its parent's."""
         self._mutex = threading.Lock()
-        self._known: WeakKeyDictionary[BaseDatabaseWrapper, tuple[list[Any], Caller, set[Lock]]]
+        self._known: WeakKeyDictionary[BaseDatabaseWrapper, tuple[list[Any], Caller, set[LockId]]]
         self._known = WeakKeyDictionary()
 
-    def note(self, connection: BaseDatabaseWrapper, lock: Lock, caller: Caller) -> None:
+    def note(self, connection: BaseDatabaseWrapper, lock: LockId, caller: Caller) -> None:
         # Django makes a new list at each commit, rollback, and rollback to a savepoint: what is free then is not told.
         began = connection.run_on_commit
         with self._mutex:
@@ -358,12 +358,12 @@ class _Taken:
             locks = known[2] if known is not None and known[0] is began else set()
             self._known[connection] = began, caller, locks | {lock}
 
-    def holders(self) -> Iterator[tuple[Lock, Holder]]:
+    def holders(self) -> Iterator[tuple[LockId, HeldBy]]:
         with self._mutex:
             known = list(self._known.items())
         for connection, (began, caller, locks) in known:
             if connection.in_atomic_block and connection.run_on_commit is began:
-                yield from ((lock, Holder(caller, shared=False)) for lock in locks)
+                yield from ((lock, HeldBy(caller, shared=False)) for lock in locks)
 
 
 _TAKERS: dict[str, type[Taker]] = {"postgresql": OnPostgreSQL, "mysql": OnMySQL}
