@@ -6,7 +6,6 @@ import logging
 import random
 from contextlib import suppress
 from dataclasses import replace
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Never
 
 from celery import Task, shared_task
@@ -61,9 +60,7 @@ def unique_task(
         if isinstance(function, (Proxy, Task)):
             msg = "unique_task() makes the task itself; leave @shared_task out and give its arguments to unique_task()."
             raise TypeError(msg)
-        # The sender of a task passes no `self`.
-        called = MethodType(function, object()) if options.get("bind") else function
-        once = Once.of(called, name, seconds, using)
+        once = Once(function, name, seconds, using, is_bound=bool(options.get("bind")))
         base = options.get("base")
         # Celery logs errors in `throws` in one line, without a traceback.
         known = {
@@ -114,7 +111,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
                 if not any(steps) and options.get("chain") is None:
                     if (under_way := self._id_of(busy.holder)) is None:
                         raise
-                    self.once.note_under_way(busy, task_text(self.name, under_way))
+                    self.once.note_under_way(busy)
                     return self.AsyncResult(under_way)
         if lease is None:
             return super().apply_async(args, kwargs, task_id, headers=headers, **options)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from types import MethodType
+from typing import TYPE_CHECKING, Any
 
 from django_distlock.conf import checked_ttl
 from django_distlock.engine.holder import task_text
@@ -18,6 +18,8 @@ from django_distlock.lock import Lock
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
+
+    Name = str | Callable[..., str]
 
 logger = logging.getLogger("django_distlock")
 
@@ -35,27 +37,24 @@ def checked_lease(name: object, lease: float | timedelta) -> float:
     return checked_ttl(lease, "lease")
 
 
-@dataclass(frozen=True, slots=True)
 class Once:
-    """The arguments of unique_task()."""
+    """The arguments of unique_task(), for one task."""
 
-    name: NameTemplate | Callable[..., str]
-    lease: float
-    using: str
-
-    @classmethod
-    def of(
-        cls, function: Callable[..., Any], name: str | Callable[..., str], lease: float, using: str
-    ) -> Self:
-        """Return the terms of a task; the fields of its name are arguments of *function*."""
-        made = NameTemplate(name, function) if isinstance(name, str) else name
-        return cls(made, lease, using)
+    def __init__(
+        self, function: Callable[..., Any], name: Name, lease: float, using: str, *, is_bound: bool
+    ) -> None:
+        """Fields of *name* are arguments of *function*, but for the first one of a function that *is_bound*."""
+        self.lease, self.using = lease, using
+        if isinstance(name, str):
+            # The sender of the task passes no first argument.
+            called = MethodType(function, object()) if is_bound else function
+            self._name_for = NameTemplate(name, called).name_for
+        else:
+            self._name_for = lambda args, kwargs: name(*args, **kwargs)
 
     def name_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the name of the lock for one call."""
-        if isinstance(self.name, NameTemplate):
-            return checked_name(self.name.name_for(args, kwargs))
-        return checked_name(self.name(*args, **kwargs))
+        return checked_name(self._name_for(args, kwargs))
 
     @property
     def ttl(self) -> float:
@@ -66,13 +65,12 @@ class Once:
         """Return the lock for a task that runs."""
         return Lock(name, using=self.using, ttl=self.ttl, purpose=purpose, **terms)
 
-    def note_under_way(self, busy: LockNotAcquired, task: object) -> None:
-        """Log that a message was not sent, because *task* is under way."""
+    def note_under_way(self, busy: LockNotAcquired) -> None:
+        """Log that a message was not sent, because the task is under way."""
+        name, holder = busy.name, busy.holder
+        fields = log_fields(name, self.using, holder=holder)
         logger.info(
-            "Lock %s is held by %s: not sent",
-            printable(busy.name),
-            printable(task),
-            extra=log_fields(busy.name, self.using, holder=busy.holder),
+            "Lock %s is held by %s: not sent", printable(name), printable(holder), extra=fields
         )
 
     def check_backend(self) -> None:

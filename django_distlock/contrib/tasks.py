@@ -9,9 +9,9 @@ from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial, wraps
 from inspect import iscoroutinefunction
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Never
 
+from asgiref.sync import sync_to_async
 from django.dispatch import receiver
 from django.tasks import Task, task
 from django.tasks.signals import task_started
@@ -60,10 +60,8 @@ def unique_task(
         if isinstance(function, Task):
             msg = "unique_task() makes the task itself; leave @task out and give its arguments to unique_task()."
             raise TypeError(msg)
-        # The sender of a task passes no `context`.
         has_context = bool(options.get("takes_context"))
-        called = MethodType(function, object()) if has_context else function
-        once = Once.of(called, name, seconds, using)
+        once = Once(function, name, seconds, using, is_bound=has_context)
 
         def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
             started, task_id = _started.get()
@@ -113,11 +111,17 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         """
         if HEADER in kwargs:
             return super().enqueue(*args, **kwargs)
+        once: Once = self.func.once  # type: ignore[attr-defined]
+        once.check_backend()
+        name = once.name_for(args, kwargs)
+        wait = self.run_after.timestamp() - time.time() if self.run_after else 0.0
         try:
-            with self._queue_lock(args, kwargs) as lease:
-                text = lease.detach(self._seconds)
+            with once.lock(name, self.module_path, timeout=0, reentrant=False) as lease:
+                text = lease.detach(once.lease + max(0.0, wait))
         except LockNotAcquired as busy:
-            self._check_under_way(busy)
+            if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
+                raise  # no task of this kind holds it
+            once.note_under_way(busy)
             return None
         try:
             result = super().enqueue(*args, **kwargs, **{HEADER: text})
@@ -130,41 +134,8 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         return result
 
     async def aenqueue(self, *args: Any, **kwargs: Any) -> TaskResult[..., Any] | None:  # type: ignore[override]  # as above
-        """See enqueue()."""
-        if HEADER in kwargs:
-            return await super().aenqueue(*args, **kwargs)
-        try:
-            async with self._queue_lock(args, kwargs) as lease:
-                text = await lease.adetach(self._seconds)
-        except LockNotAcquired as busy:
-            self._check_under_way(busy)
-            return None
-        try:
-            return await super().aenqueue(*args, **kwargs, **{HEADER: text})
-        except BaseException:
-            lease.backend.abandon_later(lease.request)
-            raise
-
-    @property
-    def _once(self) -> Once:
-        return self.func.once  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def _seconds(self) -> float:
-        waits = self.run_after.timestamp() - time.time() if self.run_after else 0.0
-        return self._once.lease + max(0.0, waits)
-
-    def _queue_lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
-        once = self._once
-        once.check_backend()
-        name = once.name_for(args, kwargs)
-        return once.lock(name, self.module_path, timeout=0, reentrant=False)
-
-    def _check_under_way(self, busy: LockNotAcquired) -> None:
-        """Raise *busy*, unless the one who holds the lock is a task of this kind."""
-        if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
-            raise busy
-        self._once.note_under_way(busy, busy.holder)
+        """See enqueue(). It runs in a thread, as in Django's own queues."""
+        return await sync_to_async(self.enqueue)(*args, **kwargs)
 
 
 @receiver(task_started)
