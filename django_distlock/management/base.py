@@ -1,15 +1,23 @@
-"""What the commands have in common: aliases, times, exit codes and tables."""
+"""What the commands have in common: arguments, exit codes and tables."""
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import ArgumentTypeError
 from typing import TYPE_CHECKING
 
-from django.core.management.base import CommandError
+from django.core.management.base import BaseCommand, CommandError
 from django.utils.translation import gettext as _
 
-from django_distlock import InvalidLockBackend, locks
+from django_distlock import (
+    InvalidLockBackend,
+    LockError,
+    LockNotAcquired,
+    LockNotHeld,
+    NotSupported,
+    locks,
+)
 from django_distlock.conf import DEFAULT_ALIAS
 
 if TYPE_CHECKING:
@@ -21,6 +29,26 @@ if TYPE_CHECKING:
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 #: Exit code of wrong arguments, argparse's own.
 WRONG_ARGUMENTS = 2
+#: As sysexits.h has them: try again later; no server; what was agreed was broken.
+BUSY, NO_SERVER, LOST = os.EX_TEMPFAIL, os.EX_UNAVAILABLE, os.EX_PROTOCOL
+#: The exit code of an error is that of the first kind which it is.
+CODES = (
+    (LockNotAcquired, BUSY),
+    (LockNotHeld, LOST),
+    ((InvalidLockBackend, NotSupported, ValueError), WRONG_ARGUMENTS),
+    (LockError, NO_SERVER),
+)
+
+
+class LockCommand(BaseCommand):
+    """A command for which wrong settings of one alias must not stand in the way of another."""
+
+    requires_system_checks = ()
+
+
+def command_error(error: InvalidLockBackend | LockError | ValueError) -> CommandError:
+    code = next(code for kinds, code in CODES if isinstance(error, kinds))
+    return CommandError(str(error), returncode=code)
 
 
 def duration(text: str) -> float:
@@ -33,8 +61,9 @@ def duration(text: str) -> float:
     return float(number) * UNITS[unit]
 
 
-def add_using(parser: ArgumentParser, which: str) -> None:
-    """Add --using, which may be given several times; *which* aliases are meant by default."""
+def add_options(parser: ArgumentParser, which: str) -> None:
+    """Add --json, and --using, which may be given several times; *which* aliases are meant by default."""
+    parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
     parser.add_argument(
         "--using",
         action="append",

@@ -14,8 +14,8 @@ from django.core.management import CommandError, call_command
 
 from django_distlock import NotSupported, force_release, lock
 from django_distlock.backends.database.records import State
-from django_distlock.management.base import WRONG_ARGUMENTS
-from django_distlock.management.commands.release_lock import NO_SERVER, NOT_HELD
+from django_distlock.management.base import NO_SERVER, WRONG_ARGUMENTS
+from django_distlock.management.commands.release_lock import NOT_HELD
 from tests.fixtures.processes import Spawn
 
 from .lock_rows import HOLDER, put

@@ -16,8 +16,8 @@ from django.db import connection
 
 from django_distlock import lock
 from django_distlock.backends.database import records
-from django_distlock.management.base import WRONG_ARGUMENTS
-from django_distlock.management.commands.run_locked import BUSY, LOST, NO_SERVER, Command
+from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMENTS
+from django_distlock.management.commands.run_locked import Command
 from django_distlock.models import MethodLock
 from tests.fixtures.eventually import eventually
 from tests.fixtures.launch import launch, state

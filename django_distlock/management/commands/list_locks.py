@@ -10,12 +10,18 @@ from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, NotSupported
 from django_distlock.engine import clock
-from django_distlock.management.base import add_using, duration, wanted_aliases, write_rows
+from django_distlock.management.base import (
+    LockCommand,
+    add_options,
+    duration,
+    wanted_aliases,
+    write_rows,
+)
 from django_distlock.operators import holdings
 
 if TYPE_CHECKING:
@@ -27,22 +33,18 @@ HEADINGS = "alias", "state", "name", "holder", "since", "remaining", "waiters"
 STATES = "held", "stale", "reserved"
 
 
-class Command(BaseCommand):
-    # One alias with wrong settings must not hide the locks of the others.
-    requires_system_checks = ()
-
+class Command(LockCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.description = _(
             "List who holds which lock. On a terminal it is a table (if rich is installed), elsewhere "
             "lines with tabs. Aliases that cannot list their locks are left out. "
             "Exit codes: 0 all listed, 1 some aliases failed (the others are listed), 2 wrong arguments."
         )
-        add_using(parser, _("every alias that can list its locks"))
+        add_options(parser, _("every alias that can list its locks"))
         parser.add_argument(
-            "--name", metavar="PATTERN", help=_("only names like this: 'invoice:*'")
+            "--name", metavar="PATTERN", default="*", help=_("only names like this: 'invoice:*'")
         )
         parser.add_argument("--state", choices=STATES, help=_("only locks in this state"))
-        parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
         parser.add_argument(
             "--watch",
             nargs="?",
@@ -73,7 +75,12 @@ class Command(BaseCommand):
         failed: dict[str, str] = {}
         for alias in aliases:
             try:
-                wanted += [(alias, held) for held in holdings(alias) if _is_wanted(held, options)]
+                wanted += [
+                    (alias, held)
+                    for held in holdings(alias)
+                    if fnmatchcase(held.name, options["name"])
+                    and options["state"] in {None, held.state}
+                ]
             except (LockError, InvalidLockBackend) as error:
                 if options["using"] or not isinstance(error, NotSupported):
                     failed[alias] = str(error)
@@ -90,11 +97,6 @@ class Command(BaseCommand):
         for problem in failed.values():
             self.stderr.write(self.style.ERROR(problem))
         return list(failed)
-
-
-def _is_wanted(held: Held, options: dict[str, Any]) -> bool:
-    has_name = options["name"] is None or fnmatchcase(held.name, options["name"])
-    return has_name and options["state"] in {None, held.state}
 
 
 def _cells(alias: str, held: Held) -> tuple[str, ...]:

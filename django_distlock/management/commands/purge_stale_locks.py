@@ -7,7 +7,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 from django.utils.translation import gettext as _, ngettext
 
 from django_distlock import locks
@@ -15,7 +15,8 @@ from django_distlock.engine import clock
 from django_distlock.exceptions import InvalidLockBackend, LockError
 from django_distlock.management.base import (
     WRONG_ARGUMENTS,
-    add_using,
+    LockCommand,
+    add_options,
     duration,
     wanted_aliases,
 )
@@ -27,10 +28,7 @@ if TYPE_CHECKING:
 WIDTH = 30
 
 
-class Command(BaseCommand):
-    # Wrong settings of one alias must not stop the purge of the others.
-    requires_system_checks = ()
-
+class Command(LockCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.description = _(
             "Delete the records of locks that have been stale or free for longer than a day (or "
@@ -38,7 +36,7 @@ class Command(BaseCommand):
             "Several can run at once, and while locks are in use. "
             "Exit codes: 0 done, 1 some aliases failed (the others are done), 2 wrong arguments."
         )
-        add_using(parser, _("every alias that can be purged"))
+        add_options(parser, _("every alias that can be purged"))
         parser.add_argument(
             "--older-than",
             type=duration,
@@ -58,14 +56,21 @@ class Command(BaseCommand):
             action="store_true",
             help=_("print what would be deleted, and delete nothing"),
         )
-        parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
 
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = wanted_aliases(options["using"])
         shows = options["verbosity"] > 0 and not options["json"]
-        outcomes = [self._outcome(alias, options, shows=shows) for alias in aliases]
-        purged = [each for each in outcomes if "deleted" in each]
-        failed = [each for each in outcomes if "error" in each]
+        purged, failed = [], []
+        for alias in aliases:
+            try:
+                if options["using"] or locks[alias].supports_purge:
+                    purged.append(self._purge(alias, options, shows=shows))
+            except (LockError, InvalidLockBackend) as error:
+                self.stderr.write(self.style.ERROR(f"{alias}: {error}"))
+                failed.append({"alias": alias, "error": str(error)})
+            except ValueError as error:
+                text = re.sub(r"^(older|batch)_", r"--\1-", str(error))
+                raise CommandError(text, returncode=WRONG_ARGUMENTS) from error
         if options["json"]:
             report = {"dry_run": options["dry_run"], "purged": purged, "failed": failed}
             self.stdout.write(json.dumps(report))
@@ -76,20 +81,8 @@ class Command(BaseCommand):
         if failed:
             raise CommandError(_("Not purged: %s.") % ", ".join(each["alias"] for each in failed))
 
-    def _outcome(self, alias: str, options: dict[str, Any], *, shows: bool) -> dict[str, Any]:
-        """Return for --json what became of an alias; nothing if it cannot be purged and need not be."""
-        try:
-            if options["using"] or locks[alias].supports_purge:
-                return self._purge(alias, options, shows=shows)
-        except (LockError, InvalidLockBackend) as error:
-            self.stderr.write(self.style.ERROR(f"{alias}: {error}"))
-            return {"alias": alias, "error": str(error)}
-        except ValueError as error:
-            text = re.sub(r"^(older|batch)_", r"--\1-", str(error))
-            raise CommandError(text, returncode=WRONG_ARGUMENTS) from error
-        return {}
-
     def _purge(self, alias: str, options: dict[str, Any], *, shows: bool) -> dict[str, Any]:
+        """Purge one alias, and return for --json what became of it."""
         size, dry_run = options["batch_size"], options["dry_run"]
         shows_bar = shows and self.stdout.isatty()
         looked_at = deleted = 0

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
-from django_distlock import InvalidLockBackend, LockError, NotSupported, locks
+from django_distlock import InvalidLockBackend, LockError, locks
 from django_distlock.engine import clock
-from django_distlock.management.base import WRONG_ARGUMENTS, add_one_using
+from django_distlock.management.base import (
+    WRONG_ARGUMENTS,
+    LockCommand,
+    add_one_using,
+    command_error,
+)
 from django_distlock.operators import holdings
 
 if TYPE_CHECKING:
@@ -20,13 +24,10 @@ if TYPE_CHECKING:
 
     from django_distlock.engine.values import Held
 
-NOT_HELD, NO_SERVER = 1, os.EX_UNAVAILABLE
+NOT_HELD = 1
 
 
-class Command(BaseCommand):
-    # One alias with wrong settings must not stand in the way of another.
-    requires_system_checks = ()
-
+class Command(LockCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.description = _(
             "Take a lock away from whoever holds it, after a question. The holder is not stopped: it "
@@ -46,10 +47,8 @@ class Command(BaseCommand):
             raise CommandError(text, returncode=WRONG_ARGUMENTS)
         try:
             released = self._release(options)
-        except (InvalidLockBackend, NotSupported, ValueError) as error:
-            raise CommandError(str(error), returncode=WRONG_ARGUMENTS) from error
-        except LockError as error:
-            raise CommandError(str(error), returncode=NO_SERVER) from error
+        except (InvalidLockBackend, LockError, ValueError) as error:
+            raise command_error(error) from error
         if options["json"]:
             self.stdout.write(json.dumps({"released": released}))
         elif options["verbosity"]:

@@ -12,19 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from django.core.management.base import BaseCommand, CommandError
 from django.utils.translation import gettext as _
 
-from django_distlock import (
-    InvalidLockBackend,
-    LockError,
-    LockNotAcquired,
-    LockNotHeld,
-    NotSupported,
-    lock,
-)
+from django_distlock import InvalidLockBackend, LockError, lock
 from django_distlock.management import launch
-from django_distlock.management.base import WRONG_ARGUMENTS, add_one_using, duration
+from django_distlock.management.base import (
+    BUSY,
+    LockCommand,
+    add_one_using,
+    command_error,
+    duration,
+)
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -33,25 +31,13 @@ if TYPE_CHECKING:
 
     from django_distlock import Lease
 
-#: Exit codes of our own, as sysexits.h has them: try again later; no server; what was agreed was broken.
-BUSY, NO_SERVER, LOST = os.EX_TEMPFAIL, os.EX_UNAVAILABLE, os.EX_PROTOCOL
-#: The exit code of an error is that of the first kind which it is.
-CODES = (
-    (LockNotAcquired, BUSY),
-    (LockNotHeld, LOST),
-    ((InvalidLockBackend, NotSupported, ValueError), WRONG_ARGUMENTS),
-    (LockError, NO_SERVER),
-)
 #: Signals that a terminal sends itself.
 FROM_TERMINAL = signal.SIGINT, signal.SIGQUIT
 #: Signals that are passed on to the command.
 PASSED_ON = (*FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Command(BaseCommand):
-    # The command may be the one that corrects the settings.
-    requires_system_checks = ()
-
+class Command(LockCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.description = _(
             "Run a command while holding a lock, so that of many machines one runs it at a time. "
@@ -94,19 +80,18 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        terms = {key: options[key] for key in ("using", "timeout", "min_hold")}
-        if options["ttl"] is not None:
-            terms["ttl"] = options["ttl"]
+        words = "using", "timeout", "ttl", "min_hold"
+        terms = {word: options[word] for word in words if options[word] is not None}
         program = Path(options["command"][0]).name
         try:
             # Only its name: arguments may be secret.
             with lock(options["name"], **terms, purpose=f"run_locked {program}") as lease:
                 code = run(options["command"], lease, options["grace"])
         except (InvalidLockBackend, LockError, ValueError) as error:
-            code = next(code for kinds, code in CODES if isinstance(error, kinds))
-            if code == BUSY and not options["verbosity"]:
-                sys.exit(code)
-            raise CommandError(str(error), returncode=code) from error
+            failed = command_error(error)
+            if failed.returncode == BUSY and not options["verbosity"]:
+                sys.exit(BUSY)
+            raise failed from error
         if code:
             sys.exit(code)
 
