@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
 from django.contrib.admin.utils import quote
@@ -34,29 +33,8 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
 
-_Page = TypeVar("_Page")
-
 #: Fields that no query may filter by: their values could be guessed letter by letter.
 SECRETS = {"owner", "last_owner"}
-
-
-def on_a_live_connection(view: Callable[..., _Page]) -> Callable[..., _Page]:
-    """Show a page on a working connection; without one, show an error on the index page."""
-
-    @wraps(view)
-    def page(self: MethodLockAdmin, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-        connection = connections[self.database]
-        if connection.connection and not (connection.in_atomic_block or connection.is_usable()):
-            connection.close()
-        try:
-            return view(self, request, *args, **kwargs)
-        except (OperationalError, InterfaceError) as error:
-            text = _("The database “%(database)s” cannot be read: %(error)s")
-            facts = {"database": self.database, "error": printable(first_line(error))}
-            self.message_user(request, text % facts, messages.ERROR)
-            return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
-
-    return page
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -119,7 +97,6 @@ class MethodLockAdmin(ReadOnly):
 
     @admin.display(description=gettext_lazy("holder"))
     def held_by(self, lock: MethodLock) -> str:
-        """Return the holder: host, process, thread or task, purpose."""
         return str(records.holder_of(lock) or self.get_empty_value_display())
 
     @admin.display(description=gettext_lazy("since"), ordering="acquired_at")
@@ -130,19 +107,16 @@ class MethodLockAdmin(ReadOnly):
 
     @admin.display(description=gettext_lazy("last change"))
     def last_change(self, lock: Any) -> str:
-        """Return when it was last acquired, extended or released."""
         return _here(lock.updated_at, lock.server_now)
 
     @admin.display(description=gettext_lazy("remaining"), ordering="available_at")
     def remaining(self, lock: Any) -> str:
-        """Return the remaining time, until when it is reserved, or how long ago a stale lease ended."""
         if lock.state == State.FREE:
             return self.get_empty_value_display()
         return Row(records.as_held(lock), ()).remaining
 
     @admin.display(description=gettext_lazy("waiters"), ordering="waiters")
     def waiters(self, lock: Any) -> Any:
-        """Return how many waiters have a place in the server's queue."""
         return lock.waiters
 
     @admin.display(description=gettext_lazy("alias"))
@@ -181,13 +155,26 @@ class MethodLockAdmin(ReadOnly):
             if backend.options.using == self.database and backend.keeps(lock.method_name):
                 yield backend
 
-    @on_a_live_connection
     def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
-        return super().changelist_view(request, *args, **kwargs)
+        return self._page(super().changelist_view, request, *args, **kwargs)
 
-    @on_a_live_connection
     def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
-        return super().changeform_view(request, *args, **kwargs)
+        return self._page(super().changeform_view, request, *args, **kwargs)
+
+    def _page(
+        self, view: Callable[..., HttpResponse], request: HttpRequest, *args: Any, **kwargs: Any
+    ) -> HttpResponse:
+        """Show a page on a working connection; without one, show an error on the index page."""
+        connection = connections[self.database]
+        if connection.connection and not (connection.in_atomic_block or connection.is_usable()):
+            connection.close()
+        try:
+            return view(request, *args, **kwargs)
+        except (OperationalError, InterfaceError) as error:
+            text = _("The database “%(database)s” cannot be read: %(error)s")
+            facts = {"database": self.database, "error": printable(first_line(error))}
+            self.message_user(request, text % facts, messages.ERROR)
+            return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
 
     def history_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
         """Show the page of the lock: it lists the forced releases."""

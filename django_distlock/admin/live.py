@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import django
 from django.contrib import admin, messages
-from django.contrib.admin.models import CHANGE, LogEntry
+from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import unquote
 from django.contrib.auth.decorators import permission_required
 from django.contrib.contenttypes.models import ContentType
@@ -48,14 +48,8 @@ COLUMNS: dict[str, tuple[Any, Callable[[Row], Any]]] = {
     "state": (gettext_lazy("state"), lambda row: row.state),
     "holder": (gettext_lazy("holder"), lambda row: str(row.held.holder or "")),
     "since": (gettext_lazy("since"), lambda row: -(row.held.age or 0.0)),
-    "remaining": (
-        gettext_lazy("remaining"),
-        lambda row: inf if row.held.remaining is None else row.held.remaining,
-    ),
-    "waiters": (
-        gettext_lazy("waiters"),
-        lambda row: -1 if row.held.waiters is None else row.held.waiters,
-    ),
+    "remaining": (gettext_lazy("remaining"), lambda row: _known(row.held.remaining, inf)),
+    "waiters": (gettext_lazy("waiters"), lambda row: _known(row.held.waiters, -1)),
     "alias": (gettext_lazy("alias"), lambda row: row.aliases),
 }
 #: The choices of the filter by state, and what each of them shows.
@@ -159,7 +153,8 @@ class HeldLockAdmin(ReadOnly):
         key = unquote(object_id)
         rows, problems = survey(locks)
         rows = [row for row in rows if row.held.key == key]
-        forced = LogEntry.objects.filter(content_type=_content_type(), object_id=key)
+        kind = ContentType.objects.get_for_model(HeldLock, for_concrete_model=False)
+        forced = LogEntry.objects.filter(content_type=kind, object_id=key)
         context = {
             "title": Truncator(rows[0].held.name if rows else printable(key)).chars(LONGEST_SHOWN),
             "key": printable(key),
@@ -213,7 +208,7 @@ class HeldLockAdmin(ReadOnly):
 
     def _free(self, request: HttpRequest, row: Row) -> bool:
         """Log who frees the lock, then free it: no release without an entry."""
-        entry = _log(request, row)
+        entry = self._log(request, row)
         alias, held, is_freed = row.aliases[0], row.held, False
         try:
             by = request.user.get_username()
@@ -226,6 +221,29 @@ class HeldLockAdmin(ReadOnly):
             if not is_freed:
                 entry.delete()
         return is_freed
+
+    def _log(self, request: HttpRequest, row: Row) -> LogEntry:
+        """Log the forced release; in ASCII if the table of log entries cannot store it unchanged."""
+        held = row.held
+        if held.reserved:
+            text = _(
+                "Ended the reservation by min_hold or lock_delay on alias “%(alias)s”, fencing token %(token)s."
+            )
+        else:
+            text = _(
+                "Forced the release on alias “%(alias)s”: held by %(holder)s, fencing token %(token)s."
+            )
+        facts = {"alias": row.aliases[0], "holder": held.holder or "-", "token": held.token or "-"}
+        texts = held.key, held.name, text % facts
+        try:
+            with transaction.atomic(using=router.db_for_write(LogEntry)):
+                return self._entry(request, *texts)
+        except DatabaseError:
+            ascii_only = (each.encode("ascii", "backslashreplace").decode() for each in texts)
+            return self._entry(request, *ascii_only)
+
+    def _entry(self, request: HttpRequest, key: str, name: str, text: str) -> LogEntry:
+        return self.log_change(request, HeldLock(pk=key, method_name=name), text)
 
     def _page(self, request: HttpRequest, name: str, context: dict[str, Any]) -> TemplateResponse:
         request.current_app = self.admin_site.name
@@ -240,37 +258,5 @@ class HeldLockAdmin(ReadOnly):
         return TemplateResponse(request, f"admin/django_distlock/{name}.html", context)
 
 
-def _content_type() -> ContentType:
-    return ContentType.objects.get_for_model(HeldLock, for_concrete_model=False)
-
-
-def _log(request: HttpRequest, row: Row) -> LogEntry:
-    """Log the forced release; in ASCII if the table of log entries cannot store it unchanged."""
-    held = row.held
-    facts = {"alias": row.aliases[0], "holder": held.holder or "-", "token": held.token or "-"}
-    if held.reserved:
-        text = _(
-            "Ended the reservation by min_hold or lock_delay on alias “%(alias)s”, fencing token %(token)s."
-        )
-    else:
-        text = _(
-            "Forced the release on alias “%(alias)s”: held by %(holder)s, fencing token %(token)s."
-        )
-    entry = LogEntry(
-        user_id=cast("int", request.user.pk),
-        content_type=_content_type(),
-        object_id=held.key,
-        object_repr=held.name[:LONGEST_SHOWN],
-        action_flag=CHANGE,
-        change_message=text % facts,
-    )
-    try:
-        with transaction.atomic(using=router.db_for_write(LogEntry)):
-            entry.save()
-    except DatabaseError:
-        for field in ("object_id", "object_repr", "change_message"):
-            plain = getattr(entry, field).encode("ascii", "backslashreplace").decode()
-            setattr(entry, field, plain)
-        entry.object_repr = entry.object_repr[:LONGEST_SHOWN]
-        entry.save()
-    return entry
+def _known(number: float | None, instead: float) -> float:
+    return instead if number is None else number
