@@ -12,10 +12,9 @@ from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import reverse
 
-from django_distlock import LockNotHeld, lock, locks
-from django_distlock.admin import survey
-from django_distlock.admin.survey import Row
+from django_distlock import LockNotHeld, lock, locks, operators
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.operators import Row
 from tests.fixtures.eventually import eventually
 
 from .profiles import Profile, needs
@@ -31,7 +30,7 @@ FORCE = reverse("admin:django_distlock_heldlock_force_release")
 @pytest.fixture
 def operator(monkeypatch: pytest.MonkeyPatch) -> Client:
     """A superuser at a browser, patient with servers that have much to do."""
-    monkeypatch.setattr(survey, "PATIENCE", 30.0)
+    monkeypatch.setattr(operators, "PATIENCE", 30.0)
     client = Client()
     client.force_login(User.objects.create_superuser(uuid.uuid4().hex))
     return client

@@ -22,8 +22,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from django_distlock import Lease, LockNotAcquired, LockNotHeld, StaleFencingToken, lock, locks
-from django_distlock.admin import MethodLockAdmin
-from django_distlock.admin.live import MOST_AT_ONCE
+from django_distlock.admin import MOST_AT_ONCE, MethodLockAdmin
 from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.backends.database.records import State
 from django_distlock.engine.holder import Holder

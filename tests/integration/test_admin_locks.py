@@ -16,8 +16,7 @@ from django.contrib.admin.models import LogEntry
 from django.test import Client
 from django.urls import reverse
 
-from django_distlock import lock, locks
-from django_distlock.admin import live, survey
+from django_distlock import admin, lock, locks, operators
 from django_distlock.backends.database.records import State
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.holder import Holder
@@ -105,7 +104,7 @@ def test_alias_host_and_name_narrow_it(
     assert "web-2</option>" in viewer.get(LIST).content.decode()
 
 
-@pytest.mark.parametrize("column", live.COLUMNS)
+@pytest.mark.parametrize("column", admin.COLUMNS)
 def test_each_column_sorts_in_both_directions(
     name: str, viewer: Client, crowd: Callable[..., None], column: str
 ) -> None:
@@ -128,7 +127,7 @@ def test_each_column_sorts_in_both_directions(
 def test_there_are_pages_and_links_to_them(
     name: str, viewer: Client, crowd: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "PAGE", 2)
+    monkeypatch.setattr(admin, "PAGE", 2)
     crowd("1", "2", "3", "4", "5")
 
     assert names(viewer, q=name) == ["1", "2"]
@@ -175,7 +174,7 @@ def test_an_alias_that_fails_is_a_line_and_the_others_are_shown(
 def test_a_server_that_never_answers_does_not_hold_the_page(
     name: str, viewer: Client, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(survey, "PATIENCE", 0.3)
+    monkeypatch.setattr(operators, "PATIENCE", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as server:
         location = f"redis://127.0.0.1:{server.getsockname()[1]}"
         options = {"location": location, "io_timeout": 2.0}
@@ -199,12 +198,12 @@ def test_a_server_that_never_answers_does_not_hold_the_page(
 def test_the_script_gets_the_list_alone(name: str, viewer: Client) -> None:
     put("default", f"{name}:row", State.HELD)
 
-    part = viewer.get(LIST, {"q": name}, headers={live.FRAGMENT: "yes"})
+    part = viewer.get(LIST, {"q": name}, headers={admin.FRAGMENT: "yes"})
 
-    assert part.headers[live.FRAGMENT] == "yes"
+    assert part.headers[admin.FRAGMENT] == "yes"
     assert f"{name}:row" in part.text
     assert "<html" not in part.text
-    assert live.FRAGMENT not in viewer.get(LIST).headers
+    assert admin.FRAGMENT not in viewer.get(LIST).headers
 
 
 def test_the_page_needs_no_inline_script_or_style(name: str, operator: Client) -> None:

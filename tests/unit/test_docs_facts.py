@@ -13,8 +13,7 @@ import pytest
 from django.dispatch import Signal
 
 import django_distlock
-from django_distlock import conf, decorators, lease, locks, signals
-from django_distlock.admin import live, survey
+from django_distlock import admin, conf, decorators, lease, locks, operators, signals
 from django_distlock.backends import cache, cache_alias
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache import CacheOptions
@@ -313,8 +312,8 @@ FACTS = [
     ),
     ("docs/howto/deploy.md", f"| memcached | at most {KEPT} |"),
     ("docs/howto/deploy.md", f"look again after {SHORTEST:g} to {LONGEST:g} milliseconds"),
-    ("docs/howto/free-a-stuck-lock.md", f"frees up to {live.MOST_AT_ONCE} locks at once"),
-    ("docs/howto/free-a-stuck-lock.md", f"have {survey.PATIENCE:g} seconds to answer"),
+    ("docs/howto/free-a-stuck-lock.md", f"frees up to {admin.MOST_AT_ONCE} locks at once"),
+    ("docs/howto/free-a-stuck-lock.md", f"have {operators.PATIENCE:g} seconds to answer"),
     ("docs/explanation/guarantees.md", f"The ttl is {TTL:g} seconds by default"),
     ("docs/explanation/guarantees.md", f"with `fair`, up to {engine.PATIENCE:g} seconds"),
     (
