@@ -321,7 +321,12 @@ def test_a_warning_has_printable_values_and_fields_of_its_lease(
         "distlock_token": 8,
         "distlock_why": r"x\x00",
     }
-    assert record.filename == "test_naming.py"
+
+
+def test_a_warning_tells_the_place_that_it_comes_from(caplog: pytest.LogCaptureFixture) -> None:
+    warn("something")
+
+    assert caplog.records[0].filename == "test_naming.py"
 
 
 def test_a_function_without_a_name_has_that_of_its_kind() -> None:
