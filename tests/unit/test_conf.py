@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import pytest
@@ -305,6 +307,23 @@ def test_a_ttl_that_is_all_drift_is_refused() -> None:
     with pytest.raises(ValueError, match="ttl must be at least"):
         checked_ttl(0.002)
     assert checked_ttl(0.05) == 0.05
+
+
+def test_it_knows_whether_tests_of_django_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As it is: for all other tests, it is told that none run.
+    found = spec_from_file_location("django_distlock.conf_as_it_is", conf.__file__)
+    assert found
+    assert found.loader
+    as_it_is = module_from_spec(found)
+    monkeypatch.setitem(sys.modules, found.name, as_it_is)
+    found.loader.exec_module(as_it_is)
+
+    assert as_it_is.tests_run() is True
+    with monkeypatch.context() as patch:
+        patch.delattr("django.test.utils._TestState.saved_data")
+        assert as_it_is.tests_run() is False
+    monkeypatch.delitem(sys.modules, "django.test.utils")
+    assert as_it_is.tests_run() is False
 
 
 @pytest.fixture
