@@ -75,10 +75,11 @@ def unique_task(
 class _QueueLock(Lock):
     """A lock whose holder is a task that is going to be sent."""
 
-    holder: Holder
+    task = ""
 
     def _request(self, backend: BaseLockBackend) -> Request:
-        return replace(super()._request(backend), holder=self.holder)
+        request = super()._request(backend)
+        return replace(request, holder=replace(request.holder, task=self.task))
 
 
 class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
@@ -104,8 +105,10 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             own = self.request.get("distlock_lease")
             lease = own if own and own.held and own.name == name else None
         elif HEADER not in headers:
+            lock = _QueueLock(name, **self.once.terms("in the queue"), reentrant=False)
+            lock.task = task_text(self.name, task_id)
             try:
-                lease = self._queue_lock(name, task_id).take(0)
+                lease = lock.take(0)
             except LockNotAcquired as busy:
                 steps = (options.get(key) for key in ("group_id", "chord", "link"))
                 if not any(steps) and options.get("chain") is None:
@@ -125,9 +128,8 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        once, request = self.once, self.request
-        name = once.name_for(args, kwargs)
-        lock = once.lock(name, self.name)
+        request = self.request
+        lock = Lock(self.once.name_for(args, kwargs), **self.once.terms(self.name))
         if request.called_directly or request.get("distlock_lease"):
             lease = lock.take(0)  # it is called as a function, maybe by itself
         else:
@@ -141,13 +143,6 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             eta = maybe_make_aware(maybe_iso8601(due), self.app.timezone)
             due = (eta - self.app.now()).total_seconds()
         return due
-
-    def _queue_lock(self, name: str, task_id: str) -> Lock:
-        once = self.once
-        once.check_backend()
-        lock = _QueueLock(name, using=once.using, ttl=once.ttl, reentrant=False)
-        lock.holder = replace(Holder.current("in the queue"), task=task_text(self.name, task_id))
-        return lock
 
     def _arrive(self, lock: Lock) -> Lease:
         """Return the lease that the message brought, or a new one."""

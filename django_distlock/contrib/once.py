@@ -13,11 +13,12 @@ from django_distlock.engine.naming import NameTemplate, checked_name, log_fields
 from django_distlock.exceptions import LockLost, LockNotAcquired, NotSupported
 from django_distlock.handler import locks
 from django_distlock.lease import Lease
-from django_distlock.lock import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
+
+    from django_distlock.lock import Lock
 
     Name = str | Callable[..., str]
 
@@ -56,14 +57,14 @@ class Once:
         """Return the name of the lock for one call."""
         return checked_name(self._name_for(args, kwargs))
 
-    @property
-    def ttl(self) -> float:
-        """The ttl of the lease while the task runs, which is renewed."""
-        return min(locks[self.using].ttl, self.lease)
-
-    def lock(self, name: str, purpose: str, **terms: Any) -> Lock:
-        """Return the lock for a task that runs."""
-        return Lock(name, using=self.using, ttl=self.ttl, purpose=purpose, **terms)
+    def terms(self, purpose: str) -> dict[str, Any]:
+        """Return the terms of its lock; NotSupported if that cannot travel with a message."""
+        backend = locks[self.using]
+        if not backend.supports_detach:
+            raise NotSupported(self.using, "unique_task()", "Its locks cannot be handed over.")
+        # While the task runs, its lease is renewed.
+        ttl = min(backend.ttl, self.lease)
+        return {"using": self.using, "ttl": ttl, "purpose": purpose}
 
     def note_under_way(self, busy: LockNotAcquired) -> None:
         """Log that a message was not sent, because the task is under way."""
@@ -72,11 +73,6 @@ class Once:
         logger.info(
             "Lock %s is held by %s: not sent", printable(name), printable(holder), extra=fields
         )
-
-    def check_backend(self) -> None:
-        """Raise NotSupported if its locks cannot travel."""
-        if not locks[self.using].supports_detach:
-            raise NotSupported(self.using, "unique_task()", "Its locks cannot be handed over.")
 
 
 def brought(text: str, lock: Lock) -> Lease | None:

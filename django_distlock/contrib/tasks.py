@@ -23,6 +23,7 @@ from django_distlock.engine.holder import task_text
 from django_distlock.engine.naming import title_of
 from django_distlock.exceptions import LockLost, LockNotAcquired
 from django_distlock.lease import Lease
+from django_distlock.lock import Lock
 from django_distlock.transactions import still_open
 
 from .once import HEADER, LEASE, Once, brought, checked_lease, task_id, wrong
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from django.tasks import TaskResult
-
-    from django_distlock.lock import Lock
 
 #: The function that a worker is about to call, and the id of its task.
 _started: ContextVar[tuple[object, str]] = ContextVar("distlock_started", default=(None, ""))
@@ -67,7 +66,7 @@ def unique_task(
             started, task_id = _started.get()
             _started.set((None, ""))
             purpose = task_text(title_of(function), task_id if started is run else "")
-            return once.lock(once.name_for(args[has_context:], kwargs), purpose)
+            return Lock(once.name_for(args[has_context:], kwargs), **once.terms(purpose))
 
         # Workers call it as it is, or by the task.
         if iscoroutinefunction(function):
@@ -112,11 +111,10 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         if HEADER in kwargs:
             return super().enqueue(*args, **kwargs)
         once: Once = self.func.once  # type: ignore[attr-defined]
-        once.check_backend()
-        name = once.name_for(args, kwargs)
+        name, terms = once.name_for(args, kwargs), once.terms(self.module_path)
         wait = self.run_after.timestamp() - time.time() if self.run_after else 0.0
         try:
-            with once.lock(name, self.module_path, timeout=0, reentrant=False) as lease:
+            with Lock(name, **terms, timeout=0, reentrant=False) as lease:
                 text = lease.detach(once.lease + max(0.0, wait))
         except LockNotAcquired as busy:
             if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
