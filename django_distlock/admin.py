@@ -27,7 +27,6 @@ from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils import formats, timezone
-from django.utils.html import format_html
 from django.utils.text import Truncator
 from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
@@ -95,9 +94,6 @@ class HeldLockAdmin(ReadOnly):
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return request.user.has_perm(VIEW)
-
-    def has_module_permission(self, request: HttpRequest) -> bool:
-        return self.has_view_permission(request)
 
     def get_urls(self) -> list[URLPattern]:
         def page(view: Callable[..., HttpResponse], *permissions: str) -> Any:
@@ -322,11 +318,11 @@ class MethodLockAdmin(ReadOnly):
 
     @admin.display(description=gettext_lazy("name"))
     def full_name(self, lock: MethodLock) -> str:
-        return _wrapped(lock.name)
+        return printable(lock.name, LONGEST_LISTED)
 
     @admin.display(description=gettext_lazy("key"))
     def key(self, lock: MethodLock) -> str:
-        return _wrapped(lock.method_name)
+        return printable(lock.method_name, LONGEST_LISTED)
 
     @admin.display(description=gettext_lazy("state"), ordering="state")
     def state(self, lock: Any) -> str:
@@ -444,12 +440,6 @@ def _here(instant: datetime, server_now: datetime) -> str:
     """Return a time of the server by the clock and in the time zone of this machine."""
     here = to_current_timezone(timezone.now() - (server_now - instant))
     return formats.date_format(here, "SHORT_DATETIME_FORMAT")
-
-
-def _wrapped(text: str) -> str:
-    # A name may be one long word.
-    shown = printable(text, LONGEST_LISTED)
-    return format_html('<span style="overflow-wrap: anywhere">{}</span>', shown)
 
 
 def _known(number: float | None, instead: float) -> float:

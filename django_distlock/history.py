@@ -68,22 +68,19 @@ class History:
 
     def rows(self) -> list[tuple[str, list[list[float]]]]:
         """Return by template the longest wait and hold of each of the last minutes, those with the longest waits first."""
-        now = _minute()
+        now, nothing = _minute(), [0.0, 0.0]
         with self._mutex:
             self._forget_before(now - MINUTES)
-            kept = {template: {**minutes} for template, minutes in self._kept.items()}
-        nothing = [0.0, 0.0]
-        rows = [
-            (template, [minutes.get(now - ago, nothing) for ago in reversed(range(MINUTES))])
-            for template, minutes in kept.items()
-        ]
+            rows = [
+                (template, [minutes.get(now - ago, nothing) for ago in reversed(range(MINUTES))])
+                for template, minutes in self._kept.items()
+            ]
         return sorted(rows, key=lambda row: max(row[1]), reverse=True)
 
     def _forget_before(self, minute: int) -> None:
-        for template, minutes in list(self._kept.items()):
-            for old in [each for each in minutes if each <= minute]:
-                del minutes[old]
-            if not minutes:
+        for template, minutes in [*self._kept.items()]:
+            self._kept[template] = {each: minutes[each] for each in minutes if each > minute}
+            if not self._kept[template]:
                 del self._kept[template]
 
 

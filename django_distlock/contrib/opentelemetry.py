@@ -69,12 +69,9 @@ class _Instruments:
         self._lost = count(
             "distlock.lost", description="Leases that were lost before their release"
         )
-        self._errors = count(
-            "distlock.backend.errors", description="Errors of the servers that locks are kept on"
-        )
-        meter.create_observable_gauge(
-            "distlock.held", [self._count_held], description="Locks that this process holds"
-        )
+        self._errors = count("distlock.backend.errors", description="Errors of lock servers")
+        text = "Locks that this process holds"
+        meter.create_observable_gauge("distlock.held", [self._count_held], description=text)
         # No mutex: a fork while another thread holds it would stop the locks of the child.
         self._spans: WeakKeyDictionary[Lease, tuple[Span, int]] = WeakKeyDictionary()
         self._receivers: dict[Signal, Callable[..., Any]] = {

@@ -115,15 +115,7 @@ def _cells(alias: str, held: Held) -> tuple[str, ...]:
 
 
 def _as_json(alias: str, held: Held) -> dict[str, Any]:
-    return {
-        "alias": alias,
-        "name": held.name,
-        "key": held.key,
-        "state": held.state,
-        "shared": held.shared,
-        "holder": held.holder and asdict(held.holder),
-        "age": held.age,
-        "remaining": held.remaining,
-        "waiters": held.waiters,
-        "fencing_token": held.token,
-    }
+    words = "name", "key", "state", "shared", "age", "remaining", "waiters"
+    facts = {word: getattr(held, word) for word in words}
+    holder = held.holder and asdict(held.holder)
+    return {"alias": alias, **facts, "holder": holder, "fencing_token": held.token}
