@@ -45,6 +45,13 @@ class LockCommand(BaseCommand):
 
     requires_system_checks = ()
 
+    def tell_failed(self, failed: dict[str, str], text: str) -> None:
+        """Write the error of each alias that *failed*; CommandError with *text* if there are any."""
+        for alias, error in failed.items():
+            self.stderr.write(self.style.ERROR(f"{alias}: {error}"))
+        if failed:
+            raise CommandError(text % ", ".join(failed))
+
 
 def command_error(error: InvalidLockBackend | LockError | ValueError) -> CommandError:
     code = next(code for kinds, code in CODES if isinstance(error, kinds))

@@ -7,7 +7,6 @@ import uuid
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, lock, locks
@@ -42,11 +41,8 @@ class Command(LockCommand):
             self.stdout.write(json.dumps({"aliases": reports}))
         elif options["verbosity"]:
             write_rows(self.stdout, HEADINGS, map(_cells, reports))
-        for report in reports:
-            if "error" in report:
-                self.stderr.write(self.style.ERROR(f"{report['alias']}: {report['error']}"))
-        if failed := [report["alias"] for report in reports if "error" in report]:
-            raise CommandError(_("Not in order: %s.") % ", ".join(failed))
+        failed = {report["alias"]: report["error"] for report in reports if "error" in report}
+        self.tell_failed(failed, _("Not in order: %s."))
 
 
 def _check(alias: str) -> dict[str, Any]:

@@ -57,20 +57,18 @@ class Command(LockCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = wanted_aliases(options["using"])
         if options["watch"] is None:
-            failed = self._list(aliases, options)
-            if failed:
-                raise CommandError(_("Not listed: %s.") % ", ".join(failed))
+            self._list(aliases, options)
             return
         with suppress(KeyboardInterrupt):
             while True:
                 if self.stdout.isatty():
                     self.stdout.write("\x1b[H\x1b[2J", ending="")
-                self._list(aliases, options)
+                with suppress(CommandError):
+                    self._list(aliases, options)
                 self.stdout.flush()
                 time.sleep(options["watch"])
 
-    def _list(self, aliases: list[str], options: dict[str, Any]) -> list[str]:
-        """Write the locks of *aliases*; return those that failed."""
+    def _list(self, aliases: list[str], options: dict[str, Any]) -> None:
         wanted: list[tuple[str, Held]] = []
         failed: dict[str, str] = {}
         for alias in aliases:
@@ -85,18 +83,14 @@ class Command(LockCommand):
                 if options["using"] or not isinstance(error, NotSupported):
                     failed[alias] = str(error)
         if options["json"]:
-            report = {
-                "locks": [_as_json(alias, held) for alias, held in wanted],
-                "failed": [{"alias": alias, "error": error} for alias, error in failed.items()],
-            }
-            self.stdout.write(json.dumps(report))
+            found = [_as_json(alias, held) for alias, held in wanted]
+            problems = [{"alias": alias, "error": error} for alias, error in failed.items()]
+            self.stdout.write(json.dumps({"locks": found, "failed": problems}))
         elif options["verbosity"] and not wanted and self.stdout.isatty():
             self.stdout.write(_("Nobody holds a lock."))
         elif options["verbosity"]:
             write_rows(self.stdout, HEADINGS, [_cells(*each) for each in wanted])
-        for problem in failed.values():
-            self.stderr.write(self.style.ERROR(problem))
-        return list(failed)
+        self.tell_failed(failed, _("Not listed: %s."))
 
 
 def _cells(alias: str, held: Held) -> tuple[str, ...]:

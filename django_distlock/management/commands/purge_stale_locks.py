@@ -60,26 +60,26 @@ class Command(LockCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = wanted_aliases(options["using"])
         shows = options["verbosity"] > 0 and not options["json"]
-        purged, failed = [], []
+        purged: list[dict[str, Any]] = []
+        failed: dict[str, str] = {}
         for alias in aliases:
             try:
                 if options["using"] or locks[alias].supports_purge:
                     purged.append(self._purge(alias, options, shows=shows))
             except (LockError, InvalidLockBackend) as error:
-                self.stderr.write(self.style.ERROR(f"{alias}: {error}"))
-                failed.append({"alias": alias, "error": str(error)})
+                failed[alias] = str(error)
             except ValueError as error:
                 text = re.sub(r"^(older|batch)_", r"--\1-", str(error))
                 raise CommandError(text, returncode=WRONG_ARGUMENTS) from error
         if options["json"]:
-            report = {"dry_run": options["dry_run"], "purged": purged, "failed": failed}
+            problems = [{"alias": alias, "error": error} for alias, error in failed.items()]
+            report = {"dry_run": options["dry_run"], "purged": purged, "failed": problems}
             self.stdout.write(json.dumps(report))
         elif shows and not purged and not failed:
             self.stdout.write(
                 _("No alias of DISTLOCK leaves records behind: there is nothing to purge.")
             )
-        if failed:
-            raise CommandError(_("Not purged: %s.") % ", ".join(each["alias"] for each in failed))
+        self.tell_failed(failed, _("Not purged: %s."))
 
     def _purge(self, alias: str, options: dict[str, Any], *, shows: bool) -> dict[str, Any]:
         """Purge one alias, and return for --json what became of it."""
