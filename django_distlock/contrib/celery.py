@@ -24,7 +24,7 @@ from django_distlock.exceptions import LockError, LockNotAcquired
 from django_distlock.lease import Lease
 from django_distlock.lock import Lock
 
-from .once import HEADER, LEASE, Once, brought, checked_lease, task_id
+from .once import HEADER, LEASE, Once, brought, check_is_of, checked_lease, task_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,6 +135,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         else:
             lease = request.distlock_lease = self._arrive(lock)
         with lease:
+            check_is_of(lease, lock)
             return super().__call__(*args, **kwargs)
 
     def _seconds_until_due(self, options: dict[str, Any]) -> float:

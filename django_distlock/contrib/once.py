@@ -76,23 +76,20 @@ class Once:
 
 
 def brought(text: str, lock: Lock) -> Lease | None:
-    """Return the lease that a message brought for *lock*; None if it has ended, or came before."""
+    """Return the lease that a message brought for a task; None if it has ended, or came before."""
     with suppress(LockLost):
-        lease = Lease.attach(text, lock.terms.purpose)
-        if lease.name == lock.name:
-            return lease
-        with lease:
-            raise wrong(lease, lock)
+        return Lease.attach(text, lock.terms.purpose)
     return None
+
+
+def check_is_of(lease: Lease, lock: Lock) -> None:
+    """Raise ValueError if a task that needs *lock* was handed the lease of another one."""
+    if lease.name != lock.name:
+        task = lock.terms.purpose
+        raise ValueError(f"{task} needs lock {lock.name!r}, and was handed {lease.name!r}.")
 
 
 def task_id(told: str, name: str) -> str | None:
     """Return the id in what is *told* of a task called *name*, maybe empty; None if it is another task."""
     found = told.rpartition("[")[2][:-1] if "[" in told else ""
     return found if told == task_text(name, found) else None
-
-
-def wrong(lease: Lease, lock: Lock) -> ValueError:
-    """Return the error of a task that was handed *lease*, which is none of *lock*."""
-    task = lock.terms.purpose
-    return ValueError(f"{task} needs lock {lock.name!r}, and was handed {lease.name!r}.")

@@ -26,7 +26,7 @@ from django_distlock.lease import Lease
 from django_distlock.lock import Lock
 from django_distlock.transactions import still_open
 
-from .once import HEADER, LEASE, Once, brought, checked_lease, task_id, wrong
+from .once import HEADER, LEASE, Once, brought, check_is_of, checked_lease, task_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,9 @@ def unique_task(
             @wraps(function)
             async def run(*args: Any, **kwargs: Any) -> Any:
                 text = kwargs.pop(HEADER, "")
-                async with await _aarrive(text, lock_for(args, kwargs)):
+                lock = lock_for(args, kwargs)
+                async with await _aarrive(text, lock) as held:
+                    check_is_of(held, lock)
                     return await function(*args, **kwargs)
         else:
 
@@ -83,7 +85,8 @@ def unique_task(
                 text = kwargs.pop(HEADER, "")
                 lock = lock_for(args, kwargs)
                 # It waited for longer than its lease, is a second copy, or is called as a function.
-                with (text and brought(text, lock)) or lock.take(0):
+                with (text and brought(text, lock)) or lock.take(0) as held:
+                    check_is_of(held, lock)
                     return function(*args, **kwargs)
 
         run.once = once  # type: ignore[attr-defined]
@@ -155,12 +158,8 @@ class _Sent:
 
 
 async def _aarrive(text: str, lock: Lock) -> Lease:
-    """Return the lease that the message brought, or a new one; see unique_task()."""
+    """Return the lease that the message brought, or a new one."""
     with suppress(LockLost):
         if text:
-            lease = await Lease.aattach(text, lock.terms.purpose)
-            if lease.name == lock.name:
-                return lease
-            async with lease:
-                raise wrong(lease, lock)
+            return await Lease.aattach(text, lock.terms.purpose)
     return await lock.atake(0)
