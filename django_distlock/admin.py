@@ -355,9 +355,10 @@ class MethodLockAdmin(ReadOnly):
     @admin.display(description=gettext_lazy("alias"))
     def alias(self, lock: MethodLock) -> str:
         """Return the aliases of DISTLOCK that have this lock; if there are none, its kind and prefix."""
-        aliases = [backend.alias for backend in self.backends_of(lock)]
         prefix = lock.method_name.rpartition("|")[0]
-        return ", ".join(aliases) or printable(prefix) or self.get_empty_value_display()
+        return (
+            ", ".join(self._aliases_of(lock)) or printable(prefix) or self.get_empty_value_display()
+        )
 
     def has_module_permission(self, request: HttpRequest) -> bool:
         return False  # the page of the locks has a link
@@ -383,10 +384,12 @@ class MethodLockAdmin(ReadOnly):
             search_term = json.dumps(search_term)[1:-1]
         return super().get_search_results(request, queryset, search_term)
 
-    def backends_of(self, lock: MethodLock) -> Iterator[DatabaseBackend]:
-        for backend in _database_backends():
-            if backend.options.using == self.database and backend.keeps(lock.method_name):
-                yield backend
+    def _aliases_of(self, lock: MethodLock) -> tuple[str, ...]:
+        return tuple(
+            backend.alias
+            for backend in _database_backends()
+            if backend.options.using == self.database and backend.keeps(lock.method_name)
+        )
 
     def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         return self._page(super().changelist_view, request, *args, **kwargs)
@@ -422,8 +425,7 @@ class MethodLockAdmin(ReadOnly):
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
         lock = context["original"]
-        aliases = tuple(backend.alias for backend in self.backends_of(lock))
-        if aliases and lock.state != State.FREE:
+        if (aliases := self._aliases_of(lock)) and lock.state != State.FREE:
             context["row"] = Row(records.as_held(lock), aliases)
         return super().render_change_form(request, context, *args, **kwargs)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
 from django.template.loader import render_to_string
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from django.dispatch import Signal
     from django.utils.safestring import SafeString
 
-#: Minutes that are kept, templates that are kept, and templates that are drawn.
+#: Minutes that are kept, templates that are kept of each, and templates that are drawn.
 MINUTES, MOST_TEMPLATES, MOST_DRAWN = 60, 50, 8
-#: The template of all locks beyond MOST_TEMPLATES.
+#: The template of all locks of a minute beyond MOST_TEMPLATES.
 OTHERS = "..."
 #: Parts of a name that tell one lock from others like it: UUIDs, numbers, and identifiers of eight hexadecimal digits and more.
 _ONE_OF_MANY = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-fA-F]{8,}|\d+")
@@ -49,39 +50,31 @@ class History:
     def reset(self) -> None:
         """Forget all."""
         self._mutex = threading.Lock()
-        self._latest = 0
-        # By template and minute: the longest wait and the longest hold, in seconds.
-        self._kept: dict[str, dict[int, list[float]]] = {}
+        # The minutes in which there was something to note; by template the longest wait and the longest hold, in seconds.
+        self._minutes = deque[tuple[int, dict[str, list[float]]]](maxlen=MINUTES)
 
     def add(self, template: str, what: int, seconds: float) -> None:
         """Note a wait (*what* is 0) or a hold (1)."""
-        now = _minute()
         with self._mutex:
-            if now != self._latest:
-                self._latest = now
-                self._forget_before(now - MINUTES)
-            if template not in self._kept and len(self._kept) >= MOST_TEMPLATES:
+            now = _minute()
+            if not self._minutes or self._minutes[-1][0] != now:
+                self._minutes.append((now, {}))
+            noted = self._minutes[-1][1]
+            if template not in noted and len(noted) >= MOST_TEMPLATES:
                 template = OTHERS
-            minutes = self._kept.setdefault(template, {})
-            longest = minutes.setdefault(now, [0.0, 0.0])
+            longest = noted.setdefault(template, [0.0, 0.0])
             longest[what] = max(longest[what], seconds)
 
     def rows(self) -> list[tuple[str, list[list[float]]]]:
         """Return by template the longest wait and hold of each of the last minutes, those with the longest waits first."""
-        now, nothing = _minute(), [0.0, 0.0]
+        rows = defaultdict[str, list[list[float]]](lambda: [[0.0, 0.0]] * MINUTES)
         with self._mutex:
-            self._forget_before(now - MINUTES)
-            rows = [
-                (template, [minutes.get(now - ago, nothing) for ago in reversed(range(MINUTES))])
-                for template, minutes in self._kept.items()
-            ]
-        return sorted(rows, key=lambda row: max(row[1]), reverse=True)
-
-    def _forget_before(self, minute: int) -> None:
-        for template, minutes in [*self._kept.items()]:
-            self._kept[template] = {each: minutes[each] for each in minutes if each > minute}
-            if not self._kept[template]:
-                del self._kept[template]
+            now = _minute()
+            for minute, noted in self._minutes:
+                if minute > now - MINUTES:
+                    for template, longest in noted.items():
+                        rows[template][minute - now - 1] = longest
+        return sorted(rows.items(), key=lambda row: max(row[1]), reverse=True)
 
 
 _history = History()

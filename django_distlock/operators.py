@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -126,7 +124,7 @@ def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
     """Return the locks of *aliases*, and the problem of each alias that failed; aliases of one place share rows."""
     asked = {alias: _ask(alias) for alias in aliases}
     wait(asked.values(), timeout=PATIENCE)
-    found = defaultdict[Hashable, dict[str, Row]](dict)
+    rows: dict[object, Row] = {}
     problems: dict[str, str] = {}
     for alias, answer in asked.items():
         if not answer.done():
@@ -136,12 +134,11 @@ def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
         if error := answer.exception():
             problems[alias] = first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
             continue
-        here, alone = found[locks[alias].location], (alias,)
         for held in answer.result():
-            known = f"{held.owner_digest} {held.key}"
-            before = here.get(known)
-            here[known] = Row(held, before.aliases + alone if before else alone)
-    return [row for rows in found.values() for row in rows.values()], problems
+            known = locks[alias].location, held.owner_digest, held.key
+            before = rows[known].aliases if known in rows else ()
+            rows[known] = Row(held, (*before, alias))
+    return [*rows.values()], problems
 
 
 def _ask(alias: str) -> _Answer:
