@@ -71,22 +71,15 @@ def duration(text: str) -> float:
 def add_options(parser: ArgumentParser, which: str) -> None:
     """Add --json, and --using, which may be given several times; *which* aliases are meant by default."""
     parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
-    parser.add_argument(
-        "--using",
-        action="append",
-        metavar="ALIAS",
-        help=_("an alias of DISTLOCK; can be given several times (default: %s)") % which,
-    )
+    text = _("an alias of DISTLOCK; can be given several times (default: %s)") % which
+    parser.add_argument("--using", action="append", metavar="ALIAS", help=text)
 
 
-def add_one_using(parser: ArgumentParser) -> None:
-    """Add --using, which names one alias."""
-    parser.add_argument(
-        "--using",
-        default=DEFAULT_ALIAS,
-        metavar="ALIAS",
-        help=_("the alias in DISTLOCK (default: %(default)s)"),
-    )
+def add_lock(parser: ArgumentParser) -> None:
+    """Add the name of a lock, and --using, which names its alias."""
+    parser.add_argument("name", help=_("the name of the lock"))
+    text = _("the alias in DISTLOCK (default: %(default)s)")
+    parser.add_argument("--using", default=DEFAULT_ALIAS, metavar="ALIAS", help=text)
 
 
 def wanted_aliases(using: list[str] | None) -> list[str]:

@@ -41,18 +41,12 @@ class Command(LockCommand):
             "Exit codes: 0 all listed, 1 some aliases failed (the others are listed), 2 wrong arguments."
         )
         add_options(parser, _("every alias that can list its locks"))
-        parser.add_argument(
-            "--name", metavar="PATTERN", default="*", help=_("only names like this: 'invoice:*'")
-        )
-        parser.add_argument("--state", choices=STATES, help=_("only locks in this state"))
-        parser.add_argument(
-            "--watch",
-            nargs="?",
-            type=duration,
-            const="2",
-            metavar="TIME",
-            help=_("list them again so often, until Ctrl-C (default: each %(const)s s)"),
-        )
+        add = parser.add_argument
+        text = _("only names like this: 'invoice:*'")
+        add("--name", metavar="PATTERN", default="*", help=text)
+        add("--state", choices=STATES, help=_("only locks in this state"))
+        text = _("list them again so often, until Ctrl-C (default: each %(const)s s)")
+        add("--watch", nargs="?", type=duration, const="2", metavar="TIME", help=text)
 
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = wanted_aliases(options["using"])

@@ -37,25 +37,13 @@ class Command(LockCommand):
             "Exit codes: 0 done, 1 some aliases failed (the others are done), 2 wrong arguments."
         )
         add_options(parser, _("every alias that can be purged"))
-        parser.add_argument(
-            "--older-than",
-            type=duration,
-            default="1d",
-            metavar="TIME",
-            help=_("seconds, or a number with s, m, h, d or w: 12h, 7d (default: %(default)s)"),
-        )
-        parser.add_argument(
-            "--batch-size",
-            type=int,
-            default=1000,
-            metavar="N",
-            help=_("records in one transaction (default: %(default)s)"),
-        )
-        parser.add_argument(
-            "--dry-run",
-            action="store_true",
-            help=_("print what would be deleted, and delete nothing"),
-        )
+        add = parser.add_argument
+        text = _("seconds, or a number with s, m, h, d or w: 12h, 7d (default: %(default)s)")
+        add("--older-than", type=duration, default="1d", metavar="TIME", help=text)
+        text = _("records in one transaction (default: %(default)s)")
+        add("--batch-size", type=int, default=1000, metavar="N", help=text)
+        text = _("print what would be deleted, and delete nothing")
+        add("--dry-run", action="store_true", help=text)
 
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = wanted_aliases(options["using"])

@@ -14,7 +14,7 @@ from django_distlock.engine import clock
 from django_distlock.management.base import (
     WRONG_ARGUMENTS,
     LockCommand,
-    add_one_using,
+    add_lock,
     command_error,
 )
 from django_distlock.operators import holdings
@@ -34,12 +34,10 @@ class Command(LockCommand):
             "learns at its next renewal that it has lost the lock. Exit codes: 0 released, 1 nobody "
             "held it or the answer was no, 2 wrong arguments, 69 the server does not answer."
         )
-        parser.add_argument("name", help=_("the name of the lock"))
-        add_one_using(parser)
+        add_lock(parser)
         parser.add_argument("--yes", action="store_true", help=_("do not ask"))
-        parser.add_argument(
-            "--json", action="store_true", help=_("print one JSON object; needs --yes")
-        )
+        text = _("print one JSON object; needs --yes")
+        parser.add_argument("--json", action="store_true", help=text)
 
     def handle(self, *args: Any, **options: Any) -> None:
         if not options["yes"] and (options["json"] or not sys.stdin.isatty()):

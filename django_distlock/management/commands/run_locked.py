@@ -19,7 +19,7 @@ from django_distlock.management import launch
 from django_distlock.management.base import (
     BUSY,
     LockCommand,
-    add_one_using,
+    add_lock,
     command_error,
     duration,
 )
@@ -45,39 +45,28 @@ class Command(LockCommand):
             "own (128 + N after signal N, 127 if there is no such command), 75 somebody else has the "
             "lock, 69 no lock server answers, 76 the lock was lost while the command ran, 2 wrong arguments."
         )
-        parser.add_argument("name", help=_("the name of the lock"))
-        parser.add_argument(
-            "command", nargs="+", metavar="COMMAND", help=_("what to run, after --")
-        )
-        add_one_using(parser)
+        add_lock(parser)
+        text = _("what to run, after --")
+        parser.add_argument("command", nargs="+", metavar="COMMAND", help=text)
         add_time = partial(parser.add_argument, type=duration, metavar="TIME")
-        add_time(
-            "--timeout",
-            default="0",
-            help=_(
-                "how long to wait for the lock: seconds, or a number with s, m, h, d or w "
-                "(default: %(default)s, try once)"
-            ),
+        text = _(
+            "how long to wait for the lock: seconds, or a number with s, m, h, d or w "
+            "(default: %(default)s, try once)"
         )
+        add_time("--timeout", default="0", help=text)
         text = _(
             "how long the lock outlives this process if it is killed (default: TTL of the alias)"
         )
         add_time("--ttl", help=text)
-        add_time(
-            "--min-hold",
-            default="0",
-            help=_(
-                "keep the lock for at least so long, even if the command ends sooner: "
-                "more than the clocks of the machines differ (default: %(default)s)"
-            ),
+        text = _(
+            "keep the lock for at least so long, even if the command ends sooner: "
+            "more than the clocks of the machines differ (default: %(default)s)"
         )
-        add_time(
-            "--grace",
-            default="10",
-            help=_(
-                "after the lock was lost, kill the command so long after SIGTERM (default: %(default)s)"
-            ),
+        add_time("--min-hold", default="0", help=text)
+        text = _(
+            "after the lock was lost, kill the command so long after SIGTERM (default: %(default)s)"
         )
+        add_time("--grace", default="10", help=text)
 
     def handle(self, *args: Any, **options: Any) -> None:
         words = "using", "timeout", "ttl", "min_hold"
