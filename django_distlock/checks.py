@@ -14,8 +14,6 @@ from .handler import locks
 
 #: The documentation on the web.
 DOCS = "https://django-distlock.readthedocs.io/en/latest/"
-
-
 #: The ids of check_settings(), which check_servers() does not repeat.
 _OF_SETTINGS = {"distlock.E001", "distlock.W001"}
 

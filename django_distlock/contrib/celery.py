@@ -62,12 +62,10 @@ def unique_task(
             raise TypeError(msg)
         once = Once(function, name, seconds, using, is_bound=bool(options.get("bind")))
         base = options.get("base")
+        kind = type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask
         # Celery logs errors in `throws` in one line, without a traceback.
-        known = {
-            "base": type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask,
-            "throws": (*options.get("throws", ()), LockNotAcquired),
-        }
-        return shared_task(**{**options, **known}, once=once)(function)
+        throws = (*options.get("throws", ()), LockNotAcquired)
+        return shared_task(**{**options, "base": kind, "throws": throws}, once=once)(function)
 
     return decorate
 

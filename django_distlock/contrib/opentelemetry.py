@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     #: Takes the name of a lock and the template that is known of it, or "", and returns the label.
     Label = Callable[[str, str], str]
+    Labels = dict[str, str]
 
 #: Bounds of the histograms, in seconds: from one round trip to long jobs.
 BOUNDS = [0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800]
@@ -66,9 +67,7 @@ class _Instruments:
         self._wait = seconds("distlock.wait", description="How long a lock was waited for")
         self._hold = seconds("distlock.hold", description="How long a lock was held")
         self._busy = count("distlock.busy", description="Locks that were not acquired in time")
-        self._lost = count(
-            "distlock.lost", description="Leases that were lost before their release"
-        )
+        self._lost = count("distlock.lost", description="Leases lost before their release")
         self._errors = count("distlock.backend.errors", description="Errors of lock servers")
         text = "Locks that this process holds"
         meter.create_observable_gauge("distlock.held", [self._count_held], description=text)
@@ -153,7 +152,7 @@ class _Instruments:
             labels = {"distlock.alias": using, "distlock.template": template}
             yield Observation(number, labels)
 
-    def _waited(self, waited: float, **facts: Any) -> tuple[dict[str, str], dict[str, str], Span]:
+    def _waited(self, waited: float, **facts: Any) -> tuple[Labels, Labels, Span]:
         """Record a wait that ends now; return its labels, these with the name, and its span."""
         labels = self._labels(**facts)
         self._wait.record(waited, labels)
@@ -162,16 +161,14 @@ class _Instruments:
         span = self._tracer.start_span("distlock.acquire", attributes=known, start_time=begin)
         return labels, known, span
 
-    def _held(
-        self, lease: Lease, held: float, **facts: Any
-    ) -> tuple[dict[str, str], Span | None, int]:
+    def _held(self, lease: Lease, held: float, **facts: Any) -> tuple[Labels, Span | None, int]:
         """Record a hold; return its labels, its span if it has one, and when it ended: maybe long ago."""
         labels = self._labels(**facts)
         self._hold.record(held, labels)
         span, start = self._spans.pop(lease, (None, 0))
         return labels, span, start + int(held * 1e9)
 
-    def _labels(self, name: str, using: str, template: str, **_: Any) -> dict[str, str]:
+    def _labels(self, name: str, using: str, template: str, **_: Any) -> Labels:
         return {"distlock.alias": using, "distlock.template": self.label(name, template)}
 
 
