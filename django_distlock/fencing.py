@@ -35,7 +35,8 @@ def claim(lease: Lease, target: models.Model | models.QuerySet[Any]) -> Any:
         return rows.all()
     model = type(target)
     # The base manager: a custom manager may hide the row.
-    mine = model._base_manager.using(_database_of(target)).filter(pk=target.pk)
+    using = router.db_for_write(model, instance=target)
+    mine = model._base_manager.using(using).filter(pk=target.pk)
     with transaction.atomic(using=mine.db):
         keys = [target.pk] if _shares_key(model) else _keys(mine)
         if not _pass_fences(lease, mine, keys, claims=True):
@@ -47,7 +48,7 @@ def claim(lease: Lease, target: models.Model | models.QuerySet[Any]) -> Any:
 def save(lease: Lease, instance: models.Model, **kwargs: Any) -> None:
     """Save *instance* if its fence is the token of *lease*; see Lease.save()."""
     token = lease.checked_token()
-    using = kwargs.get("using") or _database_of(instance)
+    using = kwargs.get("using") or router.db_for_write(type(instance), instance=instance)
     rows: models.QuerySet[Any] = models.QuerySet(type(instance), using=using)
     key = _written_key(instance)
     with transaction.atomic(using=using):
@@ -145,10 +146,6 @@ def _with_insert(instance: models.Model, kwargs: dict[str, Any]) -> dict[str, An
 def _deleted(model: Any) -> Exception:
     problem: Exception = model.DoesNotExist(f"No {model.__name__} row to protect: it was deleted.")
     return problem
-
-
-def _database_of(instance: models.Model) -> str:
-    return router.db_for_write(type(instance), instance=instance)
 
 
 def _database(queryset: models.QuerySet[Any]) -> str:
