@@ -187,8 +187,12 @@ class LeanCursor:
         self._prepares = prepares
         self._known: dict[str, tuple[bytes, list[str]]] = {}
 
-    def execute(self, statement: str, values: dict[str, Any]) -> None:
-        """Send *statement*, whose parameters are texts and floating point numbers."""
+    def execute(self, statement: str, values: dict[str, Any] | None = None) -> None:
+        """Send *statement*, whose parameters are texts and floating point numbers; without any, it may be several."""
+        if values is None:
+            send_all = self._raw.pgconn.send_query
+            self._result = result_of(self._raw, send_all, statement.encode())
+            return
         known = self._known.get(statement)
         if known is None:
             known = self._numbered(statement, values)
@@ -200,6 +204,10 @@ class LeanCursor:
             kinds = [_kind(values[name]) for name in names]
             send = self._raw.pgconn.send_query_params
             self._result = result_of(self._raw, send, text, texts, kinds)
+
+    @property
+    def statusmessage(self) -> str:
+        return (self._result.command_status or b"").decode()
 
     def fetchone(self) -> tuple[Any, ...] | None:
         return self._row(0) if self._result.ntuples else None

@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 import time
+from abc import abstractmethod
 from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -71,19 +72,32 @@ class MySQLSessions(SessionServer):
         )
         with connection.cursor() as cursor:
             cursor.execute(f"SET SESSION {limits}")
-        connection.distlock_number, connection.distlock_limit = (
-            connection.connection.thread_id(),
-            -1,
-        )
+        connection.distlock_number = connection.connection.thread_id()
 
-    def limit(self, session: Session, seconds: float) -> bool:
+    def keep(self, session: Session, seconds: float) -> None:
         wanted = min(LONGEST, math.ceil(seconds))
-        if session.connection.distlock_limit == wanted:
-            return False
         more = f", idle_transaction_timeout = {wanted}" if self.is_mariadb else ""
         session.execute(f"SET SESSION wait_timeout = {wanted}{more}")
-        session.connection.distlock_limit = wanted
-        return True
+        session.connection.distlock_limit = seconds
+
+    def take(self, session: Session, patience: float) -> Grant | Busy:
+        if session.connection.distlock_limit != session.request.ttl:
+            self.keep(session, session.request.ttl)
+        return Grant(None) if self._try(session, 0) else Busy()
+
+    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
+        """What is less than the server can count is waited by looking again."""
+        if session.connection.distlock_limit != session.request.ttl:
+            self.keep(session, session.request.ttl)
+        is_taken = self._try(session, LONGEST if wait.left is None else min(LONGEST, wait.left))
+        while is_taken is False and not (wait.is_over or session.is_interrupted):
+            time.sleep(wait.next_pause(longest=SHORT_PAUSE))
+            is_taken = self._try(session, 0)
+        return Grant(None) if is_taken else Busy()
+
+    @abstractmethod
+    def _try(self, session: Session, seconds: float) -> bool | None:
+        """Return whether the lock was got within *seconds*, or as much of them as the server counts; None: it has no row."""
 
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
         """One statement, or three at the first use of a name."""
@@ -137,24 +151,6 @@ class MySQLRows(MySQLSessions):
         with connection.wrap_database_errors:
             connection.distlock_cursor.execute("SET SESSION autocommit = 0")
 
-    def take(self, session: Session, patience: float) -> Grant | Busy:
-        """NOWAIT: a refusal is an error, and its transaction must be ended all the same."""
-        self.limit(session, session.request.ttl)
-        return Grant(None) if self._lock(session, "NOWAIT") else Busy()
-
-    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
-        """The server counts whole seconds; what is left of them is waited by looking again."""
-        self.limit(session, session.request.ttl)
-        seconds = LONGEST if wait.left is None else min(LONGEST, int(wait.left))
-        if seconds and not self.is_mariadb:
-            session.execute(f"SET SESSION innodb_lock_wait_timeout = {seconds}")
-        how = f"WAIT {seconds}" if self.is_mariadb else ""
-        is_taken = self._lock(session, how if seconds else "NOWAIT")
-        while is_taken is False and not (wait.is_over or session.is_interrupted):
-            time.sleep(wait.next_pause(longest=SHORT_PAUSE))
-            is_taken = self._lock(session, "NOWAIT")
-        return Grant(None) if is_taken else Busy()
-
     def free(self, session: Session) -> bool:
         """Nothing is written: there is nothing to flush."""
         session.execute("COMMIT")
@@ -182,8 +178,14 @@ class MySQLRows(MySQLSessions):
             for occupant in [one for one in readers if one.session in sessions] or [last]:
                 yield as_held(counted, occupant.owner_digest, waiters[key], shared=occupant.shared)
 
-    def _lock(self, session: Session, how: str) -> bool | None:
-        """Return whether the row is locked now; None if it is missing. Nothing is left behind else."""
+    def _try(self, session: Session, seconds: float) -> bool | None:
+        """A refusal is an error, whose transaction must be ended all the same: nothing is left behind."""
+        whole, how = int(seconds), "NOWAIT"
+        if whole and self.is_mariadb:
+            how = f"WAIT {whole}"
+        elif whole:
+            session.execute(f"SET SESSION innodb_lock_wait_timeout = {whole}")
+            how = ""
         mode = "FOR UPDATE"
         if session.request.shared:  # MariaDB has no FOR SHARE
             mode = "LOCK IN SHARE MODE" if self.is_mariadb else "FOR SHARE"
@@ -204,20 +206,6 @@ class MySQLAdvisory(MySQLSessions):
     """Locks by names, for the whole server."""
 
     supports_shared = False
-
-    def take(self, session: Session, patience: float) -> Grant | Busy:
-        self.limit(session, session.request.ttl)
-        return Grant(None) if self._get(session, 0) else Busy()
-
-    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
-        """MariaDB knows fractions of seconds; with MySQL what is left of them is waited by looking again."""
-        self.limit(session, session.request.ttl)
-        left = LONGEST if wait.left is None else min(LONGEST, wait.left)
-        is_taken = self._get(session, left if self.is_mariadb else int(left))
-        while not (is_taken or wait.is_over or session.is_interrupted):
-            time.sleep(wait.next_pause(longest=SHORT_PAUSE))
-            is_taken = self._get(session, 0)
-        return Grant(None) if is_taken else Busy()
 
     def free(self, session: Session) -> bool:
         """1: freed; 0: not ours; NULL: nobody's."""
@@ -243,10 +231,12 @@ class MySQLAdvisory(MySQLSessions):
             found |= zip(some, cursor.fetchone(), strict=True)
         return found
 
-    def _get(self, session: Session, seconds: float) -> bool:
+    def _try(self, session: Session, seconds: float) -> bool | None:
+        """MariaDB knows fractions of seconds."""
         name = lock_name(self.name(), session.request.key)
+        longest = seconds if self.is_mariadb else int(seconds)
         statement = f"{_who_waits(session)}SELECT GET_LOCK(%s, %s)"
-        answer = session.execute(statement, [name, seconds]).fetchone()[0]
+        answer = session.execute(statement, [name, longest]).fetchone()[0]
         if answer is None:
             problem = "GET_LOCK failed: the server is out of memory, or the session was killed"
             raise Unusable(problem)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import abstractmethod
 from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
@@ -15,40 +14,22 @@ from django.db.utils import OperationalError
 
 from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.database.engine import COUNTER, LOCK
-from django_distlock.backends.database.postgresql import (
-    HAS_PSYCOPG3,
-    MICROSECONDS,
-    is_direct,
-    result_of,
-)
+from django_distlock.backends.database.postgresql import MICROSECONDS
 from django_distlock.engine import clock
 from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant, digest
 
-from .occupants import (
-    PREFIX,
-    Counted,
-    Label,
-    Occupant,
-    as_held,
-)
+from .occupants import PREFIX, Counted, Label, Occupant, as_held
 from .sessions import SessionServer, stay
 
-if HAS_PSYCOPG3:
-    from psycopg import ClientCursor
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from psycopg.pq.abc import PGresult
+    from collections.abc import Iterator
 
     from django_distlock.engine.values import Held
     from django_distlock.engine.waiting import Wait
 
     from .deadlocks import Edge
     from .sessions import Session
-
-    Row = Sequence[str | None]
 
 #: The longest time, in milliseconds, that a limit of the server takes; 0 stands for none.
 LONGEST = 2**31 - 1
@@ -103,7 +84,7 @@ _END = (
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE %(label)s"
 )
 
-# Each session plans its own statements once. Rows: who has them is waited for, or passed by.
+# Each session plans them once: who has the row is waited for, or passed by.
 _PREPARE_ROWS = "".join(
     f"PREPARE distlock_{mode}{len(how)}(text) AS SELECT 1 FROM {LOCK} WHERE method_name = $1 FOR {mode} {how};"
     for mode in ("update", "share")
@@ -111,32 +92,35 @@ _PREPARE_ROWS = "".join(
 )
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 
-# Advisory locks. Take the lock $1 if it is free; only then let the server end the session when it is
-# silent for $2 ms, label it $3, and raise the fencing token of $4 for $5, within $6.
-# One row, of texts: "" or null if it is not free; the token; who had it last, if it is not free.
-_OWN = "set_config('idle_session_timeout', $2, false) || set_config('application_name', $3, false)"
-_PREPARE_TAKE = f"""
-PREPARE distlock_take{{shared}}(bigint, text, text, text, text, text) AS
+
+def _both(statement: str) -> dict[bool, str]:
+    """Return *statement* by whether its lock is shared."""
+    return {False: statement.format(shared=""), True: statement.format(shared="_shared")}
+
+
+# Advisory locks. Take the lock %(number)s if it is free; only then let the server end the session when it is
+# silent for %(silence)s ms, label it, and raise the fencing token of %(key)s for %(holder)s, within %(patience)s ms.
+# One row: whether it is ours; the token; who had it last, if it is not free.
+_OWN = "set_config('idle_session_timeout', %(silence)s, false) || set_config('application_name', %(label)s, false)"
+_TAKE = _both(f"""
 WITH taken AS MATERIALIZED (
-    SELECT pg_try_advisory_lock{{shared}}($1) AS ok
+    SELECT pg_try_advisory_lock{{shared}}(%(number)s::bigint) AS ok
 ), settled AS MATERIALIZED (
-    SELECT {_OWN} || set_config('lock_timeout', $6, true) FROM taken WHERE ok
+    SELECT {_OWN} || set_config('lock_timeout', %(patience)s, true) FROM taken WHERE ok
 ), counted AS (
-    INSERT INTO {COUNTER} AS c (method_name, value, holder) SELECT $4, {MICROSECONDS}, $5 FROM settled
+    INSERT INTO {COUNTER} AS c (method_name, value, holder) SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM settled
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
     RETURNING value
 )
-SELECT CASE WHEN ok THEN '' END, (SELECT value FROM counted)::text,
-       (SELECT holder FROM {COUNTER} WHERE method_name = $4 AND NOT ok)::text FROM taken;
-"""
-_PREPARE_BARE = f"""
-PREPARE distlock_take{{shared}}(bigint, text, text) AS
-SELECT CASE WHEN pg_try_advisory_lock{{shared}}($1) THEN left({_OWN}, 0) END, NULL, NULL;
-"""
-_PREPARE_FREE = f"""
-PREPARE distlock_free{{shared}}(bigint) AS SELECT pg_advisory_unlock{{shared}}($1)::text,
-    set_config('idle_session_timeout', '0', false), set_config('application_name', '{PREFIX}', false);
-"""
+SELECT ok, (SELECT value FROM counted), (SELECT holder FROM {COUNTER} WHERE method_name = %(key)s AND NOT ok) FROM taken
+""")
+_TAKE_BARE = _both(f"""
+SELECT CASE WHEN pg_try_advisory_lock{{shared}}(%(number)s::bigint) THEN ({_OWN}) IS NOT NULL ELSE false END, NULL::bigint, NULL
+""")
+_FREE = _both(f"""
+SELECT pg_advisory_unlock{{shared}}(%(number)s::bigint),
+    set_config('idle_session_timeout', '0', false), set_config('application_name', '{PREFIX}', false)
+""")
 _IS_HELD = """
 SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -157,7 +141,7 @@ ON CONFLICT (method_name) DO NOTHING"""
 
     def begin(self, connection: Any) -> None:
         """Refuse a pooler, which would hand the session with its lock to others; lift the limits."""
-        if not is_direct(connection):
+        if not connection.distlock_is_ours:
             problem = (
                 f"the database {connection.alias!r} is reached through a pooler such as PgBouncer, where a session "
                 "does not stay with its holder: give an alias of DATABASES that is direct (OPTIONS 'using')"
@@ -167,27 +151,11 @@ ON CONFLICT (method_name) DO NOTHING"""
             cursor.execute(_SETTLE)
             with suppress(DatabaseError):
                 cursor.execute(_LOOK_AFTER_CLIENT)
-        raw: Any = connection.connection
-        if HAS_PSYCOPG3:
-            # Else it would throw all plans away at each ROLLBACK. Its other cursors send one statement a trip.
-            raw.prepare_threshold = None
-        own: Any = ClientCursor(raw) if HAS_PSYCOPG3 else raw.cursor()
-        with connection.wrap_database_errors:
-            own.execute(self.plans())
-        connection.distlock_cursor, connection.distlock_limit = own, -1
-        connection.distlock_number = raw.info.backend_pid
+        connection.distlock_number = connection.connection.info.backend_pid
 
-    @abstractmethod
-    def plans(self) -> str:
-        """Return what prepares the statements of a session."""
-
-    def limit(self, session: Session, seconds: float) -> bool:
-        limit = milliseconds(seconds)
-        if limit == session.connection.distlock_limit:
-            return False
-        session.execute(f"SET {self.silence} = {limit}")
-        session.connection.distlock_limit = limit
-        return True
+    def keep(self, session: Session, seconds: float) -> None:
+        session.execute(f"SET {self.silence} = {milliseconds(seconds)}")
+        session.connection.distlock_limit = seconds
 
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
         known = {"key": key, "holder": holder, "row_wait": f"{milliseconds(patience)}ms"}
@@ -233,8 +201,10 @@ class PostgreSQLRows(PostgreSQLSessions):
 
     silence = "idle_in_transaction_session_timeout"  # one that is in no transaction holds nothing
 
-    def plans(self) -> str:
-        return _PREPARE_ROWS
+    def begin(self, connection: Any) -> None:
+        super().begin(connection)
+        with connection.wrap_database_errors:
+            connection.distlock_cursor.execute(_PREPARE_ROWS)
 
     def take(self, session: Session, patience: float) -> Grant | Busy:
         """SKIP LOCKED: a refusal is no error, for which the server would keep a log."""
@@ -245,25 +215,24 @@ class PostgreSQLRows(PostgreSQLSessions):
 
     def _lock(self, session: Session, how: str, limits: str) -> Grant | Busy:
         request = session.request
-        self.limit(session, request.ttl)
+        if session.connection.distlock_limit != request.ttl:
+            self.keep(session, request.ttl)
         mode = "share" if request.shared else "update"
         # In hexadecimal, the key needs no quotes.
         key = f"convert_from(decode('{request.key.encode().hex()}', 'hex'), 'UTF8')"
         begin = f"BEGIN; SET LOCAL application_name = '{Label.of(session)}'; {limits}"
         try:
-            row, _ = _run(session, f"{begin} EXECUTE distlock_{mode}{len(how)}({key})")
+            if session.execute(f"{begin} EXECUTE distlock_{mode}{len(how)}({key})").fetchone():
+                return Grant(None)
         except OperationalError as error:
             if not self.engine.is_wait_over(error):
                 raise
-            row = None
-        if row is not None:
-            return Grant(None)
         session.execute("ROLLBACK")
         return Busy()
 
     def free(self, session: Session) -> bool:
         """A transaction that has failed is rolled back by its commit: its locks were gone before."""
-        return _run(session, "COMMIT")[1] == "COMMIT"
+        return bool(session.execute("COMMIT").statusmessage == "COMMIT")
 
     def is_held(self, cursor: Any, key: str) -> bool:
         """Try it for a moment: what is skipped is held."""
@@ -279,20 +248,19 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
 
     silence = "idle_session_timeout"
 
-    def plans(self) -> str:
-        takes = _PREPARE_TAKE if self.fencing else _PREPARE_BARE
-        both = ("", "_shared")
-        return "".join((takes + _PREPARE_FREE).format(shared=shared) for shared in both)
-
     def take(self, session: Session, patience: float) -> Grant | Busy:
         request = session.request
-        limit = milliseconds(request.ttl)
-        values = [str(lock_number(request.key)), str(limit), str(Label.of(session))]
+        known = {
+            "number": str(lock_number(request.key)),
+            "silence": str(milliseconds(request.ttl)),
+            "label": str(Label.of(session)),
+        }
         if self.fencing:
             holder = Occupant.of(session).to_json()
-            values += [request.key, holder, str(milliseconds(patience))]
+            known |= {"key": request.key, "holder": holder, "patience": str(milliseconds(patience))}
+        statement = (_TAKE if self.fencing else _TAKE_BARE)[request.shared]
         try:
-            taken, token, last = _execute(session, "take", values)
+            is_taken, token, last = session.execute(statement, known).fetchone()
         except OperationalError as error:
             if not self.engine.is_wait_over(error):
                 raise
@@ -300,9 +268,8 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
             session.execute("ROLLBACK")
             self.free(session)
             return Busy()
-        session.connection.distlock_limit = limit
-        if taken is not None:
-            return Grant(None if token is None else int(token))
+        if is_taken:
+            return Grant(token)
         occupant = Occupant.from_json(last)
         return Busy(None if occupant is None else occupant.holder)
 
@@ -314,10 +281,8 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
             SET LOCAL idle_in_transaction_session_timeout = {milliseconds(request.ttl)};
             SET LOCAL application_name = '{Label.of(session)}';"""
         try:
-            _run(
-                session,
-                f"{limits} SELECT pg_advisory_xact_lock{suffix}({lock_number(request.key)})",
-            )
+            number = lock_number(request.key)
+            session.execute(f"{limits} SELECT pg_advisory_xact_lock{suffix}({number})")
         except OperationalError as error:
             if not self.engine.is_wait_over(error):
                 raise
@@ -327,49 +292,18 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         answer = self.take(session, stay(wait))
         if isinstance(answer, Busy):
             return answer
-        _run(session, "COMMIT")
+        session.execute("COMMIT")
         return Grant(answer.token, start)
 
     def free(self, session: Session) -> bool:
-        return _execute(session, "free", [str(lock_number(session.request.key))])[0] == "true"
+        number = {"number": str(lock_number(session.request.key))}
+        return bool(session.execute(_FREE[session.request.shared], number).fetchone()[0])
 
     def is_held(self, cursor: Any, key: str) -> bool:
         """The server lists them, by halves of their numbers."""
         number = lock_number(key) % 2**64
         cursor.execute(_IS_HELD, {"high": number >> 32, "low": number % 2**32})
         return cursor.fetchone() is not None
-
-
-def _run(session: Session, statements: str) -> tuple[Row | None, str]:
-    """Send *statements* in one trip; return the row of the last one, None if it has none, and its tag."""
-    if not HAS_PSYCOPG3:
-        cursor = session.execute(statements)
-        return cursor.fetchone() if cursor.description else None, cursor.statusmessage
-    raw: Any = session.connection.connection
-    result = _result(session, raw.pgconn.send_query, statements.encode())
-    return _row(result) if result.ntuples else None, (result.command_status or b"").decode()
-
-
-def _execute(session: Session, name: str, values: list[str]) -> Row:
-    """Return the row that a statement of plans() has for *values*; all are texts."""
-    name = f"distlock_{name}{'_shared' if session.request.shared else ''}"
-    if not HAS_PSYCOPG3:
-        marks = ", ".join(["%s"] * len(values))
-        row: Row = session.execute(f"EXECUTE {name}({marks})", values).fetchone()
-        return row
-    raw: Any = session.connection.connection
-    known = [value.encode() for value in values]
-    return _row(_result(session, raw.pgconn.send_query_prepared, name.encode(), known))
-
-
-def _result(session: Session, send: Callable[..., None], *args: Any) -> PGresult:
-    with session.connection.wrap_database_errors:
-        return result_of(session.connection.connection, send, *args)
-
-
-def _row(result: PGresult) -> Row:
-    found = [result.get_value(0, number) for number in range(result.nfields)]
-    return [None if each is None else each.decode() for each in found]
 
 
 def _neighbours(cursor: Any) -> list[tuple[int, Label, list[int] | None]]:

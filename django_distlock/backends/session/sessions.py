@@ -171,6 +171,8 @@ class Sessions:
             if self._interrupted.discard(owner):
                 session.is_interrupted = True
         if not hasattr(connection, "distlock_number"):
+            #: For how many seconds the server was told to bear the session's silence.
+            connection.distlock_limit = None
             self._server.begin(connection)
 
     def get(self, owner: str) -> Session | None:
@@ -238,8 +240,7 @@ class SessionServer(ABC):
     def begin(self, connection: Any) -> None:
         """Set up a new connection to hold locks; Unusable where it cannot.
 
-        It is given its *distlock_number*, by which the server knows the session, a *distlock_cursor* of the
-        driver, and *distlock_limit*: for how long the server was told to bear its silence, in its own unit.
+        It is given its *distlock_number*, by which the server knows the session.
         """
 
     @abstractmethod
@@ -255,13 +256,8 @@ class SessionServer(ABC):
         """Give the lock back; return whether it was still held."""
 
     @abstractmethod
-    def limit(self, session: Session, seconds: float) -> bool:
-        """Have the server end the session after *seconds* of silence; False if it knows that already."""
-
     def keep(self, session: Session, seconds: float) -> None:
-        """Have the server keep the session for *seconds* from now: a word is enough, unless the limit is another."""
-        if not self.limit(session, seconds):
-            session.execute("SELECT 1")
+        """Have the server end the session once it has been silent for *seconds*, from now on; note them on the connection."""
 
     # Beside it, or on it.
 
