@@ -28,4 +28,3 @@ class AdvisoryBackend(SessionBackend):
     options: AdvisoryOptions
     kind = "advisory"
     servers: ClassVar = {"postgresql": PostgreSQLAdvisory, "mysql": MySQLAdvisory}
-    counts_on_session = True

@@ -1,4 +1,4 @@
-"""RowLockBackend: a row kept locked by SELECT FOR UPDATE. transaction_lock(): in the caller's transaction."""
+"""RowLockBackend: a row kept locked by SELECT FOR UPDATE."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from .database.base import ConnectionOptions
 from .session.backend import SessionBackend
 from .session.mysql import MySQLRows
 from .session.postgresql import PostgreSQLRows
-from .session.transaction import transaction_lock
-
-__all__ = ["RowLockBackend", "transaction_lock"]
 
 
 class RowLockBackend(SessionBackend):

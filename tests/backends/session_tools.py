@@ -70,8 +70,6 @@ def end_session(database: str, number: int) -> None:
 
 def session_number(owner: str, alias: str = "locks") -> int:
     """Return by what the server knows the session that holds for *owner*."""
-    found = backend(alias)
-    session = found._sessions.held(owner)
-    assert session is not None
+    session = backend(alias)._sessions[owner]
     number: int = session.connection.distlock_number
     return number

@@ -56,7 +56,7 @@ def test_a_wait_that_times_out_as_it_is_granted_leaves_no_ghost(database: str, n
 
     assert granted > 100
     for site in SITES:
-        assert not backend(site)._sessions._by_owner
+        assert not backend(site)._sessions
     # Their connections are open still: a ghost would sit in one of them.
     assert not lock(name, using="locks").locked()
     with lock(name, using="locks", timeout=0):
@@ -132,7 +132,7 @@ def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
 
     def end_the_wait() -> None:
         eventually(lambda: waiters("mariadb") == 1)
-        session = backend("site0")._sessions._by_owner[request.owner]
+        session = backend("site0")._sessions[request.owner]
         ask("mariadb", "KILL QUERY %s", session.connection.distlock_number)
         connections["mariadb"].close()  # this thread's
 
@@ -151,8 +151,7 @@ def test_a_release_that_the_server_denies_is_told_as_lost(
     settings.DISTLOCK = aliases("postgres", "advisory")
     request = backend().request(name, ttl=60.0, holder=Holder.current())
     assert isinstance(backend().try_acquire(request, queued=False), Grant)
-    session = backend()._sessions.held(request.owner)
-    assert session
+    session = backend()._sessions[request.owner]
     with session.connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_unlock_all()")
 

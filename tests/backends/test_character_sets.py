@@ -132,7 +132,7 @@ def test_a_name_that_is_long_and_beyond_comes_back_whole(using: str, name: str) 
 def test_a_lock_of_a_transaction_may_have_such_a_name(narrow: str, name: str) -> None:
     with transaction.atomic(using=narrow):
         transaction_lock(f"{name} {BEYOND}", using=narrow)
-    transaction_taker._pools.pop(narrow).close()
+    transaction_taker._backends.pop(narrow).close()
 
     assert [row.name for row in MethodLock.objects.using(narrow)] == [f"{name} {BEYOND}"]
 

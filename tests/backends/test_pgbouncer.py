@@ -37,7 +37,7 @@ def test_locks_of_a_session_are_refused_at_first_use(kind: str, name: str, timeo
         with pytest.raises(LockBackendError, match=r"^DISTLOCK\['locks'\].*PgBouncer.*direct"):
             lock(name, using="locks", timeout=timeout).acquire()
 
-    assert backend()._sessions._by_owner == {}
+    assert backend()._sessions == {}
     held = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'"
     eventually(lambda: ask("postgres", held) == [(0,)])
 

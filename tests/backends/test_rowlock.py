@@ -83,7 +83,7 @@ def test_begin_limits_and_lock_are_one_request(
             line for line in found if kinds[0] in line and (kinds[1] in line or kinds[2] in line)
         ]
 
-    pools = backend()._own, backend()._sessions._pool
+    pools = backend()._own, backend()._pool
     drivers = [connection.connection.pgconn for pool in pools for connection in pool._idle]
     for driver in drivers:
         driver.trace(trace.fileno())

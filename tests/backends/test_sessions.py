@@ -24,7 +24,7 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.backends.session.sessions import Sessions
+from django_distlock.backends.session.backend import SessionBackend
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
@@ -260,7 +260,7 @@ def test_a_wait_whose_session_is_terminated_is_an_error_and_holds_nothing(
         thread = threading.Thread(target=wait)
         thread.start()
         eventually(lambda: waiters(database) == 1)
-        [session] = backend("site0")._sessions._by_owner.values()
+        [session] = backend("site0")._sessions.values()
         end_session(database, session.connection.distlock_number)
         thread.join(10)
 
@@ -532,7 +532,7 @@ def test_an_exception_from_outside_as_a_session_is_opened_takes_no_place(
     settings.DISTLOCK = aliases(*kind, max_connections=1)
 
     def interrupt(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code is Sessions.open.__code__:
+        if event == "return" and frame.f_code is SessionBackend._open.__code__:
             raise KeyboardInterrupt
 
     sys.setprofile(interrupt)

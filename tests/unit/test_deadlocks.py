@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from django_distlock.backends.session.deadlocks import is_victim
+from django_distlock.backends.session.sessions import is_victim
 
 
 def victims(*waits: tuple[str, str]) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.checks import Error
@@ -75,7 +75,11 @@ class BaseDatabaseBackend(BaseLockBackend):
         self.location = location_of(connections[self.options.using].settings_dict)
         self.engine = self.make_engine(connections[self.options.using].vendor)
         self._own = self.make_pool(self.engine, self.options.max_connections)
-        self._schema: str | None = None
+
+    @cached_property
+    def schema(self) -> str:
+        """Where the tables are; another connection of the application may look elsewhere."""
+        return self._insist(schema_of_tables)
 
     def make_engine(self, vendor: str) -> Engine:
         """Return what knows the SQL of this kind of server."""
@@ -100,11 +104,10 @@ class BaseDatabaseBackend(BaseLockBackend):
         if not connection.in_atomic_block:
             msg = f"guard() protects a transaction: call it inside atomic(using={using!r})."
             raise LockError(msg)
-        if self._schema is None:
-            self._schema = self._insist(schema_of_tables)
+        schema = self.schema
         try:
             with self._own.translated(), connection.cursor() as cursor:
-                found = self.engine.guard(cursor, self._schema, request.key, token)
+                found = self.engine.guard(cursor, schema, request.key, token)
         except OutOfReach as error:
             raise NotSupported(self.alias, f"guard(using={using!r})", str(error)) from error
         except StaleSnapshot as error:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 from django.core.checks import Error
-from django.db import connections
 
 from django_distlock.backends.database.base import SHORT_PAUSE, BaseDatabaseBackend
 from django_distlock.backends.database.bounds import is_cut, patient
+from django_distlock.backends.database.connections import abandon
 from django_distlock.backends.database.engine import COUNTER, LOCK
-from django_distlock.backends.database.mysql import MySQL
-from django_distlock.backends.database.postgresql import PostgreSQL
 from django_distlock.engine import clock
+from django_distlock.engine.background import background
 from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import stored
-from django_distlock.engine.values import Busy, Grant, Release, digest
+from django_distlock.engine.naming import stored, warn
+from django_distlock.engine.steps import settled
+from django_distlock.engine.values import Busy, Grant, RecentOwners, Release
 from django_distlock.engine.waiting import Wait, Waiting, Way
+from django_distlock.engine.waits import REASON
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
@@ -29,9 +33,8 @@ from django_distlock.exceptions import (
 )
 
 from . import occupants
-from .deadlocks import DeadlockWatch
-from .occupants import LONGEST_NAME, Occupant, reader_key
-from .sessions import Session, SessionRequest, Sessions, look, stay
+from .occupants import LONGEST_NAME, busy, last_occupant, reader_key, record
+from .sessions import LOOK, STAY, Session, SessionRequest, is_victim, stay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,7 +53,8 @@ BESIDE = 4
 ROOM = 0.75
 #: Where the numbers begin of errors that drivers for MariaDB and MySQL find out by themselves.
 _OF_DRIVERS = 2000
-_ENGINES: dict[str, type[Engine]] = {"postgresql": PostgreSQL, "mysql": MySQL}
+#: Seconds until the first look for a deadlock, as servers have it; between looks; before what was seen is believed.
+FIRST, AGAIN, CONFIRM = 1.0, 2.0, 0.1
 
 
 class SessionBackend(BaseDatabaseBackend):
@@ -64,28 +68,31 @@ class SessionBackend(BaseDatabaseBackend):
     servers: ClassVar[dict[str, type[SessionServer]]]
     #: Whether a lock is a row, which must be there before it is locked.
     needs_row: ClassVar[bool] = False
-    #: Whether a token is counted on the session itself: it is in no transaction.
-    counts_on_session: ClassVar[bool] = False
+    #: All of this process: who holds a lock of one may wait for one of another.
+    everywhere: ClassVar[WeakSet[SessionBackend]] = WeakSet()
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self._own = self.make_pool(self.engine, BESIDE)
-        known = connections.settings[self.options.using]
+        self._pool, self._own = self._own, self.make_pool(self.engine, BESIDE)
         fencing: bool = getattr(self.options, "fencing", True)
-        self.server = self.servers[self._vendor](
-            self.engine, lambda: known["NAME"], fencing=fencing
-        )
+        self.server = self._server_class(self.engine, fencing=fencing)
         self.supports_fencing = self.supports_listing = fencing
         self.supports_shared = self.server.supports_shared
-        pool = self.make_pool(self.engine, self.options.max_connections)
-        self._sessions = Sessions(pool, self.server)
+        self._forget_sessions()
+        self.everywhere.add(self)
+
+    def _forget_sessions(self) -> None:
+        self._mutex = threading.Lock()
+        #: By owner, those that hold and those that wait.
+        self._sessions: dict[str, Session] = {}
+        self._released, self._interrupted = RecentOwners(), RecentOwners()
 
     def make_engine(self, vendor: str) -> Engine:
-        if vendor not in _ENGINES:
+        if vendor not in self.servers:
             msg = f"'using' names {self.options.using!r}, which is none of PostgreSQL, MariaDB and MySQL ({vendor})."
             raise ValueError(msg)
-        self._vendor = vendor
-        return _ENGINES[vendor](fair=False)
+        self._server_class = self.servers[vendor]
+        return self._server_class.engine_class(fair=False)
 
     # The verbs.
 
@@ -95,7 +102,7 @@ class SessionBackend(BaseDatabaseBackend):
         if queued:
             wait = partial(self._wait, wait=Wait(left))
             return self._ask_on(Session(request), wait, to_wait=True)
-        known = self._sessions.held(request.owner)
+        known = self._sessions.get(request.owner)
         if known is not None and known.grant is not None:
             return known.grant
         session = Session(request)
@@ -109,35 +116,39 @@ class SessionBackend(BaseDatabaseBackend):
 
     def leaves_line(self, request: Request) -> bool:
         """Have it seen by the deadlock watches of other processes, if it may be one of a circle."""
-        caller = request.caller if isinstance(request, SessionRequest) else ""
-        most = self.options.max_connections * ROOM
-        return self._sessions.in_use < most and Sessions.holds_any(caller)
+        has_room = len(self._sessions) < self.options.max_connections * ROOM
+        return has_room and self._holds_any(getattr(request, "caller", ""))
 
     def interrupt(self, request: Request) -> None:
-        self._sessions.interrupt(request.owner)
+        """End its wait, which may only be about to begin."""
+        with self._mutex:
+            session = self._sessions.get(request.owner)
+            if session is None and request.owner not in self._released:
+                self._interrupted.add(request.owner)
+        if session is not None:
+            session.interrupt()
 
     def is_session_over(self, request: Request) -> bool:
-        session = self._sessions.held(request.owner)
-        if session is None:
-            return request.owner not in self._sessions.released
-        return session.is_over
+        session = self._holding(request)
+        return request.owner not in self._released if session is None else session.is_over
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Say a word on each session, so that the server begins anew to count its silence."""
-        held = [(request, self._sessions.held(request.owner)) for request in requests]
-        return [
-            session is not None and self._keep(session, request.ttl) for request, session in held
-        ]
+        return [self._keep(request) for request in requests]
 
     def release(self, request: Request) -> Release:
-        session = self._sessions.held(request.owner)
+        session = self._holding(request)
         if session is None:
-            return self._tell(request)
+            if (waiting := self._sessions.get(request.owner)) is not None:
+                waiting.interrupt()
+            if request.owner in self._released:
+                return Release.RELEASED
+            return Release.GONE if self.probe(request) is None else Release.TAKEN
         # First, for whoever asks is_session_over() before the lease knows that it is released.
-        self._sessions.released.add(request.owner)
+        self._released.add(request.owner)
         is_freed = self._free(session)
         if request.shared and self.supports_listing:
-            keys = [reader_key(request.key, digest(request.owner))]
+            keys = [reader_key(request.key, session.owner_digest)]
             with suppress(LockBackendError):  # listing forgets it too
                 self._insist(occupants.forget_readers, keys)
         return Release.RELEASED if is_freed else Release.GONE
@@ -171,13 +182,69 @@ class SessionBackend(BaseDatabaseBackend):
 
     def close(self) -> None:
         super().close()
-        self._sessions.close_idle()
+        self._pool.close()
 
     def abandon_after_fork(self) -> None:
+        """Drop the parent's sessions, too, with no goodbye."""
         super().abandon_after_fork()
-        self._sessions.abandon()
+        for session in self._sessions.values():
+            abandon(session.connection)
+        self._pool.abandon()
+        self._forget_sessions()
 
-    # What is asked on a session: one that fails is closed.
+    # Sessions: one on which something fails is closed.
+
+    def _holding(self, request: Request) -> Session | None:
+        session = self._sessions.get(request.owner)
+        return session if session is not None and session.grant is not None else None
+
+    def _holds_any(self, caller: str) -> bool:
+        """Return whether *caller* holds a lock by any backend of this kind: else it is in no circle."""
+        return any(
+            session.caller == caller and session.grant is not None
+            for backend in list(self.everywhere)
+            for session in list(backend._sessions.values())  # noqa: SLF001 - our own
+        )
+
+    def _open(self, session: Session, *, to_wait: bool) -> None:
+        """Give *session* its connection; LockBackendError if there is none for it.
+
+        Whoever is *to_wait* gets none that died while it was idle: else that is found out by asking.
+        """
+        try:
+            connection = self._pool.borrow()
+        except LockBackendError:
+            # Sessions that the server has ended are nobody's any more, and take places.
+            ended = [each for each in list(self._sessions.values()) if each.is_over]
+            for each in ended:
+                self._close(each, is_sound=False)
+            if not ended:
+                raise
+            connection = self._pool.borrow()
+        while to_wait and is_cut(connection):
+            self._pool.give_back(connection, is_sound=False)
+            connection = self._pool.borrow()
+        session.connection = connection
+        owner = session.request.owner
+        with self._mutex:
+            self._sessions[owner] = session
+            # It may have been interrupted before it began; one that was released may ask again.
+            self._released.discard(owner)
+            if self._interrupted.discard(owner):
+                session.is_interrupted = True
+        if not hasattr(connection, "distlock_number"):
+            #: For how many seconds the server was told to bear the session's silence.
+            connection.distlock_limit = None
+            self.server.begin(connection)
+
+    def _close(self, session: Session, *, is_sound: bool) -> None:
+        """Forget *session*; its connection is used again if it *is_sound*, else closed."""
+        with self._mutex:
+            if self._sessions.get(session.request.owner) is not session:
+                return
+            del self._sessions[session.request.owner]
+        session.was_cut = not is_sound and is_cut(session.connection)
+        self._pool.give_back(session.connection, is_sound=is_sound)
 
     def _ask_on(
         self,
@@ -190,46 +257,63 @@ class SessionBackend(BaseDatabaseBackend):
         start = clock.lease_time()
         try:
             # Opened in here: an exception from outside must not leave it open.
-            self._sessions.open(session, to_wait=to_wait)
+            self._open(session, to_wait=to_wait)
             answer = verb(session)
             if isinstance(answer, Grant):
                 session.ends = (answer.start or start) + session.request.ttl
                 session.grant = answer
             else:
-                self._sessions.close(session, is_sound=True)
+                self._close(session, is_sound=True)
         except BaseException:
-            self._sessions.close(session, is_sound=False)
+            self._close(session, is_sound=False)
             with self._translated(session):
                 raise
         return answer
 
     def _take(self, session: Session) -> Grant | Busy:
-        patience = look(session.request)
+        # Of several readers each waits for the others' tokens.
+        patience = STAY if session.request.shared else LOOK
         answer = self.server.take(session, patience)
         if isinstance(answer, Busy) and self.needs_row:
             # Whoever made it: what was not there, or only looked at, may be free.
-            self._make_row(session.request)
+            self.make_row(session.request.name)
             answer = self.server.take(session, patience)
         return self._completed(session, answer, patience)
 
     def _wait(self, session: Session, *, wait: Wait) -> Grant | Busy:
-        if Sessions.holds_any(session.caller):
-            DeadlockWatch(
-                self.alias, session, partial(self._ask, lambda cursor: [*self.server.waits(cursor)])
-            )
-        usually = self.options.io_timeout
+        if self._holds_any(session.caller):
+            background.submit(self.alias, partial(self._look_for_deadlock, session), FIRST)
+        request, usually = session.request, self.options.io_timeout
         longest = None if wait.left is None else wait.left + usually
         with patient(session.connection, longest, usually=usually), session.waiting():
             answer = self.server.wait(session, wait)
-            while isinstance(answer, Busy) and self.needs_row and self._make_row(session.request):
+            while isinstance(answer, Busy) and self.needs_row and self.make_row(request.name):
                 answer = self.server.wait(session, wait)
             if isinstance(answer, Grant) and answer.start is None:
                 # From when on the server cannot have ended a session that was just granted: it hears a word.
                 start = clock.lease_time()
-                if not (self.counts_on_session and self.supports_fencing):
-                    self.server.keep(session, session.request.ttl)
+                self.server.keep(session, request.ttl)
                 answer = Grant(answer.token, start)
             return self._completed(session, answer, stay(wait))
+
+    def _look_for_deadlock(self, session: Session, *, was_seen: bool = False) -> None:
+        """End the wait of *session* if it is seen twice in a circle of such locks, which no server can see."""
+        if not session.is_waiting:
+            return
+        is_seen, name = False, session.request.name
+        try:
+            waits = self._ask(lambda cursor: [*self.server.waits(cursor)])
+            is_seen = is_victim(session.caller, waits)
+        except LockBackendError as error:
+            warn("Deadlocks cannot be looked for: %s", error, name=name, using=self.alias)
+        if is_seen and was_seen:
+            warn("Lock %s: deadlock", name, name=name, using=self.alias)
+            session.deadlock = REASON
+            session.interrupt()
+            return
+        # Holders are written down a moment after they hold: one look may join two moments.
+        again = partial(self._look_for_deadlock, session, was_seen=is_seen)
+        background.submit(self.alias, again, CONFIRM if is_seen else AGAIN)
 
     def _completed(self, session: Session, answer: Grant | Busy, patience: float) -> Grant | Busy:
         """Return *answer* with what stands in the tables: a new token, or who had it last."""
@@ -239,59 +323,50 @@ class SessionBackend(BaseDatabaseBackend):
         if isinstance(answer, Busy):
             if answer.holder is not None:
                 return answer
-            return self._insist(occupants.last_holder, request.key)
-        occupant = Occupant.of(session)
+            return busy(self._insist(last_occupant, request.key))
         if answer.token is None:
-            token = self._count(session, occupant, patience)
+            token = self._count(session, patience)
             if token is None:
                 self.server.free(session)
                 return Busy()
             answer = Grant(token, answer.start)
         if request.shared:
             # Each is written down, since the counter has place for the last one only.
-            known = {
-                "key": reader_key(request.key, occupant.owner_digest),
-                "token": answer.token,
-                "holder": occupant.to_json(),
-            }
-            self._insist(self.server.note_reader, known)
+            reader = reader_key(request.key, session.owner_digest)
+            known = {"key": reader, "token": answer.token, "holder": record(session)}
+            self._insist(lambda cursor: cursor.execute(self.server.note_reader_sql, known))
         if not self.needs_row and len(stored(request.name)) > LONGEST_NAME:
-            self._make_row(request)  # for people, beside the token
+            self.make_row(request.name)  # for people, beside the token
         return answer
 
-    def _count(self, session: Session, occupant: Occupant, patience: float) -> int | None:
+    def _count(self, session: Session, patience: float) -> int | None:
         """Return a new fencing token, committed; None while a guard() holds the old one."""
-        known = session.request.key, occupant.to_json(), patience
-        wait: Wait | None = None
-        is_again = False
+        known = session.request.key, record(session), patience
+        count = partial(self._own.ask, self.server.raise_token, *known)
+        wait = Wait(patience)
         while True:
             try:
-                if not self.counts_on_session:
-                    return self._own.ask(self.server.raise_token, *known)
-                with self._sessions.translated(), session.connection.wrap_database_errors:
-                    return self.server.raise_token(session.connection.distlock_cursor, *known)
+                # A token may well be raised twice.
+                return settled(count, within=math.inf)
             except Contended:
-                wait = wait or Wait(patience)
                 if wait.is_over:
                     return None
                 time.sleep(wait.next_pause(longest=SHORT_PAUSE))
-            except LockOutcomeUnknown:
-                # An idle connection had died unseen; a token may well be raised twice.
-                if is_again or self.counts_on_session:
-                    raise
-                is_again = True
 
-    def _keep(self, session: Session, ttl: float) -> bool:
-        """Have the server keep the session for *ttl* from now; False if it is over."""
+    def _keep(self, request: Request) -> bool:
+        """Have the server keep the session for its ttl from now; False if it is over."""
+        session = self._holding(request)
+        if session is None:
+            return False
         with session.mutex:
-            if self._sessions.held(session.request.owner) is not session:
+            if self._sessions.get(request.owner) is not session:
                 return False  # its connection may be another session's by now
             start = clock.lease_time()
             # An extension never shortens.
-            seconds = max(ttl, session.ends - start)
+            seconds = max(request.ttl, session.ends - start)
             # There is no other session to ask by: a slow server is given time.
             usually = self.options.io_timeout
-            longest = max(usually, ttl / 3)
+            longest = max(usually, request.ttl / 3)
             try:
                 with (
                     self._translated(session),
@@ -299,7 +374,7 @@ class SessionBackend(BaseDatabaseBackend):
                 ):
                     self.server.keep(session, seconds)
             except LockBackendError:
-                self._sessions.close(session, is_sound=False)
+                self._close(session, is_sound=False)
                 return False
             session.ends = start + seconds
         return True
@@ -307,7 +382,7 @@ class SessionBackend(BaseDatabaseBackend):
     def _free(self, session: Session) -> bool:
         """Give the lock back; False if the session had ended before."""
         with session.mutex:
-            if self._sessions.held(session.request.owner) is not session:
+            if self._sessions.get(session.request.owner) is not session:
                 return False
             is_freed = is_answer_lost = False
             was_cut = is_cut(session.connection)
@@ -323,14 +398,14 @@ class SessionBackend(BaseDatabaseBackend):
                     # It was there until it was given back, as far as anybody can know, and is free by now.
                     is_answer_lost = not was_cut and not _is_word_of_server(error)
             finally:
-                self._sessions.close(session, is_sound=is_freed)
+                self._close(session, is_sound=is_freed)
         return is_freed or is_answer_lost
 
     @contextmanager
     def _translated(self, session: Session) -> Iterator[None]:
         """Raise lock errors; a lock whose connection broke is not held, which is no unknown outcome."""
         try:
-            with self._sessions.translated():
+            with self._pool.translated():
                 yield
         except (LockOutcomeUnknown, Contended) as error:
             if session.deadlock:
@@ -341,22 +416,14 @@ class SessionBackend(BaseDatabaseBackend):
 
     # What stands in the tables, by other connections.
 
-    def _make_row(self, request: Request) -> bool:
+    def make_row(self, name: str) -> bool:
         """Make the lock's row if there is none, in a transaction of its own; tell whether there was none."""
-        return self._insist(self.server.make_row, request.key, request.name)
+        return self._insist(self.server.make_row, self.key_of(name), name)
 
     def _look(self, cursor: Any, request: Request) -> Busy | None:
         if not self.server.is_held(cursor, request.key):
             return None
-        return occupants.last_holder(cursor, request.key) if self.supports_fencing else Busy()
-
-    def _tell(self, request: Request) -> Release:
-        """Return what became of a holding that has no session."""
-        if (waiting := self._sessions.get(request.owner)) is not None:
-            waiting.interrupt()
-        if request.owner in self._sessions.released:
-            return Release.RELEASED
-        return Release.GONE if self.probe(request) is None else Release.TAKEN
+        return busy(last_occupant(cursor, request.key)) if self.supports_fencing else Busy()
 
 
 def _is_word_of_server(error: BaseException | None) -> bool:

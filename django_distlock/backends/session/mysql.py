@@ -17,11 +17,11 @@ from django_distlock.backends.database.base import SHORT_PAUSE
 from django_distlock.backends.database.bounds import keep_alive
 from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.database.engine import COUNTER, LOCK
-from django_distlock.backends.database.mysql import CREATE, MICROSECONDS
+from django_distlock.backends.database.mysql import CREATE, MICROSECONDS, MySQL
 from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant
 
-from .occupants import PREFIX, Occupant, as_held
+from .occupants import PREFIX, as_held, last_occupant
 from .sessions import SessionServer
 
 if TYPE_CHECKING:
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from django_distlock.engine.values import Held
     from django_distlock.engine.waiting import Wait
 
-    from .deadlocks import Edge
     from .occupants import Counted
-    from .sessions import Session
+    from .sessions import Edge, Session
 
 #: The longest limit, in seconds, that the server takes: a year.
 LONGEST = 31_536_000
@@ -54,6 +53,7 @@ _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 class MySQLSessions(SessionServer):
     """What row locks and GET_LOCK have in common."""
 
+    engine_class = MySQL
     now_sql = MICROSECONDS
     note_reader_sql = (
         f"INSERT IGNORE INTO {COUNTER} (method_name, value, holder)"
@@ -110,8 +110,7 @@ class MySQLSessions(SessionServer):
         token: int = cursor.lastrowid
         return token
 
-    @staticmethod
-    def make_row(cursor: Any, key: str, name: str) -> bool:
+    def make_row(self, cursor: Any, key: str, name: str) -> bool:
         """Look first: even an INSERT IGNORE waits for a row that is held."""
         known = {"key": key, "name": stored(name)}
         cursor.execute(_SELECT, known)
@@ -123,17 +122,13 @@ class MySQLSessions(SessionServer):
     def waits(self, cursor: Any) -> Iterator[Edge]:
         """Who waits stands in the statement, who holds beside the token."""
         for caller, key in _waiting(cursor):
-            cursor.execute(f"SELECT holder FROM {COUNTER} WHERE method_name = %s", [key])
-            row = cursor.fetchone()
-            if row and (occupant := Occupant.from_json(row[0])):
+            if occupant := last_occupant(cursor, key):
                 yield caller, occupant.caller
 
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
         """Kill the one that is written beside the token, if the lock is held still."""
-        occupant = counted.by(owner_digest).occupant
-        if occupant is None or occupant.owner_digest != owner_digest:
-            return False
-        if not self.is_held(cursor, counted.key):
+        occupant = counted.by(owner_digest)
+        if occupant is None or not self.is_held(cursor, counted.key):
             return False
         number = occupant.session
         cursor.execute("SELECT 1 FROM information_schema.processlist WHERE id = %s", [number])
@@ -172,9 +167,9 @@ class MySQLRows(MySQLSessions):
         sessions = {number for (number,) in cursor.fetchall()}
         waiters = Counter(key for _, key in _waiting(cursor))
         for key, counted in known.items():
-            if (last := counted.occupant) is None or not self.is_held(cursor, key):
+            if (last := counted.last) is None or not self.is_held(cursor, key):
                 continue
-            readers = [each.occupant for each in counted.readers if last.shared and each.occupant]
+            readers = counted.readers.values() if last.shared else ()
             for occupant in [one for one in readers if one.session in sessions] or [last]:
                 yield as_held(counted, occupant.owner_digest, waiters[key], shared=occupant.shared)
 
@@ -209,7 +204,7 @@ class MySQLAdvisory(MySQLSessions):
 
     def free(self, session: Session) -> bool:
         """1: freed; 0: not ours; NULL: nobody's."""
-        name = lock_name(self.name(), session.request.key)
+        name = lock_name(session.connection.settings_dict["NAME"], session.request.key)
         return bool(session.execute("SELECT RELEASE_LOCK(%s)", [name]).fetchone()[0] == 1)
 
     def is_held(self, cursor: Any, key: str) -> bool:
@@ -218,22 +213,22 @@ class MySQLAdvisory(MySQLSessions):
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
         waiters = Counter(key for _, key in _waiting(cursor))
         for key, user in self._users(cursor, [*known]).items():
-            if (occupant := known[key].occupant) and user == occupant.session:
-                yield as_held(known[key], occupant.owner_digest, waiters[key], shared=False)
+            if (last := known[key].last) and user == last.session:
+                yield as_held(known[key], last.owner_digest, waiters[key], shared=False)
 
     def _users(self, cursor: Any, keys: list[str]) -> dict[str, int | None]:
         """Return the session that has each lock, or None."""
         found: dict[str, int | None] = {}
         for first in range(0, len(keys), BATCH):
             some = keys[first : first + BATCH]
-            names = [lock_name(self.name(), key) for key in some]
+            names = [lock_name(cursor.db.settings_dict["NAME"], key) for key in some]
             cursor.execute(f"SELECT {', '.join(['IS_USED_LOCK(%s)'] * len(some))}", names)
             found |= zip(some, cursor.fetchone(), strict=True)
         return found
 
     def _try(self, session: Session, seconds: float) -> bool | None:
         """MariaDB knows fractions of seconds."""
-        name = lock_name(self.name(), session.request.key)
+        name = lock_name(session.connection.settings_dict["NAME"], session.request.key)
         longest = seconds if self.is_mariadb else int(seconds)
         statement = f"{_who_waits(session)}SELECT GET_LOCK(%s, %s)"
         answer = session.execute(statement, [name, longest]).fetchone()[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +31,7 @@ LONGEST_NAME = 120
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """The last holding of a lock: for people, and by what the server knows it."""
+    """A holding of a lock, its token, and how many seconds ago it began: for people, and by what the server knows it."""
 
     name: str
     holder: Holder
@@ -38,81 +39,45 @@ class Occupant:
     caller: str
     session: int
     shared: bool
+    token: int | None = None
+    age: float = 0.0
 
     @classmethod
-    def of(cls, session: Session) -> Occupant:
-        request, number = session.request, session.connection.distlock_number
-        name = stored(request.name)[:LONGEST_NAME]
-        known = digest(request.owner), session.caller, number
-        return cls(name, request.holder, *known, request.shared)
-
-    @classmethod
-    def from_json(cls, text: str | None) -> Occupant | None:
+    def from_json(cls, text: str | None, **counted: Any) -> Occupant | None:
+        """Return what record() has written; *counted*: its token and its age."""
         try:
             known: dict[str, Any] = json.loads(text or "")
-            return cls(holder=Holder(**known.pop("holder")), **known)
+            return cls(holder=Holder(**known.pop("holder")), **known, **counted)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
-    def to_json(self) -> str:
-        """Return it as a short JSON object, in ASCII; that of the holder is made once."""
-        known = {
-            "name": self.name,
-            "owner_digest": self.owner_digest,
-            "caller": self.caller,
-            "session": self.session,
-            "shared": self.shared,
-        }
-        text = json.dumps(known, separators=(",", ":"))
-        return f'{text[:-1]},"holder":{self.holder.to_json()}}}'
 
-
-class Label(NamedTuple):
-    """What a session says of itself on the server: who waits or holds, and which lock.
-
-    With 63 characters it is as long as PostgreSQL's application_name may be.
-    """
-
-    mode: str
-    caller: str
-    owner_digest: str
-    key_digest: str
-
-    @classmethod
-    def of(cls, session: Session) -> Label:
-        request = session.request
-        mode = "r" if request.shared else "w"
-        return cls(mode, session.caller, digest(request.owner), digest(request.key))
-
-    @classmethod
-    def parse(cls, text: str) -> Label | None:
-        parts = text.removeprefix(PREFIX).split(":")
-        return cls(*parts) if text.startswith(PREFIX) and len(parts) == 4 else None
-
-    @property
-    def shared(self) -> bool:
-        return self.mode == "r"
-
-    def __str__(self) -> str:
-        return PREFIX + ":".join(self)
+def record(session: Session) -> str:
+    """Return who holds by *session* as a short JSON object, in ASCII; that of the holder is made once."""
+    request = session.request
+    known = {
+        "name": stored(request.name)[:LONGEST_NAME],
+        "owner_digest": session.owner_digest,
+        "caller": session.caller,
+        "session": session.connection.distlock_number,
+        "shared": request.shared,
+    }
+    text = json.dumps(known, separators=(",", ":"))
+    return f'{text[:-1]},"holder":{request.holder.to_json()}}}'
 
 
 class Counted(NamedTuple):
-    """A lock that was held once: its key, its name, its last token, who had it, and how many seconds ago; its readers."""
+    """A lock that was held once: who had it last, and who are noted to read, by the digests of their owners."""
 
     key: str
     name: str
-    token: int
-    occupant: Occupant | None
-    age: float
-    readers: tuple[Counted, ...] = ()
+    last: Occupant | None
+    readers: dict[str, Occupant]
 
-    def by(self, owner_digest: str) -> Counted:
-        """Return it with the token and the occupant of the reader that *owner_digest* names, if it is one."""
-        return next((each for each in self.readers if each.is_of(owner_digest)), self)
-
-    def is_of(self, owner_digest: str) -> bool:
-        return self.occupant is not None and self.occupant.owner_digest == owner_digest
+    def by(self, owner_digest: str) -> Occupant | None:
+        """Return the one that *owner_digest* names, if it is one of them."""
+        is_last = self.last is not None and self.last.owner_digest == owner_digest
+        return self.readers.get(owner_digest, self.last if is_last else None)
 
 
 def reader_key(key: str, owner_digest: str) -> str:
@@ -122,32 +87,34 @@ def reader_key(key: str, owner_digest: str) -> str:
 
 def as_held(counted: Counted, owner_digest: str, waiters: int, *, shared: bool) -> Held:
     """Return *counted* as an operator sees it, held by whom *owner_digest* names."""
-    counted = counted.by(owner_digest)
-    occupant, is_last = counted.occupant, counted.is_of(owner_digest)
+    occupant = counted.by(owner_digest)
     return Held(
         name=counted.name,
         key=counted.key,
-        holder=occupant.holder if occupant is not None and is_last else None,
+        holder=occupant.holder if occupant else None,
         remaining=None,
-        token=counted.token if is_last else None,
+        token=occupant.token if occupant else None,
         owner_digest=owner_digest,
         shared=shared,
         waiters=waiters,
         # Less than 0: the server's clock was set back.
-        age=counted.age if is_last and counted.age >= 0 else None,
+        age=occupant.age if occupant and occupant.age >= 0 else None,
     )
 
 
-def last_holder(cursor: CursorWrapper, key: str) -> Busy:
-    """Return as busy who was the last to be granted the lock."""
+def last_occupant(cursor: CursorWrapper, key: str) -> Occupant | None:
+    """Return who was the last to be granted the lock."""
     cursor.execute(f"SELECT holder FROM {COUNTER} WHERE method_name = %(key)s", {"key": key})
     row = cursor.fetchone()
-    occupant = Occupant.from_json(row[0]) if row else None
+    return Occupant.from_json(row[0]) if row else None
+
+
+def busy(occupant: Occupant | None) -> Busy:
     return Busy(occupant.holder if occupant else None)
 
 
 def forget_readers(cursor: CursorWrapper, keys: Collection[str]) -> None:
-    """Delete what note_reader() has written."""
+    """Delete what stands of readers beside a lock."""
     for key in keys:
         cursor.execute(f"DELETE FROM {COUNTER} WHERE method_name = %(key)s", {"key": key})
 
@@ -158,14 +125,9 @@ def held(
     """Return the locks that are held, of those whose key one *keeps*, or this one; forget readers that died."""
     one = "" if key is None else " WHERE c.method_name = %(key)s OR c.method_name LIKE %(readers)s"
     keys = {"key": key, "readers": reader_key(key or "", "%")}
-    known = {lock.key: lock for lock in _locks(cursor, server, one, keys, keeps)}
+    known = _locks(cursor, server, one, keys, keeps)
     found = list(server.held(cursor, known))
-    noted = {
-        reader_key(lock.key, reader.occupant.owner_digest)
-        for lock in known.values()
-        for reader in lock.readers
-        if reader.occupant
-    }
+    noted = {reader_key(key, reader) for key, lock in known.items() for reader in lock.readers}
     forget_readers(cursor, noted - {reader_key(one.key, one.owner_digest) for one in found})
     return found
 
@@ -174,7 +136,7 @@ def end_holding(cursor: CursorWrapper, server: SessionServer, key: str, owner_di
     """End the session that holds the lock, and raise the token past it; tell whether there was one."""
     keys = {"key": key, "reader": reader_key(key, owner_digest)}
     locks = _locks(cursor, server, " WHERE c.method_name IN (%(key)s, %(reader)s)", keys)
-    if not any(server.end(cursor, lock, owner_digest) for lock in locks):
+    if not any(server.end(cursor, lock, owner_digest) for lock in locks.values()):
         return False
     with short_transaction(cursor):
         raise_counter(cursor, keys)
@@ -187,28 +149,20 @@ def _locks(
     where: str,
     keys: Mapping[str, str | None],
     keeps: Callable[[str], bool] = bool,
-) -> list[Counted]:
-    """Return the locks that *where* picks and one *keeps*, each with its readers. A token is the instant of its grant."""
+) -> dict[str, Counted]:
+    """Return the locks that *where* picks and one *keeps*, by key. A token is the instant of its grant."""
     cursor.execute(
         f"""SELECT c.method_name, c.value, c.holder, l.description, {server.now_sql} - c.value
         FROM {COUNTER} AS c LEFT JOIN {LOCK} AS l ON l.method_name = c.method_name{where}""",
         keys,
     )
-    locks, readers = list[Counted](), dict[str, list[Counted]]()
+    locks, readers = dict[str, Counted](), defaultdict[str, dict[str, Occupant]](dict)
     for key, token, holder, name, age in cursor.fetchall():
-        is_reader = key.startswith(READER)
-        if not (is_reader or keeps(key)):
-            continue
-        occupant = Occupant.from_json(holder)
-        known = shown(name or (occupant.name if occupant else key))
-        beside = readers.setdefault(key.split("|")[1], []) if is_reader else locks
-        beside.append(Counted(key, known, token, occupant, age / 1e6))
-    return [
-        lock._replace(
-            readers=tuple(
-                reader._replace(key=lock.key, name=lock.name)
-                for reader in readers.get(digest(lock.key), ())
-            )
-        )
-        for lock in locks
-    ]
+        occupant = Occupant.from_json(holder, token=token, age=age / 1e6)
+        if key.startswith(READER):
+            if occupant:
+                readers[key.split("|")[1]][occupant.owner_digest] = occupant
+        elif keeps(key):
+            known = shown(name or (occupant.name if occupant else key))
+            locks[key] = Counted(key, known, occupant, readers[digest(key)])
+    return locks

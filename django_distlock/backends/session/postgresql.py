@@ -7,19 +7,19 @@ import math
 from collections import Counter
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from django.db import DatabaseError
 from django.db.utils import OperationalError
 
 from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.database.engine import COUNTER, LOCK
-from django_distlock.backends.database.postgresql import MICROSECONDS
+from django_distlock.backends.database.postgresql import MICROSECONDS, PostgreSQL
 from django_distlock.engine import clock
 from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant, digest
 
-from .occupants import PREFIX, Counted, Label, Occupant, as_held
+from .occupants import PREFIX, Occupant, as_held, busy, record
 from .sessions import SessionServer, stay
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from django_distlock.engine.values import Held
     from django_distlock.engine.waiting import Wait
 
-    from .deadlocks import Edge
-    from .sessions import Session
+    from .occupants import Counted
+    from .sessions import Edge, Session
 
 #: The longest time, in milliseconds, that a limit of the server takes; 0 stands for none.
 LONGEST = 2**31 - 1
@@ -50,33 +50,28 @@ SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
 # Looks after clients that wait, and died: not every platform can.
 _LOOK_AFTER_CLIENT = "SET client_connection_check_interval = '200ms'"
 
-# Raises the fencing token of %(key)s. One row: the token; none before its first use, which is the second one's.
-# "settled" makes it durable, and impatient: guard() may hold the row.
-_SETTLED = """
+# Raises the fencing token of %(key)s for %(holder)s. One row: the token. "settled" comes first.
+_RAISE = f"""
+    INSERT INTO {COUNTER} AS c (method_name, value, holder) SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM settled
+    ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
+    RETURNING value
+"""
+# By another connection: "settled" makes it durable, and impatient, as guard() may hold the row.
+_COUNT = f"""
 WITH settled AS MATERIALIZED (
-    SELECT set_config('lock_timeout', %(row_wait)s, true),
+    SELECT set_config('lock_timeout', %(patience)s, true),
            set_config('synchronous_commit', CASE current_setting('synchronous_commit')
                WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)
-)"""
-_COUNT = f"""{_SETTLED}
-UPDATE {COUNTER} SET value = greatest(value + 1, {MICROSECONDS}), holder = %(holder)s
-FROM settled WHERE method_name = %(key)s RETURNING value
-"""
-_COUNT_FIRST = f"""{_SETTLED}
-INSERT INTO {COUNTER} AS c (method_name, value, holder)
-SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM settled
-ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
-RETURNING value
-"""
+){_RAISE}"""
 
 _CREATE = f"""
 INSERT INTO {LOCK} (method_name, description, fencing_token, available_at, updated_at)
 VALUES (%(key)s, %(name)s, 0, clock_timestamp(), clock_timestamp()) ON CONFLICT (method_name) DO NOTHING
 """
 
-# The sessions of this kind: process id, label, and whom they wait for. Other users' states are hidden.
+# The sessions of this kind: process id, whom they wait for, and label. Other users' states are hidden.
 _NEIGHBOURS = f"""
-SELECT pid, application_name, CASE WHEN wait_event_type = 'Lock' OR state IS NULL THEN pg_blocking_pids(pid) END
+SELECT pid, CASE WHEN wait_event_type = 'Lock' OR state IS NULL THEN pg_blocking_pids(pid) END, application_name
 FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '{PREFIX}%%'
 """
 
@@ -107,11 +102,7 @@ WITH taken AS MATERIALIZED (
     SELECT pg_try_advisory_lock{{shared}}(%(number)s::bigint) AS ok
 ), settled AS MATERIALIZED (
     SELECT {_OWN} || set_config('lock_timeout', %(patience)s, true) FROM taken WHERE ok
-), counted AS (
-    INSERT INTO {COUNTER} AS c (method_name, value, holder) SELECT %(key)s, {MICROSECONDS}, %(holder)s FROM settled
-    ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
-    RETURNING value
-)
+), counted AS ({_RAISE})
 SELECT ok, (SELECT value FROM counted), (SELECT holder FROM {COUNTER} WHERE method_name = %(key)s AND NOT ok) FROM taken
 """)
 _TAKE_BARE = _both(f"""
@@ -131,6 +122,7 @@ AND classid = %(high)s::bigint::oid AND objid = %(low)s::bigint::oid LIMIT 1
 class PostgreSQLSessions(SessionServer):
     """What row locks and advisory locks have in common."""
 
+    engine_class = PostgreSQL
     now_sql = MICROSECONDS
     note_reader_sql = f"""
 INSERT INTO {COUNTER} (method_name, value, holder) VALUES (%(key)s, %(token)s, %(holder)s)
@@ -158,38 +150,33 @@ ON CONFLICT (method_name) DO NOTHING"""
         session.connection.distlock_limit = seconds
 
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
-        known = {"key": key, "holder": holder, "row_wait": f"{milliseconds(patience)}ms"}
+        known = {"key": key, "holder": holder, "patience": str(milliseconds(patience))}
         cursor.execute(_COUNT, known)
-        row = cursor.fetchone()
-        if row is None:
-            cursor.execute(_COUNT_FIRST, known)
-            row = cursor.fetchone()
-        token: int = row[0]
+        token: int = cursor.fetchone()[0]
         return token
 
-    @staticmethod
-    def make_row(cursor: Any, key: str, name: str) -> bool:
+    def make_row(self, cursor: Any, key: str, name: str) -> bool:
         cursor.execute(_CREATE, {"key": key, "name": stored(name)})
         return bool(cursor.rowcount)
 
     def waits(self, cursor: Any) -> Iterator[Edge]:
         """The server tells who stands in whose way, the label who they are."""
         neighbours = _neighbours(cursor)
-        callers = {pid: label.caller for pid, label, _ in neighbours}
-        for _, label, ahead in neighbours:
-            for pid in ahead or ():
+        callers = {each.pid: each.caller for each in neighbours}
+        for each in neighbours:
+            for pid in each.ahead or ():
                 if pid in callers:
-                    yield label.caller, callers[pid]
+                    yield each.caller, callers[pid]
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
         """Who has a label and waits for nobody, holds."""
         by_digest = {digest(key): counted for key, counted in known.items()}
         neighbours = _neighbours(cursor)
-        waiters = Counter(label.key_digest for _, label, ahead in neighbours if ahead)
-        for _, label, ahead in neighbours:
-            if not ahead and (counted := by_digest.get(label.key_digest)):
-                waiting = waiters[label.key_digest]
-                yield as_held(counted, label.owner_digest, waiting, shared=label.shared)
+        waiters = Counter(each.key_digest for each in neighbours if each.ahead)
+        for each in neighbours:
+            if not each.ahead and (counted := by_digest.get(each.key_digest)):
+                waiting, is_shared = waiters[each.key_digest], each.mode == "r"
+                yield as_held(counted, each.owner_digest, waiting, shared=is_shared)
 
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
         cursor.execute(_END, {"label": f"{PREFIX}%:{owner_digest}:%"})
@@ -220,7 +207,7 @@ class PostgreSQLRows(PostgreSQLSessions):
         mode = "share" if request.shared else "update"
         # In hexadecimal, the key needs no quotes.
         key = f"convert_from(decode('{request.key.encode().hex()}', 'hex'), 'UTF8')"
-        begin = f"BEGIN; SET LOCAL application_name = '{Label.of(session)}'; {limits}"
+        begin = f"BEGIN; SET LOCAL application_name = '{_label(session)}'; {limits}"
         try:
             if session.execute(f"{begin} EXECUTE distlock_{mode}{len(how)}({key})").fetchone():
                 return Grant(None)
@@ -253,11 +240,11 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         known = {
             "number": str(lock_number(request.key)),
             "silence": str(milliseconds(request.ttl)),
-            "label": str(Label.of(session)),
+            "label": _label(session),
         }
         if self.fencing:
-            holder = Occupant.of(session).to_json()
-            known |= {"key": request.key, "holder": holder, "patience": str(milliseconds(patience))}
+            known |= {"key": request.key, "holder": record(session)}
+            known["patience"] = str(milliseconds(patience))
         statement = (_TAKE if self.fencing else _TAKE_BARE)[request.shared]
         try:
             is_taken, token, last = session.execute(statement, known).fetchone()
@@ -270,8 +257,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
             return Busy()
         if is_taken:
             return Grant(token)
-        occupant = Occupant.from_json(last)
-        return Busy(None if occupant is None else occupant.holder)
+        return busy(Occupant.from_json(last))
 
     def wait(self, session: Session, wait: Wait) -> Grant | Busy:
         """In a transaction, whose end frees what was granted *and* timed out; then take it for the session."""
@@ -279,7 +265,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         suffix = "_shared" if request.shared else ""
         limits = f"""BEGIN; SET LOCAL lock_timeout = {milliseconds(wait.left)};
             SET LOCAL idle_in_transaction_session_timeout = {milliseconds(request.ttl)};
-            SET LOCAL application_name = '{Label.of(session)}';"""
+            SET LOCAL application_name = '{_label(session)}';"""
         try:
             number = lock_number(request.key)
             session.execute(f"{limits} SELECT pg_advisory_xact_lock{suffix}({number})")
@@ -306,10 +292,30 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return cursor.fetchone() is not None
 
 
-def _neighbours(cursor: Any) -> list[tuple[int, Label, list[int] | None]]:
+class Neighbour(NamedTuple):
+    """A session that holds or waits: whom it waits for, and what its label says."""
+
+    pid: int
+    ahead: list[int] | None
+    mode: str
+    caller: str
+    owner_digest: str
+    key_digest: str
+
+
+def _neighbours(cursor: Any) -> list[Neighbour]:
     cursor.execute(_NEIGHBOURS, {})
-    found = [(pid, Label.parse(text), ahead) for pid, text, ahead in cursor.fetchall()]
-    return [(pid, label, ahead) for pid, label, ahead in found if label is not None]
+    found = [(pid, ahead, *label.split(":")[1:]) for pid, ahead, label in cursor.fetchall()]
+    return [Neighbour(*each) for each in found if len(each) == len(Neighbour._fields)]
+
+
+def _label(session: Session) -> str:
+    """Return what a session says of itself on the server: its mode, who waits or holds, and which lock.
+
+    With 63 characters it is as long as PostgreSQL's application_name may be.
+    """
+    mode = "r" if session.request.shared else "w"
+    return f"{PREFIX}{mode}:{session.caller}:{session.owner_digest}:{digest(session.request.key)}"
 
 
 def milliseconds(seconds: float | None) -> int:

@@ -10,33 +10,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
 
 from django_distlock.backends.database import bounds
-from django_distlock.backends.database.connections import abandon
 from django_distlock.engine.caller import current_task, thread_number
-from django_distlock.engine.values import RecentOwners, Request, digest
-from django_distlock.exceptions import LockBackendError
+from django_distlock.engine.values import Request, digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
-    from django_distlock.backends.database.connections import OwnConnections
     from django_distlock.backends.database.engine import Engine
     from django_distlock.engine.values import Busy, Grant, Held
     from django_distlock.engine.waiting import Wait
 
-    from .deadlocks import Edge
     from .occupants import Counted
 
+    #: Who waits, and who has what it waits for.
+    Edge = tuple[str, str]
 
 #: Seconds to wait for a fencing token that a guard() holds: a mere look, and while waiting anyway.
 LOOK, STAY = 0.05, 1.0
-
-
-def look(request: Request) -> float:
-    """Return how long a mere look may take: of several readers each waits for the others' tokens."""
-    return STAY if request.shared else LOOK
 
 
 def stay(wait: Wait) -> float:
@@ -63,7 +55,7 @@ class SessionRequest(Request):
 
 
 class Session:
-    """One connection, and the one lock that it holds or waits for. Made without one; see Sessions.open()."""
+    """One connection, and the one lock that it holds or waits for. Made without one; the backend opens it."""
 
     connection: Any
 
@@ -71,6 +63,7 @@ class Session:
         self.request = request
         #: The thread or task that it is for.
         self.caller: str = getattr(request, "caller", "")
+        self.owner_digest = digest(request.owner)
         #: Whether the server had closed its connection at its end.
         self.was_cut = False
         #: Held by whoever makes a request on the connection.
@@ -123,115 +116,38 @@ class Session:
             self.mutex.release()
 
 
-class Sessions:
-    """The sessions of one backend by owner, and the pool that their connections come from."""
+def is_victim(caller: str, waits: Iterable[Edge]) -> bool:
+    """Return whether *caller* stands in a circle and is the one to leave it.
 
-    everywhere: ClassVar[WeakSet[Sessions]] = WeakSet()
-
-    def __init__(self, pool: OwnConnections, server: SessionServer) -> None:
-        self._pool = pool
-        self._server = server
-        self.translated = pool.translated
-        self._forget()
-        self.everywhere.add(self)
-
-    def _forget(self) -> None:
-        self._mutex = threading.Lock()
-        self._by_owner: dict[str, Session] = {}
-        self.released, self._interrupted = RecentOwners(), RecentOwners()
-
-    @property
-    def in_use(self) -> int:
-        return len(self._by_owner)
-
-    def open(self, session: Session, *, to_wait: bool) -> None:
-        """Give *session* its connection; LockBackendError if there is none for it. close() takes it back.
-
-        Whoever is *to_wait* gets none that died while it was idle: else that is found out by asking.
-        """
-        try:
-            connection = self._pool.borrow()
-        except LockBackendError:
-            # Sessions that the server has ended are nobody's any more, and take places.
-            ended = [each for each in list(self._by_owner.values()) if each.is_over]
-            for each in ended:
-                self.close(each, is_sound=False)
-            if not ended:
-                raise
-            connection = self._pool.borrow()
-        while to_wait and bounds.is_cut(connection):
-            self._pool.give_back(connection, is_sound=False)
-            connection = self._pool.borrow()
-        session.connection = connection
-        owner = session.request.owner
-        with self._mutex:
-            self._by_owner[owner] = session
-            # It may have been interrupted before it began; one that was released may ask again.
-            self.released.discard(owner)
-            if self._interrupted.discard(owner):
-                session.is_interrupted = True
-        if not hasattr(connection, "distlock_number"):
-            #: For how many seconds the server was told to bear the session's silence.
-            connection.distlock_limit = None
-            self._server.begin(connection)
-
-    def get(self, owner: str) -> Session | None:
-        return self._by_owner.get(owner)
-
-    def held(self, owner: str) -> Session | None:
-        session = self._by_owner.get(owner)
-        return session if session is not None and session.grant is not None else None
-
-    def close(self, session: Session, *, is_sound: bool) -> None:
-        """Forget *session*; its connection is used again if it *is_sound*, else closed."""
-        with self._mutex:
-            if self._by_owner.get(session.request.owner) is not session:
-                return
-            del self._by_owner[session.request.owner]
-        session.was_cut = not is_sound and bounds.is_cut(session.connection)
-        self._pool.give_back(session.connection, is_sound=is_sound)
-
-    def interrupt(self, owner: str) -> None:
-        """End the wait of *owner*, which may only be about to begin."""
-        session = self._by_owner.get(owner)
-        if session is not None:
-            session.interrupt()
-        elif owner not in self.released:
-            self._interrupted.add(owner)
-
-    @classmethod
-    def holds_any(cls, caller: str) -> bool:
-        """Return whether *caller* holds a lock by any backend of this kind: else it cannot deadlock."""
-        return any(
-            session.caller == caller and session.grant is not None
-            for sessions in list(cls.everywhere)
-            for session in list(sessions._by_owner.values())  # noqa: SLF001 - our own
-        )
-
-    def close_idle(self) -> None:
-        self._pool.close()
-
-    def abandon(self) -> None:
-        """In a forked child: drop the parent's sessions with no goodbye."""
-        for session in self._by_owner.values():
-            abandon(session.connection)
-        self._pool.abandon()
-        self._forget()
+    That is the last one of the circle in the order of texts: whoever looks, the answer is one. Who
+    waits for itself is none: another thread may release for it.
+    """
+    ahead: dict[str, set[str]] = {}
+    for waiter, holder in waits:
+        if waiter != holder and waiter <= caller and holder <= caller:
+            ahead.setdefault(waiter, set()).add(holder)
+    reached, look = set[str](), list(ahead.get(caller, ()))
+    while look:
+        found = look.pop()
+        if found not in reached:
+            reached.add(found)
+            look += ahead.get(found, ())
+    return caller in reached
 
 
 class SessionServer(ABC):
     """Its verbs are given a session, or a cursor of another connection, in autocommit."""
 
+    #: Of the connections beside the sessions.
+    engine_class: ClassVar[type[Engine]]
     supports_shared: ClassVar[bool] = True
     #: The server's time in microseconds, by which tokens count.
     now_sql: ClassVar[str]
     #: Writes down who reads, unless that is done: %(key)s, %(token)s, %(holder)s.
     note_reader_sql: ClassVar[str]
 
-    def __init__(self, engine: Engine, name: Callable[[], str], *, fencing: bool) -> None:
-        """*engine*: of its own connections; *name*: what tells the name of the database."""
+    def __init__(self, engine: Engine, *, fencing: bool) -> None:
         self.engine = engine
-        self.name = name
         self.fencing = fencing
 
     # On the session itself.
@@ -265,14 +181,9 @@ class SessionServer(ABC):
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
         """Commit a new fencing token and its holder; an error of contention if a guard() holds it meanwhile."""
 
-    @staticmethod
     @abstractmethod
-    def make_row(cursor: Any, key: str, name: str) -> bool:
+    def make_row(self, cursor: Any, key: str, name: str) -> bool:
         """Make the lock's row, with its name, if there is none; tell whether there was none."""
-
-    def note_reader(self, cursor: Any, known: dict[str, Any]) -> None:
-        """Write a reader down: its key, token and holder; for the second time, nothing."""
-        cursor.execute(self.note_reader_sql, known)
 
     @abstractmethod
     def is_held(self, cursor: Any, key: str) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import enum
-import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
 from django.db import connections
@@ -17,22 +15,15 @@ from django.db.utils import OperationalError
 from django_distlock import conf
 from django_distlock.backends.database.base import SHORT_PAUSE, location_of
 from django_distlock.backends.database.bounds import interruptible
-from django_distlock.backends.database.connections import OwnConnections
-from django_distlock.backends.database.engine import LOCK, schema_of_tables
-from django_distlock.backends.database.mysql import MySQL, code
-from django_distlock.backends.database.postgresql import PostgreSQL, sqlstate
-from django_distlock.conf import DEFAULT_TIMEOUT, optional_seconds
+from django_distlock.backends.database.engine import LOCK
+from django_distlock.backends.database.postgresql import sqlstate
+from django_distlock.backends.rowlock import RowLockBackend
+from django_distlock.conf import DEFAULT_TIMEOUT, BackendSettings, optional_seconds
 from django_distlock.engine.caller import Caller, forks
-from django_distlock.engine.naming import checked_name, printable, server_key
-from django_distlock.engine.steps import settled
+from django_distlock.engine.naming import checked_name, printable
 from django_distlock.engine.waiting import Wait
 from django_distlock.engine.waits import HeldBy, LockId, Waiter, waits
-from django_distlock.exceptions import (
-    Contended,
-    LockDeadlock,
-    LockError,
-    LockNotAcquired,
-)
+from django_distlock.exceptions import LockDeadlock, LockError, LockNotAcquired
 from django_distlock.transactions import Block
 
 from . import mysql, postgresql
@@ -44,21 +35,10 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-    from django_distlock.backends.database.engine import Engine
-
-    from .sessions import SessionServer
-
-#: What the rows of a RowLockBackend without KEY_PREFIX have in front: the same name is the same lock.
-KIND = "row"
-#: Seconds a request for a missing row may take, and on how many connections at once.
-IO_TIMEOUT, AT_ONCE = 2.0, 2
 #: Seconds to stand back for others, at most.
 STAND_BACK = 0.1
 #: Isolation levels at which a transaction reads what was committed when it began.
 SNAPSHOT = {"repeatable read", "serializable", "REPEATABLE-READ", "SERIALIZABLE"}
-#: Numbers of MariaDB's and MySQL's errors: a row is locked; a deadlock, or a row changed since the snapshot.
-_TIMEOUT, _NOWAIT = 1205, 3572
-_DEADLOCKS = {1213, 1020}
 
 
 def transaction_lock(
@@ -111,18 +91,17 @@ class Found(enum.Enum):
 class Taker(ABC):
     """One call of transaction_lock(): what is the same on each kind of server."""
 
-    #: For what a connection of our own does: the row is made outside of the caller's transaction.
-    engine: ClassVar[Engine]
-    #: What makes the row.
-    server: ClassVar[type[SessionServer]]
     #: Whether it is known that nothing was done yet in the transaction: it is begun anew instead of a savepoint.
     _is_first = False
 
     def __init__(self, connection: BaseDatabaseWrapper, name: str, wait: Wait) -> None:
         self.connection = connection
         self.name = name
-        self.key = server_key(name, kind=KIND)
         self.wait = wait
+        #: Makes the row, outside of the caller's transaction.
+        self.backend = _backend(connection.alias)
+        self.engine = self.backend.engine
+        self.key = self.backend.key_of(name)
         self._lock = LockId(location_of(connection.settings_dict), self.key)
 
     def take(self) -> None:
@@ -133,20 +112,20 @@ class Taker(ABC):
         try:
             if not self.wait.is_over:
                 waits.begin(waiter)
-            with _pool(self.connection.alias, self.engine).translated():
+            with self.backend._own.translated():  # noqa: SLF001 - our own
                 self.look_before()
-                self._ask_for_row()
+                self.backend.make_row(self.name)
                 attempts = 0
                 while (found := self._attempt()) is not Found.LOCKED:
                     attempts += 1
                     if found is Found.MISSING:
-                        self._ask_for_row()
+                        self.backend.make_row(self.name)
                     elif attempts > 1:
                         # Others were in between: all would be for ever if nobody stood back.
                         time.sleep(self.wait.next_pause(longest=STAND_BACK))
         finally:
             waits.end(waiter)
-        _taken.note(self.connection, self._lock, waiter.caller)
+        _note(self.connection, self._lock, waiter.caller)
 
     @abstractmethod
     def look_before(self) -> None:
@@ -158,14 +137,14 @@ class Taker(ABC):
 
     @abstractmethod
     def is_deadlock(self, error: Exception) -> bool:
-        """Return whether the server ended our wait for being one of a circle."""
+        """Return whether, of what is contention, the server ended our wait for being one of a circle."""
 
     def select(self, what: str, how: str) -> str:
-        table = f"{_schemas[self.connection.alias]}{LOCK}"
-        return f"SELECT {what} FROM {table} WHERE method_name = %(key)s FOR UPDATE {how}"
+        return f"SELECT {what} FROM {self.backend.schema}{LOCK} WHERE method_name = %(key)s FOR UPDATE {how}"
 
     def _attempt(self) -> Found:
-        self.begin()
+        if not self._is_first:
+            self._savepoint = self.connection.savepoint() or ""
         try:
             with self.connection.cursor() as cursor:
                 found = self.lock(cursor)
@@ -173,29 +152,28 @@ class Taker(ABC):
             self.undo()
             raise
         except OperationalError as error:
-            if not self.engine.is_contention(error):
-                raise
-            if self.is_deadlock(error):
-                self.after_deadlock()
-                reason = "the server found a circle of transactions that wait for each other"
-                raise LockDeadlock(self.name, reason) from error
-            self.undo()
-            if self.engine.is_wait_over(error):
-                raise LockNotAcquired(self.name, self.wait.waited) from error
-            # The row was changed since the snapshot: nobody need hold the lock, but what was read before is old.
-            if not self._is_first:
-                self.refuse_old_snapshot()
+            self._undo_refused(error)
             return Found.STALE
-        if found is Found.LOCKED:
-            self.keep()
-        else:
+        if found is not Found.LOCKED:
             self.undo()
+        elif not self._is_first:
+            self.connection.savepoint_commit(self._savepoint)
         return found
 
-    def begin(self) -> None:
-        """Have a point to come back to if the lock is not had."""
+    def _undo_refused(self, error: OperationalError) -> None:
+        """Raise why the row is not ours; return if it was only changed since the snapshot that was made with it."""
+        if not self.engine.is_contention(error):
+            raise error
+        if self.is_deadlock(error):
+            self.after_deadlock()
+            reason = "the server found a circle of transactions that wait for each other"
+            raise LockDeadlock(self.name, reason) from error
+        self.undo()
+        if self.engine.is_wait_over(error):
+            raise LockNotAcquired(self.name, self.wait.waited) from error
+        # Nobody need hold the lock, but what was read before is old.
         if not self._is_first:
-            self._savepoint = self.connection.savepoint() or ""
+            self.refuse_old_snapshot()
 
     def undo(self) -> None:
         """Come back to before the attempt: the transaction can go on."""
@@ -203,11 +181,6 @@ class Taker(ABC):
             self.connection.connection.rollback()
         else:
             self.connection.savepoint_rollback(self._savepoint)
-            self.connection.savepoint_commit(self._savepoint)
-
-    def keep(self) -> None:
-        """Let what was done since then stand."""
-        if not self._is_first:
             self.connection.savepoint_commit(self._savepoint)
 
     def after_deadlock(self) -> None:
@@ -221,20 +194,6 @@ class Taker(ABC):
         )
         raise LockError(msg)
 
-    def _ask_for_row(self) -> None:
-        alias = self.connection.alias
-        pool = _pool(alias, self.engine)
-
-        def ask() -> None:
-            if alias not in _schemas:
-                with pool.cursor() as cursor:
-                    _schemas[alias] = schema_of_tables(cursor)
-            with suppress(Contended), pool.cursor() as cursor:
-                self.server.make_row(cursor, self.key, self.name)
-
-        # An idle connection may have died, with a restarted server; made twice, it is still one row.
-        settled(ask, within=math.inf)
-
 
 class OnPostgreSQL(Taker):
     """Takes no savepoint where nothing was done yet: the transaction is begun anew instead.
@@ -243,9 +202,6 @@ class OnPostgreSQL(Taker):
     committed is not in it. So at REPEATABLE READ and above the row is locked, the transaction begun
     anew, and the row locked again: if our first lock was the last one before, nobody was in between.
     """
-
-    engine = PostgreSQL(fair=False)
-    server = postgresql.PostgreSQLRows
 
     def look_before(self) -> None:
         """Only look whether the transaction has begun: its isolation is told with the lock."""
@@ -282,9 +238,6 @@ class OnPostgreSQL(Taker):
 class OnMySQL(Taker):
     """A locking read makes no snapshot here, so only what was done before the lock matters."""
 
-    engine = MySQL(fair=False)
-    server = mysql.MySQLRows
-
     def look_before(self) -> None:
         is_mariadb = self.connection.mysql_is_mariadb  # type: ignore[attr-defined]  # of Django's MySQL
         with self.connection.cursor() as cursor:
@@ -304,18 +257,18 @@ class OnMySQL(Taker):
                 with interruptible(self.connection):
                     return self._wait(cursor, whole)
             except OperationalError as error:
-                if code(error) != _TIMEOUT or self.wait.left is None:
+                if self.wait.left is None or not self.engine.is_wait_over(error):
                     raise
         while True:
             try:
                 return self._select(cursor, "NOWAIT")
             except OperationalError as error:
-                if self.wait.is_over or code(error) not in {_TIMEOUT, _NOWAIT}:
+                if self.wait.is_over or not self.engine.is_wait_over(error):
                     raise
             time.sleep(self.wait.next_pause(longest=SHORT_PAUSE))
 
     def is_deadlock(self, error: Exception) -> bool:
-        return code(error) in _DEADLOCKS
+        return not self.engine.is_wait_over(error)
 
     def after_deadlock(self) -> None:
         """The server has rolled the whole transaction back: Django must let nothing more into it."""
@@ -337,55 +290,46 @@ class OnMySQL(Taker):
             cursor.execute(f"SET SESSION innodb_lock_wait_timeout = {before}")
 
 
-class _Taken:
-    """The locks that the transactions of this process have taken, as long as they surely have them."""
+def _note(connection: BaseDatabaseWrapper, lock: LockId, caller: Caller) -> None:
+    # Django makes a new list at each commit, rollback, and rollback to a savepoint: what is free then is not told.
+    began = connection.run_on_commit
+    known = _taken.get(connection)
+    locks = known[2] if known is not None and known[0] is began else frozenset[LockId]()
+    _taken[connection] = began, caller, locks | {lock}
 
-    def __init__(self) -> None:
-        self.forget()
-        waits.other_holders.append(self.holders)
 
-    def forget(self) -> None:
-        """Begin anew in a forked child: its parent's transactions are its parent's."""
-        self._mutex = threading.Lock()
-        self._known: WeakKeyDictionary[BaseDatabaseWrapper, tuple[list[Any], Caller, set[LockId]]]
-        self._known = WeakKeyDictionary()
-
-    def note(self, connection: BaseDatabaseWrapper, lock: LockId, caller: Caller) -> None:
-        # Django makes a new list at each commit, rollback, and rollback to a savepoint: what is free then is not told.
-        began = connection.run_on_commit
-        with self._mutex:
-            known = self._known.get(connection)
-            locks = known[2] if known is not None and known[0] is began else set()
-            self._known[connection] = began, caller, locks | {lock}
-
-    def holders(self) -> Iterator[tuple[LockId, HeldBy]]:
-        with self._mutex:
-            known = list(self._known.items())
-        for connection, (began, caller, locks) in known:
-            if connection.in_atomic_block and connection.run_on_commit is began:
-                yield from ((lock, HeldBy(caller, shared=False)) for lock in locks)
+def _holders() -> Iterator[tuple[LockId, HeldBy]]:
+    """Tell the locks that the transactions of this process have taken, as long as they surely have them."""
+    for connection in [ref() for ref in _taken.keyrefs()]:
+        if connection is None:
+            continue
+        began, caller, locks = _taken[connection]
+        if connection.in_atomic_block and connection.run_on_commit is began:
+            yield from ((lock, HeldBy(caller, shared=False)) for lock in locks)
 
 
 _TAKERS: dict[str, type[Taker]] = {"postgresql": OnPostgreSQL, "mysql": OnMySQL}
-_taken = _Taken()
+#: By connection: the list it had meanwhile, see _note().
+_taken = WeakKeyDictionary["BaseDatabaseWrapper", tuple[list[Any], Caller, frozenset[LockId]]]()
 _in_memory_mutex = threading.Lock()
 #: By alias and name, who took it last while tests run.
 _in_memory: dict[tuple[str, str], Block] = {}
-_pools: dict[str, OwnConnections] = {}
-#: Where the rows are: the caller's connection may look elsewhere.
-_schemas: dict[str, str] = {}
+#: By alias of DATABASES, whose locks these are: without KEY_PREFIX, the same name is the same lock.
+_backends: dict[str, RowLockBackend] = {}
 
 
-def _pool(alias: str, engine: Engine) -> OwnConnections:
-    if alias not in _pools:
-        _pools[alias] = OwnConnections(alias, alias, engine, limit=AT_ONCE, io_timeout=IO_TIMEOUT)
-    return _pools[alias]
+def _backend(alias: str) -> RowLockBackend:
+    if alias not in _backends:
+        _backends[alias] = RowLockBackend(BackendSettings(alias, options={"using": alias}))
+    return _backends[alias]
 
 
-def _abandon_pools() -> None:
-    for pool in _pools.values():
-        pool.abandon()
+def _abandon_backends() -> None:
+    for backend in _backends.values():
+        backend.abandon_after_fork()
 
 
-forks.in_child(_abandon_pools)
-forks.in_child(_taken.forget)
+waits.other_holders.append(_holders)
+forks.in_child(_abandon_backends)
+# A parent's transactions are its parent's.
+forks.in_child(_taken.clear)
