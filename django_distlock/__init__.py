@@ -1,6 +1,6 @@
 """Distributed locks for Django, over the servers a project already runs."""
 
-from .backends.session.transaction import transaction_lock
+from .backends.rowlock import transaction_lock
 from .decorators import respond, retry, skip
 from .exceptions import (
     InvalidLockBackend,

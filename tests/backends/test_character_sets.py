@@ -17,7 +17,7 @@ from django.urls import reverse
 
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.admin import MethodLockAdmin
-from django_distlock.backends.session import transaction as transaction_taker
+from django_distlock.backends import rowlock
 from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Held, digest
 from django_distlock.models import MethodLock
@@ -132,7 +132,7 @@ def test_a_name_that_is_long_and_beyond_comes_back_whole(using: str, name: str) 
 def test_a_lock_of_a_transaction_may_have_such_a_name(narrow: str, name: str) -> None:
     with transaction.atomic(using=narrow):
         transaction_lock(f"{name} {BEYOND}", using=narrow)
-    transaction_taker._backends.pop(narrow).close()
+    rowlock._backends.pop(narrow).close()
 
     assert [row.name for row in MethodLock.objects.using(narrow)] == [f"{name} {BEYOND}"]
 

@@ -23,7 +23,7 @@ from django_distlock import (
     locks,
     transaction_lock,
 )
-from django_distlock.backends.session import transaction as transaction_taker
+from django_distlock.backends import rowlock
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time, never
 
@@ -101,7 +101,7 @@ def snapshots(database: str) -> Iterator[None]:
 def test_an_idle_connection_that_has_died_is_replaced_unseen(database: str, name: str) -> None:
     with transaction.atomic(using=database):
         transaction_lock(name, using=database)
-    with transaction_taker._backends[database]._own.cursor() as cursor:
+    with rowlock._backends[database]._own.cursor() as cursor:
         cursor.execute(NUMBER[database])
         [number] = cursor.fetchone()
     end_session(database, number)

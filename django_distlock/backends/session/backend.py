@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -20,7 +19,6 @@ from django_distlock.engine import clock
 from django_distlock.engine.background import background
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import stored, warn
-from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, RecentOwners, Release
 from django_distlock.engine.waiting import Wait, Waiting, Way
 from django_distlock.engine.waits import REASON
@@ -342,16 +340,21 @@ class SessionBackend(BaseDatabaseBackend):
     def _count(self, session: Session, patience: float) -> int | None:
         """Return a new fencing token, committed; None while a guard() holds the old one."""
         known = session.request.key, record(session), patience
-        count = partial(self._own.ask, self.server.raise_token, *known)
-        wait = Wait(patience)
+        wait: Wait | None = None
+        is_again = False
         while True:
             try:
-                # A token may well be raised twice.
-                return settled(count, within=math.inf)
+                return self._own.ask(self.server.raise_token, *known)
             except Contended:
+                wait = wait or Wait(patience)
                 if wait.is_over:
                     return None
                 time.sleep(wait.next_pause(longest=SHORT_PAUSE))
+            except LockOutcomeUnknown:
+                # An idle connection had died unseen; a token may well be raised twice.
+                if is_again:
+                    raise
+                is_again = True
 
     def _keep(self, request: Request) -> bool:
         """Have the server keep the session for its ttl from now; False if it is over."""
