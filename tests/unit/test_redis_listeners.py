@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from django_distlock.backends.redis.listeners import Listeners
+from django_distlock.backends.redis.backend import Listeners
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Request
