@@ -22,8 +22,14 @@ from django_distlock.engine.values import Held, Release, Request
 from django_distlock.engine.waiting import Place, Wait, Waiting, Way
 from django_distlock.exceptions import LockOutcomeUnknown
 
-from .cluster import AsyncClusterLink, ClusterLink
-from .connections import AsyncPoolLink, Conversation, PerLoop, PoolLink
+from .connections import (
+    AsyncClusterLink,
+    AsyncPoolLink,
+    ClusterLink,
+    Conversation,
+    PerLoop,
+    PoolLink,
+)
 from .scripts import RETENTION
 from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
 from .verbs import BATCH, KeySpace, MakeKey, Verbs
