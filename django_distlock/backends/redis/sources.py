@@ -62,7 +62,16 @@ class Source:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", re.sub(r"^valkey(s?)://", r"redis\1://", self.url))
-        _parsed(self.url, self.is_cluster)
+        try:
+            database = _read_url(self.url).get("db", 0)
+        except ValueError as error:
+            # Its text may have a part of the password.
+            is_secret = "@" in self.url
+            problem = "what is special in a password is quoted (%23 for #)" if is_secret else error
+            msg = f"a Redis is named by a URL (redis://, rediss:// or unix://): {problem}"
+            raise ValueError(msg) from None
+        if self.is_cluster and database:
+            raise ValueError(f"a Redis Cluster has database 0 only, not {database}")
 
     @property
     def where(self) -> str:
@@ -133,42 +142,26 @@ def source_of_cache(
     servers = re.split(r"[;,]", location) if isinstance(location, str) else list(location)
     if not servers or not servers[0]:
         raise ValueError("the cache has no LOCATION")
+    # django-redis has names of its own, Django's cache passes all on to redis-py.
+    known = {
+        key.lower(): options[key] for key in ("USERNAME", "PASSWORD", "DB") if options.get(key)
+    }
+    known |= options.get("CONNECTION_POOL_KWARGS", {})
+    known |= {key: value for key, value in options.items() if key.islower()}
     return Source(
         url=servers[0].strip(),
         connect_timeout=connect_timeout,
         io_timeout=io_timeout,
-        settings=_connection_settings(options),
+        settings={key: value for key, value in known.items() if key not in _OURS},
         sentinels=tuple((host, int(port)) for host, port in options.get("SENTINELS", ())),
         sentinel_kwargs=options.get("SENTINEL_KWARGS") or {},
         is_cluster=is_cluster or "cluster" in str(options.get("REDIS_CLIENT_CLASS", "")).lower(),
     )
 
 
-def _connection_settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Return redis-py's arguments: django-redis has names of its own, Django's cache passes all on."""
-    known = {
-        key.lower(): options[key] for key in ("USERNAME", "PASSWORD", "DB") if options.get(key)
-    }
-    known |= options.get("CONNECTION_POOL_KWARGS", {})
-    known |= {key: value for key, value in options.items() if key.islower()}
-    return {key: value for key, value in known.items() if key not in _OURS}
-
-
 def _read_url(url: str) -> dict[str, Any]:
     known: dict[str, Any] = driver.parse_url(url)  # type: ignore[no-untyped-call] # it has no types
     return known
-
-
-def _parsed(url: str, is_cluster: bool) -> None:
-    try:
-        database = _read_url(url).get("db", 0)
-    except ValueError as error:
-        # Its text may have a part of the password.
-        problem = "what is special in a password is quoted (%23 for #)" if "@" in url else error
-        msg = f"a Redis is named by a URL (redis://, rediss:// or unix://): {problem}"
-        raise ValueError(msg) from None
-    if is_cluster and database:
-        raise ValueError(f"a Redis Cluster has database 0 only, not {database}")
 
 
 @dataclass(frozen=True, kw_only=True)
