@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from django_distlock.backends.redlock.votes import Count, Election
+from django_distlock.backends.redlock.votes import Count, Election, Question
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
 
@@ -171,3 +171,49 @@ def test_each_of_several_locks_is_kept_by_a_majority_of_its_own() -> None:
     count = _counted([1, 1, 0], [1, 0, 0], [1, 1, 0], [1, 0, 1])
 
     assert count.says_kept() == [True, None, False]
+
+
+class Bell:
+    """Counts how often it was rung."""
+
+    rings = 0
+
+    def ring(self) -> bool:
+        self.rings += 1
+        return True
+
+
+def _question(count: Count, is_decided: Callable[[Count], bool]) -> tuple[Question, Bell]:
+    question = Question({}, is_decided, within=1.0, connecting=1.0)
+    question.count, question.bell = count, (bell := Bell())
+    question.end_if_decided()
+    return question, bell
+
+
+def test_a_question_is_over_when_it_is_decided_or_nobody_is_left_to_answer() -> None:
+    asked = _counted(YES, None, asked=[0, 1])
+
+    open_one, silent = _question(asked, lambda count: count is not asked)
+    decided, first = _question(asked, lambda count: True)
+    answered, second = _question(_counted(YES, NO, asked=[0, 1]), lambda count: False)
+
+    assert [open_one.is_over, decided.is_over, answered.is_over] == [False, True, True]
+    assert [silent.rings, first.rings, second.rings] == [0, 1, 1]
+
+
+def test_a_question_whose_answers_are_nonsense_is_over() -> None:
+    question, bell = _question(_counted(None, asked=[0]), lambda count: bool(1 // 0))
+
+    assert question.is_over is True
+    assert bell.rings == 1
+
+
+def test_failures_of_two_questions_are_told_together() -> None:
+    first, second = _counted(asked=[0, 1]), _counted(asked=[0, 1])
+    first.miss(0, "gone", was_asked=False)
+    second.miss(1, "slow", was_asked=True)
+
+    first.add_failures(second)
+
+    assert first.failures == {0: "gone", 1: "slow"}
+    assert [str(error) for error in first.errors] == ["gone", "slow"]

@@ -13,6 +13,7 @@ from django_distlock.backends.zookeeper.line import (
     Label,
     Line,
     label,
+    prefix,
     quoted,
     unquoted,
 )
@@ -20,6 +21,7 @@ from django_distlock.backends.zookeeper.options import ZooKeeperOptions, ZooKeep
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import LONGEST_LISTED, server_key
+from django_distlock.engine.values import digest
 from django_distlock.handler import make_backend
 
 BACKEND = "django_distlock.backends.zookeeper.ZooKeeperBackend"
@@ -212,3 +214,12 @@ def test_a_node_tells_the_digest_of_its_owner() -> None:
 def test_only_names_that_a_folder_cannot_have_are_changed() -> None:
     assert quoted("shop.fee:42") == "shop.fee:42"
     assert quoted("..") == "%2E%2E"
+
+
+@pytest.mark.parametrize(("shared", "kind"), [(True, "r"), (False, "w")])
+def test_the_name_of_a_node_says_whose_it_is_and_which_kind(shared: bool, kind: str) -> None:
+    request = ZooKeeperRequest(
+        "fee", "fee", ttl=5.0, holder=Holder.current(), owner="me", shared=shared
+    )
+
+    assert prefix(request, "attempt") == f"{digest('me')}-attempt-{kind}-"
