@@ -105,9 +105,21 @@ class RedlockBackend(StepsBackend):
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         where = f"DISTLOCK[{self.alias!r}]"
-        found = check_guard(where, self.options)
-        if databases:
-            found += check_servers(where, self.options, self.alias, self.sources)
+        options, found = self.options, list[CheckMessage]()
+        if not (options.restart_guard or options.durable):
+            text = f"{where}: 'restart_guard' is off: a server that restarts without its data lets a second holder in."
+            hint = "Switch it on, or have each server write each change to disk and say 'durable': True."
+            found.append(CheckWarning(text, hint=hint, id="distlock.W030"))
+        runs: dict[bytes, str] = {}
+        for source in self.sources if databases else ():
+            at = f"{where}: {source.where}"
+            with closing(PoolLink(self.alias, source)) as link:
+                try:
+                    found += check_facts(at, link, allow_eviction=options.allow_eviction)
+                    found += _check_disk(at, link) if options.durable else []
+                    found += _check_twice(where, source.where, link, runs)
+                except LockBackendError as error:
+                    found.append(server_error(error, source.place))
         return found
 
     def close(self) -> None:
@@ -161,34 +173,7 @@ class RedlockBackend(StepsBackend):
         return source
 
 
-def check_guard(where: str, options: RedlockOptions) -> list[CheckMessage]:
-    if options.restart_guard or options.durable:
-        return []
-    text = f"{where}: 'restart_guard' is off: a server that restarts without its data lets a second holder in."
-    hint = "Switch it on, or have each server write each change to disk and say 'durable': True."
-    return [CheckWarning(text, hint=hint, id="distlock.W030")]
-
-
-def check_servers(
-    where: str, options: RedlockOptions, alias: str, sources: Sequence[Source]
-) -> list[CheckMessage]:
-    found: list[CheckMessage] = []
-    runs: dict[bytes, str] = {}
-    for source in sources:
-        place = f"{where}: {source.where}"
-        with closing(PoolLink(alias, source)) as link:
-            try:
-                found += check_facts(place, link, allow_eviction=options.allow_eviction)
-                found += _check_disk(place, options, link)
-                found += _check_twice(where, source.where, link, runs)
-            except LockBackendError as error:
-                found.append(server_error(error, source.place))
-    return found
-
-
-def _check_disk(where: str, options: RedlockOptions, link: PoolLink) -> list[CheckMessage]:
-    if not options.durable:
-        return []
+def _check_disk(where: str, link: PoolLink) -> list[CheckMessage]:
     answer = link.converse(ask(("CONFIG", "GET", "append*")))
     hint = "Set appendonly yes and appendfsync always, or leave 'durable' out and rely on 'restart_guard'."
     if not isinstance(answer, list):
