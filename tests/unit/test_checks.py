@@ -21,7 +21,7 @@ from pytest_django.fixtures import Settings
 
 from django_distlock import InvalidLockBackend, lock, locks
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.checks import DOCS, check_servers
+from django_distlock.checks import DOCS, check_servers, check_settings
 from django_distlock.handler import BACKENDS, EXTRAS
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
@@ -341,9 +341,9 @@ def test_a_kind_of_database_that_keeps_no_locks_is_an_error(
     monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
     [too_old] = check_servers(databases=["new"])
     monkeypatch.setattr(connections["new"], "vendor", "another")
-    [no_row_locks] = found()
+    [no_row_locks] = check_settings()
     settings.DISTLOCK = {"default": {"OPTIONS": {"using": "volatile"}}}
-    [volatile] = found()
+    [volatile] = check_settings()
 
     assert (too_old.id, too_old.msg.split("has ")[1]) == ("distlock.E004", "no RETURNING.")
     assert no_row_locks.id == "distlock.E003"
