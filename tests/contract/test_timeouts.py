@@ -141,8 +141,8 @@ class TestWhileTheTestsStopTheClock:
     def test_a_lease_is_renewed_and_ends_in_its_time(
         self, using: str, name: str, tick: float
     ) -> None:
-        lasting = lock(f"{name}:2", using=using, ttl=6 * tick).acquire()
-        ending = lock(f"{name}:3", using=using, ttl=6 * tick, renew=False).acquire()
+        lasting = lock(f"{name}:2", using=using, ttl=12 * tick).acquire()
+        ending = lock(f"{name}:3", using=using, ttl=12 * tick, renew=False).acquire()
         assert lasting
         assert ending
 
