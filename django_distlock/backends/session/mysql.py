@@ -20,15 +20,15 @@ from django_distlock.backends.database.engine import COUNTER, LOCK
 from django_distlock.backends.database.mysql import CREATE, MICROSECONDS, MySQL
 from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant
+from django_distlock.engine.waiting import Wait
 
 from .occupants import PREFIX, as_held, last_occupant
-from .sessions import SessionServer
+from .sessions import ENDS_WITHIN, SessionServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from django_distlock.engine.values import Held
-    from django_distlock.engine.waiting import Wait
 
     from .occupants import Counted
     from .sessions import Edge, Session
@@ -126,15 +126,18 @@ class MySQLSessions(SessionServer):
                 yield caller, occupant.caller
 
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
-        """Kill the one that is written beside the token, if the lock is held still."""
+        """Kill the one that is written beside the token, if the lock is held still; return when it is gone."""
         occupant = counted.by(owner_digest)
-        if occupant is None or not self.is_held(cursor, counted.key):
+        if (
+            occupant is None
+            or not self.is_held(cursor, counted.key)
+            or not _is_there(cursor, occupant.session)
+        ):
             return False
-        number = occupant.session
-        cursor.execute("SELECT 1 FROM information_schema.processlist WHERE id = %s", [number])
-        if cursor.fetchone() is None:
-            return False
-        cursor.execute("KILL %s", [number])
+        cursor.execute("KILL %s", [occupant.session])
+        wait = Wait(ENDS_WITHIN)
+        while _is_there(cursor, occupant.session) and not wait.is_over:
+            time.sleep(wait.next_pause(longest=SHORT_PAUSE))
         return True
 
 
@@ -236,6 +239,11 @@ class MySQLAdvisory(MySQLSessions):
             problem = "GET_LOCK failed: the server is out of memory, or the session was killed"
             raise Unusable(problem)
         return bool(answer)
+
+
+def _is_there(cursor: Any, number: int | None) -> bool:
+    cursor.execute("SELECT 1 FROM information_schema.processlist WHERE id = %s", [number])
+    return cursor.fetchone() is not None
 
 
 def _waiting(cursor: Any) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant, digest
 
 from .occupants import PREFIX, Occupant, as_held, busy, record
-from .sessions import SessionServer, stay
+from .sessions import ENDS_WITHIN, SessionServer, stay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,9 +75,10 @@ SELECT pid, CASE WHEN wait_event_type = 'Lock' OR state IS NULL THEN pg_blocking
 FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '{PREFIX}%%'
 """
 
-_END = (
-    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name LIKE %(label)s"
-)
+# Waits until it is gone, for so many milliseconds.
+_END = """
+SELECT pg_terminate_backend(pid, %(patience)s) FROM pg_stat_activity WHERE application_name LIKE %(label)s
+"""
 
 # Each session plans them once: who has the row is waited for, or passed by.
 _PREPARE_ROWS = "".join(
@@ -179,7 +180,8 @@ ON CONFLICT (method_name) DO NOTHING"""
                 yield as_held(counted, each.owner_digest, waiting, shared=is_shared)
 
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
-        cursor.execute(_END, {"label": f"{PREFIX}%:{owner_digest}:%"})
+        label = f"{PREFIX}%:{owner_digest}:%"
+        cursor.execute(_END, {"label": label, "patience": milliseconds(ENDS_WITHIN)})
         return any(is_ended for (is_ended,) in cursor.fetchall())
 
 

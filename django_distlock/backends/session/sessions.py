@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Seconds to wait for a fencing token that a guard() holds: a mere look, and while waiting anyway.
 LOOK, STAY = 0.05, 1.0
+#: Seconds within which a session that an operator ends is expected to be gone.
+ENDS_WITHIN = 1.0
 
 
 def stay(wait: Wait) -> float:
