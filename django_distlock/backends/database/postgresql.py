@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import select
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -40,7 +41,7 @@ if HAS_PSYCOPG3:
     from psycopg.pq import ExecStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
@@ -361,6 +362,17 @@ class PostgreSQL(Engine):
             raise
         row = cursor.fetchone()
         return None if row is None else row[0]
+
+
+def notes(raw: Any, seconds: float) -> Iterable[Any]:
+    """Return what the server notifies *raw*, the driver's connection, of within so many *seconds*."""
+    if HAS_PSYCOPG3:
+        found: Iterable[Any] = raw.notifies(timeout=seconds)
+        return found
+    if select.select([raw], [], [], seconds)[0]:
+        raw.poll()
+    known, raw.notifies = raw.notifies, []
+    return list(known)
 
 
 def settle(connection: BaseDatabaseWrapper) -> bool:

@@ -21,6 +21,7 @@ from django_distlock.engine.naming import log_fields, printable
 from django_distlock.exceptions import LockBackendError
 
 from .connections import OwnConnections, abandon
+from .postgresql import notes
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -146,7 +147,7 @@ class Notified(Listener):
         self._ring(None)
         with connection.wrap_database_errors:
             while self._is_wanted():
-                for note in connection.connection.notifies(timeout=TICK):
+                for note in notes(connection.connection, TICK):
                     self._ring(note.payload)
 
     def _ring(self, called: str | None) -> None:
