@@ -139,6 +139,10 @@ class Faulty(_Base):
         async with self._around_twin("try_acquire"):
             return await super().atry_acquire(request, queued=queued, left=left)
 
+    async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
+        async with self._around_twin("enqueue"):
+            await super().aenqueue(request, _NoBell() if self.is_deaf else bell)
+
     async def arelease(self, request: Request) -> Release:
         async with self._around_twin("release"):
             return await super().arelease(request)

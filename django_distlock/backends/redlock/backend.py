@@ -136,7 +136,7 @@ class RedlockBackend(StepsBackend):
         await self.arelease(request)
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
-        self.enqueue(request, bell)
+        self._servers.listen(request.owner, bell)
 
     async def _arun(self, steps: Verb[_T]) -> _T:
         return await arun(steps, self._servers.aask)
