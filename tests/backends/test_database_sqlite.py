@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from django.db import connections, transaction
 from django_distlock import LockBackendError, lock, locks
 from django_distlock.engine.holder import Holder
 from django_distlock.models import LockWaiter
+from tests.backends.conftest import backend
 from tests.contract.crew import start
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
@@ -114,6 +116,23 @@ def test_a_file_that_stays_busy_is_an_error_and_not_a_busy_lock(file: str, name:
     with written_by_another(file, 60):
         in_time(refused(0), 0.3, 2)
         in_time(refused(1), 1, 3)
+
+
+def test_a_thread_from_before_opens_connections_by_the_settings_of_now(
+    file: str, tmp_path: Path
+) -> None:
+    other = str(tmp_path / "other.sqlite3")
+
+    def name_of_file() -> object:
+        connection = backend("busy")._own.open()
+        connection.connection.close()
+        return connection.settings_dict["NAME"]
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(lambda: connections["busy"].settings_dict["NAME"]).result() == file
+        connections.settings["busy"] = {**connections.settings["busy"], "NAME": other}
+
+        assert thread.submit(name_of_file).result() == other
 
 
 def test_an_extension_and_a_release_wait_for_another_writer(file: str, name: str) -> None:

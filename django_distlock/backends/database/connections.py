@@ -233,7 +233,8 @@ class OwnConnections:
             background.submit(self.alias, self._close_idle, IDLE)
 
     def _settings(self) -> dict[str, Any]:
-        settings = copy.deepcopy(connections[self._database].settings_dict)
+        # Those of now: each thread has connections of its own, which may be from before they were changed.
+        settings: dict[str, Any] = copy.deepcopy(connections.settings[self._database])
         settings.update(CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=False, AUTOCOMMIT=True)
         # An application's pool must not be drained by its locks.
         settings["OPTIONS"].pop("pool", None)
