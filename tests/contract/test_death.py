@@ -60,7 +60,7 @@ def test_the_lock_of_a_killed_process_comes_free_with_its_session(
 def test_a_waiter_gets_the_lock_of_a_killed_process(
     child: Children, using: str, name: str, tick: float
 ) -> None:
-    holder = child("hold", name=name, using=using, ttl=30 * tick)
+    holder = child("hold", name=name, using=using, ttl=15 * tick)
     holder.expect("held")
     waiting = start(lambda: _take(using, name, timeout=200 * tick))
     never(waiting.done, 2 * tick)
