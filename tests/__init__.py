@@ -1,0 +1,3 @@
+"""The tests."""
+
+import testproject  # noqa: F401 - which picks the drivers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -377,39 +376,6 @@ def test_a_listener_that_finds_no_thread_is_begun_by_the_next_waiter(
         assert taking.result(10)
 
     assert len(listeners) == 2
-
-
-BY_PSYCOPG2 = """
-import sys
-sys.modules["psycopg"] = None
-from django_distlock.engine import waiting
-waiting.SHORTEST_PAUSE = waiting.LONGEST_WAKEABLE_PAUSE = 60.0
-import django
-django.setup()
-from django.db import connections
-from django_distlock import lock
-assert connections["postgres"].Database.__name__ == "psycopg2"
-with lock(sys.argv[1], using="postgres", timeout=60):
-    pass
-"""
-
-
-def test_waiters_by_psycopg2_are_woken_too(postgres: PostgreSQL, name: str) -> None:
-    held = locks["postgres"].request(name, ttl=60, holder=Holder.current())
-    locks["postgres"].try_acquire(held, queued=False)
-    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "testproject.settings"}
-    command = [sys.executable, "-c", BY_PSYCOPG2, name]
-
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as waiter:
-        eventually(lambda: has_waiter(name), 20)
-        never(lambda: waiter.poll() is not None, 1)
-        locks["postgres"].release(held)
-        try:  # long before it looks again
-            _, said = waiter.communicate(timeout=20)
-        finally:
-            waiter.kill()
-
-    assert waiter.returncode == 0, said
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import Error
 
 from django_distlock.engine import clock
+from django_distlock.engine.background import Alarm
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -53,6 +54,8 @@ def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> No
     raw = connection.connection
     if connection.vendor == "postgresql" and hasattr(raw, "wait"):
         _bound_psycopg(raw, seconds)
+    elif connection.vendor == "postgresql":
+        _bound_psycopg2(connection, seconds)
     elif hasattr(raw, "_read_timeout"):  # PyMySQL
         raw._read_timeout = seconds  # noqa: SLF001 - has no public name
     elif hasattr(raw, "send_query"):
@@ -189,6 +192,48 @@ def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any,
             wanted = work.send(ready)
     except StopIteration as done:
         return done.value
+
+
+class _Watch:
+    """Cuts a connection whose driver would wait without end, when an answer is overdue."""
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self._connection = connection
+        self._alarm = Alarm(self._look)
+        #: For how long to wait, and until when the request that is under way may take: lease time.
+        self.seconds: float | None = None
+        self._ends: float | None = None
+
+    def __enter__(self) -> None:
+        if self.seconds is not None:
+            self._ends = clock.lease_time() + self.seconds
+            self._alarm.at(self._ends)
+
+    def __exit__(self, *_: object) -> None:
+        self._ends = None
+
+    def _look(self) -> None:
+        if (ends := self._ends) is None:
+            return
+        if ends <= clock.lease_time():
+            cut(self._connection)
+        else:
+            self._alarm.at(ends)
+
+
+def _bound_psycopg2(connection: Any, seconds: float | None) -> None:
+    if not hasattr(connection, "distlock_watch"):
+        from psycopg2.extensions import cursor
+
+        watch = connection.distlock_watch = _Watch(connection)
+
+        class WatchedCursor(cursor):  # type: ignore[misc]  # it has no types
+            def execute(self, *args: Any) -> None:
+                with watch:
+                    super().execute(*args)
+
+        connection.connection.cursor_factory = WatchedCursor
+    connection.distlock_watch.seconds = seconds
 
 
 #: What a connection of mysqlclient does here and not in its C code, and the socket that it is on.
