@@ -251,7 +251,7 @@ def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -
     def query(statement: bytes | bytearray | str) -> None:
         try:
             raw.send_query(bytes(statement) if isinstance(statement, bytearray) else statement)
-            _wait_for_reply(raw.distlock_descriptor, seconds)
+            wait_for_reply(raw.distlock_descriptor, seconds)
             raw.read_query_result()
         except raw.Error as error:
             if error.args and error.args[0] in _CLIENT_ERRORS:
@@ -268,7 +268,8 @@ def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -
     raw.autocommit = lambda on: query(b"SET autocommit = %d" % on)
 
 
-def _wait_for_reply(descriptor: int, seconds: float | None) -> None:
+def wait_for_reply(descriptor: int, seconds: float | None) -> None:
+    """Wait in Python until there is something to read, where signals and greenlets get through; else TimeoutError."""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         if not selector.select(None if seconds is None else min(seconds, LONGEST_SELECT)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import select
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 try:
@@ -19,6 +19,7 @@ from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant, Request
 from django_distlock.exceptions import first_line
 
+from .bounds import wait_for_reply
 from .connections import Crowded
 from .engine import (
     COUNTER,
@@ -369,7 +370,8 @@ def notes(raw: Any, seconds: float) -> Iterable[Any]:
     if HAS_PSYCOPG3:
         found: Iterable[Any] = raw.notifies(timeout=seconds)
         return found
-    if select.select([raw], [], [], seconds)[0]:
+    with suppress(TimeoutError):
+        wait_for_reply(raw.fileno(), seconds)
         raw.poll()
     known, raw.notifies = raw.notifies, []
     return list(known)
