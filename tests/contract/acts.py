@@ -178,7 +178,7 @@ def fork_inside(aliases: dict[str, Any], name: str, *, by_c: bool, **terms: Any)
 
 
 def _is_renewed(name: str, **terms: Any) -> bool:
-    with lock(name, **{**terms, "ttl": 3}) as lease:
+    with lock(name, **{**terms, "ttl": 2}) as lease:
         deadline = lease.deadline
         return eventually(lambda: lease.deadline > deadline)
 

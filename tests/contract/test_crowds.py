@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-CROWD = 1000
+#: Many more than any pool of threads or connections has places.
+CROWD = 400
 #: Seconds that one of them waits at most, on a busy machine.
 LONGEST = 150
 
 
 @pytest.fixture(autouse=True)
 def unhurried(using: str, profile: Profile, settings: Settings) -> None:
-    """Three servers of ZooKeeper and a thousand tasks on one busy machine: sessions need time."""
+    """Three servers of ZooKeeper and so many tasks on one busy machine: sessions need time."""
     if profile.name == "zookeeper":
         options = profile.settings["OPTIONS"] | {"session_timeout": 50.0, "io_timeout": 50.0}
         settings.DISTLOCK = {using: {**profile.settings, "OPTIONS": options}}

@@ -25,6 +25,8 @@ from .rivals import Rival
 
 Children = Callable[..., Child]
 Rivals = Callable[..., Rival]
+#: Seconds in which the registry looks several times for owners that have ended.
+LOOKS = 0.3
 
 
 @lacks("whole_seconds")
@@ -259,13 +261,9 @@ def test_a_context_that_outlives_the_task_keeps_no_lock(
 class TestALeaseInSomebodysHands:
     """Its thread or task has ended, and it lives on: who has it uses, extends and releases it."""
 
-    @pytest.fixture(autouse=True)
-    def _dead_owners_are_looked_for_often(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("django_distlock.engine.registry.SWEEP", 0.05)
-
     def _lives_on(self, lease: Lease | None, other: Rival) -> None:
         assert lease
-        never(lambda: lease.lost, 0.5)
+        never(lambda: lease.lost, LOOKS)
         lease.check()
         assert not other.tries()
 
@@ -312,7 +310,7 @@ class TestALeaseInSomebodysHands:
             assert await asyncio.create_task(each.aacquire())
 
         other = rival()
-        await asyncio.to_thread(never, other.tries, 0.5)
+        await asyncio.to_thread(never, other.tries, LOOKS)
         for each in (recipe, both):
             await asyncio.create_task(each.arelease())
         assert await asyncio.to_thread(other.tries)
@@ -336,7 +334,7 @@ class TestALeaseInSomebodysHands:
         elsewhere(lambda: next(block))
 
         other = rival()
-        never(other.tries, 0.5)
+        never(other.tries, LOOKS)
         block.close()
         assert other.tries()
 

@@ -188,12 +188,12 @@ def test_a_min_hold_goes_on_for_the_attached_lease(
 def test_max_hold_is_counted_from_the_acquire(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:
-    taken = lock(name, using=using, ttl=20 * tick, max_hold=20 * tick).acquire()
+    taken = lock(name, using=using, ttl=12 * tick, max_hold=12 * tick).acquire()
     assert taken
 
     lease = Lease.attach(taken.detach(ttl=120 * tick))
 
-    assert lease.remaining <= 20 * tick
+    assert lease.remaining <= 12 * tick
     rival().takes(within=10)
     assert lease.lost
 

@@ -218,15 +218,14 @@ class TestOverTheBridgesOfAsgiref:
         assert await sync_to_async(async_to_sync(sync_to_async(hold)))()
 
     async def test_a_task_that_was_let_in_and_has_ended_leaves_the_lock_to_the_holder(
-        self, using: str, name: str, monkeypatch: pytest.MonkeyPatch
+        self, using: str, name: str
     ) -> None:
-        monkeypatch.setattr("django_distlock.engine.registry.SWEEP", 0.05)
         recipe = lock(name, using=using)
 
         assert await recipe.aacquire()
         assert await sync_to_async(async_to_sync(recipe.aacquire))()
 
-        await asyncio.to_thread(never, lambda: not recipe.locked(), 0.5)
+        await asyncio.to_thread(never, lambda: not recipe.locked(), 0.3)
         await recipe.arelease()
         assert await recipe.alocked()
         await sync_to_async(async_to_sync(recipe.arelease))()

@@ -27,8 +27,8 @@ def test_a_held_lock_outlives_its_ttl(
 ) -> None:
     other = rival()
 
-    with lock(name, using=using, ttl=30 * tick) as lease:
-        never(other.tries, 45 * tick)
+    with lock(name, using=using, ttl=20 * tick) as lease:
+        never(other.tries, 30 * tick)
         lease.check()
         assert lease.remaining > 0
 

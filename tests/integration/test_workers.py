@@ -160,7 +160,7 @@ def test_leases_are_renewed_and_exclude_each_other_over_all_workers(
 ) -> None:
     ttl = ttl_of(combination)
 
-    first, second = [site.hold(name, 2 * ttl, ttl=ttl) for _ in range(2)]
+    first, second = [site.hold(name, 1.5 * ttl, ttl=ttl) for _ in range(2)]
 
     holdings = [done_well(future.result()) for future in (first, second)]
     early, late = sorted((holding["entered"], holding["left"]) for holding in holdings)
@@ -191,7 +191,7 @@ def test_a_wait_keeps_a_worker_from_nothing(
     with held_in_thread(lock(name, ttl=LONG)):
         waiting = [site.hold(name, 0, ttl=ttl) for _ in range(3)]
 
-        other = site.hold(f"{name}:other", 2 * ttl, ttl=ttl)
+        other = site.hold(f"{name}:other", 1.5 * ttl, ttl=ttl)
         pings = [site.get("ping/").status for _ in range(20)]
 
         done_well(other.result())
