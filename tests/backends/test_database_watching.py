@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections
@@ -23,8 +23,11 @@ from tests.fixtures.eventually import eventually, never
 from tests.fixtures.threads import refuse_first_thread
 
 if TYPE_CHECKING:
+    import sqlite3
+
     from pytest_django.fixtures import Settings
 
+    from django_distlock.backends.database.waiters import Watcher
     from django_distlock.engine.values import Request
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
@@ -105,13 +108,27 @@ def test_a_watcher_whose_connection_is_lost_opens_another(
     never(taking.done, 0.2)
 
     if watched == "default":
-        lost.connection.close()
+        _close_at_the_next_look(watcher, lost.connection, monkeypatch)
     else:
         cut(lost)
     eventually(lambda: watcher._connection not in {None, lost}, 10)
     locks[watched].release(held)
 
     assert taking.result(5)
+
+
+def _close_at_the_next_look(
+    watcher: Watcher, lost: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread that uses it: SQLite crashes if a file is closed in the middle of a statement."""
+    version = watcher._engine.version
+
+    def losing(cursor: Any) -> object:
+        if cursor.connection is lost:
+            lost.close()
+        return version(cursor)
+
+    monkeypatch.setattr(watcher._engine, "version", losing)
 
 
 def test_without_a_thread_for_it_a_waiter_looks_itself(

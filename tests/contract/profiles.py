@@ -201,7 +201,7 @@ PROFILES = (
         BARE | {"shared", "spares_writers"},
         fencing=False,
     ),
-    _session("mariadb-advisory", ADVISORY, "mariadb", SESSION, tick=0.5),
+    _session("mariadb-advisory", ADVISORY, "mariadb", SESSION),
     _redis("redis", "django_redis"),
     _redis("redis-fair", "redis_cache", REDIS | {"fair"}, fair=True),
     _redis("redis-transactions", "redis_cache", scripting=False),
