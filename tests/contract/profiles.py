@@ -186,7 +186,7 @@ PROFILES = (
         ROWLOCK,
         "mariadb",
         SESSION | {"shared", "spares_writers", "lists_readers"},
-        tick=0.5,
+        tick=0.3,
     ),
     _session(
         "postgres-advisory",
