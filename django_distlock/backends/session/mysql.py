@@ -81,14 +81,12 @@ class MySQLSessions(SessionServer):
         session.connection.distlock_limit = seconds
 
     def take(self, session: Session, patience: float) -> Grant | Busy:
-        if session.connection.distlock_limit != session.request.ttl:
-            self.keep(session, session.request.ttl)
+        self.keep_for_ttl(session)
         return Grant(None) if self._try(session, 0) else Busy()
 
     def wait(self, session: Session, wait: Wait) -> Grant | Busy:
         """What is less than the server can count is waited by looking again."""
-        if session.connection.distlock_limit != session.request.ttl:
-            self.keep(session, session.request.ttl)
+        self.keep_for_ttl(session)
         is_taken = self._try(session, LONGEST if wait.left is None else min(LONGEST, wait.left))
         while is_taken is False and not (wait.is_over or session.is_interrupted):
             time.sleep(wait.next_pause(longest=SHORT_PAUSE))

@@ -204,8 +204,7 @@ class PostgreSQLRows(PostgreSQLSessions):
 
     def _lock(self, session: Session, how: str, limits: str) -> Grant | Busy:
         request = session.request
-        if session.connection.distlock_limit != request.ttl:
-            self.keep(session, request.ttl)
+        self.keep_for_ttl(session)
         mode = "share" if request.shared else "update"
         # In hexadecimal, the key needs no quotes.
         key = f"convert_from(decode('{request.key.encode().hex()}', 'hex'), 'UTF8')"

@@ -177,6 +177,11 @@ class SessionServer(ABC):
     def keep(self, session: Session, seconds: float) -> None:
         """Have the server end the session once it has been silent for *seconds*, from now on; note them on the connection."""
 
+    def keep_for_ttl(self, session: Session) -> None:
+        """Ask for the ttl of its request, unless its connection was last told the same."""
+        if session.connection.distlock_limit != session.request.ttl:
+            self.keep(session, session.request.ttl)
+
     # Beside it, or on it.
 
     @abstractmethod
