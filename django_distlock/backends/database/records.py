@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from django.db.backends.utils import CursorWrapper
     from django.db.models import QuerySet
 
-    from django_distlock.models import LockWaiter, MethodLock
+    from django_distlock.models import MethodLock
 
 _COLUMNS = ("method_name", "description", "holder", "owner", "fencing_token", "waiters")
 _INSTANTS = ("acquired_at", "expires_at", "available_at")
@@ -218,12 +218,9 @@ def _state() -> Case:
 
 
 def _waiters(using: str) -> Coalesce:
-    line = _live_waiters(using).filter(method_name=OuterRef("method_name")).order_by()
-    numbers = line.values("method_name").annotate(number=Sum("callers")).values("number")
-    return Coalesce(Subquery(numbers), 0, output_field=IntegerField())
-
-
-def _live_waiters(using: str) -> QuerySet[LockWaiter]:
     from django_distlock.models import LockWaiter
 
-    return LockWaiter.objects.using(using).filter(expires_at__gt=ServerNow())
+    alive = LockWaiter.objects.using(using).filter(expires_at__gt=ServerNow())
+    line = alive.filter(method_name=OuterRef("method_name")).order_by()
+    numbers = line.values("method_name").annotate(number=Sum("callers")).values("number")
+    return Coalesce(Subquery(numbers), 0, output_field=IntegerField())
