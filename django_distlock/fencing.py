@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import models, router, transaction
 
+from .engine.values import batches
 from .exceptions import StaleFencingToken
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def claim(lease: Lease, target: models.Model | models.QuerySet[Any]) -> Any:
     if isinstance(target, models.QuerySet):
         rows = target.using(_database(target))
         with transaction.atomic(using=rows.db):
-            for keys in _batches(rows):
+            for keys in batches(_keys(rows), BATCH):
                 _pass_fences(lease, rows, keys, claims=True)
         return rows.all()
     model = type(target)
@@ -69,7 +70,7 @@ def update(lease: Lease, queryset: models.QuerySet[Any], values: dict[str, Any])
     rows = queryset.using(_database(queryset))
     key, updated = _owner(rows.model)._meta.pk.name, 0
     with transaction.atomic(using=rows.db):
-        for keys in _batches(rows):
+        for keys in batches(_keys(rows), BATCH):
             _pass_fences(lease, rows, keys)
             # Filter again: only now can no other holder change these rows.
             updated += rows.filter(**{f"{key}__in": keys}).update(**values)
@@ -108,12 +109,6 @@ def _shares_key(model: type[models.Model]) -> bool:
     """Return whether the row of *model* and the row with the fence have the same key."""
     path = model._meta.get_path_to_parent(_owner(model))
     return all(step.join_field.primary_key for step in path)
-
-
-def _batches(rows: models.QuerySet[Any]) -> list[list[Any]]:
-    """Return _keys() in batches that every server accepts in one statement."""
-    keys = _keys(rows)
-    return [keys[first : first + BATCH] for first in range(0, len(keys), BATCH)]
 
 
 def _keys(rows: models.QuerySet[Any]) -> list[Any]:

@@ -8,14 +8,26 @@ import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from .holder import Holder
 from .naming import LONGEST_LISTED, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 #: Returns the secret of a new holding: 128 random bits from the operating system, as hex.
 new_owner = partial(secrets.token_hex, 16)
 #: How many owners are remembered.
 REMEMBERED = 1000
+
+
+_T = TypeVar("_T")
+
+
+def batches(some: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
+    """Return *some* in parts of *size*, the last of which may be smaller; servers take so many at once."""
+    return (some[first : first + size] for first in range(0, len(some), size))
 
 
 def digest(owner: str) -> str:

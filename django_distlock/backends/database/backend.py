@@ -14,7 +14,7 @@ from django.db import connections
 
 from django_distlock import conf
 from django_distlock.engine.steps import settled
-from django_distlock.engine.values import Busy, Grant, Release
+from django_distlock.engine.values import Busy, Grant, Release, batches
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError
 
@@ -135,8 +135,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend all, in as few statements as the server lets us."""
         kept: list[bool] = []
-        for begin in range(0, len(requests), BATCH):
-            batch = requests[begin : begin + BATCH]
+        for batch in batches(requests, BATCH):
             patience = min(request.ttl for request in batch)
             kept += self._persist(patience, self._own.ask, self.engine.extend, batch)
         return kept
@@ -237,8 +236,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def _keep_places(self, owners: Sequence[str]) -> None:
         # A server that fails is told of by the next look.
         with suppress(LockBackendError):
-            for begin in range(0, len(owners), BATCH):
-                batch = owners[begin : begin + BATCH]
+            for batch in batches(owners, BATCH):
                 self._own.ask(self.engine.keep_places, batch)
 
     def _watch(self, request: Request, bell: Bell) -> None:

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from redis import exceptions
 from redis.exceptions import ResponseError
@@ -14,7 +14,7 @@ from redis.exceptions import ResponseError
 from django_distlock.engine import values
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import LONGEST_LISTED, printable
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request, batches
 from django_distlock.exceptions import LockBackendError
 
 from . import scripts
@@ -22,8 +22,6 @@ from .connections import Command, Conversation
 from .scripts import Call, Script
 from .sources import RedisSettings
 from .transactions import transact
-
-_T = TypeVar("_T")
 
 #: Locks that are renewed by one script, or looked at in one go: others wait while it runs.
 BATCH = 250
@@ -148,7 +146,7 @@ class Verbs:
     def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
         """Give them back for good: whatever of these owners arrives late is refused."""
         outcomes: list[Release | Exception] = []
-        for some in _batches(requests, BATCH):
+        for some in batches(requests, BATCH):
             calls = [self._release(request, "1") for request in some]
             for answer in (yield from self._together(calls)):
                 try:
@@ -159,7 +157,7 @@ class Verbs:
 
     def extend(self, requests: Sequence[Request]) -> Conversation[list[bool]]:
         kept: list[bool] = []
-        for some in _batches(requests, self._batch):
+        for some in batches(requests, self._batch):
             keys = [self._space.of(request.key) for request in some]
             names = tuple(key for each in keys for key in each.all[:2])
             args = [(it.owner, microseconds(it.ttl), self._behind(it.key) or 0) for it in some]
@@ -182,7 +180,7 @@ class Verbs:
 
     def held(self, keys: Sequence[str]) -> Conversation[list[Held]]:
         found: list[Held] = []
-        for some in _batches(keys, BATCH):
+        for some in batches(keys, BATCH):
             answers = yield from self._looks(some)
             for key, answer in zip(some, answers, strict=True):
                 found += [shown for shown, _ in _held(answer, key)]
@@ -227,7 +225,7 @@ class Verbs:
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
         records = tuple(map(self._space.record, keys))
-        some = _batches(records, min(LOOKED_AT, self._batch))
+        some = batches(records, min(LOOKED_AT, self._batch))
         found = yield from self._together([Call(scripts.LOOK, tuple(each), ()) for each in some])
         return [answer for each in found for answer in self._checked(each)]
 
@@ -271,10 +269,6 @@ def microseconds(seconds: float) -> int:
 @lru_cache
 def _listed_name(name: str) -> str:
     return printable(name, LONGEST_LISTED)
-
-
-def _batches(some: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    return (some[first : first + size] for first in range(0, len(some), size))
 
 
 def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:

@@ -13,7 +13,7 @@ from django_distlock.engine import clock
 from django_distlock.engine.holder import Holder
 from django_distlock.engine.naming import LONGEST_LISTED, printable
 from django_distlock.engine.steps import Steps
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request, batches, digest
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 from . import votes
@@ -143,8 +143,7 @@ class Verbs:
 
     def extend(self, requests: Sequence[Request]) -> Verb[list[bool]]:
         kept: list[bool] = []
-        for first in range(0, len(requests), BATCH):
-            some = requests[first : first + BATCH]
+        for some in batches(requests, BATCH):
             args: list[str | int] = []
             for each in some:
                 args += each.owner, microseconds(each.ttl), self._behind(each.key) or 0

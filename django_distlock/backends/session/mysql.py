@@ -19,7 +19,7 @@ from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.database.engine import COUNTER, LOCK
 from django_distlock.backends.database.mysql import CREATE, MICROSECONDS, MySQL
 from django_distlock.engine.naming import stored
-from django_distlock.engine.values import Busy, Grant
+from django_distlock.engine.values import Busy, Grant, batches
 from django_distlock.engine.waiting import Wait
 
 from .occupants import PREFIX, as_held, last_occupant
@@ -220,8 +220,7 @@ class MySQLAdvisory(MySQLSessions):
     def _users(self, cursor: Any, keys: list[str]) -> dict[str, int | None]:
         """Return the session that has each lock, or None."""
         found: dict[str, int | None] = {}
-        for first in range(0, len(keys), BATCH):
-            some = keys[first : first + BATCH]
+        for some in batches(keys, BATCH):
             names = [lock_name(cursor.db.settings_dict["NAME"], key) for key in some]
             cursor.execute(f"SELECT {', '.join(['IS_USED_LOCK(%s)'] * len(some))}", names)
             found |= zip(some, cursor.fetchone(), strict=True)

@@ -15,7 +15,7 @@ from django_distlock.engine import clock
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
 from django_distlock.engine.steps import arun, run
-from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request
+from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, batches
 from django_distlock.engine.waiting import Place, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
@@ -122,7 +122,7 @@ class ZooKeeperBackend(StepsBackend):
     # For operators.
 
     def held(self, key: str | None = None) -> Iterator[Held]:
-        for keys in _batches(self._keys() if key is None else [key], BATCH):
+        for keys in batches(self._keys() if key is None else [key], BATCH):
             yield from self._run(self._verbs.holders(keys))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -137,7 +137,7 @@ class ZooKeeperBackend(StepsBackend):
             raise ValueError(f"batch_size must be 1 or more, not {batch_size!r}.")
         before = self._run(self._verbs.now()) - older_than
         keys, looked_at = self._keys(), 0
-        for batch in _batches(keys, batch_size):
+        for batch in batches(keys, batch_size):
             deleted = self._run(self._verbs.purge(batch, before, dry_run=dry_run))
             looked_at += len(batch)
             yield Purged(len(batch), deleted, looked_at / len(keys))
@@ -270,8 +270,3 @@ class ZooKeeperBackend(StepsBackend):
 def _renewal(lease: Lease) -> Request | None:
     """Return what confirms it: for no longer than it has, if it is not to be renewed."""
     return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.remaining)
-
-
-def _batches(keys: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    for start in range(0, len(keys), size):
-        yield keys[start : start + size]
