@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 #: Longer than a request is usually waited for.
 LONG = 2.5
+_numbers = itertools.count(1)
 
 
 @pytest.fixture(params=["delete", "wal"])
@@ -36,21 +38,27 @@ def journal(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def file(journal: str, tmp_path: Path, settings: Settings) -> Iterator[str]:
-    """A database file of our own behind the alias "busy"; its path."""
+def database() -> str:
+    """The alias of the file, another one in each test: what is given back late must not write in the next file."""
+    return f"busy{next(_numbers)}"
+
+
+@pytest.fixture
+def file(journal: str, database: str, tmp_path: Path, settings: Settings) -> Iterator[str]:
+    """A database file of our own for the locks of the alias "busy"; its path."""
     path = str(tmp_path / "db.sqlite3")
     begin = f"PRAGMA journal_mode = {journal}"
-    connections.settings["busy"] = {
+    connections.settings[database] = {
         **connections["default"].settings_dict,
         "NAME": path,
         "OPTIONS": {"timeout": 20, "init_command": begin},
     }
-    migrate("busy")
-    settings.DISTLOCK = {"busy": {"OPTIONS": {"using": "busy", "io_timeout": 0.5}}}
+    migrate(database)
+    settings.DISTLOCK = {"busy": {"OPTIONS": {"using": database, "io_timeout": 0.5}}}
     yield path
     locks.close()
-    connections["busy"].close()
-    del connections["busy"], connections.settings["busy"]
+    connections[database].close()
+    del connections[database], connections.settings[database]
 
 
 @contextmanager
@@ -84,8 +92,10 @@ async def test_a_task_waits_for_another_writer_too(file: str, name: str) -> None
             assert lease.held
 
 
-def test_a_place_in_the_queue_is_waited_for_too(file: str, name: str, settings: Settings) -> None:
-    options = {"using": "busy", "io_timeout": 0.5, "fair": True}
+def test_a_place_in_the_queue_is_waited_for_too(
+    file: str, name: str, database: str, settings: Settings
+) -> None:
+    options = {"using": database, "io_timeout": 0.5, "fair": True}
     settings.DISTLOCK = {"busy": {"OPTIONS": options}}
     backend = locks["busy"]
     holder = backend.request(name, ttl=60, holder=Holder.current())
@@ -94,7 +104,7 @@ def test_a_place_in_the_queue_is_waited_for_too(file: str, name: str, settings: 
     with written_by_another(file, 60):
         waiting = start(lambda: take(name))
         never(waiting.done, LONG)
-    eventually(LockWaiter.objects.using("busy").filter(method_name=name).exists, 20)
+    eventually(LockWaiter.objects.using(database).filter(method_name=name).exists, 20)
     backend.release(holder)
 
     assert waiting.result(20)
@@ -119,7 +129,7 @@ def test_a_file_that_stays_busy_is_an_error_and_not_a_busy_lock(file: str, name:
 
 
 def test_a_thread_from_before_opens_connections_by_the_settings_of_now(
-    file: str, tmp_path: Path
+    file: str, database: str, tmp_path: Path
 ) -> None:
     other = str(tmp_path / "other.sqlite3")
 
@@ -129,8 +139,8 @@ def test_a_thread_from_before_opens_connections_by_the_settings_of_now(
         return connection.settings_dict["NAME"]
 
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(lambda: connections["busy"].settings_dict["NAME"]).result() == file
-        connections.settings["busy"] = {**connections.settings["busy"], "NAME": other}
+        assert thread.submit(lambda: connections[database].settings_dict["NAME"]).result() == file
+        connections.settings[database] = {**connections.settings[database], "NAME": other}
 
         assert thread.submit(name_of_file).result() == other
 
@@ -149,12 +159,14 @@ def test_an_extension_and_a_release_wait_for_another_writer(file: str, name: str
     assert not lock(name, using="busy").locked()
 
 
-def test_a_caller_whose_own_transaction_has_written_is_told_at_once(file: str, name: str) -> None:
-    with transaction.atomic(using="busy"):
-        LockWaiter.objects.using("busy").update(channel="")
+def test_a_caller_whose_own_transaction_has_written_is_told_at_once(
+    file: str, name: str, database: str
+) -> None:
+    with transaction.atomic(using=database):
+        LockWaiter.objects.using(database).update(channel="")
 
         in_time(lambda: told_of_own_transaction(name), 0, 0.3)
-        transaction.set_rollback(True, using="busy")
+        transaction.set_rollback(True, using=database)
     assert lock(name, using="busy").locked() is False
 
 
@@ -164,18 +176,18 @@ def told_of_own_transaction(name: str) -> None:
 
 
 def test_a_transaction_that_has_only_begun_is_not_taken_for_the_writer(
-    file: str, name: str
+    file: str, name: str, database: str
 ) -> None:
-    with written_by_another(file, LONG), transaction.atomic(using="busy"):
+    with written_by_another(file, LONG), transaction.atomic(using=database):
         with lock(name, using="busy", timeout=30, release="on_commit") as lease:
             assert lease.held
 
 
 def test_a_transaction_that_has_read_is_in_the_way_only_where_readers_are(
-    file: str, name: str, journal: str
+    file: str, name: str, database: str, journal: str
 ) -> None:
-    with written_by_another(file, LONG), transaction.atomic(using="busy"):
-        LockWaiter.objects.using("busy").count()
+    with written_by_another(file, LONG), transaction.atomic(using=database):
+        LockWaiter.objects.using(database).count()
 
         if journal == "delete":
             told_of_own_transaction(name)
