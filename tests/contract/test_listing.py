@@ -236,7 +236,7 @@ def test_the_holder_is_told_at_its_next_renewal(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
 ) -> None:
     other = rival()
-    lease = lock(name, using=using, ttl=30 * tick).acquire()
+    lease = lock(name, using=using, ttl=60 * tick).acquire()
     assert lease
     [record] = _records(backend, other)
     assert backend.end_holding(record.key, record.owner_digest)  # as by another process
