@@ -7,6 +7,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterator
+from inspect import isfunction
 
 import pytest
 
@@ -71,12 +72,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# First, since the tests of a function, hundreds in the contract, are made by the others.
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(
+    collector: pytest.Collector, name: str, obj: object
+) -> list[pytest.Item] | None:
+    of_others = isfunction(obj) and not _in_part(collector.config, f"{collector.nodeid}::{name}")
+    return [] if of_others else None
+
+
 # First, since the marker decides what `-m "not server"` leaves out.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = map(int, config.getoption("part").split("/"))
-    # By the function's name, the same in each run: ids of parameters need not be.
-    others = {item for item in items if _number_of(item) % parts != part - 1}
+    # What is no function, like an example of the docs, has been collected in every part.
+    others = {item for item in items if not _in_part(config, item.nodeid.partition("[")[0])}
     if others:
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
@@ -91,8 +100,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
 
 
-def _number_of(item: pytest.Item) -> int:
-    return zlib.crc32(item.nodeid.partition("[")[0].encode())
+def _in_part(config: pytest.Config, function: str) -> bool:
+    """Tell by a function's name, the same in each run: ids of parameters need not be."""
+    part, parts = map(int, config.getoption("part").split("/"))
+    return zlib.crc32(function.encode()) % parts == part - 1
 
 
 def pytest_collection_finish() -> None:
