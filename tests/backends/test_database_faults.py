@@ -26,6 +26,7 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.database.engine import PATIENCE
+from django_distlock.backends.database.portable import short_transaction
 from django_distlock.backends.database.records import rows
 from django_distlock.engine import waiting
 from django_distlock.engine.bells import ThreadBell
@@ -150,6 +151,20 @@ def test_frozen_server_is_an_error_in_time_and_what_it_granted_is_given_back(
     eventually(lambda: not lock(name, using=server_database).locked(), 15)
     with lock(name, using=server_database, timeout=5):
         pass
+
+
+def test_commit_that_hangs_is_an_error_in_time(
+    server_database: str, server: Server, settings: Settings
+) -> None:
+    options = {"using": server_database, "io_timeout": 0.5}
+    settings.DISTLOCK = {"default": {"OPTIONS": options}}
+    own = backend("default")._own
+    try:
+        with pytest.raises(LockBackendError), own.cursor() as cursor, short_transaction(cursor):
+            cursor.execute("SELECT 1")
+            server.pause()
+    finally:
+        server.resume()
 
 
 def test_lease_is_lost_at_its_deadline_though_the_server_hangs(

@@ -21,7 +21,7 @@ from django_distlock.engine import clock
 from django_distlock.engine.background import Alarm
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
@@ -212,6 +212,13 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         self._ends = None
 
+    def watched(self, request: Callable[[], None]) -> Callable[[], None]:
+        def bounded() -> None:
+            with self:
+                request()
+
+        return bounded
+
     def _look(self) -> None:
         if (ends := self._ends) is None:
             return
@@ -233,6 +240,8 @@ def _bound_psycopg2(connection: Any, seconds: float | None) -> None:
                     super().execute(*args)
 
         connection.connection.cursor_factory = WatchedCursor
+        connection._commit = watch.watched(connection._commit)  # noqa: SLF001 - those of the driver have no room
+        connection._rollback = watch.watched(connection._rollback)  # noqa: SLF001 - as above
     connection.distlock_watch.seconds = seconds
 
 
