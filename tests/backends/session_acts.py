@@ -16,6 +16,7 @@ from django.conf import settings
 from django.db import connections, transaction
 
 from django_distlock import LockError, lock, locks, transaction_lock
+from django_distlock.engine.registry import registry
 from tests.fixtures.child import hear_word, say
 
 #: How many wait at once, where many do.
@@ -62,6 +63,15 @@ def cancel_waiters(aliases: dict[str, Any], name: str, using: str, way: str) -> 
     """Have readers wait for the lock, cancel them all, and end as a script, a server or a child ends."""
     settings.DISTLOCK = aliases
     hear = partial(hear_word, "cancel")
+    if way == "end in a hurry":
+        # Nobody cancels them, and no time is left to take them out of the line.
+        registry.release_all = lambda *_: None  # type: ignore[method-assign]
+        reader = partial(lock, name, using=using, timeout=None, shared=True)
+        for _ in range(WAITERS):
+            threading.Thread(target=reader().acquire, daemon=True).start()
+        say("waits")
+        hear()
+        return
     if way == "child of multiprocessing":
         context = multiprocessing.get_context("fork")
         told = context.Event()

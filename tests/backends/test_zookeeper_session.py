@@ -371,7 +371,7 @@ def test_a_holder_that_ends_well_is_followed_at_once(act: Start) -> None:
     assert holder.wait() == 0
 
 
-@pytest.mark.parametrize("way", ["end", "sys.exit", "child of multiprocessing"])
+@pytest.mark.parametrize("way", ["end", "sys.exit", "child of multiprocessing", "end in a hurry"])
 def test_a_process_that_ends_well_leaves_no_waiters_behind(
     act: Start, zookeeper: Ensemble, root: str, settings: Settings, way: str
 ) -> None:

@@ -74,9 +74,10 @@ class TestBetweenProcesses:
 
     @needs("fair", "cross_process")
     def test_nobody_overtakes_a_waiter(
-        self, faulty: Faulty, using: str, name: str, rival: Rivals
+        self, faulty: Faulty, sites: list[str], using: str, name: str, rival: Rivals
     ) -> None:
-        holder, late = rival(), rival()
+        # From another server, as this one is to hang.
+        holder, late = rival(), Rival.of(locks[sites[1]], name)
         holder.takes()
         queued = threading.Event()
         faulty.notice("enqueue", queued.set)
@@ -88,13 +89,17 @@ class TestBetweenProcesses:
 
         taking = start(take)
         assert queued.wait(10)
+        # Else the waiter may be so quick that nobody could overtake it.
+        may_ask = faulty.hang("try_acquire")
 
         holder.leaves()
         assert not late.tries()
         tried.set()
+        may_ask.set()
 
         assert taking.result(10)
         late.takes()
+        late.leaves()
 
     @needs("fair", "cross_process")
     def test_a_waiter_that_was_killed_is_passed_over_after_a_while(
