@@ -36,7 +36,7 @@ def connect_timeout(ttl: float, wish: float | None = None) -> float:
 def validity(ttl: float, elapsed: float) -> float:
     """Return how many seconds of a grant are left to its holder, if it took *elapsed* seconds to get it.
 
-    The clock starts before the first question. The same as Holding.grant() reckons.
+    The clock starts before the first question. The same as Lease.grant() reckons.
     """
     return ttl - elapsed - drift(ttl)
 
