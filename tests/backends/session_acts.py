@@ -15,7 +15,7 @@ from typing import Any
 from django.conf import settings
 from django.db import connections, transaction
 
-from django_distlock import LockError, lock, locks, transaction_lock
+from django_distlock import Lock, LockError, lock, locks, transaction_lock
 from django_distlock.engine.registry import registry
 from tests.fixtures.child import hear_word, say
 
@@ -60,15 +60,16 @@ def cancel_and_end(aliases: dict[str, Any], name: str, using: str) -> None:
 
 
 def cancel_waiters(aliases: dict[str, Any], name: str, using: str, way: str) -> None:
-    """Have readers wait for the lock, cancel them all, and end as a script, a server or a child ends."""
+    """Have readers wait for the lock, cancel them all, and end as a script, a server or a child ends.
+
+    Or end "in a hurry": nobody cancels them, and there is no time to take them out of the line.
+    """
     settings.DISTLOCK = aliases
     hear = partial(hear_word, "cancel")
     if way == "end in a hurry":
-        # Nobody cancels them, and no time is left to take them out of the line.
         registry.release_all = lambda *_: None  # type: ignore[method-assign]
-        reader = partial(lock, name, using=using, timeout=None, shared=True)
-        for _ in range(WAITERS):
-            threading.Thread(target=reader().acquire, daemon=True).start()
+        for reader in _readers(name, using):
+            threading.Thread(target=reader.acquire, daemon=True).start()
         say("waits")
         hear()
         return
@@ -86,10 +87,13 @@ def cancel_waiters(aliases: dict[str, Any], name: str, using: str, way: str) -> 
         sys.exit(0)
 
 
+def _readers(name: str, using: str) -> list[Lock]:
+    return [lock(name, using=using, timeout=None, shared=True) for _ in range(WAITERS)]
+
+
 def _cancel_waiters(name: str, using: str, hear: Callable[[], object]) -> None:
     async def main() -> None:
-        reader = partial(lock, name, using=using, timeout=None, shared=True)
-        tasks = [asyncio.create_task(reader().aacquire()) for _ in range(WAITERS)]
+        tasks = [asyncio.create_task(reader.aacquire()) for reader in _readers(name, using)]
         say("waits")
         await asyncio.to_thread(hear)
         for task in tasks:

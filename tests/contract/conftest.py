@@ -130,11 +130,11 @@ def name() -> str:
 
 @pytest.fixture
 def rival(backend: BaseLockBackend, name: str) -> Iterator[Callable[..., Rival]]:
-    """Makes rivals for the lock of the test (or another *of*); what they hold is given back."""
+    """Makes rivals for the lock of the test (or another *of*), from a *site*; what they hold is given back."""
     rivals: list[Rival] = []
 
-    def make(of: str = name, **wishes: Any) -> Rival:
-        rivals.append(Rival.of(backend, of, **wishes))
+    def make(of: str = name, *, site: str = "", **wishes: Any) -> Rival:
+        rivals.append(Rival.of(locks[site] if site else backend, of, **wishes))
         return rivals[-1]
 
     yield make

@@ -77,7 +77,7 @@ class TestBetweenProcesses:
         self, faulty: Faulty, sites: list[str], using: str, name: str, rival: Rivals
     ) -> None:
         # From another server, as this one is to hang.
-        holder, late = rival(), Rival.of(locks[sites[1]], name)
+        holder, late = rival(), rival(site=sites[1])
         holder.takes()
         queued = threading.Event()
         faulty.notice("enqueue", queued.set)
@@ -99,7 +99,6 @@ class TestBetweenProcesses:
 
         assert taking.result(10)
         late.takes()
-        late.leaves()
 
     @needs("fair", "cross_process")
     def test_a_waiter_that_was_killed_is_passed_over_after_a_while(
