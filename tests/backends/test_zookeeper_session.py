@@ -17,6 +17,7 @@ from kazoo.client import KazooClient
 
 from django_distlock import Lease, LockBackendError, LockLost, LockNotHeld, lock, locks
 from django_distlock.engine import clock
+from django_distlock.engine.background import background
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child, Spawn
@@ -280,6 +281,22 @@ def test_an_expired_session_is_told_at_once_and_the_next_lock_has_a_new_one(
     assert (again.fencing_token or 0) > (lease.fencing_token or 0)
     again.release()
     assert not backend()._places._by_owner
+
+
+def test_an_expired_session_is_told_as_such_however_late_that_is(alias: None) -> None:
+    _, told = held()
+    before = backend()._session.id
+    go_on = threading.Event()
+    try:
+        background.at(clock.lease_time(), go_on.wait)  # nobody is told until then
+        expire()
+        eventually(lambda: backend()._session.id not in {before, None}, 6)
+        never(lambda: told, 0.3)
+    finally:
+        go_on.set()
+
+    [reason] = eventually(lambda: told, 6)
+    assert "ended the session" in reason
 
 
 def test_a_waiter_whose_session_expires_stands_in_line_again(alias: None) -> None:

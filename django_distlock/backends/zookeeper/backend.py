@@ -228,7 +228,9 @@ class ZooKeeperBackend(StepsBackend):
         """Have the leases confirmed, if they are still held, and finish what was broken off."""
         self._places.go_on()
         if self._places.granted():
-            background.submit(self.alias, self._confirm)
+            # By way of the clock thread: after what it is still to tell of the session before.
+            confirm = partial(background.submit, self.alias, self._confirm)
+            background.at(clock.lease_time(), confirm)
 
     def _session_suspended(self) -> None:
         def endanger() -> None:
