@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
-# Else each process that tests start compiles every module anew.
+# Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo demo-server test coverage all-installed test-fast see-red mutants lint docs messages clean
@@ -26,7 +26,7 @@ coverage: all-installed ## the same, in twice the time, and a list of the lines 
 
 all-installed:
 	tools/install-debian-packages
-	$(MAKE) --no-print-directory $(VENV)/.installed-dev
+	$(MAKE) --no-print-directory $(VENV)/.installed-servers
 
 test-fast: $(VENV)/.installed-dev ## no servers, nothing slow, under a minute
 	printf '%s\n' 1/3 2/3 3/3 | xargs -P 3 -I PART $(BIN)/python -m pytest -q --part PART -m "not server and not slow"
@@ -63,3 +63,7 @@ $(VENV)/.installed-dev: pyproject.toml
 	$(PIP) install --upgrade 'pip>=25.1'
 	$(PIP) install --editable '.[all,demo]' --group dev
 	touch $(VENV)/.installed $@
+
+$(VENV)/.installed-servers: $(VENV)/.installed-dev
+	$(PIP) install --group servers
+	touch $@

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.contenders import Contender, ours, peer, polled
 from django_distlock import locks
-from django_distlock.engine.holder import Holder
+from django_distlock.ground.holder import Holder
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
 
@@ -168,9 +168,9 @@ def _our_statements(alias: str) -> Contender:
     """Return what our statements cost alone: they keep a holder, a token and more instants than the raw ones do."""
     backend: Any = locks[alias]
     request = backend.request("alone", ttl=30, holder=Holder.current())
-    cursor, engine = backend._own.borrow().distlock_cursor, backend.engine  # noqa: SLF001 - nobody lends it
-    take = partial(engine.try_acquire, cursor, request, queued=False)
-    return Contender("our statements alone", take, partial(engine.release, cursor, request))
+    cursor, dialect = backend._own.borrow().distlock_cursor, backend.dialect  # noqa: SLF001 - nobody lends it
+    take = partial(dialect.try_acquire, cursor, request, queued=False)
+    return Contender("our statements alone", take, partial(dialect.release, cursor, request))
 
 
 def _raw(

@@ -20,7 +20,7 @@ _OURS = str(Path(django_distlock.__file__).parent)
 def way(ours: Contender) -> Counter[CodeType]:
     """Return how often each of our functions is called by one acquire of ``with lock(...)``, warm.
 
-    A generator that goes on is called anew.
+    A generator that goes on counts as another call.
     """
     calls: Counter[CodeType] = Counter()
 

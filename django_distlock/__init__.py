@@ -1,7 +1,10 @@
 """Distributed locks for Django, over the servers a project already runs."""
 
-from .backends.rowlock import transaction_lock
-from .decorators import respond, retry, skip
+from typing import TYPE_CHECKING, Any
+
+from . import checks  # noqa: F401 - registers the checks, even if the app is not installed
+from .decorators import Policy, respond, retry, skip
+from .engine.lease import Lease
 from .exceptions import (
     InvalidLockBackend,
     LockBackendError,
@@ -17,12 +20,17 @@ from .exceptions import (
     SnapshotBeforeLock,
     StaleFencingToken,
 )
+from .ground.holder import Holder
 from .handler import locks
-from .lease import Lease
-from .lock import Lock, current_lease, distributed_lock, lock, lock_all
+from .lock import Lock, LockTerms, current_lease, distributed_lock, lock, lock_all
 from .operators import force_release
 
+if TYPE_CHECKING:
+    from .backends.rowlock import transaction_lock
+
+__version__ = "0.1.0"
 __all__ = [
+    "Holder",
     "InvalidLockBackend",
     "Lease",
     "Lock",
@@ -34,7 +42,9 @@ __all__ = [
     "LockNotHeld",
     "LockNotOwned",
     "LockOutcomeUnknown",
+    "LockTerms",
     "NotSupported",
+    "Policy",
     "ReleasedBeforeCommit",
     "SnapshotBeforeLock",
     "StaleFencingToken",
@@ -49,3 +59,14 @@ __all__ = [
     "skip",
     "transaction_lock",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load transaction_lock() at its first use: it brings the backends of databases."""
+    if name != "transaction_lock":
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    from .backends.rowlock import transaction_lock
+
+    globals()[name] = transaction_lock
+    return transaction_lock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -30,14 +31,13 @@ from django.utils import formats, timezone
 from django.utils.text import Truncator
 from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
-from . import history
 from .backends.database import DatabaseBackend, records
-from .backends.database.records import State
-from .engine.naming import LONGEST_LISTED, printable
+from .engine.values import LockState
 from .exceptions import InvalidLockBackend, LockError, LockOutcomeUnknown, first_line
+from .ground.naming import LONGEST_LISTED, printable
 from .handler import locks
 from .models import LONGEST_SHOWN, HeldLock, MethodLock
-from .operators import Row, read_value, survey
+from .operators import Row, forget_late, look_up, read_value, survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,6 +55,15 @@ MOST_AT_ONCE = 100
 PAGE = 100
 #: The header of the script that refreshes the list: the answer has the table only.
 FRAGMENT = "X-Distlock-Fragment"
+#: Whether Django's own pages have their breadcrumbs in a list.
+HAS_LISTED_BREADCRUMBS = django.VERSION >= (6, 1)
+#: What all pages of the history have.
+HISTORY = {
+    "history_title": gettext_lazy("History of the locks"),
+    "has_listed_breadcrumbs": HAS_LISTED_BREADCRUMBS,
+}
+#: The keys of locks that a session holds: they alone have a kind in front of prefix and name.
+SESSION_KEY = r"^[^|]+\|[^|]*\|"
 #: The columns of the list: their headings, and what they are sorted by.
 COLUMNS: dict[str, tuple[Any, Callable[[Row], Any]]] = {
     "name": (gettext_lazy("name"), lambda row: row.held.name.casefold()),
@@ -67,10 +76,17 @@ COLUMNS: dict[str, tuple[Any, Callable[[Row], Any]]] = {
 }
 #: The choices of the filter by state, and what each of them shows.
 STATES: dict[str, tuple[Any, set[str]]] = {
-    "": (gettext_lazy("held and stale"), {State.HELD, State.STALE}),
-    **{state: (state.label, {state}) for state in (State.HELD, State.STALE, State.RESERVED)},
-    "all": (gettext_lazy("all"), {State.HELD, State.STALE, State.RESERVED}),
+    "": (gettext_lazy("held and stale"), {LockState.HELD, LockState.STALE}),
+    **{
+        state: (state.label, {state})
+        for state in (LockState.HELD, LockState.STALE, LockState.RESERVED)
+    },
+    "all": (gettext_lazy("all"), {LockState.HELD, LockState.STALE, LockState.RESERVED}),
 }
+#: What Django's admin says where nothing is selected; it has the translations.
+NOTHING_SELECTED = (
+    "Items must be selected in order to perform actions on them. No items have been changed."
+)
 #: Fields that no query may filter by: their values could be guessed letter by letter.
 SECRETS = {"owner", "last_owner"}
 
@@ -152,7 +168,6 @@ class HeldLockAdmin(ReadOnly):
             "problems": problems,
             "wanted": wanted,
             "order": order,
-            "chart": history.chart(),
         }
         if FRAGMENT not in request.headers:
             return self._page(request, "locks", context)
@@ -163,8 +178,7 @@ class HeldLockAdmin(ReadOnly):
     def change_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
         """Show all there is to know of a lock, by its key, and who forced its release."""
         key = unquote(object_id)
-        rows, problems = survey(locks)
-        rows = [row for row in rows if row.held.key == key]
+        rows, problems = look_up({alias: [key] for alias in locks})
         kind = ContentType.objects.get_for_model(HeldLock, for_concrete_model=False)
         forced = LogEntry.objects.filter(content_type=kind, object_id=key)
         context = {
@@ -180,8 +194,10 @@ class HeldLockAdmin(ReadOnly):
         """Show the confirmation page of what was selected, or free what was confirmed."""
         confirmed = request.POST.getlist("lock")
         values = confirmed or request.GET.getlist("lock") + request.POST.getlist("selected")
-        wanted = {read_value(value)[0] for value in values}
-        rows, problems = survey(alias for alias in locks if alias in wanted)
+        keys = defaultdict[str, set[str]](set)
+        for alias, _digest, key in map(read_value, values[: MOST_AT_ONCE + 1]):
+            keys[alias].add(key)
+        rows, problems = look_up({alias: keys[alias] for alias in locks if alias in keys})
         known = {row.value: row for row in rows}
         for alias, problem in problems.items():
             self.message_user(request, f"{alias}: {problem}", messages.ERROR)
@@ -193,6 +209,8 @@ class HeldLockAdmin(ReadOnly):
                     "%(count)d lock was released.", "%(count)d locks were released.", freed
                 )
                 self.message_user(request, text % {"count": freed}, messages.SUCCESS)
+        elif not values:
+            self.message_user(request, _(NOTHING_SELECTED), messages.WARNING)
         elif not (selected := [known[value] for value in dict.fromkeys(values) if value in known]):
             self.message_user(request, _("Nobody holds what was selected."), messages.WARNING)
         elif len(selected) > MOST_AT_ONCE:
@@ -230,6 +248,7 @@ class HeldLockAdmin(ReadOnly):
             is_freed = True
             raise
         finally:
+            forget_late(row.aliases)
             if not is_freed:
                 entry.delete()
         return is_freed
@@ -239,7 +258,7 @@ class HeldLockAdmin(ReadOnly):
         held = row.held
         if held.reserved:
             text = _(
-                "Ended the reservation by min_hold or lock_delay on alias “%(alias)s”, fencing token %(token)s."
+                "Ended the reservation by min_hold on alias “%(alias)s”, fencing token %(token)s."
             )
         else:
             text = _(
@@ -264,7 +283,7 @@ class HeldLockAdmin(ReadOnly):
             "opts": self.opts,
             "request": request,
             "may_force": request.user.has_perm(FORCE_RELEASE),
-            "has_listed_breadcrumbs": django.VERSION >= (6, 1),
+            "has_listed_breadcrumbs": HAS_LISTED_BREADCRUMBS,
             **context,
         }
         return TemplateResponse(request, f"admin/django_distlock/{name}.html", context)
@@ -277,7 +296,7 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return State.choices
+        return LockState.choices
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         return queryset.filter(state=self.value()) if self.value() else queryset
@@ -291,6 +310,7 @@ class MethodLockAdmin(ReadOnly):
     another admin site or for a proxy model.
     """
 
+    change_list_template = "admin/django_distlock/history.html"
     change_form_template = "admin/django_distlock/change_form.html"
 
     #: The alias in DATABASES; None: the one of the first database backend in DISTLOCK.
@@ -326,7 +346,7 @@ class MethodLockAdmin(ReadOnly):
 
     @admin.display(description=gettext_lazy("state"), ordering="state")
     def state(self, lock: Any) -> str:
-        return str(State(lock.state).label)
+        return str(LockState(lock.state).label)
 
     @admin.display(description=gettext_lazy("holder"))
     def held_by(self, lock: MethodLock) -> str:
@@ -344,7 +364,7 @@ class MethodLockAdmin(ReadOnly):
 
     @admin.display(description=gettext_lazy("remaining"), ordering="available_at")
     def remaining(self, lock: Any) -> str:
-        if lock.state == State.FREE:
+        if lock.state == LockState.FREE:
             return self.get_empty_value_display()
         return Row(records.as_held(lock), ()).remaining
 
@@ -368,7 +388,9 @@ class MethodLockAdmin(ReadOnly):
         return field not in SECRETS and super().lookup_allowed(lookup, value, request)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[MethodLock]:
-        return records.described(self.database).order_by(*self.ordering)
+        rows = records.described(self.database).order_by(*self.ordering)
+        # Row locks and advisory locks write no history: their rows say nothing of who holds them.
+        return rows.exclude(method_name__regex=SESSION_KEY)
 
     @property
     def database(self) -> str:
@@ -391,8 +413,9 @@ class MethodLockAdmin(ReadOnly):
             if backend.options.using == self.database and backend.keeps(lock.method_name)
         )
 
-    def changelist_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
-        return self._page(super().changelist_view, request, *args, **kwargs)
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        context = {**HISTORY, "title": HISTORY["history_title"], **(extra_context or {})}
+        return self._page(super().changelist_view, request, context)
 
     def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
         return self._page(super().changeform_view, request, *args, **kwargs)
@@ -413,7 +436,9 @@ class MethodLockAdmin(ReadOnly):
             return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
 
     def history_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
-        """Show the page of the lock: it lists the forced releases."""
+        """Show the page of the lock, if the site has it: it lists the forced releases."""
+        if not self.admin_site.is_registered(HeldLock):
+            return super().history_view(request, object_id, *args)
         lock = self.get_object(request, object_id)
         key = quote(lock.method_name if lock else object_id)
         url = reverse(
@@ -424,8 +449,9 @@ class MethodLockAdmin(ReadOnly):
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
+        context.update(HISTORY)
         lock = context["original"]
-        if (aliases := self._aliases_of(lock)) and lock.state != State.FREE:
+        if (aliases := self._aliases_of(lock)) and lock.state != LockState.FREE:
             context["row"] = Row(records.as_held(lock), aliases)
         return super().render_change_form(request, context, *args, **kwargs)
 

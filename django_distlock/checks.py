@@ -9,11 +9,9 @@ from typing import Any
 from django.core.checks import CheckMessage, Error, Tags, Warning as CheckWarning, register
 
 from .conf import DEFAULT_ALIAS
-from .exceptions import InvalidLockBackend
+from .exceptions import DOCS, InvalidLockBackend
 from .handler import locks
 
-#: The documentation on the web.
-DOCS = "https://django-distlock.readthedocs.io/en/latest/"
 #: The ids of check_settings(), which check_servers() does not repeat.
 _OF_SETTINGS = {"distlock.E001", "distlock.W001"}
 
@@ -29,7 +27,7 @@ def check_servers(
     app_configs: Any = None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """Run the checks that ask servers; only with ``manage.py check --database``."""
-    # Migrate runs them too, before it makes the tables that they look for.
+    # migrate runs these checks too, before it creates the tables that they look for.
     if not databases or sys.argv[1:2] == ["migrate"]:
         return []
     found = _found(list(databases))
@@ -58,7 +56,7 @@ def _wrong(error: InvalidLockBackend) -> Error:
 
 
 def _told(messages: Iterable[CheckMessage]) -> list[CheckMessage]:
-    """Return *messages* with the addresses of their pages; the same message of several aliases becomes one."""
+    """Add to each message the URL of its documentation, and merge equal messages of several aliases into one."""
     told: dict[Any, CheckMessage] = {}
     for message in messages:
         alias, _, text = message.msg.partition(": ")

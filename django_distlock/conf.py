@@ -1,4 +1,4 @@
-"""The DISTLOCK setting: its defaults, and checks that say what is wrong with it."""
+"""The DISTLOCK setting: its defaults and the checks of its values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_BACKEND = "django_distlock.backends.database.DatabaseBackend"
 DEFAULT_TTL = 30.0
 DEFAULT_TIMEOUT = 10.0
 KEYS = ("BACKEND", "TTL", "TIMEOUT", "KEY_PREFIX", "STRICT", "OPTIONS", "TEST")
-#: Where locks are while Django's tests run, and what the key TEST takes to have them elsewhere.
+#: The backend that replaces others while Django's tests run, and the keys of TEST, which can choose another one.
 TEST_BACKEND = "django_distlock.backends.locmem.LocMemBackend"
 TEST_KEYS = ("BACKEND", "OPTIONS")
 #: Seconds, about 31 years: servers add a time to the current date, and the sum must fit.
@@ -44,20 +44,20 @@ class BackendSettings:
     test: dict[str, Any] = field(default_factory=dict)
 
     def in_tests(self) -> BackendSettings:
-        """Return what stands for it while Django's tests run."""
+        """Return the settings to use while Django's tests run."""
         backend = self.test.get("BACKEND", TEST_BACKEND)
         options = self.test.get("OPTIONS", self.options if backend is None else {})
         return replace(self, backend=backend or self.backend, options=options)
 
 
 def tests_run() -> bool:
-    """Return whether Django's tests run: between setup_test_environment() and its teardown."""
+    """Return True while Django's tests run: between setup_test_environment() and teardown_test_environment()."""
     utils = sys.modules.get("django.test.utils")
     return hasattr(getattr(utils, "_TestState", None), "saved_data")
 
 
 def read_settings() -> dict[str, Any]:
-    """Return what DISTLOCK says of each alias, for read_alias(); InvalidLockBackend if it has no aliases."""
+    """Return the unchecked settings by alias, for read_alias(); InvalidLockBackend if they are no dict."""
     written = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
     if not isinstance(written, dict):
         msg = f"DISTLOCK must be a dict of aliases, not {type(written).__name__}."
@@ -70,7 +70,7 @@ def read_settings() -> dict[str, Any]:
 
 
 def seconds(value: object, what: str, *, zero: bool = False, longest: float = LONGEST) -> float:
-    """Return a number of seconds or a timedelta as seconds; TypeError or ValueError for anything else.
+    """Return *value*, a number of seconds or a timedelta, as seconds; otherwise raise TypeError or ValueError.
 
     It must be more than 0, or 0 or more with *zero*, and at most *longest*.
     """
@@ -84,6 +84,13 @@ def seconds(value: object, what: str, *, zero: bool = False, longest: float = LO
         msg = f"{what} must be {least} seconds, and at most {longest:.0f}, not {value!r}."
         raise ValueError(msg)
     return float(value)
+
+
+def flag(value: object, what: str) -> bool:
+    """Return *value*; TypeError if it is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be True or False, not {value!r}.")
+    return value
 
 
 def checked_ttl(value: object, what: str = "ttl") -> float:
@@ -109,7 +116,7 @@ def optional_seconds(value: object, what: str) -> float | None:
 
 
 def checked_options(backend: type[Any], found: BackendSettings) -> BackendSettings:
-    """Return *found* if *backend* has each of its OPTIONS; else InvalidLockBackend."""
+    """Return *found* if *backend* knows all of its OPTIONS; otherwise raise InvalidLockBackend."""
     known = sorted(option.name for option in fields(backend.options_class))
     for option in found.options:
         if option not in known:
@@ -121,11 +128,11 @@ def checked_options(backend: type[Any], found: BackendSettings) -> BackendSettin
 
 
 def check_values(options: Any) -> None:
-    """Raise TypeError or ValueError for a field of *options* that should be a bool, seconds, or text or None, and is not."""
+    """Check the bool, float and str fields of *options*; TypeError or ValueError for a wrong value."""
     for option in fields(options):
         value, kind = getattr(options, option.name), str(option.type)
-        if kind == "bool" and not isinstance(value, bool):
-            raise TypeError(f"{option.name!r} must be True or False, not {value!r}.")
+        if kind == "bool":
+            flag(value, f"{option.name!r}")
         if kind == "float" or (kind == "float | None" and value is not None):
             seconds(value, f"{option.name!r}")
         if kind == "str | None" and value is not None:

@@ -1,4 +1,4 @@
-"""Functions, views, tasks and generators that run while they hold a lock; what is done if it is busy."""
+"""Hold a lock around functions, views, tasks and generators; policies for a busy lock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import inspect
 import math
 import random
 import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, ExitStack, aclosing, suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
@@ -17,20 +18,34 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.template.response import TemplateResponse
 from django.utils.translation import gettext_lazy
 
-from .engine.naming import NameTemplate, signature_of, title_of
+from .conf import seconds
 from .exceptions import LockNotAcquired
+from .ground.naming import NameTemplate, signature_of, title_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
+    from collections.abc import AsyncGenerator, Awaitable, Generator
+    from datetime import timedelta
 
-    from .lease import Lease
+    from .engine.lease import Lease
     from .lock import Lock, Terms
 
-    Policy = Callable[..., Any]
     Name = str | Callable[..., str] | None
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
+_G = TypeVar("_G", bound="Callable[..., Iterator[Any] | AsyncIterator[Any]]")
 _T = TypeVar("_T")
+_V_co = TypeVar("_V_co", covariant=True)
+_P = ParamSpec("_P")
+
+
+class Policy(Protocol):
+    """The type of *on_busy*: skip(), respond(), retry(), or a function of yours.
+
+    It is called with LockNotAcquired and the arguments of the call; its result becomes the result of the call.
+    """
+
+    def __call__(self, busy: LockNotAcquired, /, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of the decorated call."""
 
 
 class Decorator(Protocol):
@@ -40,13 +55,32 @@ class Decorator(Protocol):
         """Return *function* with a lock around each call."""
 
 
+class SkippingDecorator(Protocol[_V_co]):
+    """Returns a function that may return the value of skip() too; a generator then only ends."""
+
+    @overload
+    def __call__(self, function: staticmethod[_P, _T], /) -> staticmethod[_P, _T | _V_co]: ...  # type: ignore[overload-overlap]  # it is a callable, too
+    @overload
+    def __call__(
+        self, function: classmethod[Any, _P, _T], /
+    ) -> classmethod[Any, _P, _T | _V_co]: ...
+    @overload
+    def __call__(self, function: _G, /) -> _G: ...
+    @overload
+    def __call__(
+        self, function: Callable[_P, Coroutine[Any, Any, _T]], /
+    ) -> Callable[_P, Coroutine[Any, Any, _T | _V_co]]: ...
+    @overload
+    def __call__(self, function: Callable[_P, _T], /) -> Callable[_P, _T | _V_co]: ...
+
+
 def decorated(
     function: _F,
     name: Name,
     terms: Terms,
     on_busy: Policy | None,
 ) -> _F:
-    """Return *function* with a lock around each call; without *name*, the lock has that of the function."""
+    """Return *function* with a lock around each call; without *name*, the lock is named like the function."""
     if isinstance(function, (staticmethod, classmethod)):
         inside = decorated(function.__func__, name, terms, on_busy)
         return type(function)(inside)
@@ -58,13 +92,13 @@ def decorated(
         if is_kind(function):
             return functools.wraps(function)(wrap(locked))  # type: ignore[return-value]
     wrapped = functools.wraps(function)(_sync(locked))
-    # Keeps Django from beginning its transactions.
+    # Stops Django from beginning the transactions of ATOMIC_REQUESTS.
     wrapped._non_atomic_requests = locked.transactions.exempt  # type: ignore[attr-defined]  # noqa: SLF001 - its marker
     return wrapped  # type: ignore[return-value]  # all four wrappers keep the signature
 
 
 def _check_function(function: object, name: Name) -> None:
-    """Raise TypeError for what cannot be decorated."""
+    """Raise TypeError for an object that cannot be decorated."""
     if not callable(function):
         msg = f"A lock decorates functions, not {function!r}; put it below @property and the like."
     elif isinstance(function, type):
@@ -133,7 +167,7 @@ class _Locked:
             self._terms = replace(self._terms, template=template.text)
 
     def lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
-        """Return the lock for one call; its purpose is the request of a view, else the function."""
+        """Return the lock for one call; its purpose is the request of a view, or the function's name."""
         name, terms = self._name_for(args, kwargs), self._terms
         if self._shows_request and (request := find_request(args)) is not None:
             terms = replace(terms, purpose=f"{request.method} {request.path}")
@@ -143,7 +177,7 @@ class _Locked:
         """Return what *on_busy* returns, or raise *busy*."""
         task = getattr(sys.modules.get("celery"), "current_task", None)
         if task and not isinstance(busy, task.throws):
-            # What a task is known to throw is logged in one line, without a traceback.
+            # Celery logs errors in `throws` in one line, without a traceback.
             task.throws = (task.throws, LockNotAcquired)
         if self._on_busy is None:
             raise busy
@@ -161,7 +195,7 @@ def _sync(locked: _Locked) -> Callable[..., Any]:
             if inspect.isawaitable(result):
                 return _awaited(result, stack.pop_all())
             if getattr(result, "status_code", 200) >= BAD_REQUEST:
-                lease.hold_on_success = 0.0
+                lease.note_failure()
             if getattr(result, "streaming", False):
                 hold_until_closed(result, lease, stack.pop_all().close)
             return result
@@ -180,10 +214,11 @@ def _async(locked: _Locked) -> Callable[..., Any]:
                 return await refused if inspect.isawaitable(refused) else refused
             result = await locked.function(*args, **kwargs)
             if getattr(result, "status_code", 200) >= BAD_REQUEST:
-                lease.hold_on_success = 0.0
+                lease.note_failure()
             if getattr(result, "streaming", False):
                 stack.pop_all()
-                hold_until_streamed(result, lease)
+                # It may be closed in the event loop, and release() would block that.
+                hold_until_closed(result, lease, lease.release_later)
             return result
 
     return call
@@ -227,42 +262,61 @@ def _async_generator(locked: _Locked) -> Callable[..., Any]:
 
 _KINDS = (
     (inspect.isasyncgenfunction, _async_generator),
-    # Of an async view, dispatch() is no coroutine function.
+    # dispatch() of an async view is no coroutine function.
     (lambda function: iscoroutinefunction(function) or is_async_view(function), _async),
     (inspect.isgeneratorfunction, _generator),
 )
 
 
 async def _awaited(result: Awaitable[_T], stack: ExitStack) -> _T:
-    """Hold the lock until the awaitable that a plain function returned is done."""
+    """Hold the lock until *result*, an awaitable that a plain function returned, is done."""
     with stack:
         return await result
 
 
-#: Seconds of Retry-After at most: the holder of a renewed lease may be done at any time.
+#: Most seconds of Retry-After: the holder of a renewed lease may be done at any time.
 LONGEST_RETRY_AFTER = 5
-#: Retries after which the pauses grow no longer.
+#: Number of retries after which the pauses no longer grow.
 LAST_GROWTH = 6
 
-#: What a view answers from here on is an error, after which free_on_error frees the lock.
+#: The lowest status that is an error, after which free_on_error frees the lock.
 BAD_REQUEST = 400
 _TITLE = gettext_lazy("Somebody else is already working on this; try again later.")
 _TYPES = ["text/html", "application/json", "application/problem+json"]
 
 
-def skip(value: Any = None) -> Policy:
+@dataclass(frozen=True, slots=True)
+class Skip(Generic[_T]):
+    """A policy that returns its value."""
+
+    value: _T
+
+    def __call__(self, *args: object, **kwargs: object) -> _T:
+        return self.value
+
+
+@overload
+def skip() -> Skip[None]: ...
+@overload
+def skip(value: _T) -> Skip[_T]: ...
+def skip(value: Any = None) -> Skip[Any]:
     """Return *value* instead of running the function."""
-    return lambda *args, **kwargs: value
+    return Skip(value)
 
 
 def respond(status: int = 409, *, template: str = "") -> Policy:
     """Answer the request with *status*, and with ``Retry-After`` if the end of the holder's lease is known.
 
-    It is at most 5 seconds, as a holder that renews its lease may be done at any time; for what
-    min_hold or lock_delay reserves, it is all the rest of that.
-    Clients that prefer JSON get problem details (RFC 9457); others get one sentence as plain text,
-    or a page: *template* is rendered with the LockNotAcquired as ``busy``.
+    Retry-After is at most 5 seconds, as a holder that renews its lease may be done at any time. If min_hold
+    reserves the lock, it is the rest of that time.
+    Clients that prefer JSON get problem details (RFC 9457). Others get one sentence as plain text, or
+    *template*, rendered with the LockNotAcquired as ``busy``.
+    TypeError or ValueError for a *status* that is not a number from 400 to 599.
     """
+    if isinstance(status, bool) or not isinstance(status, int):
+        raise TypeError(f"The status of respond() must be a number, not {status!r}.")
+    if not BAD_REQUEST <= status < 600:
+        raise ValueError(f"The status of respond() must be an error, 400 to 599, not {status!r}.")
     return functools.partial(_respond, status, template)
 
 
@@ -285,13 +339,15 @@ def _respond(
     return response
 
 
-def retry(countdown: float | None = None, **options: Any) -> Policy:
+def retry(countdown: float | timedelta | None = None, **options: Any) -> Policy:
     """Retry the Celery task after *countdown* seconds; *options* are passed to ``Task.retry()``.
 
-    Without *countdown*, it is retried after about 1, 2, 4 ... 64 seconds, but not later than when the
-    holder's lease ends; and when its reservation ends, if nobody holds it.
+    Without *countdown*, it is retried after about 1, 2, 4 ... 64 seconds, but at the latest when the
+    holder's lease ends. If nobody holds the lock, but it is reserved, it is retried when the reservation ends.
+    TypeError or ValueError for a *countdown* that is no number of seconds, 0 or more.
     """
-    return functools.partial(_retry, countdown, options)
+    later = None if countdown is None else seconds(countdown, "countdown", zero=True)
+    return functools.partial(_retry, later, options)
 
 
 def _retry(
@@ -319,10 +375,10 @@ def _wants_json(args: tuple[Any, ...]) -> bool:
     if request is None:
         return False
     for arg in args[:2]:
-        # Django REST framework has asked the client already, by more than its headers.
+        # Django REST framework has already negotiated the type, by more than the headers.
         if settled := getattr(arg, "accepted_media_type", None):
             return "json" in settled
-    # A client that takes anything is answered in what it sends.
+    # A client that accepts anything gets the type that it sends.
     types = _TYPES[::-1] if (request.content_type or "").endswith("json") else _TYPES
     return (request.get_preferred_type(types) or "").endswith("json")
 
@@ -330,7 +386,7 @@ def _wants_json(args: tuple[Any, ...]) -> bool:
 def find_request(args: tuple[Any, ...]) -> HttpRequest | None:
     """Return Django's request: the first argument of a view, or the second one of a method.
 
-    That of Django REST framework is not one, but has it inside.
+    The request of Django REST framework is another class, which contains Django's.
     """
     for arg in args[:2]:
         request = getattr(arg, "_request", arg)
@@ -340,7 +396,7 @@ def find_request(args: tuple[Any, ...]) -> HttpRequest | None:
 
 
 class _EveryAlias(set[str]):
-    """Contains every database, so Django begins no ATOMIC_REQUESTS; iterates over those exempt before."""
+    """Contains every alias, so that Django begins no transaction; iterates over the aliases that were exempt before."""
 
     def __contains__(self, alias: object) -> bool:
         return True
@@ -361,7 +417,7 @@ class RequestTransactions:
         return body
 
     def refuse_async(self, args: tuple[Any, ...]) -> None:
-        """Raise Django's error for async views, which our marker on dispatch() prevents."""
+        """Raise Django's error for async views with ATOMIC_REQUESTS: our marker on dispatch() keeps Django from it."""
         if is_async_view(self._view) and self._aliases(args):
             msg = "You cannot use ATOMIC_REQUESTS with async views."
             raise RuntimeError(msg)
@@ -372,7 +428,7 @@ class RequestTransactions:
             return []
         view = request.resolver_match and request.resolver_match.func
         if view and not isinstance(getattr(view, "_non_atomic_requests", ()), _EveryAlias):
-            return []  # Django has begun the transactions of this view itself, or was told not to
+            return []  # Django has begun the transactions itself, or the view is exempt
         exempt = set(self.exempt)
         databases = connections.settings.items()
         return [
@@ -387,28 +443,43 @@ def is_async_view(function: Callable[..., Any]) -> bool:
 
 
 def hold_until_closed(response: Any, lease: Lease, release: Callable[[], object]) -> None:
-    """Keep the lock until a streaming response is closed, which any thread of the server may do."""
-    lease.caller = None
+    """Keep the lock until a streaming response is closed, which any thread of the server may do.
+
+    The code that generates its content counts as holder, in whichever thread or task it runs.
+    """
+    lease.hand_on()
     close = response.close
+    if getattr(response, "file_to_stream", None) is None:  # some servers send a file themselves
+        parts = response.streaming_content
+        response.streaming_content = (
+            _amade_under(lease, parts) if response.is_async else _made_under(lease, parts)
+        )
 
     def close_and_release() -> None:
         try:
-            close()
+            with lease.lent():
+                close()
         finally:
             release()
 
     response.close = close_and_release
 
 
-def hold_until_streamed(response: Any, lease: Lease) -> None:
-    """As hold_until_closed(), in async code: an asynchronous stream may also end without being closed."""
-    if response.is_async:
-        response.streaming_content = _until_the_end(response.streaming_content, lease)
-    # It may be closed in the event loop, and release() would block that.
-    hold_until_closed(response, lease, lease.release_later)
+def _made_under(lease: Lease, parts: Iterator[bytes]) -> Iterator[bytes]:
+    while True:
+        with lease.lent():
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
 
 
-async def _until_the_end(parts: Any, lease: Lease) -> AsyncIterator[bytes]:
+async def _amade_under(lease: Lease, parts: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
+    """Generate the content, and release the lock at its end, as an async stream may end without being closed."""
     async with lease, aclosing(parts):
-        async for part in parts:
+        while True:
+            with lease.lent():
+                part = await anext(parts, None)
+            if part is None:
+                return
             yield part

@@ -8,16 +8,21 @@ from datetime import datetime
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import CommandError
 
-from .engine.clock import in_words, time_of_day
-from .engine.holder import Holder
-from .engine.naming import printable
+from .ground.clock import in_words, time_of_day
+from .ground.holder import Holder
+from .ground.naming import printable
+
+#: The documentation on the web.
+DOCS = "https://django-distlock.readthedocs.io/en/latest/"
+#: Microseconds: a fence that is further ahead of a token is hardly the next holder's.
+FAR_AHEAD = 3_600_000_000
 
 
 class LockError(Exception):
     """Base class of all errors about locks."""
 
     def __repr__(self) -> str:
-        # Celery logs it.
+        # Celery logs the repr of an error.
         return f"{type(self).__name__}({str(self)!r})"
 
 
@@ -25,7 +30,7 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
     """The lock was busy until the caller's timeout was over.
 
     *waited* and *remaining* (the rest of the holder's lease, if known) are seconds. With *reserved_until*
-    nobody holds the lock, but its min_hold or lock_delay refuses it to others until that time.
+    nobody holds the lock, but its min_hold refuses it to others until that time.
     It ends a management command with one line, as any CommandError does.
     """
 
@@ -46,7 +51,7 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
         if isinstance(reserved_until, str):
             reserved_until = datetime.fromisoformat(reserved_until)
         self.reserved_until = reserved_until
-        # Texts and numbers only: Celery keeps no other arguments in JSON.
+        # Only texts and numbers, because Celery writes the arguments as JSON.
         text = self.holder and self.holder.to_json()
         until = reserved_until and reserved_until.isoformat()
         # OSError would take these arguments for (errno, strerror, filename) and drop the rest.
@@ -55,7 +60,7 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
     def __str__(self) -> str:
         left = ""
         if self.reserved_until is not None:
-            state = f"reserved until {time_of_day(self.reserved_until)} (min_hold or lock_delay)"
+            state = f"reserved until {time_of_day(self.reserved_until)} (min_hold)"
         else:
             state = f"held by {self.holder}" if self.holder else "held"
             if self.remaining is not None:
@@ -85,8 +90,8 @@ class LockLost(LockNotHeld):
         return f"Lock {printable(self.name)!r} was lost: {printable(self.reason)}."
 
 
-class LockNotOwned(LockNotHeld):
-    """Somebody else holds the lock: our lease ended before this call, which changed nothing."""
+class LockNotOwned(LockLost):
+    """The lock was lost, and somebody else holds it by now. The call that raises this changed nothing."""
 
     def __init__(self, name: str, reason: str = "somebody else holds it now") -> None:
         super().__init__(name, reason)
@@ -106,6 +111,12 @@ class LockBackendError(LockError):
         self.problem = printable(problem)
         self.causes = said
 
+    def copy(self) -> LockBackendError:
+        """Return the same error for another caller, with the same cause and without a traceback."""
+        made = LockBackendError(self.alias, self.problem, self.causes)
+        made.__cause__ = self.__cause__
+        return made
+
     def __str__(self) -> str:
         causes = "".join(f" {server}: {cause}." for server, cause in self.causes.items())
         return f"DISTLOCK[{self.alias!r}]: {self.problem}.{causes}"
@@ -120,6 +131,10 @@ class LockOutcomeUnknown(LockBackendError):
 
 class Contended(LockBackendError):
     """The server refused a request because others work on the same rows; it may succeed if repeated."""
+
+
+class NotSent(LockBackendError):
+    """The request was not sent: other callers of this process kept all connections or threads for it busy."""
 
 
 class LockDeadlock(LockError):
@@ -147,8 +162,18 @@ class StaleFencingToken(LockError):
         self.fence = fence
 
     def __str__(self) -> str:
-        found = "" if self.fence is None else f" (its fence is {self.fence})"
+        found = "" if self.fence is None else f" (its fence is {self.fence}{self._question})"
         return f"Lock {printable(self.name)!r}, fencing token {self.token}: {printable(self.what)}{found}."
+
+    @property
+    def _question(self) -> str:
+        """A hint if the fence is far ahead of the token; both are microseconds, or began as such."""
+        ahead = (self.fence or 0) - self.token
+        if ahead < FAR_AHEAD:
+            return ""
+        changed = "was the backend, its server or the data changed?"
+        page = f"{DOCS}howto/change-the-backend.html"
+        return f", ahead of ours by {in_words(ahead / 1_000_000)}: {changed} See {page}"
 
 
 class NotSupported(LockError):
@@ -190,8 +215,8 @@ class ReleasedBeforeCommit(_InTransaction):
     def __str__(self) -> str:
         return (
             f"{self._lock} was released before the transaction around it on {self.database!r} was "
-            "committed: the next holder reads old data. Leave out "
-            'release="at_exit", or acquire the lock outside atomic().'
+            "committed: the next holder reads old data. Release or detach() it after the commit: leave out "
+            'release="at_exit", or use release="on_commit".'
         )
 
 
@@ -211,6 +236,17 @@ class SnapshotBeforeLock(_InTransaction):
 
 class InvalidLockBackend(ImproperlyConfigured):
     """The DISTLOCK setting is wrong; the text names the alias and the key."""
+
+
+def root_cause(error: Exception) -> Exception:
+    """Return the driver's error behind *error*, to be the only cause of an error of ours.
+
+    Its traceback is removed, because variables in the frames show owners; and its context, which repeats the text.
+    """
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    error.__traceback__ = error.__context__ = None
+    return error
 
 
 def first_line(error: BaseException) -> str:

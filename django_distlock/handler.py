@@ -1,4 +1,4 @@
-"""`locks`: from settings to one backend per alias and process."""
+"""`locks`: makes one backend for each alias of the settings and each process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from django.core.signals import setting_changed
 from django.utils.module_loading import import_string
 
 from . import conf
-from .backends.base import BaseLockBackend
+from .backends.base import BaseLockBackend, memory
 from .conf import BackendSettings, read_alias, read_settings
-from .engine import clock
+from .engine import handover
 from .engine.background import background
-from .engine.caller import forks
-from .engine.naming import warn
 from .engine.registry import registry
 from .exceptions import InvalidLockBackend
+from .ground import clock
+from .ground.caller import forks
+from .ground.naming import warn
 
 _MUTEX = type(threading.Lock())
-#: The backends of this package, and what else they are called in settings by mistake.
+#: The backends of this package, with other names that are written in settings by mistake.
 BACKENDS = {
     "database.DatabaseBackend": {"postgresql", "postgres", "mysql", "mariadb", "sqlite3", "sqlite"},
     "rowlock.RowLockBackend": {"row"},
@@ -38,7 +39,7 @@ BACKENDS = {
     "locmem.LocMemBackend": {"memory"},
     "dummy.DummyBackend": set[str](),
 }
-#: The extra of this package that installs a driver, by the module that is missing.
+#: By module of a driver: the extra of this package that installs it.
 EXTRAS = {
     "psycopg": "postgres",
     "psycopg2": "postgres",
@@ -47,18 +48,18 @@ EXTRAS = {
     "pymemcache": "memcached",
     "kazoo": "zookeeper",
 }
-#: Seconds that the exit of a process may spend on giving back what is still held.
+#: Most seconds that the exit of a process waits for the release of held locks.
 EXIT_BUDGET = 2.0
 
 
 class LockHandler:
-    """The backends by alias: ``locks["default"]``. Each is made when it is first asked for."""
+    """The backends by alias: ``locks["default"]``. Each is made at its first use."""
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()
         self._settings: dict[str, Any] | None = None
         self.made: dict[str, BaseLockBackend] = {}
-        #: What tells the running test from others; None unless Django's tests run.
+        #: The identity of the running test; None unless Django's tests run.
         self._test: object = None
 
     def __getitem__(self, alias: str) -> BaseLockBackend:
@@ -70,46 +71,48 @@ class LockHandler:
         return backend if backend is not None else self._make(alias)
 
     def __iter__(self) -> Iterator[str]:
-        """Go over the aliases of the settings."""
+        """Iterate over the aliases of the settings."""
         return iter(self._read())
 
     def close(self) -> None:
-        """Let go of all connections and threads; they come back when they are needed."""
+        """Close all connections and end all threads; they are opened again when they are needed."""
         for backend in list(self.made.values()):
             backend.close()
 
     def replace(self, alias: str, backend: BaseLockBackend) -> BaseLockBackend | None:
-        """Put *backend* behind *alias*, for tests; return the one that was there, if one was made."""
+        """Use *backend* for *alias*, for tests; return the one used before, or None if none was made."""
         with self._mutex:
             before = self.made.get(alias)
             self.made[alias] = backend
             return before
 
     def reset(self) -> None:
-        """Close all, and read the settings anew at the next use."""
+        """Close all backends, drop the locks in memory, and read the settings again at the next use."""
         with self._mutex:
             backends, self.made, self._settings = self.made, {}, None
+            memory.clear()
         for backend in backends.values():
             backend.close()
 
     def end_process(self) -> None:
-        """Give back what is held or waited for, and end the sessions: in two seconds at most."""
+        """Release all locks, also requested ones, and end the sessions; takes at most EXIT_BUDGET seconds."""
         ends = clock.wait_time() + EXIT_BUDGET
-        registry.release_all(EXIT_BUDGET)
+        registry.end(EXIT_BUDGET)
         background.drain(ends - clock.wait_time())
         for backend in list(self.made.values()):
             with contextlib.suppress(Exception):
-                backend.say_goodbye(max(0.0, ends - clock.wait_time()))
+                backend.close_at_exit(max(0.0, ends - clock.wait_time()))
 
     def forget_parent(self) -> None:
-        """Begin anew in a forked child: what the parent opened is the parent's."""
+        """Start empty in a forked child: connections that the parent opened belong to the parent."""
         backends = list(self.made.values())
         self._mutex, self.made = threading.RLock(), {}
+        memory.clear()
         for backend in backends:
             backend.abandon_after_fork()
 
     def _notice_test(self) -> None:
-        """Begin each test without locks, and have the backends that stand in while tests run."""
+        """At the first use in each test: drop the locks of the test before, and make the backends for tests."""
         test = _running_test() if conf.tests_run() else None
         with self._mutex:
             before, self._test = self._test, test
@@ -145,7 +148,7 @@ class LockHandler:
 
 
 def make_backend(found: BackendSettings) -> BaseLockBackend:
-    """Return a new backend for *found*; InvalidLockBackend names the alias and what is wrong."""
+    """Return a new backend for *found*; InvalidLockBackend names the alias and the problem."""
     where = f"DISTLOCK[{found.alias!r}]"
     named = f"{where}: BACKEND {found.backend!r}"
     try:
@@ -165,7 +168,7 @@ def make_backend(found: BackendSettings) -> BaseLockBackend:
 
 
 def _missing_driver(error: BaseException | None) -> str:
-    """Return what to install, if a driver that could not be imported is the cause of *error*."""
+    """Return a hint on what to install if *error* was caused by a missing driver; else ""."""
     while error is not None:
         driver = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
         if driver in EXTRAS:
@@ -175,7 +178,7 @@ def _missing_driver(error: BaseException | None) -> str:
 
 
 def _meant(path: str) -> str:
-    """Return the dotted path that *path*, a short name or one of Django's or ours, probably means."""
+    """Return a hint with the dotted path probably meant by *path*, a short name or a path in Django or here."""
     if "." in path and not path.startswith("django"):
         return ""
     words = set(path.lower().split(".")[-2:])
@@ -189,26 +192,26 @@ locks = LockHandler()
 
 
 def _running_test() -> object:
-    """Return what tells the running test from others: pytest's name of it, or the TestCase."""
+    """Return the identity of the running test: its name in pytest, or its TestCase."""
     if named := os.environ.get("PYTEST_CURRENT_TEST"):
         return named.rpartition(" ")[0]
     run = sys.modules["unittest"].TestCase.run.__code__
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - nothing else tells it
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - there is no other way
     while frame is not None and frame.f_code is not run:
         frame = frame.f_back
     return "none" if frame is None else frame.f_locals["self"]
 
 
 def _watch_exit_of_child() -> None:
-    """Have the end of this process noticed if it is one that skips atexit.
+    """Call end_process() at the exit of a process that does not run atexit.
 
-    That is a forked child of multiprocessing, and a prefork child of Celery, which skips even that.
+    That is a forked child of multiprocessing, and a prefork child of Celery, which skips multiprocessing's hooks too.
     """
     process = sys.modules.get("multiprocessing.process")
     if process is not None and process.parent_process() is not None:
         from multiprocessing.util import Finalize
 
-        # Below 0: after what the child itself has asked for, and after its own children have ended.
+        # A priority below 0 runs after the child's own finalizers, and after its own children have ended.
         Finalize(None, locks.end_process, exitpriority=-100)
     if (celery := sys.modules.get("celery.signals")) is not None:
         celery.worker_process_shutdown.connect(
@@ -218,16 +221,20 @@ def _watch_exit_of_child() -> None:
 
 def _forget_old_settings(*, setting: str, **_: Any) -> None:
     if setting in {"DISTLOCK", "DATABASES", "CACHES"}:
+        aliases = {lease.using for lease in registry.leases() if lease.held}
+        in_use = {alias: memory[alias] for alias in aliases & memory.keys()}
         locks.reset()
+        memory.update(in_use)
 
 
+handover.backend_of = locks.__getitem__
 setting_changed.connect(_forget_old_settings, dispatch_uid="django_distlock.locks")
 forks.in_child(locks.forget_parent)
 atexit.register(locks.end_process)
 
 
 def check_threads() -> None:
-    """Raise InvalidLockBackend where locks would hang, and warn once where leases are extended late."""
+    """Raise InvalidLockBackend if locks would hang, and warn once if leases would be extended late."""
     if type(threading.Lock()) is not _MUTEX:
         raise InvalidLockBackend(
             "gevent or eventlet took the place of threads after django_distlock was imported, and locks would "

@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import os
 import sys
-import threading
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Never, TypedDict, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Never,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from asgiref.sync import markcoroutinefunction
 
 from . import transactions
-from .conf import DEFAULT_ALIAS, checked_ttl, optional_seconds, seconds
+from .conf import DEFAULT_ALIAS, checked_ttl, flag, optional_seconds, seconds
 from .decorators import Decorator, decorated
-from .engine.acquisition import aacquire, acquire
-from .engine.caller import Caller, forks
-from .engine.holder import Holder
-from .engine.naming import checked_name, printable
+from .engine.acquisition import aacquire, acquire, check_asyncio
+from .engine.lease import Lease
+from .engine.registry import Awaited, all_held_here, held_here, note_held_here, registry
 from .engine.steps import asettled, settled
 from .engine.waiting import Wait
-from .exceptions import LockDeadlock, LockNotAcquired, LockNotHeld, NotSupported
+from .exceptions import (
+    LockDeadlock,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    LockNotHeld,
+    NotSupported,
+)
+from .ground.caller import Caller, forks
+from .ground.holder import Holder
+from .ground.naming import checked_name, printable
 from .handler import locks
-from .lease import Awaited, Lease, held_here, note_held_here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Coroutine
     from datetime import timedelta
+    from types import FrameType
 
     from .backends.base import BaseLockBackend
-    from .decorators import Policy
+    from .decorators import Policy, Skip, SkippingDecorator
+    from .engine.registry import Known
     from .engine.values import Request
-    from .lease import Known
 
     Seconds = float | timedelta
     Note = Callable[[Lease], object]
 
 _F = TypeVar("_F", bound="Callable[..., Any]")
+_V = TypeVar("_V")
 #: What to write instead of the keyword arguments of redis-py, django-redis, python-redis-lock, django-pglock, sherlock, pottery and others.
 _ADVICE = {
     "use ttl": "expire expires expires_in expiry expire_time ex px lease lease_time lifetime lock_timeout lock_ttl "
@@ -57,6 +78,7 @@ _ADVICE = {
     "use KEY_PREFIX in DISTLOCK": "namespace prefix key_prefix version",
     "leave it out: waiters are woken": "sleep sleep_time interval poll_interval retry_interval retry_delay",
     "leave it out: every lease has a secret owner": "id token owner identifier",
+    "leave it out: fencing tokens refuse late writes": "lock_delay",
     "leave it out": "thread_local strict signal_expire raise_on_release_error raise_on_redis_errors ephemeral",
 }
 
@@ -73,7 +95,6 @@ class LockTerms(TypedDict, total=False):
     max_hold: end renewal so that the lease lives no longer than this.
     min_hold: refuse the name to others for so long after it was acquired, even if it is released.
     free_on_error: do not apply min_hold if the block or function raised, or the view answered 400 or more.
-    lock_delay: refuse it to others for so long after a lease ended by expiry, not by release.
     release: "auto": at the exit, or after the end of the transaction that it was acquired in, if that
         is still open; "on_commit": after the end of all transactions that are open at the exit; "at_exit".
     purpose: what it is held for, shown to people.
@@ -88,7 +109,6 @@ class LockTerms(TypedDict, total=False):
     max_hold: Seconds | None
     min_hold: Seconds
     free_on_error: bool
-    lock_delay: Seconds
     release: Literal["auto", "at_exit", "on_commit"]
     purpose: str
 
@@ -106,7 +126,6 @@ class Terms:
     max_hold: float | None = None
     min_hold: float = 0.0
     free_on_error: bool = False
-    lock_delay: float = 0.0
     release: str = "auto"
     purpose: str = ""
     template: str = ""
@@ -141,12 +160,29 @@ _NO_WISHES = Terms()
 _WORDS = LockTerms.__optional_keys__
 
 
-_CHECKS: dict[str, Callable[[object, str], float | None]] = {
+def _lists_terms(function: _F) -> _F:
+    """Show the arguments of LockTerms, with their defaults, in help(), in the place of **terms."""
+    signature = inspect.signature(function)
+    # *extra is there for an error that says what to write instead.
+    kept = [p for p in signature.parameters.values() if p.name not in {"extra", "terms"}]
+    words = [
+        inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=getattr(_NO_WISHES, word))
+        for word in LockTerms.__annotations__
+    ]
+    listed = signature.replace(parameters=[*kept, *words])
+    function.__signature__ = listed  # type: ignore[attr-defined]  # inspect and help() look for it
+    return function
+
+
+_CHECKS: dict[str, Callable[[object, str], object]] = {
+    "shared": flag,
+    "reentrant": flag,
+    "renew": flag,
+    "free_on_error": flag,
     "timeout": optional_seconds,
     "ttl": checked_ttl,
     "max_hold": lambda value, what: None if value is None else seconds(value, what),
     "min_hold": partial(seconds, zero=True),
-    "lock_delay": partial(seconds, zero=True),
 }
 
 
@@ -165,6 +201,30 @@ def unknown_word(
     return TypeError(f"{call} has no {word!r}; {advice}")
 
 
+def _too_many(name: object, extra: tuple[object, ...]) -> TypeError:
+    """Return the error for positional arguments behind the *name* of a lock, with what to write instead."""
+    if isinstance(extra[0], str):
+        return TypeError(
+            f"A lock has one name; for several, write lock_all({name!r}, {extra[0]!r})."
+        )
+    return TypeError(f"A lock has one name; write {extra[0]!r} as timeout=... or ttl=...")
+
+
+class _EnteredWith(NamedTuple):
+    """A ``with`` that has been entered. *frame* tells in which frame it stands; 0 where that is of no interest."""
+
+    lease: Lease
+    frame: int
+
+
+def _frame_of_with() -> int:
+    """Return what tells the frame of the ``with`` that is entered or left now from all others that live."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - nothing else tells one block from another
+    while frame and frame.f_globals.get("__name__") in (__name__, "contextlib"):
+        frame = frame.f_back
+    return id(frame)
+
+
 class Lock:
     """A recipe for taking one lock: it opens no connection until it is used.
 
@@ -173,14 +233,17 @@ class Lock:
     Methods that begin with an *a* more, such as ``alocked()``, are awaited and do the same.
     """
 
-    def __init__(self, name: str, **terms: Unpack[LockTerms]) -> None:
+    @_lists_terms
+    def __init__(self, name: str, *extra: Never, **terms: Unpack[LockTerms]) -> None:
         """*terms* are those of LockTerms."""
-        self.name = checked_name(name)
-        self.terms = Terms.of(terms)
-        self._mutex = threading.Lock()
+        # Lists change by single steps, which no thread or exception can divide.
         # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
         self._acquired: list[Known] = []
-        self._entered: list[Known] = []
+        self._blocks = list[_EnteredWith]()
+        if extra:
+            raise _too_many(name, extra)
+        self.name = checked_name(name)
+        self.terms = Terms.of(terms)
 
     def __call__(self, function: _F, /) -> _F:
         """Return *function* with this lock around each call; see distributed_lock()."""
@@ -194,6 +257,7 @@ class Lock:
         """Return a lease, or None if the lock is still busy after *timeout* seconds.
 
         -1 means the timeout of the lock, None no limit; with *blocking* False it tries once.
+        LockLost if the lease has ended before it can be returned.
         """
         try:
             return self.take(self._patience(timeout, blocking, unknown), self._remember)
@@ -205,7 +269,9 @@ class Lock:
         self, blocking: bool = True, timeout: Seconds | None = -1, **unknown: Never
     ) -> Coroutine[Any, Any, Lease | None]:
         """Return what acquire() does, awaited. The lock belongs to the caller, even if another task awaits the result."""
-        return self._aacquire(blocking, timeout, unknown, Caller(), Awaited())
+        return self._aacquire(
+            blocking, timeout, unknown, Caller(), Awaited(self.terms.using, self.name)
+        )
 
     async def _aacquire(
         self,
@@ -227,12 +293,12 @@ class Lock:
 
     def release(self) -> None:
         """Release the lease that this thread or task acquired last; LockNotHeld if there is none."""
-        self._recall().release()
+        self.recall().release()
 
     @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, None]:
         """Release what the caller acquired last, even if another task awaits it."""
-        return self._recall().arelease()
+        return self.recall().arelease()
 
     def locked(self) -> bool:
         """Return whether anybody holds the lock now; this can change at any moment."""
@@ -241,49 +307,84 @@ class Lock:
 
     async def alocked(self) -> bool:
         backend = self._backend()
+        check_asyncio(backend.alias)
         return await asettled(partial(backend.aprobe, self._request(backend))) is not None
 
     def __enter__(self) -> Lease:
         return self.take(self.terms.timeout, self._note_entry)
 
     def __exit__(self, *error: Any) -> None:
-        self._leave().leave(error[1])
+        block = entries = None
+        try:
+            block = self._innermost()
+            entries = block.lease.entries
+            self._blocks.remove(block)
+            block.lease.leave(error[1])
+        except LockError:
+            raise
+        except BaseException:
+            self._finish_leaving(block, entries)
+            raise
 
     async def __aenter__(self) -> Lease:
         return await self.atake(self.terms.timeout, self._note_entry)
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._leave().aleave(error[1])
+        block = entries = None
+        try:
+            block = self._innermost()
+            entries = block.lease.entries
+            self._blocks.remove(block)
+            await block.lease.aleave(error[1])
+        except (LockError, asyncio.CancelledError, GeneratorExit):
+            raise  # cancelled, the release goes on in the background
+        except BaseException:
+            self._finish_leaving(block, entries)
+            raise
 
     def __repr__(self) -> str:
         return f"<Lock {printable(self.name)!r} using={self.terms.using!r}>"
 
+    def __reduce_ex__(self, protocol: object) -> Never:
+        """Refuse copies and pickles: its leases belong to this process."""
+        raise TypeError(
+            "A Lock cannot be copied or pickled; make another one by lock(), "
+            "and hand its lease to another process by detach()."
+        )
+
     # What the decorator and lock_all() build on.
 
-    def enter(self, timeout: float | None, *, kept: bool = True) -> Lease:
-        """Do what ``with`` does at its begin, within *timeout* seconds; *kept*: keep the lease alive."""
-        return self.take(timeout, partial(self._note_entry, kept=kept))
+    def enter(self, timeout: float | None) -> Lease:
+        """Do what ``with`` does at its begin, within *timeout* seconds."""
+        return self.take(timeout, self._note_entry)
 
-    async def aenter(
-        self, timeout: float | None, *, kept: bool = True, caller: Caller | None = None
-    ) -> Lease:
-        return await self.atake(timeout, partial(self._note_entry, kept=kept), caller)
+    async def aenter(self, timeout: float | None, *, caller: Caller | None = None) -> Lease:
+        return await self.atake(timeout, self._note_entry, caller)
+
+    def keep_acquired(self, lease: Lease) -> None:
+        """Keep *lease*, which enter() brought, until release(): the end of a block does not release it."""
+        self._remember(lease)
+        self._blocks.remove(next(block for block in self._blocks if block.lease is lease))
 
     def take(self, timeout: float | None, note: Note = id) -> Lease:
-        """Return a lease, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
+        """Return a lease that is held, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
 
-        -1 stands for the timeout of the alias.
+        -1 stands for the timeout of the alias. LockLost if it has ended since its grant, LockNotHeld if it was released.
         """
         backend = self._backend()
         entered = self._reentered()
         lease = entered or self._pending(backend)
+        entries = lease.entries
         try:
             if entered is None:
                 acquire(lease, timeout)
-                note_held_here(lease)
+                note_held_here(backend.alias, self.name, lease.ref)
+            else:
+                lease.enter()
             note(lease)
         except BaseException:
-            lease.release_later()  # what came from outside may have come after the grant
+            if lease.entries is not entries:  # an asynchronous exception may come after the grant
+                lease.release_later()
             raise
         return lease
 
@@ -300,15 +401,19 @@ class Lock:
         backend = self._backend()
         entered = self._reentered()
         lease = entered or self._pending(backend)
+        entries = lease.entries
         try:
             if entered is None:
                 await aacquire(lease, timeout)
-                note_held_here(lease)
+                note_held_here(backend.alias, self.name, lease.ref)
+            else:
+                lease.enter()
             if caller is not None:
                 lease.give_to(caller)
             note(lease)
         except BaseException:
-            lease.release_later()  # as above
+            if lease.entries is not entries:
+                lease.release_later()
             raise
         return lease
 
@@ -347,95 +452,107 @@ class Lock:
             holder=Holder.current(terms.purpose),
             shared=terms.shared,
             min_hold=0.0 if terms.free_on_error else terms.min_hold,
-            lock_delay=terms.lock_delay,
         )
 
     def _pending(self, backend: BaseLockBackend) -> Lease:
         terms = self.terms
         if terms.shared and not backend.supports_shared:
             raise NotSupported(backend.alias, "shared locks")
-        if terms.min_hold or terms.lock_delay:
-            if not backend.supports_delays:
-                raise NotSupported(backend.alias, "min_hold and lock_delay")
-            if terms.lock_delay > (longest := backend.longest_lock_delay):
-                msg = f"DISTLOCK[{backend.alias!r}]: lock_delay must be at most {longest:g} seconds, not {terms.lock_delay!r}."
-                raise ValueError(msg)
+        if terms.min_hold and not backend.supports_min_hold:
+            raise NotSupported(backend.alias, "min_hold")
         request = self._request(backend)
         backend.check_ttl(request.ttl)
-        lease = Lease(backend, request, renew=terms.renew, max_hold=terms.max_hold)
-        lease.release_when, lease.template = terms.release, terms.template
-        if terms.free_on_error:
-            lease.hold_on_success = terms.min_hold
+        lease = Lease(
+            backend,
+            request,
+            renew=terms.renew,
+            max_hold=terms.max_hold,
+            release_when=terms.release,
+            template=terms.template,
+            hold_on_success=terms.min_hold if terms.free_on_error else 0.0,
+        )
         if lease.began_in:
             transactions.tell_of_snapshots(self.name, lease.began_in, strict=backend.strict)
         return lease
 
     def _reentered(self) -> Lease | None:
-        """Return the lease that this context holds already, entered once more."""
-        for lease in held_here():
+        """Return the lease that this context holds already, and may enter once more."""
+        for lease in held_here(self.terms.using, self.name):
             if not self.terms.reentrant and not lease.is_left:
                 continue
-            if lease.name == self.name and lease.using == self.terms.using and lease.is_mine():
+            if lease.is_mine():
                 if lease.shared and not self.terms.shared:
                     until = ", until its transaction ends," if lease.is_left else ","
                     raise LockDeadlock(
                         self.name, f"this caller holds it shared{until} and would wait for itself"
                     )
                 if self.terms.release == "on_commit":
-                    lease.release_when = "on_commit"
-                return lease.enter()
+                    lease.release_on_commit()
+                return lease
         return None
 
     def _remember(self, lease: Lease) -> None:
-        with self._mutex:
-            self._acquired = [
-                known
-                for known in self._acquired
-                if (old := known()) and old.is_entered and not old.is_left
-            ]
-            self._acquired.append(lease.ref)
+        for known in [*self._acquired]:
+            if (old := known()) is None or not old.is_entered or old.is_left:
+                with suppress(ValueError):  # another thread may have been faster
+                    self._acquired.remove(known)
+        self._acquired.append(lease.ref)
 
-    def _note_entry(self, lease: Lease, *, kept: bool = True) -> None:
-        with self._mutex:
-            self._entered.append((lambda: lease) if kept else lease.ref)
+    def recall(self) -> Lease:
+        """Return what this caller acquired last, and forget it."""
+        for known in reversed(self._acquired):
+            if (lease := known()) is not None and lease.is_of_caller():
+                self._acquired.remove(known)
+                return lease
+        raise LockNotHeld(self.name)
 
-    def _recall(self) -> Lease:
-        with self._mutex:
-            return self._taken_out(self._acquired)
+    def _note_entry(self, lease: Lease) -> None:
+        self._blocks.append(_EnteredWith(lease, _frame_of_with() if self.terms.shared else 0))
 
-    def _leave(self) -> Lease:
-        """Return what this caller entered last; a generator may be closed by another thread than its own."""
-        with self._mutex:
-            if len(self._entered) == 1 and (only := self._entered[0]()) is not None:
-                self._entered.clear()
-                return only
-            return self._taken_out(self._entered, or_of_others=True)
+    def _innermost(self) -> _EnteredWith:
+        """Return the block that is left now: the last one of its frame, or else of this caller, or else of all.
 
-    def _taken_out(self, known: list[Known], *, or_of_others: bool = False) -> Lease:
-        alive = [(each, lease) for each in known if (lease := each()) is not None]
-        mine = [place for place, (_, lease) in enumerate(alive) if lease.is_of_caller()]
-        if not mine and not (alive and or_of_others):
+        A generator may be closed by another thread than its own; its frame tells it from other readers.
+        """
+        blocks = self._blocks
+        if len(blocks) > 1:
+            frame = _frame_of_with() if self.terms.shared else 0
+            of_frame = [block for block in blocks if block.frame == frame != 0]
+            blocks = of_frame or [each for each in blocks if each.lease.is_of_caller()] or blocks
+        if not blocks:
             raise LockNotHeld(self.name)
-        _, found = alive.pop(mine[-1] if mine else -1)
-        known[:] = [each for each, _ in alive]
-        return found
+        return blocks[-1]
+
+    def _finish_leaving(self, block: _EnteredWith | None, entries: object) -> None:
+        """Leave in the background what an asynchronous exception kept from being left; None: it came before that was known."""
+        block = block or self._innermost()
+        if block in self._blocks:
+            self._blocks.remove(block)
+        block.lease.finish_leaving(block.lease.entries if entries is None else entries)
+
+    def __del__(self) -> None:
+        """Keep no lease of a block that an asynchronous exception ended before __exit__() could begin."""
+        for block in self._blocks:
+            if len(block.lease.entries) == 1:
+                registry.let_go(block.lease)
 
 
-def lock(name: str, **terms: Unpack[LockTerms]) -> Lock:
+@_lists_terms
+def lock(name: str, *extra: Never, **terms: Unpack[LockTerms]) -> Lock:
     """Return the lock called *name*, for ``with``, ``async with`` or acquire().
 
     See LockTerms for *terms*. TypeError or ValueError for wrong ones; nothing is opened yet.
     """
-    return Lock(name, **terms)
+    return Lock(name, *extra, **terms)
 
 
 def current_lease(name: str | None = None) -> Lease | None:
     """Return the lease that the running thread or task holds: the last that it acquired, or that of *name*.
 
-    A decorated function gets its lease from it: ``current_lease().claim(account)``.
+    A decorated function gets its lease from it. None if nothing is held.
     """
     wanted = None if name is None else checked_name(name)
-    for lease in reversed(held_here()):
+    for lease in reversed(all_held_here()):
         if lease.is_mine() and wanted in (None, lease.name):
             return lease
     return None
@@ -443,6 +560,21 @@ def current_lease(name: str | None = None) -> Lease | None:
 
 @overload
 def distributed_lock(function: _F, /) -> _F: ...
+@overload
+def distributed_lock(
+    name: str | Callable[..., str] | None = None,
+    /,
+    *,
+    on_busy: Skip[_V],
+    **terms: Unpack[LockTerms],
+) -> SkippingDecorator[_V]: ...
+@overload
+def distributed_lock(
+    *,
+    name: str | Callable[..., str],
+    on_busy: Skip[_V],
+    **terms: Unpack[LockTerms],
+) -> SkippingDecorator[_V]: ...
 @overload
 def distributed_lock(
     name: str | Callable[..., str] | None = None,
@@ -458,10 +590,11 @@ def distributed_lock(
     on_busy: Policy | None = None,
     **terms: Unpack[LockTerms],
 ) -> Decorator: ...
+@_lists_terms
 def distributed_lock(
     function: Any = None,
     /,
-    *,
+    *extra: Any,
     name: Any = None,
     on_busy: Policy | None = None,
     **terms: Unpack[LockTerms],
@@ -477,9 +610,12 @@ def distributed_lock(
     See LockTerms for *terms*.
 
     Works on functions, coroutine functions, views and generators. Generators and streaming
-    responses hold the lock until they are exhausted or closed. Under ATOMIC_REQUESTS, a view's
+    responses hold the lock until they are exhausted or closed; the code that makes the parts of such a
+    response can acquire the lock again, and ``current_lease()`` gives it the lease. Under ATOMIC_REQUESTS, a view's
     transaction begins inside the lock and is committed before the release.
     """
+    if extra:
+        raise _too_many(function, extra)
     checked = Terms.of(terms, "distributed_lock()")
     if function is not None and name is not None:
         raise TypeError("distributed_lock() has one name, in front or as name=...")
@@ -507,21 +643,27 @@ class LockSet:
     def acquire(self) -> tuple[Lease, ...] | None:
         """Return the leases in the order of the names, or None if a lock was busy until the timeout.
 
-        Release them by release().
+        Release them by release(). If a lease ends while another lock is waited for, all are released
+        and acquired again; LockLost if no time is left for that.
         """
         try:
-            return self._enter(kept=False)
+            leases = self.__enter__()
         except LockNotAcquired:
             return None
+        self._keep_acquired(leases)
+        return leases
 
     @markcoroutinefunction
     def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
         """As acquire(). The locks belong to the caller, even if another task awaits the result."""
-        return self._aacquire(Caller(), [Awaited() for _ in self.names])
+        return self._aacquire(
+            Caller(), [Awaited(self._locks[name].terms.using, name) for name in self.names]
+        )
 
     async def _aacquire(self, caller: Caller, awaited: list[Awaited]) -> tuple[Lease, ...] | None:
         try:
-            leases = await self._aenter(kept=False, caller=caller)
+            leases = await self._aenter(caller)
+            self._keep_acquired(leases)
             for each, lease in zip(awaited, leases, strict=True):
                 each.known = lease.ref
         except LockNotAcquired:
@@ -533,24 +675,34 @@ class LockSet:
 
     def release(self) -> None:
         """Release the locks that this thread or task acquired last."""
-        self.__exit__(None, None, None)
+        leases = [lock.recall() for lock in self._locks.values()]
+        with ExitStack() as stack:
+            for lease in leases:
+                stack.callback(lease.release)
 
-    async def arelease(self) -> None:
-        """As release(), in async code."""
-        await self.__aexit__(None, None, None)
+    @markcoroutinefunction
+    def arelease(self) -> Coroutine[Any, Any, None]:
+        """Release what the caller acquired last, even if another task awaits it."""
+        return self._arelease([lock.recall() for lock in self._locks.values()])
+
+    async def _arelease(self, leases: list[Lease]) -> None:
+        async with AsyncExitStack() as stack:
+            for lease in leases:
+                stack.push_async_callback(lease.arelease)
 
     def __enter__(self) -> tuple[Lease, ...]:
-        return self._enter(kept=True)
-
-    def _enter(self, *, kept: bool) -> tuple[Lease, ...]:
         wait = Wait(self._timeout())
-        with ExitStack() as stack:
-            leases = {}
-            for name, lock in self._locks.items():
-                leases[name] = lock.enter(wait.left, kept=kept)
-                stack.push(lock)
-            stack.pop_all()
-        return tuple(leases[name] for name in self.names)
+        while True:
+            try:
+                with ExitStack() as stack:
+                    leases = {}
+                    for name, lock in self._locks.items():
+                        leases[name] = lock.enter(wait.left)
+                        stack.push(lock)
+                    return self._all_held(leases, stack)
+            except LockLost:  # one ended while another was waited for: all are free again
+                if wait.is_over:
+                    raise
 
     def __exit__(self, *error: Any) -> None:
         stack = ExitStack()
@@ -559,17 +711,21 @@ class LockSet:
         stack.__exit__(*error)
 
     async def __aenter__(self) -> tuple[Lease, ...]:
-        return await self._aenter(kept=True)
+        return await self._aenter()
 
-    async def _aenter(self, *, kept: bool, caller: Caller | None = None) -> tuple[Lease, ...]:
+    async def _aenter(self, caller: Caller | None = None) -> tuple[Lease, ...]:
         wait = Wait(self._timeout())
-        async with AsyncExitStack() as stack:
-            leases = {}
-            for name, lock in self._locks.items():
-                leases[name] = await lock.aenter(wait.left, kept=kept, caller=caller)
-                stack.push_async_exit(lock)
-            stack.pop_all()
-        return tuple(leases[name] for name in self.names)
+        while True:
+            try:
+                async with AsyncExitStack() as stack:
+                    leases = {}
+                    for name, lock in self._locks.items():
+                        leases[name] = await lock.aenter(wait.left, caller=caller)
+                        stack.push_async_exit(lock)
+                    return self._all_held(leases, stack)
+            except LockLost:
+                if wait.is_over:
+                    raise
 
     async def __aexit__(self, *error: Any) -> None:
         stack = AsyncExitStack()
@@ -580,13 +736,38 @@ class LockSet:
     def __repr__(self) -> str:
         return f"<LockSet {list(self._locks.values())!r}>"
 
+    def _keep_acquired(self, leases: tuple[Lease, ...]) -> None:
+        try:
+            for lease in {*leases}:
+                self._locks[lease.name].keep_acquired(lease)
+        except BaseException:  # it comes from outside: nobody will have the leases
+            for lease in {*leases}:
+                lease.release_later()
+            raise
+
+    def _all_held(
+        self, leases: dict[str, Lease], stack: ExitStack | AsyncExitStack
+    ) -> tuple[Lease, ...]:
+        """Return *leases* in the order of the names, and keep *stack* from releasing them; LockLost if one has ended."""
+        for lease in leases.values():
+            lease.check()
+        in_order = tuple(leases[name] for name in self.names)
+        stack.pop_all()  # last: an exception from outside must find them in it
+        return in_order
+
     def _timeout(self) -> float | None:
         return next(iter(self._locks.values())).default_timeout()
 
 
+@_lists_terms
 def lock_all(*names: str, **terms: Unpack[LockTerms]) -> LockSet:
     """Return an object that acquires all locks or none, within one timeout.
 
+    The block begins only while all of them are held: if a lease ends while another lock is waited
+    for, all are released and acquired again; LockLost if no time is left for that.
     ``with lock_all("account:1", "account:2") as leases:`` gives one lease for each name, in order.
     """
+    for several in names:
+        if isinstance(several, (list, tuple, set, frozenset)):
+            raise TypeError("lock_all() takes one argument for each name; write lock_all(*names).")
     return LockSet(names, Terms.of(terms, "lock_all()"))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from django.db import models
 from django.utils import timezone
 from django.utils.text import Truncator
 from django.utils.translation import gettext_lazy as _
 
-from .engine.naming import printable, shown
+from .ground.naming import printable, shown
 
 #: Characters of a name where there is little space.
 LONGEST_SHOWN = 60
 
 
 class MethodLock(models.Model):
-    """A lock that somebody holds or has held; a release only clears the owner of the row."""
+    """A lock that is held or was held before; a release only clears the owner of the row."""
 
     method_name = models.CharField(
         _("method name"),
@@ -58,13 +58,13 @@ class MethodLock(models.Model):
 
 
 class HeldLock(MethodLock):
-    """A lock that somebody holds now, of any alias: for the admin's page. It has no rows of its own."""
+    """A held lock of any alias, for the admin's page. It has no rows of its own."""
 
     class Meta:
         proxy = True
         verbose_name = _("lock")
         verbose_name_plural = _("locks")
-        # Those of MethodLock.
+        # The permissions of MethodLock apply.
         default_permissions = ()
 
 
@@ -86,15 +86,13 @@ class FencingCounter(models.Model):
 
 
 class LockWaiter(models.Model):
-    """A place in the queue for a lock; it counts until *expires_at*, and each look renews it."""
+    """A place in the queue for a lock; it is valid until *expires_at*, and each try of its waiter renews it."""
 
     ticket = models.BigAutoField(primary_key=True)
     method_name = models.CharField(max_length=255)
     owner = models.CharField(max_length=64, unique=True)
     channel = models.CharField(max_length=63, blank=True)
     expires_at = models.DateTimeField()
-    #: How many callers of one process it is for; the others stand in a line there.
-    callers = models.IntegerField(default=1, db_default=1)
 
     class Meta:
         default_permissions = ()
@@ -106,13 +104,17 @@ class LockWaiter(models.Model):
         return f"{printable(self.method_name)}: {self.ticket}"
 
 
-class FencedModel(models.Model):
+class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
     """Base class for models whose rows must refuse late writers.
 
     Call ``lease.claim(row)``, which returns the row read again, then ``lease.save(row)``.
     """
 
-    fence = models.BigIntegerField(default=0, editable=False)
+    # db_default: servers that still run the release before insert rows without it.
+    fence = models.BigIntegerField(default=0, db_default=0, editable=False)
 
-    class Meta:
-        abstract = True
+    # Hidden from type checkers: pyright refuses the Meta of a subclass that does not inherit this one.
+    if not TYPE_CHECKING:
+
+        class Meta:
+            abstract = True

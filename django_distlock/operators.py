@@ -1,11 +1,10 @@
-"""What operators do, in code, commands and the admin: list who holds what, and end a holding."""
+"""For operators, in code, commands and the admin: list held locks, and end a holding."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
@@ -13,34 +12,31 @@ from django.db import connections
 from django.utils import timezone
 from django.utils.translation import gettext as _, ngettext
 
-from .backends.database.records import State
 from .conf import DEFAULT_ALIAS
-from .engine import clock
-from .engine.naming import checked_name
 from .engine.steps import settled
-from .engine.waiting import Place
-from .engine.waits import LockId, waits
+from .engine.values import LockState
 from .exceptions import first_line
+from .ground import clock
+from .ground.naming import checked_name
 from .handler import locks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from .backends.base import BaseLockBackend
     from .engine.values import Held
 
-    _Answer = Future[list[Held]]
+#: Seconds for which a page waits for all servers together.
+PATIENCE = 2.0
+#: Seconds for which a late listing is shown while the next one is read.
+KEPT = 60.0
 
-#: Seconds that the servers have to answer, all of them together.
-PATIENCE = 3.0
-
-#: Aliases that have not answered in time, and whose thread still waits: no second one is started for them.
-_hanging: dict[str, _Answer] = {}
+#: By alias: the listing that is or was late; while it is read, no second one is started.
+_late: dict[str, Listing] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A lock in a list for people; *aliases* are those of DISTLOCK that have it, at least one."""
+    """A lock in a list for people; *aliases* are the aliases of DISTLOCK that have it, at least one."""
 
     held: Held
     aliases: tuple[str, ...]
@@ -58,7 +54,7 @@ class Row:
     @property
     def state(self) -> str:
         """The state in the language of the page."""
-        text = str(State(self.held.state).label)
+        text = str(LockState(self.held.state).label)
         return _("%s, shared") % text if self.held.shared else text
 
     @property
@@ -94,77 +90,145 @@ def read_value(value: str) -> tuple[str, str, str]:
 
 
 def holdings(using: str, name: str | None = None) -> list[Held]:
-    """Return who holds the locks of alias *using*: all of them, or the lock *name*.
+    """Return the holdings of all locks of the alias *using*, or of the lock *name*.
 
-    *waiters* includes callers of this process that the server does not know.
     NotSupported if the alias cannot list its locks, LockBackendError if its server does not answer.
     """
     backend = locks[using]
     key = None if name is None else backend.key_of(checked_name(name))
-    # Read to its end: an open query blocks writers.
-    found = settled(lambda: [*backend.held(key)])
-    return [
-        held if waiters == held.waiters else replace(held, waiters=waiters)
-        for held in found
-        for waiters in [_waiters(backend, held)]
-    ]
+    # Read the whole result: an open query blocks writers.
+    return settled(lambda: [*backend.held(key)])
 
 
 def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:
-    """End what anybody holds of the lock *name*, also what min_hold reserves; return how many holdings it ended.
+    """Free the lock *name*, held or reserved by min_hold; return how many holdings were ended.
 
-    The holder is not stopped: it learns at its next renewal that it has lost the lock, at once if it is
-    in this process. NotSupported if the alias cannot list its locks.
+    The holder is not stopped: its lease is lost at its next renewal, or at once if it is in this process.
+    NotSupported if the alias cannot list its locks.
     """
     backend = locks[using]
     return sum(backend.force_release(held.key, held.owner_digest) for held in holdings(using, name))
 
 
+class Listing:
+    """The locks of *alias*, or only those with *keys*, read by a thread of its own; *held* grows meanwhile.
+
+    *before*: an earlier complete listing, to be shown until this one is complete.
+    """
+
+    def __init__(
+        self, alias: str, keys: Iterable[str] | None = None, before: Listing | None = None
+    ) -> None:
+        self.alias, self.keys, self.before = alias, keys, before
+        self.held: list[Held] = []
+        self.error: Exception | None = None
+        self.is_read = Event()
+        self._began = self._ended = clock.lease_time()
+        Thread(target=self._read, name="distlock-admin", daemon=True).start()
+
+    @property
+    def took(self) -> float:
+        """How many seconds the reading took."""
+        return self._ended - self._began
+
+    @property
+    def age(self) -> float:
+        """How many seconds ago the reading ended."""
+        return clock.lease_time() - self._ended
+
+    def _read(self) -> None:
+        try:
+            settled(self._read_all)
+        except Exception as error:  # noqa: BLE001 - the other aliases are shown all the same
+            self.error = error
+        finally:
+            connections.close_all()
+            self._ended = clock.lease_time()
+            self.is_read.set()
+
+    def _read_all(self) -> None:
+        backend = locks[self.alias]
+        keys = [None] if self.keys is None else filter(backend.keeps, self.keys)
+        self.held.clear()
+        for key in keys:
+            self.held.extend(backend.held(key))
+
+
 def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
-    """Return the locks of *aliases*, and the problem of each alias that failed; aliases of one place share rows."""
-    asked = {alias: _ask(alias) for alias in aliases}
-    wait(asked.values(), timeout=PATIENCE)
+    """Return the locks of *aliases* that can be read in time, and the problem of each alias that has one.
+
+    A late listing is kept for the next call, which shows it with its age.
+    """
+    listings = [_listing(alias) for alias in aliases]
+    _wait(listing for listing in listings if listing.before is None)
+    shown, problems = [], {}
+    for listing in listings:
+        alias = listing.alias
+        is_read = listing.is_read.is_set()
+        if is_read and listing.took <= PATIENCE:
+            _late.pop(alias, None)
+        else:
+            _late[alias] = listing
+            known = listing if is_read else listing.before
+            problems[alias] = _of_late(known) if known else _unread(listing)
+        shown.append(listing if is_read else listing.before or listing)
+    return _rows(shown, problems)
+
+
+def look_up(keys: Mapping[str, Iterable[str]]) -> tuple[list[Row], dict[str, str]]:
+    """Return the locks with these *keys* of each alias, and the problem of each alias that failed."""
+    listings = [Listing(alias, each) for alias, each in keys.items()]
+    _wait(listings)
+    problems = {each.alias: _unread(each) for each in listings if not each.is_read.is_set()}
+    return _rows(listings, problems)
+
+
+def forget_late(aliases: Iterable[str]) -> None:
+    """Read the locks of *aliases* again: a late listing still has a lock that was freed."""
+    for alias in aliases:
+        _late.pop(alias, None)
+
+
+def _listing(alias: str) -> Listing:
+    """Return the late listing of an earlier page, or a new one; so an alias is read at most half of the time."""
+    late = _late.get(alias)
+    if late is None:
+        return Listing(alias)
+    if not late.is_read.is_set() or late.age < late.took:
+        return late
+    return Listing(alias, before=None if late.error or late.age > KEPT else late)
+
+
+def _wait(listings: Iterable[Listing]) -> None:
+    until = clock.wait_time() + PATIENCE
+    for listing in listings:
+        listing.is_read.wait(max(0.0, until - clock.wait_time()))
+
+
+def _rows(
+    listings: Iterable[Listing], problems: dict[str, str]
+) -> tuple[list[Row], dict[str, str]]:
+    """Return the locks that were read, and *problems* with the errors; aliases with one location share rows."""
     rows: dict[object, Row] = {}
-    problems: dict[str, str] = {}
-    for alias, answer in asked.items():
-        if not answer.done():
-            _hanging[alias] = answer
-            problems[alias] = _("It did not answer within %g s.") % PATIENCE
+    for listing in listings:
+        alias = listing.alias
+        if listing.error:
+            problems[alias] = first_line(listing.error).removeprefix(f"DISTLOCK[{alias!r}]: ")
             continue
-        if error := answer.exception():
-            problems[alias] = first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
-            continue
-        for held in answer.result():
+        for held in [*listing.held]:
             known = locks[alias].location, held.owner_digest, held.key
             before = rows[known].aliases if known in rows else ()
             rows[known] = Row(held, (*before, alias))
     return [*rows.values()], problems
 
 
-def _ask(alias: str) -> _Answer:
-    answer = _hanging.pop(alias, None)
-    if answer and not answer.done():
-        return answer
-    answer = Future()
-    Thread(target=_answer, args=[alias, answer], name="distlock-admin", daemon=True).start()
-    return answer
+def _of_late(listing: Listing) -> str:
+    ago = clock.in_words(listing.age, ngettext)
+    return _("Its list takes long to read. This one is %s old.") % ago
 
 
-def _answer(alias: str, answer: _Answer) -> None:
-    try:
-        answer.set_result(holdings(alias))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other aliases are shown
-        answer.set_exception(error)
-    finally:
-        connections.close_all()
-
-
-def _waiters(backend: BaseLockBackend, held: Held) -> int | None:
-    if held.waiters is None:
-        return waits.count(LockId(backend.location, held.key)) or None
-    if (others := backend.queue.callers(held.key) - 1) == 0 == held.behind:
-        return held.waiters
-    # A waiter on the server counts those of its process, too; behind a holder there is none on the server.
-    if (behind := backend.queue.behind(held.key)) is None:
-        behind = others if backend.waiting.place is Place.NONE else held.behind
-    return held.waiters + behind
+def _unread(listing: Listing) -> str:
+    if number := len(listing.held):
+        text = _("Its list takes long to read. Locks read so far: %d.")
+        return text % number
+    return _("It did not answer within %g s.") % PATIENCE

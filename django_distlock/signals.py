@@ -1,7 +1,7 @@
 """Django signals about locks; the error of a receiver never affects a lock.
 
-The sender is the class of the backend. Every signal has *name* and *using* (the alias); all but the last
-have *template* (what the names of such locks are made of, "" if that is not known), and:
+The sender is the class of the backend. Every signal has *name* and *using* (the alias). All but the last
+have *template*: the text with fields from which such names are made, "" if that is not known. And:
 
 ``lock_acquired``: *lease*, *waited* (seconds)
 ``lock_busy``: *waited* (seconds), *holder*, *remaining* (seconds), *reserved_until*
@@ -9,25 +9,13 @@ have *template* (what the names of such locks are made of, "" if that is not kno
 ``lock_released``: *lease*, *held*, *took* (seconds: how long it was held, how long its release took)
 ``lock_lost``: *lease*, *held* (seconds), *reason*
 ``lock_detached``: *lease*, *held* (seconds)
-``backend_failed``: *error*, of a server that was asked for a lock, and *waited* (seconds); None: for more time
-``lock_forced``: *holder*, whose lease an operator has ended
+``backend_failed``: *error* of the server, and *waited* (seconds) of an acquire; None if a renewal failed
+``lock_forced``: *holder* of the lease that an operator has ended
 """
 
 from __future__ import annotations
 
-from asyncio import _get_running_loop
-from contextvars import copy_context
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
 from django.dispatch import Signal
-
-from .engine.background import background
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from .lease import Lease
 
 lock_acquired = Signal()
 lock_busy = Signal()
@@ -37,28 +25,3 @@ lock_detached = Signal()
 lock_extended = Signal()
 lock_forced = Signal()
 backend_failed = Signal()
-
-#: The lane of receivers; no alias has this name.
-_RECEIVERS = ("receivers",)
-
-
-def announce(signal: Signal, lease: Lease, /, **facts: Any) -> None:
-    """Send *signal*, of this lease, to its receivers."""
-    if signal.receivers:
-        known = {"name": lease.name, "using": lease.using, "template": lease.template}
-        send(signal, type(lease.backend), **known, **facts)
-
-
-def send(signal: Signal, sender: Hashable, **facts: Any) -> None:
-    """Send *signal* to its receivers; Django logs their errors.
-
-    In an event loop another thread sends it: a receiver may block, and the one thread in which
-    Django runs synchronous code may be waiting for this lock.
-    """
-    if not signal.has_listeners(sender):
-        return
-    deliver = partial(signal.send_robust, sender, **facts)
-    if _get_running_loop() is None:
-        deliver()
-    else:
-        background.submit(_RECEIVERS, partial(copy_context().run, deliver))

@@ -1,4 +1,4 @@
-"""For the tests of users: locks that somebody else holds, locks that are free or busy, and what is held."""
+"""Helpers for tests in projects: free or busy locks, a lock that another holder has, and assertions on held locks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from django.test.utils import override_settings
 
 from .backends.dummy import DummyBackend
 from .conf import DEFAULT_ALIAS
-from .engine.holder import Holder
-from .engine.naming import checked_name
 from .engine.registry import registry
 from .engine.values import Busy, Grant
 from .exceptions import LockNotAcquired
+from .ground.holder import Holder
+from .ground.naming import checked_name
 from .handler import locks
 from .lock import lock
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
     from .engine.values import Request
 
-#: Who has the locks that nobody has.
+#: The holder that busy locks show.
 SOMEBODY_ELSE = Holder("elsewhere", 1, "MainThread", purpose="somebody else")
-#: The settings of an alias that say nothing of its server.
+#: The settings of an alias that do not depend on its backend.
 _TERMS = {"TTL", "TIMEOUT", "KEY_PREFIX", "STRICT"}
 
 
 class BusyBackend(DummyBackend):
-    """Refuses everything to everybody, and lets nobody wait."""
+    """Refuses every lock at once, to every caller."""
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         raise LockNotAcquired(request.name, 0.0, SOMEBODY_ELSE)
 
@@ -42,18 +42,18 @@ class BusyBackend(DummyBackend):
 
 
 class override_locks(override_settings):  # noqa: N801 - as Django's override_settings
-    """Have all locks *free* for everybody, or *busy*: a decorator, or for ``with``, as override_settings().
+    """Make all locks *free* or *busy*: a decorator and context manager, as override_settings().
 
-    Free locks exclude nobody and have no fencing tokens. Busy ones are refused at once, whatever the timeout.
+    Free locks exclude nobody and have no fencing tokens. Busy locks are refused at once, whatever the timeout.
     """
 
     def __init__(self, *, free: bool = False, busy: bool = False) -> None:
-        """Raise TypeError unless it is one of both."""
+        """Raise TypeError unless exactly one of both is True."""
         if free is busy:
             msg = "override_locks() takes free=True or busy=True."
             raise TypeError(msg)
         kind = DummyBackend if free else BusyBackend
-        # Also where tests keep the backend of an alias.
+        # TEST: also if the alias keeps its own backend in tests.
         instead = {"BACKEND": f"{kind.__module__}.{kind.__name__}", "TEST": {"BACKEND": None}}
         written: dict[str, Any] = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
         aliases = {
@@ -67,7 +67,7 @@ class override_locks(override_settings):  # noqa: N801 - as Django's override_se
 def held_elsewhere(
     name: str, using: str = DEFAULT_ALIAS, *, shared: bool = False, ttl: float = 600.0
 ) -> Iterator[None]:
-    """Have somebody else hold the lock *name* in the block: it is busy, for this thread too.
+    """Make another holder hold the lock *name* in the block, so that it is busy, for this thread too.
 
     AssertionError if it is held already.
     """
@@ -101,7 +101,7 @@ def assert_not_held(name: str | None = None, using: str = DEFAULT_ALIAS) -> None
 
 
 def reset_locks() -> None:
-    """Give back what this process holds, and forget all locks that are in memory."""
+    """Release all locks of this process, and drop all locks that are in memory."""
     registry.release_all()
     locks.reset()
 

@@ -1,4 +1,4 @@
-"""Locks and the caller's transactions: releasing after their end, warning where the order is wrong."""
+"""Locks and the caller's transactions: release after their end, and warnings about a wrong order."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ import threading
 import warnings
 import weakref
 from asyncio import _get_running_loop
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
-from .engine.naming import log_fields, printable
 from .exceptions import LockError, ReleasedBeforeCommit, SnapshotBeforeLock
+from .ground.naming import log_fields, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    from .lease import Lease
+    from .engine.lease import Lease
 
 logger = logging.getLogger("django_distlock")
 _PACKAGE = __name__.rpartition(".")[0]
-#: What was warned of in each file: the registries of ``warnings``, for places that are not the caller's line.
+#: The registries of ``warnings`` by file, for warnings that are not about the caller's line.
 _told: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
 
 
 def open_here() -> tuple[Any, ...]:
-    """Return what stands for each transaction of this thread: its outermost atomic block.
+    """Return a mark for each open transaction of this thread: its outermost atomic block.
 
-    For a connection without autocommit it is the connection, whether a statement has begun one or not.
+    The mark of a connection without autocommit is the connection, even if no statement has begun a transaction.
     """
     found: tuple[Any, ...] = ()
     for connection in _used_here():
@@ -55,51 +56,58 @@ def still_open(marks: Collection[Any] | None) -> list[BaseDatabaseWrapper]:
 
 
 def release_at_end(lease: Lease, open_ones: Sequence[BaseDatabaseWrapper]) -> None:
-    """Release *lease* once after the transactions of *open_ones* have ended.
+    """Release *lease* when the transactions of *open_ones* have ended; a rollback counts as an error."""
 
-    Django calls its on-commit functions after a commit, and drops them at a rollback and when the
-    connection is closed. A finalizer then releases the lease.
-    """
-    last = _LastEnd(lease, len(open_ones))
+    def release(is_committed: bool) -> None:
+        lease.note_end(is_committed=is_committed)
+        try:
+            if lease.is_entered:
+                lease.release_now()
+        except LockError:
+            # An error after a commit would look as if the data was not committed.
+            logger.exception(
+                "Lock %s could not be released after the end of its transaction",
+                printable(lease.name),
+                extra=log_fields(lease.name, lease.using),
+            )
+
+    lease.await_end()
+    call_at_end(open_ones, release)
+
+
+def call_at_end(open_ones: Sequence[BaseDatabaseWrapper], then: Callable[[bool], None]) -> None:
+    """Call *then* when the transactions of *open_ones* have ended, with True if all of them were committed."""
+    left, results = len(open_ones), list[bool]()
+
+    def note(is_committed: bool) -> None:
+        results.append(is_committed)
+        if len(results) == left:
+            then(all(results))
+
     for connection in open_ones:
-        waiting: list[Any] = connection.run_on_commit
-        savepoints: set[Any] = set()
-        end = _End(last)
-        if _is_manual(connection):
-            end.told_by = ()
-            # MySQL and SQLite commit, too, when autocommit is turned on.
-            connection.run_commit_hooks_on_set_autocommit_on = True
-            _Telling.instead_of("commit", connection)
-        else:
-            # As on_commit() in the outermost block: an inner block's function is dropped with its savepoint.
-            outside = connection.atomic_blocks.index(_outermost(connection))
-            savepoints.update(connection.savepoint_ids[:outside])
-            if outside:  # in the block of a TestCase
-                end.told_by = (connection.savepoint_ids[outside - 1],)
-                _Telling.instead_of("savepoint_commit", connection)
-        waiting.append((savepoints, end, False))
+        _Ends.of(connection).wait(note)
 
 
-def tell_of_release(name: str, open_ones: Iterable[BaseDatabaseWrapper], *, strict: bool) -> None:
-    """Warn that the lock *name* was released inside the atomic blocks of *open_ones*."""
-    for connection in open_ones:
+def tell_of_release(name: str, *, strict: bool) -> None:
+    """Warn if the lock *name* is released inside an open atomic block, even if it was acquired before that."""
+    for connection in still_open(None):
         if connection.in_atomic_block:
             _tell(ReleasedBeforeCommit, name, connection.alias, strict=strict)
 
 
 def tell_of_snapshots(name: str, marks: Collection[Any], *, strict: bool) -> None:
-    """Warn if an open transaction goes on reading what it read before the lock *name* is taken."""
+    """Warn if an open transaction keeps reading data from before the lock *name* was acquired."""
     for connection in still_open(marks):
         if connection.in_atomic_block and _has_snapshot(connection):
             _tell(SnapshotBeforeLock, name, connection.alias, strict=strict)
 
 
 class Block:
-    """The caller's outermost atomic block on one connection; those of a TestCase do not count."""
+    """The caller's outermost atomic block on one connection; blocks of a TestCase do not count."""
 
     def __init__(self, connection: Any, what: str) -> None:
-        """Raise LockError if none is open; *what* needs one."""
-        # One that its thread left open is closed when nobody has it any more.
+        """Raise LockError if no block is open; *what* names the function that needs one."""
+        # A weak reference: a connection that its thread has left open is closed when nothing refers to it.
         self._connection: weakref.ref[BaseDatabaseWrapper] = weakref.ref(connection)
         blocks = connection.atomic_blocks
         #: How many blocks of a TestCase are around it.
@@ -108,7 +116,7 @@ class Block:
             msg = f"{what} needs a transaction: call it inside atomic(using={connection.alias!r})."
             raise LockError(msg)
         self._savepoint = connection.savepoint_ids[self._outside - 1] if self._outside else None
-        # Django drops it when the transaction ends: nothing else tells it from the next.
+        # Django drops it when the transaction ends. There is no other way to recognise the next transaction.
         self._mark: Any = lambda: None
         if not self._outside:
             connection.run_on_commit.append((set(), self._mark, False))
@@ -128,87 +136,105 @@ class Block:
         return bool(self._savepoint in connection.savepoint_ids)
 
 
-class _LastEnd:
-    """Releases a lease once, when the last of the open transactions has ended."""
-
-    def __init__(self, lease: Lease, open_ones: int) -> None:
-        self._lease = lease
-        self._open = open_ones
-
-    def _is_last(self) -> bool:
-        self._open -= 1
-        if self._open == 0:
-            self._lease.awaits_end = False
-        return self._open == 0
-
-    def release(self) -> None:
-        if not self._is_last():
-            return
-        try:
-            if self._lease.is_entered:
-                self._lease.release_now()
-        except LockError:
-            # The data is committed; an error would look as if it was not.
-            logger.exception(
-                "Lock %s could not be released after the commit",
-                printable(self._lease.name),
-                extra=log_fields(self._lease.name, self._lease.using),
-            )
-
-    def drop(self) -> None:
-        self._lease.hold_on_success = 0.0  # rolled back
-        if self._is_last():
-            self._lease.release_later()
+#: The mark of a transaction of a caller that has turned autocommit off: it ends with commit() or rollback().
+_BY_HAND = "by hand"
+#: The mark of a transaction that ends with its outermost block. In a TestCase the mark is that block's savepoint.
+_BLOCK = "block"
 
 
-class _End:
-    """The end of one transaction: Django calls it at the commit, or drops it."""
+class _Ends:
+    """Replaces the methods of a connection that end transactions, and then calls the functions that wait for an end.
 
-    #: The arguments of the call that ends it, if Django's on-commit functions come later than that or never.
-    told_by: tuple[Any, ...] | None = None
-
-    def __init__(self, last: _LastEnd) -> None:
-        self._last = last
-        # A finalizer can run in any thread at any moment, so it does no I/O itself.
-        self._dropped = weakref.finalize(self, last.drop)
-        self._dropped.atexit = False
-
-    def __call__(self) -> None:
-        self._dropped.detach()
-        self._last.release()
-
-
-class _Telling:
-    """A connection's method that commits, and then calls the ends that wait for it.
-
-    Without autocommit, Django calls on-commit functions only when autocommit is on again, which may
-    be never. In a TestCase it does not call them at all: there, the outermost block of the code
-    under test ends with a savepoint.
+    Django's on-commit functions are not enough: Django drops them at a rollback and after one that fails,
+    keeps them until autocommit is on again, and never calls them in a TestCase.
     """
 
-    def __init__(self, commit: Any, connection: BaseDatabaseWrapper) -> None:
-        self._commit = commit
+    _METHODS = (
+        *("set_autocommit", "close", "commit", "rollback"),
+        *("savepoint_commit", "savepoint_rollback"),
+    )
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
+        self._django = {name: getattr(connection, name) for name in self._METHODS}
+        #: The functions that wait, each with the mark of its transaction.
+        self._waiting: list[tuple[str, Callable[[bool], None]]] = []
+        #: Whether the last transaction was committed; None after set_autocommit().
+        self._outcome: bool | None = None
+        for name in self._METHODS:
+            setattr(connection, name, getattr(self, name))
 
     @classmethod
-    def instead_of(cls, method: str, connection: BaseDatabaseWrapper) -> None:
-        commit = getattr(connection, method)
-        if not isinstance(commit, cls):
-            setattr(connection, method, cls(commit, connection))
+    def of(cls, connection: BaseDatabaseWrapper) -> _Ends:
+        """Return the instance for *connection*, made at the first call."""
+        known = getattr(connection.commit, "__self__", None)
+        return known if isinstance(known, cls) else cls(connection)
 
-    def __call__(self, *savepoint: str) -> None:
-        self._commit(*savepoint)
-        waiting: list[Any] = self._connection.run_on_commit
-        ended = [entry for entry in waiting if getattr(entry[1], "told_by", None) == savepoint]
-        self._connection.run_on_commit = [entry for entry in waiting if entry not in ended]
-        for _, end, _ in ended:
-            end()
+    def wait(self, then: Callable[[bool], None]) -> None:
+        """Call *then* when the open transaction has ended, with True if it was committed."""
+        connection, mark = self._connection, _BLOCK
+        if _is_manual(connection):
+            mark = _BY_HAND
+        elif depth := connection.atomic_blocks.index(_outermost(connection)):
+            mark = connection.savepoint_ids[depth - 1]
+        self._waiting.append((mark, then))
+
+    def set_autocommit(self, autocommit: bool, **options: Any) -> None:
+        """End blocks after their commit or rollback: Django calls its on-commit functions here."""
+        # These functions may run transactions of their own, whose ends are not the end of ours.
+        outcome, self._outcome = self._outcome, None
+        waiting, self._waiting = self._waiting, []
+        try:
+            self._django["set_autocommit"](autocommit, **options)
+        finally:
+            self._waiting = [*waiting, *self._waiting]
+            if self._connection.autocommit:
+                # MySQL and SQLite commit an open transaction when autocommit is turned on.
+                self._end(_BY_HAND, is_committed=True)
+                self._end(is_committed=bool(outcome))
+            elif outcome is not None:  # autocommit could not be turned on again
+                self._end(_BLOCK, is_committed=outcome)
+
+    def close(self) -> None:
+        connection = self._connection
+        try:
+            self._django["close"]()
+        finally:
+            # close() does nothing for an in-memory database, and raises in another thread.
+            if connection.connection is None or connection.closed_in_transaction:
+                self._end(is_committed=False)
+
+    def commit(self) -> None:
+        self._django["commit"]()
+        self._outcome = True
+        self._end(_BY_HAND, is_committed=True)
+
+    def rollback(self) -> None:
+        self._django["rollback"]()
+        self._outcome = False
+        self._end(_BY_HAND, is_committed=False)
+
+    def savepoint_commit(self, sid: str) -> None:
+        self._django["savepoint_commit"](sid)
+        self._end(sid, is_committed=True)
+
+    def savepoint_rollback(self, sid: str) -> None:
+        self._django["savepoint_rollback"](sid)
+        self._end(sid, is_committed=False)
+
+    def _end(self, mark: str | None = None, *, is_committed: bool) -> None:
+        """Call the functions that wait for the end of the transaction with that *mark*, or of any."""
+        ended = [each for each in self._waiting if mark in (None, each[0])]
+        self._waiting = [each for each in self._waiting if each not in ended]
+        with ExitStack() as stack:  # calls all of them, even if an asynchronous exception ends one
+            for _, then in reversed(ended):
+                stack.callback(then, is_committed)
 
 
 def _used_here() -> Sequence[BaseDatabaseWrapper]:
-    """Return the connections that this thread, or this task, has used."""
+    """Return the connections that this thread or task has used."""
     if _get_running_loop() is None:
-        # What Django's own all() asks for alias by alias, at ten times the cost.
+        # The same as `connections.all()`, ten times faster.
         storage = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]  # noqa: SLF001
         if isinstance(storage, threading.local):
             return [*filter(None, map(vars(storage).get, connections))]
@@ -216,12 +242,12 @@ def _used_here() -> Sequence[BaseDatabaseWrapper]:
 
 
 def _mark(connection: BaseDatabaseWrapper) -> Any:
-    """Return what stands for the transaction of *connection*; see open_here()."""
+    """Return the mark of the transaction of *connection*; see open_here()."""
     return connection if _is_manual(connection) else _outermost(connection)
 
 
 def _is_open(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the transaction that _mark() stands for goes on, or may: not every driver tells."""
+    """Return True if the transaction of _mark() is open, or may be: not every driver shows it."""
     if connection.closed_in_transaction:
         return False
     if not _is_manual(connection):
@@ -229,46 +255,51 @@ def _is_open(connection: BaseDatabaseWrapper) -> bool:
     driver: Any = connection.connection
     if connection.vendor == "postgresql":
         return bool(driver.info.transaction_status)
-    # The drivers of MySQL do not show whether a statement has begun one.
+    # The drivers of MySQL do not show whether a statement has begun a transaction.
     return connection.vendor != "sqlite" or bool(driver.in_transaction)
 
 
 def _is_manual(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the caller uses set_autocommit(False) and commits, also around an atomic block."""
+    """Return True if the caller has turned autocommit off and commits itself, also around an atomic block."""
     if connection.in_atomic_block:
         return not connection.commit_on_exit
     return connection.connection is not None and not connection.autocommit
 
 
 def _outermost(connection: BaseDatabaseWrapper) -> Any:
-    if not connection.in_atomic_block:
-        return None
-    # The atomic blocks of a TestCase are not transactions of the code under test.
-    blocks = (b for b in connection.atomic_blocks if not getattr(b, "_from_testcase", False))
-    return next(blocks, None)
+    """Return the outermost atomic block of the code under test; None if there is none.
+
+    Blocks of a TestCase do not count, nor does a block without a savepoint inside them, as its end cannot be seen.
+    """
+    if connection.in_atomic_block:
+        for depth, block in enumerate(connection.atomic_blocks):
+            is_from_testcase = getattr(block, "_from_testcase", False)
+            if not is_from_testcase and (depth == 0 or connection.savepoint_ids[depth - 1]):
+                return block
+    return None
 
 
 def _has_snapshot(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the transaction reads data of an earlier moment; False, too, if only a query could tell."""
+    """Return True if the transaction reads data of an earlier moment; False also if only a query could show it."""
     driver: Any = connection.connection
     level = getattr(connection, "isolation_level", None)
     if connection.vendor == "postgresql":
         is_high = getattr(level, "name", "") in {"REPEATABLE_READ", "SERIALIZABLE"}
-        # A savepoint, too, is a statement, but does not read.
+        # A savepoint is a statement too, but does not read.
         is_first_block = not any(connection.savepoint_ids)
         return is_high and is_first_block and bool(driver.info.transaction_status)
     if connection.vendor == "mysql" and level == "repeatable read":
-        # A write alone makes no snapshot; that of Django returns one column on MariaDB, the key.
+        # A write takes no snapshot; Django's INSERT returns the key on MariaDB, and the fence of a FencedModel.
         last = driver if hasattr(driver, "field_count") else getattr(driver, "_result", None)
         fields = getattr(last, "field_count", 0)
-        return (fields() if callable(fields) else fields) > 1
+        return (fields() if callable(fields) else fields) > 2
     return False
 
 
 def _tell(
     kind: type[ReleasedBeforeCommit | SnapshotBeforeLock], name: str, alias: str, *, strict: bool
 ) -> None:
-    """Warn, once for each place in the code and not for each name; raise an error if *strict*."""
+    """Warn once for each place in the code, whatever the names; if *strict*, raise an error instead."""
     if strict:
         raise kind(name, alias)
     path, line, module = _place()
@@ -279,7 +310,7 @@ def _tell(
 
 def _place() -> tuple[str, int, str]:
     """Return the file, line and module of the code that uses the lock: a decorated function, or our caller."""
-    frame = sys._getframe(1)  # noqa: SLF001 - what warnings does itself
+    frame = sys._getframe(1)  # noqa: SLF001 - as the module warnings does itself
     while frame.f_back and frame.f_globals.get("__name__", "").startswith((_PACKAGE, "contextlib")):
         if locked := frame.f_locals.get("locked"):
             function = inspect.unwrap(locked.function)

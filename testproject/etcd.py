@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django_distlock.backends.base import BaseLockBackend
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.values import Busy, Grant, Held, Release, digest
-from django_distlock.engine.waiting import Place, Waiting, Way
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
+from django_distlock import Holder
+from django_distlock.backends import (
+    BaseLockBackend,
+    Busy,
+    Grant,
+    Held,
+    LockBackendError,
+    LockOutcomeUnknown,
+    Queueing,
+    Release,
+    Waiting,
+    Way,
+    digest,
+)
 
 from .fake_etcd import Delete, KeyValue, Put, connect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from django_distlock.conf import BackendSettings
-    from django_distlock.engine.bells import Bell
-    from django_distlock.engine.values import Request
+    from django_distlock.backends import BackendSettings, Bell, Request
 
 LOCKS = "distlock/lock/"
 RELEASED = "distlock/released/"
+TOKENS = "distlock/tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class EtcdBackend(BaseLockBackend):
     supports_fencing = True
     supports_listing = True
     supports_detach = True
-    waiting = Waiting(way=Way.LISTEN, place=Place.ENQUEUE)
+    waiting = Waiting(way=Way.LISTEN, queueing=Queueing.ENQUEUE)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -55,7 +64,7 @@ class EtcdBackend(BaseLockBackend):
     # The four verbs that every backend has.
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         key, value = LOCKS + request.key, _value(request)
         lease = self._ask("grant", request.ttl)
@@ -65,7 +74,7 @@ class EtcdBackend(BaseLockBackend):
             # Our own, from a request whose reply was lost: it lives its ttl from now.
             is_made, found = self._ask("transaction", key, value, put)
         if is_made:
-            return Grant(found.create_revision)
+            return Grant(self._token(found))
         self._ask("revoke", lease)
         return self._busy(found)
 
@@ -120,7 +129,7 @@ class EtcdBackend(BaseLockBackend):
             if key in {None, own_key} and self.keeps(own_key):
                 owner, name, holder = json.loads(found.value)
                 _, remaining = self._ask("time_to_live", found.lease)
-                known, token = Holder.from_json(holder), found.create_revision
+                known, token = Holder.from_json(holder), self._token(found)
                 yield Held(name, own_key, known, remaining, token, digest(owner))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -132,6 +141,12 @@ class EtcdBackend(BaseLockBackend):
 
     def abandon_after_fork(self) -> None:
         self._etcd, self._watches = connect(self.options.endpoint), {}
+
+    def _token(self, found: KeyValue) -> int:
+        """Return the revision plus an offset, which the first of all processes has written."""
+        began = time.time_ns() // 1000 - found.create_revision
+        _, offset = self._ask("transaction", TOKENS, None, Put(TOKENS, str(began)))
+        return found.create_revision + int(offset.value)
 
     def _extend(self, request: Request) -> bool:
         key, value = LOCKS + request.key, _value(request)
@@ -161,7 +176,7 @@ class EtcdBackend(BaseLockBackend):
         except ConnectionRefusedError as error:  # nothing was sent
             raise LockBackendError(self.alias, "nobody listens at the endpoint") from error
         except OSError as error:  # the request may have arrived
-            problem = f"etcd did not answer: {first_line(error)}"
+            problem = f"etcd did not answer: {error}"
             raise LockOutcomeUnknown(self.alias, problem) from error
 
 

@@ -29,11 +29,11 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class Put:
-    """Write a key, which ends with *lease*."""
+    """Write a key, which ends with *lease*; 0: never."""
 
     key: str
     value: str
-    lease: int
+    lease: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FakeEtcd:
             return number
 
     def keep_alive(self, lease: int) -> bool:
-        """Let a lease live its ttl from now; return whether it has not ended before."""
+        """Extend a lease to its ttl from now; return False if it has ended before."""
         with self._mutex:
             self._expire()
             ttl, _ = self._leases.get(lease, (0.0, 0.0))
@@ -121,7 +121,7 @@ class FakeEtcd:
         return lambda: self._watchers.pop(number, None)
 
     def _put(self, change: Put) -> None:
-        if change.lease not in self._leases:
+        if change.lease and change.lease not in self._leases:
             raise KeyError("requested lease not found")
         old = self._keys.get(change.key)
         created = old.create_revision if old else self._revision
@@ -137,7 +137,7 @@ class FakeEtcd:
         now = _now()
         self._leases = {n: (ttl, end) for n, (ttl, end) in self._leases.items() if end > now}
         for found in list(self._keys.values()):
-            if found.lease not in self._leases:
+            if found.lease and found.lease not in self._leases:
                 self._delete(found.key)
 
 

@@ -1,4 +1,4 @@
-"""What a fee is, and what a balance tells about the fees taken from it: arithmetic, no I/O."""
+"""Fees, and how many of them a balance has lost: arithmetic, no I/O."""
 
 from __future__ import annotations
 

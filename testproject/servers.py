@@ -38,7 +38,7 @@ def read_line(process: Process) -> str:
 
 
 def begin(process: Process) -> None:
-    """Tell the process to go; one that has died already shows that by its exit status."""
+    """Start the work of the process; one that has died already shows that by its exit status."""
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write("go\n")

@@ -60,7 +60,7 @@ def book(account: Account, fee: Decimal) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What an account holds, and what it should hold."""
+    """The fees charged to an account, how many of them its balance lacks, and the balances: found and expected."""
 
     made: int
     lost: int

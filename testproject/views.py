@@ -136,5 +136,5 @@ def charged(request: HttpRequest, account_id: int, fee: Decimal) -> HttpResponse
 
 
 def wants_json(request: HttpRequest) -> bool:
-    """Tell whether the client likes JSON better than a page."""
+    """Return whether the client prefers JSON to a page."""
     return request.get_preferred_type(["text/html", "application/json"]) == "application/json"

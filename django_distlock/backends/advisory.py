@@ -15,14 +15,14 @@ from .session.postgresql import PostgreSQLAdvisory
 class AdvisoryOptions(ConnectionOptions):
     """OPTIONS of AdvisoryBackend.
 
-    fencing: give fencing tokens and tell holders, by a row beside each lock; False: no rows at all.
+    fencing: issue fencing tokens and show holders, by a row for each lock; False: no rows.
     """
 
     fencing: bool = True
 
 
 class AdvisoryBackend(SessionBackend):
-    """The fastest lock of a database: its server remembers it, and writes nothing for it."""
+    """The fastest lock in a database: the server keeps it in memory."""
 
     options_class = AdvisoryOptions
     options: AdvisoryOptions

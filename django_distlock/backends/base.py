@@ -1,35 +1,47 @@
-"""What every backend is: a few verbs to write; the acquire loop and the async twins for free."""
+"""The base class of backends: the verbs that each backend writes, and async twins that run them in threads."""
 
 from __future__ import annotations
 
 import logging
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
+from secrets import token_hex
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from django.core.checks import CheckMessage, Error
 
 from django_distlock.conf import BackendSettings, NoOptions, checked_options
-from django_distlock.engine import clock
+from django_distlock.engine.announcements import send
 from django_distlock.engine.background import VerbThreads
 from django_distlock.engine.bells import TaskBell, ThreadBell
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.leftovers import Leftovers, until_done
 from django_distlock.engine.local_queue import LocalQueue
-from django_distlock.engine.naming import log_fields, printable, server_key
 from django_distlock.engine.registry import registry
 from django_distlock.engine.steps import Steps, settled
-from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, digest
-from django_distlock.engine.waiting import Place, Waiting, Way
+from django_distlock.engine.values import (
+    Busy,
+    Grant,
+    Held,
+    Purged,
+    Release,
+    Request,
+    Secret,
+    digest,
+)
+from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
-from django_distlock.signals import lock_forced, send
+from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import log_fields, printable, server_key
+from django_distlock.signals import lock_forced
 
 logger = logging.getLogger("django_distlock")
 
-#: Keys that a backend remembers, so as not to make them anew.
+#: By alias: the locks in the memory of this process, kept here so that a change of settings does not drop held ones.
+memory: dict[str, Any] = {}
+#: How many keys a backend caches.
 KEYS = 1024
 _T = TypeVar("_T")
 
@@ -37,36 +49,33 @@ _T = TypeVar("_T")
 class BaseLockBackend(ABC):
     """One alias of DISTLOCK in this process, shared by all its threads and tasks.
 
-    A backend writes the verbs; each is one round trip, waits for nobody, and raises
-    LockBackendError (LockOutcomeUnknown where a request may have arrived). Those that begin with
-    an *a* more are for asyncio; here they run the others in threads.
+    A backend implements the verbs. Each is one round trip, does not wait for a busy lock, and raises
+    LockBackendError (LockOutcomeUnknown if the request may have arrived). Verbs that begin with *a* are
+    for asyncio; here they run the others in threads.
     """
 
-    #: The class of its OPTIONS: a frozen dataclass, its fields are the known options.
+    #: The class of its OPTIONS: a frozen dataclass with one field for each option.
     options_class: ClassVar[type] = NoOptions
-    #: What it can do; for some it depends on the server or the OPTIONS.
+    #: Its features; in some backends they depend on the server or the OPTIONS.
     supports_fencing: bool = False
     supports_shared: bool = False
     supports_fair: ClassVar[bool] = False
     supports_listing: bool = False
     supports_purge: bool = False
     supports_detach: ClassVar[bool] = False
-    #: min_hold and lock_delay.
-    supports_delays: ClassVar[bool] = False
-    #: Seconds for which the server can refuse a lock to others after its lease has ended.
-    longest_lock_delay: ClassVar[float] = math.inf
-    #: Whether extend() lets a lease live longer; else it only tells whether it is still there.
+    supports_min_hold: ClassVar[bool] = False
+    #: Whether extend() prolongs a lease; otherwise it only returns whether the lease is still held.
     supports_extend: ClassVar[bool] = True
     #: Whether a lock ends with the connection or session that holds it, not with a ttl alone.
     session_bound: ClassVar[bool] = False
-    #: Whose clock ends a lease on the server: "server", "client" or "session".
+    #: The clock that ends a lease on the server: "server", "client", or "session" (it ends with that).
     clock: ClassVar[str] = "server"
-    #: What stands in front of its keys, for backends that share a table.
+    #: The first part of its keys, for backends that share a table.
     kind: ClassVar[str] = ""
-    #: What request() makes.
+    #: The class of the requests that request() makes.
     request_class: ClassVar[type[Request]] = Request
 
-    #: How waiters wait; for some it depends on the server or the OPTIONS.
+    #: How waiters wait; in some backends it depends on the server or the OPTIONS.
     waiting: Waiting = Waiting()
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -77,9 +86,9 @@ class BaseLockBackend(ABC):
         self.key_prefix = settings.key_prefix
         self.strict = settings.strict
         self.options: Any = self.options_class(**settings.options)
-        #: Where its locks are: aliases of one location meet the same locks by the same keys.
+        #: The place of its locks: in aliases with the same location, the same key is the same lock.
         self.location: Hashable = (type(self), settings.alias)
-        #: Returns what the server knows a name by.
+        #: Returns the key of a name on the server.
         self.key_of = lru_cache(KEYS)(partial(server_key, prefix=self.key_prefix, kind=self.kind))
         self.queue = LocalQueue()
         self._threads = VerbThreads(settings.alias)
@@ -87,73 +96,72 @@ class BaseLockBackend(ABC):
 
     @classmethod
     def for_settings(cls, found: BackendSettings) -> BaseLockBackend:
-        """Return the backend that *found* stands for: of this class, or of one that this class chooses."""
+        """Return a backend with the settings *found*: of this class, or of another that this class chooses."""
         return cls(checked_options(cls, found))
 
     # The verbs to write.
 
     @abstractmethod
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Ask once. The same owner again gets the same grant.
+        """Try to acquire the lock once. The same owner gets the same grant again.
 
-        *queued*: for how many callers of this process it has a place on the server, or is to get one if it
-        is refused; 0: none. With ``Way.ON_SERVER`` the server makes it wait for the *left* seconds that
-        its caller has (None: as long as it takes).
+        *queued*: whether it has a place on the server, or gets one if it is refused. With ``Way.ON_SERVER``
+        the server lets it wait for the *left* seconds of its caller (None: no limit).
         """
 
     @abstractmethod
     def release(self, request: Request) -> Release:
-        """Give back what this owner holds, and wake who is next. Again: the same answer."""
+        """Release the lock of this owner, and wake the next waiter. A repetition returns the same answer.
+
+        The ``min_hold`` of *request* reserves the lock only if its lease has not ended yet.
+        """
 
     @abstractmethod
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Let each live at least its ttl from now, if it is still its owner's; tell which are."""
+        """Prolong each lease that its owner still holds to at least its ttl from now; return which are held."""
 
     @abstractmethod
     def probe(self, request: Request) -> Busy | None:
-        """Look, without taking it, whether the lock is held, and by whom."""
+        """Return the holder of the lock without acquiring it; None if it is free."""
 
     def server_of(self, request: Request) -> Hashable:
-        """Tell apart servers that may fail one without the other; extend() is asked for those of one."""
+        """Return an identity of the request's server; one call of extend() gets the requests of one server."""
         return None
 
-    def leaves_line(self, request: Request) -> bool:
-        """Return whether to wait on the server, not in the line of this process: other processes see it there."""
-        return False
-
     def interrupt(self, request: Request) -> None:
-        """End a try of this request that another thread waits in on the server. No I/O that blocks."""
+        """End a try of this request in which another thread waits on the server. Must not block."""
 
     def is_session_over(self, request: Request) -> bool:
-        """Return whether the session that holds it is known to be gone. No I/O that blocks."""
+        """Return True if the session that holds the lock is known to have ended. Must not block."""
         return False
 
     def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
-        """Take a place in the server's queue; *bell* is rung when it is worth to try again."""
+        """Take a place in the server's queue; *bell* rings when the waiter should try again."""
 
     def dequeue(self, request: Request) -> None:
-        """Give the place up."""
+        """Give up the place in the server's queue."""
 
-    def is_behind(self, request: Request) -> bool:
-        """Return whether another waiter of this process is before it, looks for both, and rings when it leaves."""
+    def has_leader(self, request: Request) -> bool:
+        """Return True if another waiter of this process keeps its place, and rings its bell on leaving."""
         return False
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        """Wait until woken, for up to *seconds*: on *bell*, or on what the server has for this waiter."""
+        """Wait for up to *seconds* until *bell*, or the server's own signal for this waiter, wakes it."""
         bell.wait(seconds)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         await bell.wait(seconds)
 
     def forget_bell(self, request: Request) -> None:
-        """Ring no more for this request. No I/O."""
+        """Stop ringing the bell of this request. No I/O."""
 
     def take_over(self, request: Request, former: str) -> bool:
-        """Have this owner hold what *former* holds, for its own ttl from now; tell whether it was held still.
+        """Move the lease of *former* to this owner, for its own ttl from now; return False if it was not held.
 
-        The same token. Again: the same answer. *former* holds it no more: only one can take it over.
+        The token stays the same, and *former* no longer holds the lock, so only one owner can take it over.
+        A repetition returns the same answer.
         """
         raise NotSupported(self.alias, "Lease.attach()", "The lock is bound to its process.")
 
@@ -161,34 +169,34 @@ class BaseLockBackend(ABC):
         return await self._threads.run_release(lambda: self.take_over(request, former))
 
     def guard(self, request: Request, token: int, using: str) -> None:
-        """Do what ``Lease.guard()`` promises."""
+        """Implement ``Lease.guard()``."""
         raise NotSupported(
             self.alias, "guard()", "Locks must live in the database that they protect."
         )
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        """Tell the locks of this alias that are held, for operators: all, or the one with this *key*."""
+        """Return the held locks of this alias, for operators: all of them, or the one with this *key*."""
         raise NotSupported(self.alias, "listing")
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        """End the holding that *owner_digest* names, and no other; tell whether it was there."""
+        """End the holding with this *owner_digest*, and no other; return whether there was one."""
         raise NotSupported(self.alias, "force_release()")
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
     ) -> Iterator[Purged]:
-        """Delete what has been stale or free for longer than *older_than* seconds, batch by batch.
+        """Delete records that have been stale or free for more than *older_than* seconds, in batches.
 
-        With *dry_run* tell what would be deleted. Safe beside itself and beside traffic.
+        With *dry_run* only count them. Safe to run several times at once, and while locks are used.
         """
         raise NotSupported(self.alias, "purge()", "It leaves no records behind.")
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Return what ``manage.py check`` should say; servers are asked only for *databases*."""
+        """Return the messages for ``manage.py check``; connect to servers only if *databases* are given."""
         return []
 
     def check_server(self, place: str) -> list[CheckMessage]:
-        """Look at a lock, and return an error if the server cannot be asked; *place* is where it should listen."""
+        """Probe a lock; return an error if the server does not answer. *place*: the address for the message."""
         try:
             self.probe(self.request("check", ttl=self.ttl, holder=Holder.current("check")))
         except LockBackendError as error:
@@ -196,20 +204,20 @@ class BaseLockBackend(ABC):
         return []
 
     def close(self) -> None:
-        """Let connections and threads go; they come back when they are needed."""
+        """Close connections and end threads; they are opened again when they are needed."""
         self._threads.close()
 
-    def say_goodbye(self, seconds: float) -> None:
-        """Free at the exit of the process, in so many seconds at most, what a session alone keeps."""
+    def close_at_exit(self, seconds: float) -> None:
+        """Close the sessions at the exit of the process, to free their locks; takes at most so many *seconds*."""
 
     def abandon_after_fork(self) -> None:
-        """Drop what belongs to the parent process, without a word to the server."""
+        """Drop the parent's connections in a forked child, and send nothing to the server."""
 
-    # What comes for free.
+    # The rest needs no change in a backend.
 
     @property
     def wakes_waiters(self) -> bool:
-        """Whether a release wakes who is next."""
+        """Whether a release wakes the next waiter."""
         return self.waiting.way is Way.LISTEN
 
     def check_ttl(self, ttl: float) -> None:
@@ -217,19 +225,20 @@ class BaseLockBackend(ABC):
 
     def request(self, name: str, **wishes: Any) -> Request:
         """Return a request for *name*, with its key and a new owner."""
-        return self.request_class(name, self.key_of(name), **wishes)
+        owner = Secret(token_hex(16))  # as new_owner(), without a call
+        return self.request_class(name, self.key_of(name), owner=owner, **wishes)
 
     def force_release(self, key: str, owner_digest: str, *, by: str = "an operator") -> bool:
-        """Free what somebody holds, if it is the holding that was shown; tell whether it was.
+        """Free the lock if its holding is still the one that was shown; return whether it was.
 
-        The holder learns it at its next renewal at the latest, at once in this process; fenced data refuses it.
-        The log says who did it: *by*.
+        A holder in this process gets LockLost at once, another one at its next renewal. Fenced data refuses its
+        writes. *by* is named in the log.
         """
         if not self.supports_listing:
             raise NotSupported(self.alias, "force_release()")
         if not self.keeps(key):
             return False
-        # To its end: a query that is left open stands in the way of writers.
+        # Read the whole result: an open query blocks writers.
         shown = {held.owner_digest: held for held in settled(lambda: [*self.held(key)])}
         ended = shown.get(owner_digest)
         if ended is None or not self._end_shown(key, owner_digest):
@@ -238,9 +247,7 @@ class BaseLockBackend(ABC):
             is_here = lease.backend.location == self.location
             if is_here and digest(lease.request.owner) == owner_digest:
                 lease.lose("its release was forced by an operator")
-        state = (
-            "reserved by min_hold or lock_delay" if ended.reserved else f"held by {ended.holder}"
-        )
+        state = "reserved by min_hold" if ended.reserved else f"held by {ended.holder}"
         logger.warning(
             "Lock %s, %s: its release was forced by %s",
             printable(ended.name),
@@ -259,44 +266,54 @@ class BaseLockBackend(ABC):
         try:
             return self.end_holding(key, owner_digest)
         except LockOutcomeUnknown:
-            # It was held a moment ago: if it is not any more, the request whose reply was lost has ended it.
+            # It was held a moment ago, so if it is free now, the request without a reply has ended it.
             self.end_holding(key, owner_digest)
             return True
 
     def abandon(self, request: Request) -> Release:
-        """Give back whatever the server has for this owner, granted or waiting."""
-        if self.waiting.place is not Place.NONE:
+        """Release the lock of this owner, and give up its place in the queue."""
+        if self.waiting.queueing is not Queueing.NONE:
             self.dequeue(request)
         return self.release(request)
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
-        """abandon() each of them for good: where the server can, it refuses what of their owners arrives late.
+        """abandon() each request for good: some servers then refuse requests of its owner that arrive late.
 
-        Raise nothing: an error is the outcome of its own request alone.
+        Never raise: an error is returned as the outcome of its request.
         """
         return [self._outcome(request) for request in requests]
 
     def _outcome(self, request: Request) -> Release | Exception:
         try:
             return self.abandon(request)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others are no worse for it
+        except Exception as error:  # noqa: BLE001 - one failure must not stop the others
             return error
 
     def abandon_later(self, request: Request) -> None:
-        """Have it given back for good in the background, until that has worked or the ttl is over."""
+        """Release the lock for good in the background: tries until it works or the ttl has passed."""
         self._threads.after(request, partial(self._leftovers.add, request))
 
     def dequeue_later(self, request: Request) -> None:
-        """Have its place given up in the background."""
+        """Give up the place in the queue in the background."""
         job, ends = partial(self.dequeue, request), clock.lease_time() + request.ttl
         self._threads.after(request, partial(until_done, self.alias, job, ends))
 
     async def atry_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
+        wait = Wait(left)
+
+        def ask() -> Grant | Busy:
+            # The wait for a thread counts against the timeout, but not against the lease.
+            start = clock.lease_time()
+            answer = self.try_acquire(request, queued=queued, left=wait.left)
+            if isinstance(answer, Grant) and answer.start is None:
+                return Grant(answer.token, start)
+            return answer
+
         waits = queued and self.waiting.way is Way.ON_SERVER
         run = self._threads.run_wait if waits else self._threads.run_try
-        return await run(request, lambda: self.try_acquire(request, queued=queued, left=left))
+        return await run(request, ask, left)
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         await self._threads.run_try(request, lambda: self.enqueue(request, bell))
@@ -314,7 +331,7 @@ class BaseLockBackend(ABC):
         await self._threads.run_release(lambda: self.abandon(request))
 
 
-#: What drivers and servers write, and what to do about it. The first that fits is given.
+#: By pattern in the text of an error: the hint for it. The first match is used.
 ADVICE = {
     r"no master found": (
         "Start the Sentinels, or correct the settings: are they listening on {place}, and is that the master's name?"
@@ -322,6 +339,7 @@ ADVICE = {
     r"invalid connection option|unexpected keyword|invalid keyword|invalid integer": (
         "Correct the settings: the driver refuses one of them."
     ),
+    r"pooling mode": "Or let OPTIONS 'using' name an alias of DATABASES that connects to the server directly.",
     r"to database|database \S+ does not exist|unknown database|db index": (
         "Create the database, or correct its name in the settings; the user needs the right to use it."
     ),
@@ -356,15 +374,15 @@ def server_error(error: LockBackendError, place: str) -> Error:
 
 
 class Run(Protocol):
-    """Has steps carried out, and returns their result."""
+    """Runs steps to their end and returns their result."""
 
     def __call__(self, steps: Steps[Any, _T], /) -> _T: ...
 
 
-class Verbs(Protocol):
+class VerbSteps(Protocol):
     """The verbs of a backend, as steps."""
 
-    def acquire(self, request: Request, *, queued: int) -> Steps[Any, Grant | Busy]: ...
+    def acquire(self, request: Request, *, queued: bool) -> Steps[Any, Grant | Busy]: ...
     def release(self, request: Request) -> Steps[Any, Release]: ...
     def extend(self, requests: Sequence[Request]) -> Steps[Any, list[bool]]: ...
     def take_over(self, request: Request, former: str) -> Steps[Any, bool]: ...
@@ -374,7 +392,7 @@ class Verbs(Protocol):
 class StepsBackend(BaseLockBackend):
     """A backend whose verbs are written once, as steps, for threads and for asyncio."""
 
-    _verbs: Verbs
+    _verbs: VerbSteps
     _run: Run
 
     @abstractmethod
@@ -382,12 +400,12 @@ class StepsBackend(BaseLockBackend):
         raise NotImplementedError
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         return self._run(self._verbs.acquire(request, queued=queued))
 
     async def atry_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         return await self._arun(self._verbs.acquire(request, queued=queued))
 

@@ -1,6 +1,6 @@
 """CacheBackend: keeps locks on the server of an alias in CACHES; the class of the alias decides how.
 
-AddBackend is one of the ways: by add(), get() and delete() of a cache whose add() is trusted to be atomic.
+AddBackend uses add(), get() and delete() of a cache whose add() is trusted to be atomic.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from django.core.cache import BaseCache, caches
 from django.core.checks import CheckMessage
 
 from django_distlock.conf import BackendSettings, checked_options
-from django_distlock.engine import clock
 from django_distlock.engine.values import Busy, Grant, Release, Request
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, root_cause
+from django_distlock.ground import clock
 
 from .base import BaseLockBackend
 from .cache_alias import (
@@ -34,7 +34,7 @@ from .cache_alias import (
 from .locmem import LocMemBackend
 from .memcached import CacheMemcachedBackend
 
-#: Classes, or their packages, whose server speaks the protocol of Redis.
+#: Cache classes, or their packages, whose server speaks the protocol of Redis.
 REDIS = (
     "django_redis.cache.RedisCache",
     "django.core.cache.backends.redis.RedisCache",
@@ -134,7 +134,7 @@ def _chosen(name: object, options: dict[str, Any]) -> type[BaseLockBackend]:
 
 @dataclass(frozen=True, slots=True)
 class AddOptions:
-    """The OPTIONS for an alias of a class whose add() *trust_add* says to succeed for one caller only."""
+    """OPTIONS of AddBackend; *trust_add* names the cache classes whose add() succeeds for one caller only."""
 
     cache: str = "default"
     trust_add: Sequence[str] = field(default=())
@@ -162,7 +162,7 @@ class AddBackend(CacheKeyBackend):
         return Request(name, plain_key(self.key_of(name), room), **wishes)
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         """Add the key; if it exists, it may be our own, from a request whose reply was lost."""
         self._prove()
@@ -205,7 +205,7 @@ class AddBackend(CacheKeyBackend):
         del caches[self.options.cache]
 
     def _add(self, key: str, value: str, ttl: float) -> bool:
-        """Return whether the key was added; an answer that is not a bool hides an error."""
+        """Return whether the key was added; LockOutcomeUnknown for an answer that is no bool, which hides an error."""
         answer = self._ask("add", key, value, timeout=whole_seconds(ttl))
         if answer is True or answer is False:
             return answer
@@ -233,9 +233,9 @@ class AddBackend(CacheKeyBackend):
         """Call the cache of this thread; its errors become LockOutcomeUnknown."""
         try:
             return getattr(caches[self.options.cache], verb)(*args, **options)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it goes on as the cause
             problem = f"{verb}() of the cache {self.options.cache!r} failed: {error}"
-            raise LockOutcomeUnknown(self.alias, problem) from error
+            raise LockOutcomeUnknown(self.alias, problem) from root_cause(error)
 
 
 def is_trusted(kind: type, trusted: object) -> bool:

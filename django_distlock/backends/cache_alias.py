@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from django.core.cache import DEFAULT_CACHE_ALIAS, BaseCache, caches
@@ -14,11 +14,11 @@ from django.core.checks import CheckMessage, Warning as CheckWarning
 from django.utils.module_loading import import_string
 
 from django_distlock.conf import BackendSettings
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import printable
-from django_distlock.engine.values import Busy, RecentOwners
+from django_distlock.engine.values import Busy, RecentOwners, Secret
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import InvalidLockBackend
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import printable
 
 from .base import BaseLockBackend
 
@@ -30,15 +30,15 @@ LONGEST_KEY = 250
 _PLAIN = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _UNSAFE = re.compile(r"[^\x21-\x7e]+", re.ASCII)
 _STUB = 60
-#: Characters of a lock's name that are kept for people who look into the cache.
+#: Characters of a lock's name that are stored for people who look into the cache.
 _LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the value of a key says. *ends* is on the lease clock of the owner's machine."""
+    """The value of a key. *ends* is a time on the lease clock of the owner's machine."""
 
-    owner: str
+    owner: str = field(repr=False)
     ends: float
     name: str
     holder: Holder | None
@@ -46,11 +46,11 @@ class Record:
     def pack(self) -> str:
         holder = self.holder.to_json() if self.holder else ""
         known = {"owner": self.owner, "ends": self.ends, "holder": holder}
-        return json.dumps({**known, "name": printable(self.name, _LONGEST_NAME)})
+        return Secret(json.dumps({**known, "name": printable(self.name, _LONGEST_NAME)}))
 
     @classmethod
     def unpack(cls, value: Any) -> Record:
-        """Return what *value* says; what is no record of ours is held by nobody known."""
+        """Return the record in *value*; a foreign value becomes a record without owner and holder."""
         try:
             known = json.loads(value)
             holder = Holder.from_json(known["holder"])

@@ -1,4 +1,4 @@
-"""A backend that is always free and keeps nothing: for tests of code around locks."""
+"""A backend that always grants and stores nothing, for tests of code that uses locks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from .base import BaseLockBackend
 
 
 class DummyBackend(BaseLockBackend):
-    """Grants everything to everybody: nothing is excluded."""
+    """Grants every lock to every caller, so it excludes nobody."""
 
     supports_shared = True
     supports_detach = True
-    supports_delays = True
+    supports_min_hold = True
     clock = "client"
     waiting = Waiting(in_line=False)
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         return Grant(token=None)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from django.db import connections
 
 from django_distlock import conf
 from django_distlock.conf import BackendSettings
-from django_distlock.engine import clock
 from django_distlock.engine.bells import Bell
 from django_distlock.engine.values import (
     Busy,
@@ -24,11 +23,16 @@ from django_distlock.engine.values import (
     digest,
     digest_of_reservation,
 )
-from django_distlock.engine.waiting import Place, Waiting, Way
+from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import StaleFencingToken
+from django_distlock.ground import clock
+from django_distlock.ground.mutexes import owned, section
 from django_distlock.transactions import Block
 
-from .base import BaseLockBackend
+from .base import BaseLockBackend, memory
+
+if TYPE_CHECKING:
+    from _thread import RLock
 
 
 @dataclass(slots=True)
@@ -54,24 +58,23 @@ class _Holding:
 
 
 @dataclass(slots=True)
-class _Record:
-    """One lock. Instants are seconds on the lease clock. *last*: who acquired it last."""
+class _MemoryRecord:
+    """One lock. Times are on the lease clock. *last*: the holding that was acquired last."""
 
     available: float = 0.0
     last: _Holding | None = None
     holdings: dict[str, _Holding] = field(default_factory=dict)
     waiters: dict[str, tuple[Request, Bell]] = field(default_factory=dict)
-    #: The transactions that are guarded until they end.
+    #: The transactions that guard() protects until they end.
     guarded: list[Block] = field(default_factory=list)
 
     def expire(self, now: float) -> None:
         for owner, holding in list(self.holdings.items()):
             if holding.expires <= now:
                 del self.holdings[owner]
-                self.available = max(self.available, holding.expires + holding.request.lock_delay)
 
     def admits(self, request: Request, now: float) -> bool:
-        """Return whether *request* may have it now: free for it, and nobody it must let in first."""
+        """Return True if *request* can have the lock now: it is free for it, and no earlier waiter is first."""
         if now < self.available or self._is_behind(request):
             return False
         if not self.holdings and self.is_guarded():
@@ -89,12 +92,12 @@ class _Record:
         return Busy(last.request.holder if last else None, left, reserved=bool(left and not last))
 
     def is_over(self, now: float) -> bool:
-        """Return whether nobody has it or wants it, and nothing has to be remembered since *now*."""
+        """Return True if nobody holds or wants the lock, and no reservation lasts at *now*."""
         is_in_use = self.holdings or self.waiters or self.is_guarded()
         return not is_in_use and self.available <= now
 
     def listed(self, now: float) -> list[Held]:
-        """Return, for operators, who has it, or what min_hold or lock_delay of its last holder reserves."""
+        """Return its holdings for operators, or the reservation (min_hold) of its last holder."""
         waiters, last = len(self.waiters), self.last
         if self.holdings or self.available <= now or last is None:
             return [each.held(digest(owner), waiters, now) for owner, each in self.holdings.items()]
@@ -105,9 +108,9 @@ class _Record:
         return [replace(shown, holder=None, remaining=left, shared=False, reserved=True, age=None)]
 
     def wake(self) -> None:
-        """Ring the first waiter; with a reader, all the readers before the first writer.
+        """Ring the first waiter; if it is a reader, ring all readers before the first writer.
 
-        One whose event loop is gone loses its place.
+        A waiter whose event loop has ended loses its place.
         """
         has_readers = False
         for owner, (request, bell) in list(self.waiters.items()):
@@ -129,6 +132,16 @@ class _Record:
         return False
 
 
+@dataclass(slots=True)
+class _Memory:
+    """The locks of one alias."""
+
+    mutex: RLock = field(default_factory=section)
+    records: dict[str, _MemoryRecord] = field(default_factory=dict)
+    released: RecentOwners = field(default_factory=RecentOwners)
+    token: int = 0
+
+
 class LocMemBackend(BaseLockBackend):
     """First come, first served, with readers and writers; nothing leaves this process."""
 
@@ -137,33 +150,35 @@ class LocMemBackend(BaseLockBackend):
     supports_fair = True
     supports_listing = True
     supports_detach = True
-    supports_delays = True
+    supports_min_hold = True
     clock = "client"
     waiting = Waiting(
-        way=Way.LISTEN, place=Place.ENQUEUE, in_line=False, look_again=1.0, writers_first=True
+        way=Way.LISTEN, queueing=Queueing.ENQUEUE, in_line=False, look_again=1.0, writers_first=True
     )
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        # A command that is run by itself finds nothing here; one that a test calls does.
+        # Only a command that a test calls shares this memory; one in a process of its own finds nothing.
         self.supports_purge = conf.tests_run()
-        self._mutex = threading.Lock()
-        self._records: dict[str, _Record] = {}
-        self._released = RecentOwners()
-        self._token = 0
+        self._memory: _Memory = memory.setdefault(settings.alias, _Memory())
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        with self._mutex:
-            now, record = clock.lease_time(), self._records.setdefault(request.key, _Record())
+        if owned(self._memory.mutex):
+            return Busy()  # this code has interrupted another verb of its thread
+        with self._memory.mutex:
+            now, record = (
+                clock.lease_time(),
+                self._memory.records.setdefault(request.key, _MemoryRecord()),
+            )
             record.expire(now)
             if request.owner not in record.holdings:
                 if not (record.holdings or record.admits(request, now)):
-                    record.wake()  # those who stand before it may be gone
+                    record.wake()  # the waiters before it may be gone
                 if not record.admits(request, now):
                     return record.busy(now)
-                self._token = token = max(self._token + 1, time.time_ns() // 1000)
+                self._memory.token = token = max(self._memory.token + 1, time.time_ns() // 1000)
                 record.last = _Holding(request, token, now, now + request.ttl)
                 record.holdings[request.owner] = record.last
                 in_hold = max(record.available, now + request.min_hold)
@@ -172,28 +187,28 @@ class LocMemBackend(BaseLockBackend):
             return Grant(record.holdings[request.owner].token)
 
     def release(self, request: Request) -> Release:
-        with self._mutex:
-            record = self._records.get(request.key, _Record())
+        with self._memory.mutex:
+            record = self._memory.records.get(request.key, _MemoryRecord())
             record.expire(clock.lease_time())
             holding = record.holdings.pop(request.owner, None)
-            if holding is None and request.owner in self._released:
+            if holding is None and request.owner in self._memory.released:
                 return Release.RELEASED
             if holding is None:
                 return Release.TAKEN if record.holdings else Release.GONE
-            self._released.add(request.owner)
+            self._memory.released.add(request.owner)
             record.available = max(record.available, holding.acquired + request.min_hold)
             record.wake()
             if record.is_over(clock.lease_time()):
-                del self._records[request.key]
+                del self._memory.records[request.key]
             return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        with self._mutex:
+        with self._memory.mutex:
             return [self._extend(request) for request in requests]
 
     def take_over(self, request: Request, former: str) -> bool:
-        with self._mutex:
-            record, now = self._records.get(request.key, _Record()), clock.lease_time()
+        with self._memory.mutex:
+            record, now = self._memory.records.get(request.key, _MemoryRecord()), clock.lease_time()
             record.expire(now)
             if (holding := record.holdings.pop(former, None)) is not None:
                 changed = replace(holding, request=request, expires=now + request.ttl)
@@ -201,10 +216,10 @@ class LocMemBackend(BaseLockBackend):
             return self._extend(request)
 
     def guard(self, request: Request, token: int, using: str) -> None:
-        """Let nobody in after this holder before the caller's transaction ends, whatever database it is on."""
+        """Refuse the next holder until the caller's transaction ends, on any database."""
         block = Block(connections[using], "guard()")
-        with self._mutex:
-            record = self._records.get(request.key, _Record())
+        with self._memory.mutex:
+            record = self._memory.records.get(request.key, _MemoryRecord())
             last = record.holdings.get(request.owner, record.last)
             found = last.token if last else None
             if found != token:
@@ -212,41 +227,43 @@ class LocMemBackend(BaseLockBackend):
             record.guarded.append(block)
 
     def probe(self, request: Request) -> Busy | None:
-        with self._mutex:
-            now, record = clock.lease_time(), self._records.get(request.key, _Record())
+        with self._memory.mutex:
+            now, record = clock.lease_time(), self._memory.records.get(request.key, _MemoryRecord())
             record.expire(now)
             return record.busy(now) if record.holdings or record.available > now else None
 
     def enqueue(self, request: Request, bell: Bell) -> None:
-        with self._mutex:
-            record = self._records.setdefault(request.key, _Record())
+        with self._memory.mutex:
+            record = self._memory.records.setdefault(request.key, _MemoryRecord())
             record.waiters[request.owner] = request, bell
 
     def dequeue(self, request: Request) -> None:
-        """Leave the line; who was behind may be first now."""
-        with self._mutex:
-            record = self._records.get(request.key)
+        """Leave the queue, and ring the waiter that is first now."""
+        with self._memory.mutex:
+            record = self._memory.records.get(request.key)
             if record and record.waiters.pop(request.owner, None):
                 record.wake()
 
     forget_bell = dequeue
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        with self._mutex:
+        with self._memory.mutex:
             now = clock.lease_time()
-            records = [self._records[each] for each in self._records if key in {None, each}]
+            records = [
+                self._memory.records[each] for each in self._memory.records if key in {None, each}
+            ]
             for record in records:
                 record.expire(now)
             return [held for record in records for held in record.listed(now)]
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        with self._mutex:
-            record = self._records.get(key, _Record())
+        with self._memory.mutex:
+            record = self._memory.records.get(key, _MemoryRecord())
             shown = {held.owner_digest for held in record.listed(clock.lease_time())}
             for owner in [each for each in record.holdings if digest(each) == owner_digest]:
                 del record.holdings[owner]
             if owner_digest in shown and not record.holdings:
-                record.available = 0.0  # it is free now, whatever min_hold it had
+                record.available = 0.0  # free at once, without its min_hold
             record.wake()
             return owner_digest in shown
 
@@ -255,21 +272,21 @@ class LocMemBackend(BaseLockBackend):
     ) -> Iterator[Purged]:
         if not self.supports_purge:
             super().purge(older_than)
-        with self._mutex:
-            now, records = clock.lease_time(), list(self._records.items())
+        with self._memory.mutex:
+            now, records = clock.lease_time(), list(self._memory.records.items())
             for _, record in records:
                 record.expire(now)
             over = [key for key, record in records if record.is_over(now - older_than)]
             for key in () if dry_run else over:
-                del self._records[key]
+                del self._memory.records[key]
         yield Purged(len(records), len(over), 1.0)
 
     def abandon_after_fork(self) -> None:
-        """Begin empty: the parent's locks are the parent's."""
-        self._mutex, self._records = threading.Lock(), {}
+        """Start empty: the child holds none of the parent's locks."""
+        self._memory = _Memory()
 
     def _extend(self, request: Request) -> bool:
-        record, now = self._records.get(request.key, _Record()), clock.lease_time()
+        record, now = self._memory.records.get(request.key, _MemoryRecord()), clock.lease_time()
         record.expire(now)
         holding = record.holdings.get(request.owner)
         if holding is not None:

@@ -1,4 +1,4 @@
-"""CacheMemcachedBackend: a lock is a key that add() makes and cas() changes, on one server."""
+"""CacheMemcachedBackend: a lock is a key on one server, created by add() and changed by cas()."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 from django.core.checks import CheckMessage
 
 from django_distlock.conf import BackendSettings, check_values
-from django_distlock.engine import clock
-from django_distlock.engine.values import Busy, Grant, Release, Request
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.engine.values import Busy, Grant, Release, Request, SecretBytes
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, root_cause
+from django_distlock.ground import clock
 
 from .cache_alias import (
     CacheKeyBackend,
@@ -37,19 +37,19 @@ PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
 LOOKS = 5
 #: How many connections are kept open.
 KEPT = 4
-#: An old connection that turns out to be closed within this many seconds is replaced, and asked again.
+#: Seconds: if an idle connection turns out to be closed sooner, the request is sent again on a new one.
 SOON = 0.25
-#: A connection knows the numbers of so many of its own values, for so many seconds: a proxy may keep
-#: it open while the server behind it is restarted.
+#: A connection caches the numbers of so many of its own values, for so many seconds only: a proxy may
+#: keep the connection open while the server behind it is restarted.
 MOST_KNOWN, FRESH = 64, 1.0
-#: An expiry that is over: the key is gone with the reply.
+#: An expiry in the past: the key is deleted before the reply.
 AT_ONCE = -1
-#: What a waiter appends to the value, so that its holder sees that it is waited for: JSON may end so.
+#: A waiter appends this to the value, to show the holder that somebody waits; the value stays valid JSON.
 MARK = b" "
 _LONGEST_LINE = 2048
 _AFTER_VALUE = b"\r\nEND\r\n"
 _ERRORS = (b"ERROR", b"CLIENT_ERROR", b"SERVER_ERROR")
-#: Parses a value; waiters read the same one again and again.
+#: Parses a value; cached, because waiters read the same value many times.
 _record = lru_cache(64)(Record.unpack)
 
 
@@ -78,8 +78,8 @@ class CacheMemcachedBackend(CacheKeyBackend):
         if MEMCACHED not in paths(kind):
             msg = f"'cache' names {options.cache!r}, a {kind.__name__}, which is not on memcached."
             raise ValueError(msg)
-        self._cache = cast("Any", own_instance(options.cache))  # its stubs know little of it
-        #: The OPTIONS of the alias, as they are given to the driver.
+        self._cache = cast("Any", own_instance(options.cache))  # django-stubs lacks its attributes
+        #: The OPTIONS of the cache alias, as Django passes them to the driver.
         given: dict[str, Any] = self._cache._options  # noqa: SLF001 - there is no other way
         if PYLIBMC in paths(kind) and (given.get("binary") or given.get("username")):
             raise ValueError(
@@ -96,7 +96,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
             )
         self._server = options.server or servers[0]
         seconds = options.connect_timeout, options.io_timeout
-        self._connect = partial(Connection, self._server, given, *seconds)
+        self._connect = partial(MemcachedConnection, self._server, given, *seconds)
         self._pool = Pool(self.alias, self._server, self._connect)
 
     def request(self, name: str, **wishes: Any) -> Request:
@@ -104,26 +104,26 @@ class CacheMemcachedBackend(CacheKeyBackend):
         return Request(name, plain_key(self._prefix + key), **wishes)
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Add the key and read it: the lock may be ours already, by a request whose reply was lost."""
+        """Add the key and read it back: it may be ours already, by a request whose reply was lost."""
         value = self._value(request, request.ttl)
         lives = whole_seconds(request.ttl)
-        found = self._pool.ask(Connection.add, request.key, value, lives, request.owner)
+        found = self._pool.ask(MemcachedConnection.add, request.key, value, lives, request.owner)
         if found == value:
             return Grant(None)
         record = _record(found)
         if record.owner == request.owner:
             return Grant(None)
         if left != 0 and found and not found.endswith(MARK) and request.key not in self.queue.turns:
-            # A holder that was never refused itself learns only by this to let others go first.
+            # The mark tells a holder that was never refused itself to let others go first.
             with suppress(LockBackendError):
-                self._pool.ask(Connection.mark, request.key)
+                self._pool.ask(MemcachedConnection.mark, request.key)
         return record.busy
 
     def release(self, request: Request) -> Release:
         """Delete the key if it is ours, in one step: the value that was read expires at once."""
-        if self._delete(request, Connection.delete_known, request.owner):
+        if self._delete(request, MemcachedConnection.delete_known, request.owner):
             return Release.RELEASED
         for _ in range(LOOKS):
             record, number, mark = self._look(request)
@@ -134,7 +134,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
             if mark:
                 left = record.ends - clock.lease_time()
                 self.queue.turns.waited_for(request.key, request.ttl - left, clock.wait_time())
-            if self._delete(request, Connection.cas, b"", number, AT_ONCE):
+            if self._delete(request, MemcachedConnection.cas, b"", number, AT_ONCE):
                 return Release.RELEASED
         raise self._restless()
 
@@ -163,15 +163,15 @@ class CacheMemcachedBackend(CacheKeyBackend):
             record, number, mark = self._look(request)
             if record is None or record.owner != request.owner:
                 return False
-            # Never less than it has: a longer extension was asked for before.
+            # Never shorten the lease: an earlier extension may have been longer.
             ttl = max(request.ttl, record.ends - clock.lease_time())
-            value, lives = self._value(request, ttl) + mark, whole_seconds(ttl)
-            if self._pool.ask(Connection.cas, request.key, value, number, lives):
+            value, lives = SecretBytes(self._value(request, ttl) + mark), whole_seconds(ttl)
+            if self._pool.ask(MemcachedConnection.cas, request.key, value, number, lives):
                 return True
         raise self._restless()
 
     def _delete(self, request: Request, verb: Callable[..., bool], *args: object) -> bool:
-        """Return whether *verb* deleted the key. If its reply is lost, the owner counts as released: it may be."""
+        """Return whether *verb* deleted the key. If its reply is lost, the owner counts as released."""
         began = clock.wait_time()
         try:
             is_deleted = self._pool.ask(verb, request.key, *args, twice=False)
@@ -186,27 +186,28 @@ class CacheMemcachedBackend(CacheKeyBackend):
 
     def _look(self, request: Request) -> tuple[Record | None, bytes, bytes]:
         """Return the value, its number, and MARK if others wait for the lock."""
-        if (found := self._pool.ask(Connection.gets, request.key)) is None:
+        if (found := self._pool.ask(MemcachedConnection.gets, request.key)) is None:
             return None, b"", b""
         return _record(found[0]), found[1], MARK if found[0].endswith(MARK) else b""
 
     def _value(self, request: Request, ttl: float) -> bytes:
         ends = clock.lease_time() + ttl
-        return Record(request.owner, ends, request.name, request.holder).pack().encode()
+        record = Record(request.owner, ends, request.name, request.holder)
+        return SecretBytes(record.pack().encode())
 
     def _restless(self) -> LockBackendError:
         return LockBackendError(self.alias, f"its value changed at each of {LOOKS} looks")
 
 
 class NotCarriedOut(Exception):
-    """The server was not reached, or has refused the request in words."""
+    """The server was not reached, or answered with an error."""
 
 
-class Connection:
-    """One connection, for one thread at a time. It speaks the text protocol, which all versions know.
+class MemcachedConnection:
+    """One connection, for one thread at a time. It speaks the text protocol, which all versions support.
 
-    The server numbers all values, from 1: the same number is the same value, unless the server was
-    restarted. Then the connection is closed, too.
+    The server numbers all values, from 1. An equal number means the same value, unless the server was
+    restarted; a restart also closes the connection.
     """
 
     def __init__(self, server: Any, given: dict[str, Any], connect: float, answer: float) -> None:
@@ -217,7 +218,7 @@ class Connection:
             raise NotCarriedOut(f"it cannot be reached: {error}") from error
         self._socket.settimeout(answer)
         self._replies = self._socket.makefile("rb")
-        #: Reports that the server has closed it; eventlet has none.
+        #: Shows whether the server has closed the connection; None under eventlet, which has no poll().
         self._poll: Any = select.poll() if hasattr(select, "poll") else None
         if self._poll:
             self._poll.register(self._socket, select.POLLIN)
@@ -225,7 +226,7 @@ class Connection:
         self._known: dict[str, tuple[bytes, float]] = {}
 
     def add(self, key: str, value: bytes, seconds: int, owner: str) -> bytes | None:
-        """Store *value* unless there is one, and return the value that is there then, in one round trip."""
+        """Store *value* if there is none, and return the value that is stored then, in one round trip."""
         command = f"add {key} 0 {seconds} {len(value)}\r\n".encode()
         self._socket.sendall(b"%b%b\r\ngets %b\r\n" % (command, value, key.encode()))
         if (line := self._line()) not in {b"STORED", b"NOT_STORED"}:
@@ -244,7 +245,7 @@ class Connection:
         return self._value()
 
     def cas(self, key: str, value: bytes, number: bytes, seconds: int) -> bool:
-        """Replace the value with this number; False if it does not exist any more."""
+        """Replace the value if it still has this *number*; return whether it had."""
         command = f"cas {key} 0 {seconds} {len(value)} ".encode()
         self._socket.sendall(b"%b%b\r\n%b\r\n" % (command, number, value))
         if (line := self._line()) not in {b"STORED", b"EXISTS", b"NOT_FOUND"}:
@@ -252,12 +253,12 @@ class Connection:
         return line == b"STORED"
 
     def mark(self, key: str) -> None:
-        """Append MARK to the value, if there is one; it has another number then."""
+        """Append MARK to the value, if there is one; this changes its number."""
         self._socket.sendall(b"append %b 0 0 1\r\n%b\r\n" % (key.encode(), MARK))
         self._line()
 
     def delete_known(self, key: str, owner: str) -> bool:
-        """Delete what *owner* has just added by this connection; False if it did not, or it has changed."""
+        """Delete the value that *owner* has just added on this connection; False if it has changed, or is none."""
         number, when = self._known.pop(owner, (b"", 0.0))
         if not number or clock.lease_time() - when > FRESH or (self._poll and self._poll.poll(0)):
             return False
@@ -293,18 +294,18 @@ class Pool:
     The idle ones are in a list, whose append() and pop() need no lock.
     """
 
-    def __init__(self, alias: str, server: Any, connect: Callable[[], Connection]) -> None:
+    def __init__(self, alias: str, server: Any, connect: Callable[[], MemcachedConnection]) -> None:
         self._alias = alias
         self._server = server
         self._connect = connect
-        self._idle: list[Connection] = []
-        # Without this, a connection that comes back after close() would be left to the garbage collector.
+        self._idle: list[MemcachedConnection] = []
+        # Otherwise a connection that is returned after close() would be left to the garbage collector.
         weakref.finalize(self, _close_all, self._idle).atexit = False
 
     def ask(self, verb: Callable[..., _T], *args: object, twice: bool = True) -> _T:
-        """Return what *verb* of a connection returns; its errors become lock errors.
+        """Call *verb* of a connection and return its result; its errors become lock errors.
 
-        With *twice*, it is called once more on a new connection if an old one is closed.
+        With *twice*, it is called again on a new connection if the idle one turns out to be closed.
         """
         began = clock.wait_time()
         try:
@@ -315,25 +316,25 @@ class Pool:
             try:
                 return self._lend(connection, verb, *args)
             except ConnectionError:
-                # The other idle ones are probably closed, too: the server or a router was restarted.
+                # The other idle connections are probably closed too: the server or a router was restarted.
                 self.close()
                 if twice and clock.wait_time() - began <= SOON:
                     with suppress(NotCarriedOut):
                         return self._lend(self._connect(), verb, *args)
                 raise
         except NotCarriedOut as error:
-            raise LockBackendError(self._alias, self._told(error)) from error
+            raise LockBackendError(self._alias, self._told(error)) from root_cause(error)
         except (OSError, ValueError) as error:
-            raise LockOutcomeUnknown(self._alias, self._told(error)) from error
+            raise LockOutcomeUnknown(self._alias, self._told(error)) from root_cause(error)
 
     def close(self) -> None:
         _close_all(self._idle)
 
-    def _lend(self, connection: Connection, verb: Callable[..., _T], *args: object) -> _T:
+    def _lend(self, connection: MemcachedConnection, verb: Callable[..., _T], *args: object) -> _T:
         try:
             answer = verb(connection, *args)
         except BaseException:
-            # Also Ctrl-C in the middle of a reply: its rest would be taken for the next one.
+            # Also after an asynchronous exception: the rest of this reply would be taken for the next one.
             connection.close()
             raise
         if len(self._idle) < KEPT:
@@ -346,14 +347,14 @@ class Pool:
         return f"memcached at {self._server}: {str(error) or type(error).__name__}"
 
 
-def _close_all(idle: list[Connection]) -> None:
+def _close_all(idle: list[MemcachedConnection]) -> None:
     with suppress(IndexError):
         while True:
             idle.pop().close()
 
 
 def _connected(server: Any, given: dict[str, Any], timeout: float) -> Any:
-    """Return a socket to *server*, with those OPTIONS of the alias that are for connections."""
+    """Return a socket to *server*, with the alias's OPTIONS for connections."""
     module, context = given.get("socket_module") or socket, given.get("tls_context")
     host, port, path = _place(server)
     if path:
@@ -382,7 +383,7 @@ def _place(server: Any) -> tuple[str, int, str]:
         return str(server[0]), int(server[1]), ""
     if (path := server.removeprefix("unix:")).startswith("/"):
         return "", 0, path
-    # With a port, or an IPv6 address alone.
+    # A host with a port, or an IPv6 address without one.
     host, colon, port = server.rpartition(":")
     if not colon or port.endswith("]"):
         host, port = server, "11211"

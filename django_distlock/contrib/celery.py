@@ -1,4 +1,4 @@
-"""Celery tasks that are in the queue once, and leases that travel to a task in a header of its message."""
+"""Celery tasks that are in the queue only once, and leases that are sent to a task in a header of its message."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Never
 
-from celery import Task, shared_task
+from celery import Task, current_task, shared_task
 from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore
 from celery.local import Proxy
-from celery.signals import task_revoked
+from celery.signals import task_postrun, task_revoked
 from celery.states import SUCCESS
 from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
+from django.core.signing import BadSignature
 
 from django_distlock.conf import DEFAULT_ALIAS
-from django_distlock.engine.holder import Holder, task_text
-from django_distlock.engine.naming import log_fields, printable
-from django_distlock.exceptions import LockError, LockNotAcquired
-from django_distlock.lease import Lease
+from django_distlock.engine.lease import Lease
+from django_distlock.exceptions import LockError, LockLost, LockNotAcquired
+from django_distlock.ground.holder import Holder, task_text
+from django_distlock.ground.naming import log_fields, printable
 from django_distlock.lock import Lock
 
-from .once import HEADER, LEASE, Once, brought, check_is_of, checked_lease, task_id
+from .once import HEADER, LEASE, Once, brought, check_is_of, checked_lease, checked_task, task_id
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds after which a task that waits for its turn looks again, at most.
+#: Most seconds after which a task that waits for its turn tries again.
 LOOK_AGAIN = 5.0
 
 
@@ -71,7 +72,7 @@ def unique_task(
 
 
 class _QueueLock(Lock):
-    """A lock whose holder is a task that is going to be sent."""
+    """A lock whose holder is a task that is about to be sent."""
 
     task = ""
 
@@ -81,7 +82,7 @@ class _QueueLock(Lock):
 
 
 class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
-    """The base of what unique_task() makes."""
+    """The base class of tasks made by unique_task()."""
 
     abstract = True
     once: Once
@@ -89,22 +90,23 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     def apply_async(
         self, args: Any = None, kwargs: Any = None, task_id: str | None = None, **options: Any
     ) -> Any:
-        """Send the task, unless it is under way: then return the result of that one.
+        """Send the task; if it is already under way, return the AsyncResult of that one instead.
 
-        A step of a chain, a group or a chord is sent all the same, as others wait for it: it has its turn
-        when the one that is under way has ended.
+        A step of a chain, a group or a chord is always sent, as others wait for it: it runs when the task that is
+        under way has ended. ValueError for an id that is too long.
         """
         headers = options.pop("headers", None) or {}
         task_id = task_id or uuid()
         name = self.once.name_for(args or (), kwargs or {})
         lease = None
         if task_id == self.request.id:
-            # The running task goes back into the queue: a retry, which keeps the lock.
+            # A retry of the running task, which keeps the lock.
             own = self.request.get("distlock_lease")
             lease = own if own and own.held and own.name == name else None
         elif HEADER not in headers:
             lock = _QueueLock(name, **self.once.terms("in the queue"), reentrant=False)
-            lock.task = task_text(self.name, task_id)
+            lock.task = checked_task(self.name, task_id)
+            _give_way(name)
             try:
                 lease = lock.take(0)
             except LockNotAcquired as busy:
@@ -116,7 +118,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
                     return self.AsyncResult(under_way)
         if lease is None:
             return super().apply_async(args, kwargs, task_id, headers=headers, **options)
-        text = lease.detach(self.once.lease + max(0.0, self._seconds_until_due(options)))
+        text = lease.hand_over(self.once.lease + max(0.0, self._seconds_until_due(options)))
         try:
             headers = {**headers, HEADER: text}
             return super().apply_async(args, kwargs, task_id, headers=headers, **options)
@@ -129,12 +131,21 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         request = self.request
         lock = Lock(self.once.name_for(args, kwargs), **self.once.terms(self.name))
         if request.called_directly or request.get("distlock_lease"):
-            lease = lock.take(0)  # it is called as a function, maybe by itself
-        else:
-            lease = request.distlock_lease = self._arrive(lock)
-        with lease:
-            check_is_of(lease, lock)
-            return super().__call__(*args, **kwargs)
+            with lock.take(0):  # called as a function, maybe by itself
+                return super().__call__(*args, **kwargs)
+        lease = request.distlock_lease = self._arrive(lock)
+        check_is_of(lease, lock)
+        try:
+            result = super().__call__(*args, **kwargs)
+        except BaseException as error:
+            if lease.lost:
+                error.add_note(f"django_distlock: {LockLost(lease.name, lease.reason)}")
+            raise
+        finally:
+            request.distlock_ended = lease
+        if lease.lost:
+            lease.check()
+        return result
 
     def _seconds_until_due(self, options: dict[str, Any]) -> float:
         due = options.get("countdown") or options.get("eta") or 0.0
@@ -146,51 +157,57 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     def _arrive(self, lock: Lock) -> Lease:
         """Return the lease that the message brought, or a new one."""
         request = self.request
-        if text := (request.headers or {}).get(HEADER):
-            if lease := brought(text, lock):
-                return lease
-            # It waited for longer than its lease, or is a second copy of its message: then it may have
-            # succeeded, where results are kept.
-            with suppress(NotImplementedError):
-                if not request.is_eager and self.AsyncResult(request.id).state == SUCCESS:
-                    copy = task_text(self.name, request.id)
-                    fields = log_fields(lock.name, self.once.using)
-                    logger.info(
-                        "%s has succeeded: its copy is left out", printable(copy), extra=fields
-                    )
-                    raise Ignore
+        text = (request.headers or {}).pop(HEADER, None)
+        if text and (lease := brought(text, lock)):
+            return lease
+        # The message waited for longer than its lease, is a second copy, or was sent without a lease.
         try:
-            return lock.take(0)
+            lease = request.distlock_lease = lock.take(0)
         except LockNotAcquired as busy:
-            # Others wait for a step of a workflow. A copy of the task that holds the lock has to take over
-            # if that one died with its worker. Any other has lost its turn to a later one.
+            self._leave_out_copy(lock)
+            # A step of a workflow must run, as others wait for it. A copy of the task that holds the lock must
+            # run if that task died with its worker. Any other message has lost its turn to a later one.
             is_step = request.group or request.chord or request.callbacks
             is_copy = self._id_of(busy.holder) == request.id
             if request.is_eager or not (is_step or is_copy or request.chain is not None):
                 raise
             wait = min(busy.remaining or LOOK_AGAIN, LOOK_AGAIN) * random.uniform(0.5, 1)  # noqa: S311
+        else:
+            # Checked under the lock, because the first copy stores its result before it releases the lock.
+            self._leave_out_copy(lock)
+            return lease
         again = self.signature_from_request(request)
         super().apply_async(again.args, again.kwargs, **{**again.options, "countdown": wait})
         raise Ignore
 
+    def _leave_out_copy(self, lock: Lock) -> None:
+        """Ignore a second copy of a message if the first one has succeeded; only with a result backend."""
+        request = self.request
+        with suppress(NotImplementedError):
+            if not request.is_eager and self.AsyncResult(request.id).state == SUCCESS:
+                copy = task_text(self.name, request.id)
+                fields = log_fields(lock.name, self.once.using)
+                logger.info("%s has succeeded: its copy is left out", printable(copy), extra=fields)
+                raise Ignore
+
     def _id_of(self, holder: Holder | None) -> str | None:
-        """Return the id of the task of this kind that *holder* tells of, if any."""
+        """Return the id of the task in *holder*, if it is one of this kind."""
         return task_id(holder.task, self.name) or None if holder else None
 
 
 def handover(lease: Lease, ttl: float | timedelta | None = None) -> dict[str, str]:
-    """Return the headers by which a task gets *lease*: ``task.apply_async(args, headers=handover(lease))``.
+    """Return the headers that give *lease* to a task: ``task.apply_async(args, headers=handover(lease))``.
 
     *ttl*: seconds that the message may wait in the queue, see Lease.detach(). The task gets the lease by
-    attached(); a unique task of the same name by itself.
+    attached(); a unique task with the same lock name gets it by itself.
     """
     return {HEADER: lease.detach(ttl)}
 
 
 def attached(task: Any) -> Lease:
-    """Return the lease that handover() has sent to *task*, which runs; use it with ``with``.
+    """Return the lease that handover() has sent to the running *task*; use it with ``with``.
 
-    LockLost if it has ended meanwhile, or another copy of the message has got it.
+    LockLost if it has ended meanwhile, or another copy of the message has it.
     """
     text = (task.request.headers or {}).get(HEADER)
     if text is None:
@@ -199,9 +216,23 @@ def attached(task: Any) -> Lease:
     return Lease.attach(text)
 
 
+def _give_way(name: str) -> None:
+    """Release the lock *name* if it is that of the running task, whose body has ended and which sends a linked task."""
+    lease = current_task and current_task.request.get("distlock_ended")
+    if lease and lease.name == name:
+        lease.leave(Ignore())
+
+
+@task_postrun.connect  # type: ignore[untyped-decorator]  # as above
+def _release(task: Any, **_: Never) -> None:
+    """Release the lease of a unique task that has ended, after its result or error is stored."""
+    if lease := task.request.get("distlock_lease"):
+        lease.leave(Ignore())  # a failed release can only be logged
+
+
 @task_revoked.connect  # type: ignore[untyped-decorator]  # as above
 def _free_revoked(request: Any, **_: Never) -> None:
-    """Free at once what a task was to get that is revoked, or has expired, before it began."""
+    """Release the lease in the message of a task that was revoked or has expired before it began."""
     if text := (request.headers or {}).get(HEADER):
-        with suppress(LockError):
+        with suppress(LockError, BadSignature):
             Lease.attach(text).release()

@@ -1,18 +1,20 @@
-"""What the unique tasks of Celery and of Django share: their terms, and the lease that a message brings."""
+"""The common part of unique tasks for Celery and for Django: their arguments, and the lease in a message."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from django.core.signing import BadSignature
 
 from django_distlock.conf import checked_ttl
-from django_distlock.engine.holder import task_text
-from django_distlock.engine.naming import NameTemplate, checked_name, log_fields, printable
+from django_distlock.engine.lease import Lease
 from django_distlock.exceptions import LockLost, LockNotAcquired, NotSupported
+from django_distlock.ground.holder import task_text
+from django_distlock.ground.naming import NameTemplate, checked_name, log_fields, printable, warn
 from django_distlock.handler import locks
-from django_distlock.lease import Lease
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +46,7 @@ class Once:
     def __init__(
         self, function: Callable[..., Any], name: Name, lease: float, using: str, *, is_bound: bool
     ) -> None:
-        """Fields of *name* are arguments of *function*, but for the first one of a function that *is_bound*."""
+        """Fields of *name* are arguments of *function*, except the first one if it *is_bound*."""
         self.lease, self.using = lease, using
         if isinstance(name, str):
             # The sender of the task passes no first argument.
@@ -58,7 +60,7 @@ class Once:
         return checked_name(self._name_for(args, kwargs))
 
     def terms(self, purpose: str) -> dict[str, Any]:
-        """Return the terms of its lock; NotSupported if that cannot travel with a message."""
+        """Return the arguments of its lock; NotSupported if the lease cannot be sent in a message."""
         backend = locks[self.using]
         if not backend.supports_detach:
             raise NotSupported(self.using, "unique_task()", "Its locks cannot be handed over.")
@@ -76,10 +78,26 @@ class Once:
 
 
 def brought(text: str, lock: Lock) -> Lease | None:
-    """Return the lease that a message brought for a task; None if it has ended, or came before."""
-    with suppress(LockLost):
+    """Return the lease in a message for a task; None if it has ended, was already attached, or cannot be read."""
+    try:
         return Lease.attach(text, lock.terms.purpose)
-    return None
+    except LockLost:
+        return None
+    except BadSignature:
+        note_unreadable(lock)
+        return None
+
+
+def note_unreadable(lock: Lock) -> None:
+    """Log that the lease in a message cannot be read, and counts as ended."""
+    warn(
+        "%s brought a lease of lock %s that cannot be read, and waits for its turn:"
+        " was SECRET_KEY changed without SECRET_KEY_FALLBACKS?",
+        lock.terms.purpose,
+        lock.name,
+        name=lock.name,
+        using=lock.terms.using,
+    )
 
 
 def check_is_of(lease: Lease, lock: Lock) -> None:
@@ -89,7 +107,16 @@ def check_is_of(lease: Lease, lock: Lock) -> None:
         raise ValueError(f"{task} needs lock {lock.name!r}, and was handed {lease.name!r}.")
 
 
+def checked_task(name: str, task_id: str) -> str:
+    """Return the text of a task called *name* in a holder; ValueError if its id does not fit."""
+    text = task_text(name, task_id)
+    if not text.endswith("]"):
+        msg = f"The id {printable(task_id)!r} is too long for unique_task(): it may have up to 108 ASCII characters."
+        raise ValueError(msg)
+    return text
+
+
 def task_id(told: str, name: str) -> str | None:
-    """Return the id in what is *told* of a task called *name*, maybe empty; None if it is another task."""
-    found = told.rpartition("[")[2][:-1] if "[" in told else ""
+    """Return the id (maybe empty) in the holder's text *told* of a task called *name*; None if it is another task."""
+    found = unquote(told.rpartition("[")[2][:-1], errors="surrogatepass") if "[" in told else ""
     return found if told == task_text(name, found) else None

@@ -1,11 +1,12 @@
 """Traces and metrics of locks for OpenTelemetry: ``pip install django-distlock[opentelemetry]``.
 
-Call instrument() once at start-up, where the rest of OpenTelemetry is set up. Metrics are labelled by
-alias and by the *template* of the name, of which there are few; spans have the name, too.
+Call instrument() once at start-up, where the rest of OpenTelemetry is set up. The labels of metrics are the
+alias and the *template* of the name, which has few values; spans have the name, too.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from contextlib import suppress
@@ -17,9 +18,8 @@ from opentelemetry import metrics, trace
 from opentelemetry.metrics import Observation
 from opentelemetry.trace import Status, StatusCode
 
-from django_distlock.engine.naming import printable
 from django_distlock.engine.registry import registry
-from django_distlock.history import template_of
+from django_distlock.ground.naming import printable
 from django_distlock.signals import (
     backend_failed,
     lock_acquired,
@@ -37,18 +37,25 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
     from django_distlock import Lease
-    from django_distlock.engine.holder import Holder
+    from django_distlock.ground.holder import Holder
 
-    #: Takes the name of a lock and the template that is known of it, or "", and returns the label.
+    #: Takes the name of a lock and its template ("" if it is not known), and returns the label.
     Label = Callable[[str, str], str]
     Labels = dict[str, str]
 
 #: Bounds of the histograms, in seconds: from one round trip to long jobs.
 BOUNDS = [0.001, 0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800]
+#: Parts of a name that differ between similar locks: UUIDs, numbers, and ids of eight or more hexadecimal digits.
+_ONE_OF_MANY = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[0-9a-fA-F]{8,}|\d+")
+
+
+def template_of(name: str, template: str = "") -> str:
+    """Return the label for all locks with names like *name*: *template*, or the name with ``*`` for numbers and ids."""
+    return printable(template or _ONE_OF_MANY.sub("*", name), 100)
 
 
 class _Instruments:
-    """The receivers of the signals, with what they record in."""
+    """The receivers of the signals, and the instruments in which they record."""
 
     def __init__(
         self,
@@ -110,7 +117,7 @@ class _Instruments:
 
     def failed(self, error: BaseException, waited: float | None, **facts: Any) -> None:
         self._errors.add(1, self._labels(**facts))
-        if waited is not None:  # else a renewal, of which no caller knows
+        if waited is not None:  # otherwise a renewal failed, for which no caller waits
             _labels, _known, span = self._waited(waited, **facts)
             span.record_exception(error)
             span.set_status(Status(StatusCode.ERROR, printable(error)))
@@ -140,7 +147,7 @@ class _Instruments:
             span.end(end)
 
     def _count_held(self, _options: CallbackOptions) -> Iterable[Observation]:
-        # A meter keeps a gauge for good, and has only the first of those that are called the same.
+        # A meter never removes a gauge, and ignores further ones with the same name.
         held = Counter(
             (lease.using, used.label(lease.name, lease.template))
             for used in _used
@@ -153,7 +160,7 @@ class _Instruments:
             yield Observation(number, labels)
 
     def _waited(self, waited: float, **facts: Any) -> tuple[Labels, Labels, Span]:
-        """Record a wait that ends now; return its labels, these with the name, and its span."""
+        """Record a wait that ends now; return its labels, the labels with the name, and its span."""
         labels = self._labels(**facts)
         self._wait.record(waited, labels)
         known = {**labels, "distlock.name": printable(facts["name"])}
@@ -162,7 +169,7 @@ class _Instruments:
         return labels, known, span
 
     def _held(self, lease: Lease, held: float, **facts: Any) -> tuple[Labels, Span | None, int]:
-        """Record a hold; return its labels, its span if it has one, and when it ended: maybe long ago."""
+        """Record a hold; return its labels, its span if it has one, and the time of its end, maybe long ago."""
         labels = self._labels(**facts)
         self._hold.record(held, labels)
         span, start = self._spans.pop(lease, (None, 0))
@@ -172,7 +179,7 @@ class _Instruments:
         return {"distlock.alias": using, "distlock.template": self.label(name, template)}
 
 
-#: The one that is in use, if there is one.
+#: The instruments in use: one or none.
 _used: list[_Instruments] = []
 
 
@@ -181,16 +188,16 @@ def instrument(
     meter_provider: MeterProvider | None = None,
     label: Label = template_of,
 ) -> None:
-    """Record traces and metrics of locks from now on; None: by the global providers.
+    """Record traces and metrics of locks from now on; None: use the global providers.
 
-    *label* returns what metrics call a lock, for its name and the template that is known of it ("": none):
-    it must return few different texts. Called again, it begins anew.
+    *label* returns the label of a lock in metrics, for its name and template ("" if that is not known).
+    It must return few different texts. A further call replaces the first one.
     """
     uninstrument()
     _used.append(_Instruments(tracer_provider, meter_provider, label))
 
 
 def uninstrument() -> None:
-    """Record no more; spans of what is held end now."""
+    """Stop recording; the spans of held locks end now."""
     while _used:
         _used.pop().stop()

@@ -1,10 +1,8 @@
-"""Tasks of Django itself that are under way once; their lease travels in an argument of the message."""
+"""Tasks of Django itself that are in the queue only once; their lease is sent in an argument of the message."""
 
 from __future__ import annotations
 
 import time
-import weakref
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial, wraps
@@ -12,21 +10,29 @@ from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Never
 
 from asgiref.sync import sync_to_async
+from django.core.signing import BadSignature
 from django.dispatch import receiver
 from django.tasks import Task, task
 from django.tasks.signals import task_started
 
 from django_distlock.conf import DEFAULT_ALIAS
-from django_distlock.engine import clock
-from django_distlock.engine.background import background
-from django_distlock.engine.holder import task_text
-from django_distlock.engine.naming import title_of
-from django_distlock.exceptions import LockLost, LockNotAcquired
-from django_distlock.lease import Lease
+from django_distlock.engine.lease import Lease
+from django_distlock.exceptions import LockError, LockLost, LockNotAcquired
+from django_distlock.ground.holder import task_text
+from django_distlock.ground.naming import title_of
 from django_distlock.lock import Lock
-from django_distlock.transactions import still_open
+from django_distlock.transactions import call_at_end, still_open
 
-from .once import HEADER, LEASE, Once, brought, check_is_of, checked_lease, task_id
+from .once import (
+    HEADER,
+    LEASE,
+    Once,
+    brought,
+    check_is_of,
+    checked_lease,
+    note_unreadable,
+    task_id,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +74,7 @@ def unique_task(
             purpose = task_text(title_of(function), task_id if started is run else "")
             return Lock(once.name_for(args[has_context:], kwargs), **once.terms(purpose))
 
-        # Workers call it as it is, or by the task.
+        # Workers call this function directly, or through the task.
         if iscoroutinefunction(function):
 
             @wraps(function)
@@ -84,14 +90,14 @@ def unique_task(
             def run(*args: Any, **kwargs: Any) -> Any:
                 text = kwargs.pop(HEADER, "")
                 lock = lock_for(args, kwargs)
-                # It waited for longer than its lease, is a second copy, or is called as a function.
+                # The message waited for longer than its lease, is a second copy, or it is called as a function.
                 with (text and brought(text, lock)) or lock.take(0) as held:
                     check_is_of(held, lock)
                     return function(*args, **kwargs)
 
         run.once = once  # type: ignore[attr-defined]
         made = task(**options)(run)
-        # A queue may have a class of its own for its tasks.
+        # A task backend may have a Task class of its own.
         kind: Any = UniqueTask
         if type(made) is not Task:
             kind = type("UniqueTask", (UniqueTask, type(made)), {"__slots__": ()})
@@ -107,9 +113,9 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
     __slots__ = ()
 
     def enqueue(self, *args: Any, **kwargs: Any) -> TaskResult[..., Any] | None:  # type: ignore[override]  # None
-        """Send the task and return its result; None if it is under way.
+        """Send the task and return its result; None if it is already under way.
 
-        The text of ``Lease.detach()`` as the argument *distlock* gives it a lease that the caller has.
+        The text of ``Lease.detach()`` as the argument *distlock* gives the caller's lease to the task.
         """
         if HEADER in kwargs:
             return super().enqueue(*args, **kwargs)
@@ -118,7 +124,7 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         wait = self.run_after.timestamp() - time.time() if self.run_after else 0.0
         try:
             with Lock(name, **terms, timeout=0, reentrant=False) as lease:
-                text = lease.detach(once.lease + max(0.0, wait))
+                text = lease.hand_over(once.lease + max(0.0, wait))
         except LockNotAcquired as busy:
             if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
                 raise  # no task of this kind holds it
@@ -129,13 +135,12 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         except BaseException:
             lease.backend.abandon_later(lease.request)
             raise
-        for connection in still_open(None):
-            if connection.in_atomic_block:
-                connection.on_commit(_Sent(lease))
+        if open_ones := still_open(None):
+            call_at_end(open_ones, partial(_free_if_rolled_back, lease))
         return result
 
     async def aenqueue(self, *args: Any, **kwargs: Any) -> TaskResult[..., Any] | None:  # type: ignore[override]  # as above
-        """See enqueue(). It runs in a thread, as in Django's own queues."""
+        """Run enqueue() in a thread, as Django's own task backends do."""
         return await sync_to_async(self.enqueue)(*args, **kwargs)
 
 
@@ -144,22 +149,23 @@ def _note(task_result: TaskResult[..., Any], **_: Never) -> None:
     _started.set((task_result.task.func, task_result.id))
 
 
-class _Sent:
-    """Waits for the commit. Django drops it at a rollback, as a queue in the database does with the message."""
-
-    def __init__(self, lease: Lease) -> None:
-        # A finalizer must not do I/O itself.
-        free = partial(lease.backend.abandon_later, lease.request)
-        self._dropped = weakref.finalize(self, background.at, clock.lease_time(), free)
-        self._dropped.atexit = False
-
-    def __call__(self) -> None:
-        self._dropped.detach()
+def _free_if_rolled_back(lease: Lease, is_committed: bool) -> None:
+    """Release *lease* after a rollback: a queue in the database has dropped the message too."""
+    if is_committed:
+        return
+    try:
+        lease.backend.abandon(lease.request)
+    except LockError:
+        lease.backend.abandon_later(lease.request)
 
 
 async def _aarrive(text: str, lock: Lock) -> Lease:
-    """Return the lease that the message brought, or a new one."""
-    with suppress(LockLost):
-        if text:
+    """Return the lease in the message, or a new one."""
+    if text:
+        try:
             return await Lease.aattach(text, lock.terms.purpose)
+        except LockLost:
+            pass
+        except BadSignature:
+            note_unreadable(lock)
     return await lock.atake(0)

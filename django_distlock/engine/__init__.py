@@ -1,1 +1,5 @@
-"""What makes locks work, and nobody outside imports."""
+"""The machinery of locks; private to this package.
+
+Comments here call an exception *asynchronous* if a signal handler or another thread raises it, so that it
+can come at any line: Ctrl-C, or Celery's soft time limit.
+"""

@@ -2,45 +2,74 @@
 
 from __future__ import annotations
 
+import enum
 import logging
-from dataclasses import replace
+import sys
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from operator import call
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
+    LockDeadlock,
     LockNotAcquired,
+    LockNotHeld,
     LockOutcomeUnknown,
+    NotSent,
+    NotSupported,
 )
-from django_distlock.signals import announce, backend_failed, lock_acquired, lock_busy
+from django_distlock.ground import clock
+from django_distlock.ground.caller import current_task, runs_foreign_tasks
+from django_distlock.ground.mutexes import has_interrupted_a_section
+from django_distlock.ground.naming import LONGEST_SHOWN, log_fields, printable
+from django_distlock.signals import backend_failed, lock_acquired, lock_busy
 
-from . import clock
+from .announcements import announce
 from .bells import TaskBell, ThreadBell
-from .naming import LONGEST_SHOWN, log_fields, printable
+from .deadlocks import LockId, Waiter, wait_graph
 from .registry import registry
 from .steps import Steps, arun, asking_again, is_worth_asking_again, run
-from .values import Busy, Grant, Request, new_owner
-from .waiting import Place, Wait, Way
-from .waits import LockId, Waiter, waits
+from .values import Busy, Grant, Request
+from .waiting import Queueing, Wait, Way
 
 if TYPE_CHECKING:
-    from django_distlock.lease import Lease
+    from types import FrameType
+
+    from django_distlock.engine.lease import Lease
 
     Answer = Grant | Busy | LockBackendError
 
 logger = logging.getLogger("django_distlock")
 
+#: A request to the backend, or a wait: a function that a thread calls, and whose result a task awaits.
+Act = Callable[[], Any]
+
+#: The functions that acquire and release, and which of their variables is the lease.
+_AT_A_LOCK = {
+    "Lock.take": "lease",
+    "Lock.atake": "lease",
+    "Lease.release_now": "self",
+    "Lease._arelease": "self",
+}
+#: What LockDeadlock says to a signal handler, or a finalizer, that would wait for the code that it has interrupted.
+INTERRUPTS = "this code has interrupted its own thread in the midst of a lock: use timeout=0 here, or another thread"
+#: What it says to a task, of trio perhaps, whose wait would stop all tasks of its thread.
+STOPS_HOLDER = "a task of this thread holds it, which cannot go on while this one waits: use trio.to_thread.run_sync"
+#: What is known of the holder before the first answer.
+_UNKNOWN = Busy()
 #: Seconds to stand back for other processes, after many hand-offs inside this one.
 GIVE_WAY = 0.1
-#: Seconds between two looks of a waiter that another one of this process looks for.
-BEHIND = 5.0
-#: Seconds between two looks, in the line of this process, whether to wait on the server after all.
-IN_LINE = 1.0
+#: Seconds between two looks of a waiter that has a leader, which looks for it.
+LED = 5.0
+#: Seconds that the last try of a waiting task waits for a thread.
+LAST = 0.25
 
 
 def acquire(lease: Lease, timeout: float | None) -> None:
-    """Have the pending *lease* granted within *timeout* seconds: None: however long it takes, -1: as the alias says.
+    """Acquire the lock of the pending *lease* within *timeout* seconds; None: without a limit, -1: as the alias says.
 
     LockNotAcquired if somebody else has it until then; LockBackendError, LockDeadlock.
     """
@@ -53,7 +82,7 @@ def acquire(lease: Lease, timeout: float | None) -> None:
     try:
         registry.add(lease)
         if _may_ask_at_once(lease):
-            queued = timeout != 0 and backend.waiting.place is Place.BY_TRYING
+            queued = timeout != 0 and backend.waiting.queueing is Queueing.BY_TRYING
             start = clock.lease_time()
             try:
                 answer = backend.try_acquire(lease.request, queued=queued, left=timeout)
@@ -62,17 +91,32 @@ def acquire(lease: Lease, timeout: float | None) -> None:
                 answer = error.with_traceback(None)
         is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
         if not is_granted:
-            attempt = Attempt(lease, Wait(timeout, came), ThreadBell())
-            run(attempt.steps(start, answer), attempt.carry_out)
+            calls = Calls(
+                backend.try_acquire, backend.probe, backend.abandon, backend.enqueue, backend.sleep
+            )
+            attempt = Attempt(lease, Wait(timeout, came), calls, ThreadBell())
+            run(attempt.steps(start, answer), call)
     except BaseException as error:
         _end(attempt or Attempt(lease, Wait(timeout, came)), error)
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
         _tell_acquired(lease, clock.wait_time() - came)
+        lease.check()  # a receiver may have been slow, or have released it
+
+
+def check_asyncio(alias: str) -> None:
+    """Raise NotSupported unless an asyncio task runs."""
+    if current_task() is None:
+        raise NotSupported(
+            alias,
+            "async code outside asyncio",
+            "Under trio, hold the lock in a thread: await trio.to_thread.run_sync(work).",
+        )
 
 
 async def aacquire(lease: Lease, timeout: float | None) -> None:
     backend, came = lease.backend, clock.wait_time()
+    check_asyncio(backend.alias)
     if timeout == -1:
         timeout = backend.timeout
     attempt: Attempt | None = None
@@ -81,7 +125,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
     try:
         registry.add(lease)
         if _may_ask_at_once(lease):
-            queued = timeout != 0 and backend.waiting.place is Place.BY_TRYING
+            queued = timeout != 0 and backend.waiting.queueing is Queueing.BY_TRYING
             start = clock.lease_time()
             try:
                 answer = await backend.atry_acquire(lease.request, queued=queued, left=timeout)
@@ -90,13 +134,21 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
                 answer = error.with_traceback(None)
         is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
         if not is_granted:
-            attempt = Attempt(lease, Wait(timeout, came), TaskBell())
-            await arun(attempt.steps(start, answer), attempt.await_carried_out)
+            calls = Calls(
+                backend.atry_acquire,
+                backend.aprobe,
+                backend.aabandon,
+                backend.aenqueue,
+                backend.asleep,
+            )
+            attempt = Attempt(lease, Wait(timeout, came), calls, TaskBell())
+            await arun(attempt.steps(start, answer), call)
     except BaseException as error:
         _end(attempt or Attempt(lease, Wait(timeout, came)), error)
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
         _tell_acquired(lease, clock.wait_time() - came)
+        lease.check()  # a receiver may have been slow, or have released it
 
 
 def _may_ask_at_once(lease: Lease) -> bool:
@@ -142,89 +194,123 @@ def _end(attempt: Attempt, error: BaseException) -> None:
         announce(backend_failed, lease, error=error, waited=attempt.wait.waited)
 
 
-class Verb:
-    """A verb of the backend, to be carried out by this thread or awaited by this task."""
+def _refuse_to_wait_for_oneself(lease: Lease) -> None:
+    """Raise LockDeadlock to code that would wait for what its own thread does: a signal handler, a finalizer, a task of trio."""
+    if has_interrupted_a_section() or _has_interrupted(lease):
+        raise LockDeadlock(lease.name, INTERRUPTS)
+    if runs_foreign_tasks():
+        mine = (each for each in registry.leases() if each.held and each.is_of_caller())
+        if any(_lock_of(each) == _lock_of(lease) for each in mine):
+            raise LockDeadlock(lease.name, STOPS_HOLDER)
 
-    def __init__(self, name: str, *args: Any, **wishes: Any) -> None:
-        self.name, self.args, self.wishes = name, args, wishes
+
+def _has_interrupted(lease: Lease) -> bool:
+    """Return whether this thread stands in the midst of acquiring or releasing the same lock as *lease*."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as traceback does
+    while frame is not None:
+        if frame.f_code.co_qualname in _AT_A_LOCK:
+            other: Any = frame.f_locals.get(_AT_A_LOCK[frame.f_code.co_qualname])
+            is_another = isinstance(other, type(lease)) and other is not lease
+            if is_another and not other.has_ended and _lock_of(other) == _lock_of(lease):
+                return True
+        frame = frame.f_back
+    return False
 
 
-class Pause(NamedTuple):
-    """A wait for the bell, for so many seconds at most; None: until it rings."""
+def _lock_of(lease: Lease) -> LockId:
+    return LockId(lease.backend.location, lease.request.key)
 
-    seconds: float | None
+
+class OnServer(enum.Enum):
+    """The traces that an attempt may have left on the server; they decide what to clean up."""
+
+    NOTHING = "nothing"
+    PLACE = "a place in its queue"
+    UNKNOWN = "perhaps the lock: a try was sent, and its answer is not known"
+
+
+class Try(NamedTuple):
+    """One try, begun at *start* (``clock.lease_time()``)."""
+
+    start: float
+    is_first: bool
+    #: Whether no time is left for another one.
+    is_last: bool
+
+
+class Calls(NamedTuple):
+    """The verbs of the backend that an attempt needs: a thread calls them, a task awaits their twins."""
+
+    try_acquire: Callable[..., Any]
+    probe: Callable[..., Any]
+    abandon: Callable[..., Any]
+    enqueue: Callable[..., Any]
+    sleep: Callable[..., Any]
 
 
 class Attempt:
-    """One attempt to get one lease by somebody who was refused, or who stands behind others of this process."""
+    """One attempt to get one lease, once it was refused, or if others of this process came first."""
 
-    def __init__(self, lease: Lease, wait: Wait, bell: ThreadBell | TaskBell | None = None) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        wait: Wait,
+        calls: Calls | None = None,
+        bell: ThreadBell | TaskBell | None = None,
+    ) -> None:
         self.backend = backend = lease.backend
         self.lease = lease
         self.wait = wait
+        self.calls: Any = calls
         self.bell: Any = bell
-        self.busy = Busy()
+        self.busy = _UNKNOWN
+        # An asynchronous exception may have ended the first try after the server carried it out.
+        self.on_server = OnServer.UNKNOWN
         self._way = backend.waiting.way
-        self._came = waits.arrive() if lease.request.shared else 0
+        self._came = wait_graph.arrive() if lease.request.shared else 0
         self._waiter: Waiter | None = None
-        self._tries = 1
-        # Until an answer tells: what stopped the first try may have come after it was carried out.
-        self._is_queued = backend.waiting.place is Place.BY_TRYING
-        self._is_unsure = True
-        self._is_last_try = False
 
     @property
     def request(self) -> Request:
         return self.lease.request
 
-    @property
-    def _callers(self) -> int:
-        """For how many of this process it asks the server: the others in its line wait behind it."""
-        return self.backend.queue.callers(self.request.key) if self.lease.is_in_line else 1
-
-    def carry_out(self, asked: Verb | Pause) -> Any:
-        if isinstance(asked, Pause):
-            return self.bell.wait(asked.seconds)
-        return getattr(self.backend, asked.name)(*asked.args, **asked.wishes)
-
-    async def await_carried_out(self, asked: Verb | Pause) -> Any:
-        if isinstance(asked, Pause):
-            return await self.bell.wait(asked.seconds)
-        return await getattr(self.backend, f"a{asked.name}")(*asked.args, **asked.wishes)
-
-    def steps(self, start: float, first: Answer | None) -> Steps[Verb | Pause, None]:
-        """Go on after the *first* answer, to a try begun at *start*; None: others of this process are before us."""
-        if first is None:
-            self._tries, self._is_queued, self._is_unsure = 0, False, False
+    def steps(self, start: float, answer: Answer | None) -> Steps[Act, None]:
+        """Go on after the first *answer*, to a try begun at *start*; None: others of this process came first."""
+        this = Try(start, is_first=True, is_last=self.wait.is_for_one_try)
+        if answer is None:
+            self.on_server = OnServer.NOTHING
             yield from self._take_turn()
-        else:
-            self._is_last_try = self.wait.is_for_one_try
-            self._is_queued = self._is_queued and not self._is_last_try
-            if isinstance(first, Contended):
-                pause, first = self._give_others_time(first), None
-                self._is_queued, self._is_unsure = False, False
-                yield pause
+            this = self._begin_try(is_first=True)
+        elif isinstance(answer, (Contended, NotSent)):
+            self.on_server = OnServer.NOTHING
+            pause, answer = self._give_others_time(answer, this), None
+            yield pause
+            this = self._begin_try(is_first=False)
         while True:
-            # Others at work on the same rows do not have the lock: ask again.
+            # Others at work on the same rows or connections do not have the lock: ask again.
             try:
-                if first is None:
-                    start = self._before_try()
-                if (yield from self._try(start, first)):
+                if (yield from self._try(this, answer)):
                     break
-                first = None
                 yield from self._wait()
-            except Contended as error:
-                first = None
-                yield self._give_others_time(error)
+            except (Contended, NotSent) as error:
+                yield self._give_others_time(error, this)
+            answer = None
+            # Even if the wait was ended by the timeout, try once more: the lock may have come free meanwhile.
+            this = self._begin_try(is_first=False)
         self._wait_no_more()
         self.backend.forget_bell(self.request)
         if self.lease.is_in_line:
             self.backend.queue.hold(self.request.key, self.bell, self.lease.ref)
             self.backend.queue.turns.granted(self.request.key, clock.wait_time())
 
+    def _rest(self, act: Callable[..., Any], *args: Any) -> Act:
+        """Return *act* as one in which this caller waits, and asks the server for nothing."""
+        self.lease.note_waiting(asks=False)
+        return partial(act, *args)
+
     # The line of this process.
 
-    def _take_turn(self) -> Steps[Verb | Pause, None]:
+    def _take_turn(self) -> Steps[Act, None]:
         queue, key = self.backend.queue, self.request.key
         # A single try of a lock that nobody here holds needs no place in the line.
         needs_place = not self.wait.is_over or queue.held_by(key) is not None
@@ -233,16 +319,20 @@ class Attempt:
         if needs_place and not queue.join(key, self.bell):
             while not self._may_ask():
                 self._begin_to_wait(has_place=False)
-                is_woken_only = self._way is not Way.ON_SERVER
-                yield Pause(self.wait.left if is_woken_only else self.wait.bounded(IN_LINE))
+                yield self._rest(self.bell.wait, self.wait.left)
         elif pause := queue.turns.first_pause(key, clock.wait_time()):
-            yield Pause(self.wait.bounded(pause))
+            yield self._rest(self.bell.wait, self.wait.bounded(pause))
         if self.lease.is_in_line and queue.gives_way(key):
-            yield Pause(self.wait.bounded(GIVE_WAY))
+            yield self._rest(self.bell.wait, self.wait.bounded(GIVE_WAY))
 
     def _may_ask(self) -> bool:
-        """Return whether to ask the server: it is our turn, or there is time for one last try only."""
+        """Return whether to ask the server: it is our turn, or there is time for one last try only.
+
+        LockBackendError if those who asked before were told that the server fails.
+        """
         queue, key = self.backend.queue, self.request.key
+        if (failure := queue.failure(self.bell)) is not None:
+            raise failure
         if queue.has_turn(key, self.bell):
             return True
         if self.wait.is_over:
@@ -250,70 +340,73 @@ class Attempt:
             if holder is not None and holder.held:
                 self.busy = Busy(holder.holder, holder.remaining)
                 self._refuse()
-        elif self.wait.waited >= IN_LINE and self.backend.leaves_line(self.request):
-            self.lease.leave_line()
-            return True
+            self.busy = Busy()  # others of this process are before us
         return self.wait.is_over
 
     # One try.
 
-    def _before_try(self) -> float:
-        """Note what is known before the answer; return when the try begins."""
-        self._tries += 1
-        self._is_unsure = True
-        self._is_last_try = self.wait.is_over
-        if self.backend.waiting.place is Place.BY_TRYING and not self._is_last_try:
-            self._is_queued = True
-        return clock.lease_time()
+    def _begin_try(self, *, is_first: bool) -> Try:
+        self.lease.note_waiting(asks=self._way is not Way.ON_SERVER)
+        registry.refuse_at_end()
+        return Try(clock.lease_time(), is_first, is_last=self.wait.is_over)
 
-    def _try(self, start: float, answer: Answer | None) -> Steps[Verb | Pause, bool]:
+    def _try(self, this: Try, answer: Answer | None) -> Steps[Act, bool]:
         """Return whether the lease is granted; LockNotAcquired if there was time for this try only."""
+        gets_place = self.backend.waiting.queueing is Queueing.BY_TRYING and not this.is_last
+        queued = gets_place or self.on_server is OnServer.PLACE
         if not isinstance(answer, (Grant, Busy)):
-            answer = yield from self._ask(start, answer)
+            answer = yield from self._ask(this, answer, queued=queued)
         if isinstance(answer, Busy):
-            self._is_unsure, self.busy = False, answer
-        elif self.lease.grant(answer.start or start, answer.token):
+            self.on_server, self.busy = OnServer.PLACE if queued else OnServer.NOTHING, answer
+        elif self.lease.grant(answer.start or this.start, answer.token):
             return True
-        if self._is_last_try:
+        # A server that let it wait has looked until the last moment.
+        if this.is_last or (self._waits_on_server(this) and self.wait.is_over):
             self._refuse()
-        if self._is_unsure:
-            # The grant came after its own deadline. As another owner: the server may know that this one gave it back.
-            yield from self._settled(Verb("abandon", self.request))
-            self.lease.request = replace(self.request, owner=new_owner())
-            self._is_queued = False
+        if isinstance(answer, Grant):
+            # It came after its own deadline. As another owner: the server may know that this one gave it back.
+            yield from self._settled(partial(self.calls.abandon, self.request))
+            if self.lease.is_granted:  # not that it was: it was abandoned meanwhile
+                raise LockNotHeld(self.lease.name)
+            self.lease.change_owner()
+            self.on_server = OnServer.NOTHING
         return False
 
+    def _waits_on_server(self, this: Try) -> bool:
+        return self._way is Way.ON_SERVER and not (this.is_first or this.is_last)
+
     def _ask(
-        self, start: float, failed: LockBackendError | None
-    ) -> Steps[Verb | Pause, Grant | Busy]:
+        self, this: Try, failed: LockBackendError | None, *, queued: bool
+    ) -> Steps[Act, Grant | Busy]:
         """Ask, or ask again after the first try *failed*: the same owner gets the same grant."""
-        if self._way is Way.LOOK and self._tries > 1:
-            busy: Busy | None = yield from self._settled(Verb("probe", self.request))
+        if self._way is Way.LOOK and not this.is_first:
+            busy: Busy | None = yield from self._settled(partial(self.calls.probe, self.request))
             if busy is not None:
                 return busy
-        waits_there = self._way is Way.ON_SERVER and self._tries > 1 and not self._is_last_try
-        queued = (self._is_queued or waits_there) and self._callers
-        ask = Verb("try_acquire", self.request, queued=queued, left=self.wait.left)
+        waits = self._waits_on_server(this)
+        is_late = this.is_last and not self.wait.is_for_one_try
+        left = LAST if is_late else self.wait.left
+        ask = partial(self.calls.try_acquire, self.request, queued=queued or waits, left=left)
+        had_place, self.on_server = self.on_server is OnServer.PLACE, OnServer.UNKNOWN
         answer: Grant | Busy
-        if waits_there:
+        if waits:
             answer = yield ask
             return answer
         try:
-            answer = yield from self._settled(ask, failed, start)
-        except LockOutcomeUnknown:
-            raise
-        except LockBackendError:
-            # It did not reach the server: nothing is there, unless by an earlier one.
-            self._is_unsure = False
-            if self._tries == 1:
-                self._is_queued = False
+            answer = yield from self._settled(ask, failed, this.start)
+        except LockBackendError as error:
+            if not isinstance(error, LockOutcomeUnknown):
+                # It did not reach the server, which has what it had before.
+                self.on_server = OnServer.PLACE if had_place else OnServer.NOTHING
+            if self.lease.is_in_line and not isinstance(error, (Contended, NotSent)):
+                self.backend.queue.failed(self.request.key, error)
             raise
         return answer
 
     def _settled(
-        self, ask: Verb, failed: LockBackendError | None = None, began: float = 0.0
-    ) -> Steps[Verb | Pause, Any]:
-        """Ask; once more if the reply was lost. *failed*: the first time, it did, and had *began* then."""
+        self, ask: Act, failed: LockBackendError | None = None, began: float = 0.0
+    ) -> Steps[Act, Any]:
+        """Send the request, and once more if its reply is lost. *failed*, *began*: of a first time already over."""
         if failed is None:
             began = clock.lease_time()
             try:
@@ -326,50 +419,63 @@ class Attempt:
 
     # Between two tries.
 
-    def _wait(self) -> Steps[Verb | Pause, None]:
+    def _wait(self) -> Steps[Act, None]:
         queue, waiting = self.backend.queue, self.backend.waiting
         if self.lease.is_in_line:
             queue.contest(self.request.key)
             if waiting.polls:
                 queue.turns.refused(self.request.key)
-        if not self._is_queued and waiting.place is not Place.NONE:
+        if self.on_server is not OnServer.PLACE and waiting.queueing is not Queueing.NONE:
             # The next try follows at once: a release may have slipped in.
-            self._is_queued = True
+            self.on_server = OnServer.PLACE
             try:
-                yield Verb("enqueue", self.request, self.bell)
+                yield partial(self.calls.enqueue, self.request, self.bell)
             except Contended:
-                self._is_queued = False
+                self.on_server = OnServer.NOTHING
                 raise
             return
         self._begin_to_wait(has_place=True)
         if self._way is not Way.ON_SERVER:
             self.wait.holder = self.busy.mark or self.busy.holder
-            if self.backend.is_behind(self.request):
-                seconds = self.wait.bounded(BEHIND)
+            if self.backend.has_leader(self.request):
+                seconds = self.wait.bounded(LED)
             else:
                 seconds = waiting.pause(self.wait, self.busy.remaining)
-            yield Verb("sleep", self.request, self.bell, seconds)
+            yield self._rest(self.calls.sleep, self.request, self.bell, seconds)
 
     def _begin_to_wait(self, *, has_place: bool) -> None:
         """Be known to wait, with a place on the server or without; LockDeadlock if it would be for ourselves."""
+        if self._waiter is None:
+            _refuse_to_wait_for_oneself(self.lease)
         if self._waiter is None and (caller := self.lease.caller) is not None:
-            lock = LockId(self.backend.location, self.request.key)
             self._waiter = Waiter(
-                self.lease.name, lock, caller, self.request.shared, self.wait, self._came
+                self.lease.name,
+                _lock_of(self.lease),
+                caller,
+                self.request.shared,
+                self.wait,
+                self._came,
             )
-            waits.begin(self._waiter)
+            wait_graph.begin(self._waiter)
         if has_place and self._waiter is not None and self.backend.waiting.writers_first:
             self._waiter.stand_before_readers()
 
     def _wait_no_more(self) -> None:
         if self._waiter is not None:
-            waits.end(self._waiter)
+            wait_graph.end(self._waiter)
 
-    def _give_others_time(self, error: Contended) -> Pause:
-        """Return how long to let others at work go on; raise *error*, which says so, once no time is left."""
-        if self._is_last_try:
+    def _give_others_time(self, error: Contended | NotSent, this: Try) -> Act:
+        """Return the pause in which others at work go on; once no time is left, raise *error*, which says so.
+
+        A try that was never sent changes nothing of what those before it were told.
+        """
+        was_not_sent = isinstance(error, NotSent)
+        if this.is_last or (was_not_sent and self.wait.is_over):
+            if was_not_sent and self.busy is not _UNKNOWN:
+                self._refuse()
             raise error
-        return Pause(self.wait.next_pause())
+        _refuse_to_wait_for_oneself(self.lease)
+        return self._rest(self.bell.wait, self.wait.next_pause())
 
     def _refuse(self) -> NoReturn:
         busy, until = self.busy, None
@@ -383,9 +489,9 @@ class Attempt:
             self._wait_no_more()
             self.backend.interrupt(self.request)
             self.backend.forget_bell(self.request)
-            if self._is_unsure:
+            if self.on_server is OnServer.UNKNOWN:
                 self.backend.abandon_later(self.request)
-            elif self._is_queued:
+            elif self.on_server is OnServer.PLACE:
                 self.backend.dequeue_later(self.request)
         finally:
             self.lease.give_up()

@@ -1,7 +1,7 @@
-"""What has to be done later or by another thread: one clock thread, at most four for I/O.
+"""Jobs for later or for another thread: one clock thread, and at most four threads for I/O.
 
-Both start when there is something to do and end when there is not. All are daemons: the exit
-of the interpreter waits for none of them.
+They start when there is work and end when there is none. All are daemon threads, so the exit of the
+interpreter does not wait for them.
 """
 
 from __future__ import annotations
@@ -19,25 +19,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from . import clock
-from .bells import ThreadBell
-from .caller import forks
-from .naming import log_fields, warn
+from django_distlock.exceptions import NotSent
+from django_distlock.ground import clock
+from django_distlock.ground.caller import forks
+from django_distlock.ground.mutexes import section
+from django_distlock.ground.naming import log_fields, warn
+
+from .bells import ThreadBell, timeout
 from .values import Request
 
 logger = logging.getLogger("django_distlock")
 _T = TypeVar("_T")
 
-#: Threads for I/O: one hung server takes one of them, and delays no other server's work.
+#: Threads for I/O: a hung server blocks one of them, and not the work for other servers.
 WORKERS = 4
-#: Seconds a thread with nothing to do waits for more before it ends.
+#: Seconds that an idle thread waits for work before it ends.
 LINGER = 5.0
-#: Seconds until a thread that could not be started is tried again.
+#: Seconds before another attempt to start a thread.
 SOON = 0.25
-#: Seconds between two looks whether the workers are done, at the exit.
+#: Seconds between two looks whether other threads are done, at the exit.
 SHORT = 0.005
+#: Threads in which tasks try to acquire, for each backend that has no asyncio of its own.
+TRIES = 4
 #: Threads in which tasks wait on a server that keeps the queue: one for each lock waited for.
 WAITS = 64
+#: Seconds that a try without a timeout of its own waits for a free thread.
+PATIENCE = 2.0
 
 
 class Background:
@@ -47,10 +54,10 @@ class Background:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all jobs and threads: those of a parent process do not exist in a forked child."""
-        self._mutex = threading.Lock()
+        """Drop all jobs and threads: a parent's threads do not exist in a forked child."""
+        self._mutex = section()
         self._clock = _Clock()
-        # All jobs by lane, the lane that has waited longest first, and the lanes somebody is at.
+        # All jobs by lane, the lane that has waited longest first; and the lanes that a thread works at.
         self._lanes: dict[Hashable, deque[Callable[[], object]]] = {}
         self._busy: set[Hashable] = set()
         self._has_work = threading.Condition(self._mutex)
@@ -59,22 +66,22 @@ class Background:
     def at(self, due: float, job: Callable[[], object]) -> None:
         """Run *job* in the clock thread at *due* (lease time); it must not block.
 
-        Finalizers may call this, which run at any moment in any thread; nothing else here.
+        Finalizers, which run at any moment in any thread, may call this, but no other method here.
         """
         self._clock.add(due, job)
 
     def submit(self, lane: Hashable, job: Callable[[], object], delay: float = 0.0) -> None:
-        """Run *job* after *delay* seconds in an I/O thread, after all that its lane has to do."""
+        """Run *job* after *delay* seconds in an I/O thread, after the earlier jobs of its lane."""
         if delay > 0:
             self.at(clock.lease_time() + delay, lambda: self.submit(lane, job))
             return
         with self._mutex:
-            # In one step: an exception from outside may stop us after any.
+            # In one step, because an asynchronous exception may interrupt this between two.
             self._lanes.setdefault(lane, deque()).append(job)
             self._find_worker()
 
     def drain(self, seconds: float = 2.0) -> None:
-        """Run here and now, at the exit of the interpreter, what the lanes still have to do."""
+        """Run the remaining jobs in this thread, at the exit of the interpreter."""
         forks.notice()
         ends = clock.lease_time() + seconds
         self._clock.run_due()
@@ -82,7 +89,7 @@ class Background:
             with self._mutex:
                 lane = self._take_free()
             if lane is None:
-                time.sleep(SHORT)  # a worker is at what is left
+                time.sleep(SHORT)  # other threads run the remaining jobs
             else:
                 self._work_at(lane)
 
@@ -93,7 +100,7 @@ class Background:
     def _find_worker(self) -> None:
         if self._idle:
             self._has_work.notify()
-        # An idle one that was woken before may not have taken its lane yet.
+        # An idle thread that was woken before may not have taken its lane yet.
         if len(self._free()) > self._idle and self._workers < WORKERS:
             try:
                 start_daemon(self._work, "distlock-io")
@@ -116,7 +123,7 @@ class Background:
         finally:
             with self._mutex:
                 self._busy.discard(lane)
-                # What is left goes to the end of the line of lanes.
+                # The lane's other jobs go to the end of the queue of lanes.
                 if jobs := self._lanes.pop(lane):
                     self._lanes[lane] = jobs
 
@@ -134,7 +141,8 @@ class Background:
             return lane
 
     def _free(self) -> list[Hashable]:
-        return [lane for lane, jobs in self._lanes.items() if jobs and lane not in self._busy]
+        lanes = list(self._lanes.items())
+        return [lane for lane, jobs in lanes if jobs and lane not in self._busy]
 
     def _take_free(self) -> Hashable | None:
         lane = next(iter(self._free()), None)
@@ -147,8 +155,7 @@ class _Clock:
     """The thread that starts jobs when they are due."""
 
     def __init__(self) -> None:
-        # A finalizer may add a job: in a thread that is in here already.
-        self._mutex = threading.RLock()
+        self._mutex = section()
         self._bell = ThreadBell()
         self._jobs: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
@@ -168,7 +175,7 @@ class _Clock:
             self._is_running = False
             warn("No thread to extend leases, tried again with the next one: %s", error)
         except BaseException:
-            # What comes from outside may have stopped the start: better a thread too many than none.
+            # An asynchronous exception may have stopped the start: one thread too many is better than none.
             self._is_running = False
             raise
 
@@ -199,15 +206,15 @@ class _Clock:
 
 
 class NoThreadError(Exception):
-    """There can be no new thread: there are too many, or the interpreter ends."""
+    """No thread can be started: there are too many, or the interpreter is ending."""
 
 
 def start_daemon(target: Callable[[], object], name: str) -> None:
-    """Start a thread that no exit waits for; NoThreadError if there can be none."""
+    """Start a daemon thread; NoThreadError if none can be started."""
     try:
         threading.Thread(target=target, name=name, daemon=True).start()
     except RuntimeError as error:
-        # The start has others, when an exception from outside stops it.
+        # An asynchronous exception during the start may cause other RuntimeErrors.
         if "new thread" in str(error):
             raise NoThreadError(error) from error
         raise
@@ -217,7 +224,7 @@ def _run(job: Callable[[], object]) -> None:
     try:
         job()
     except BaseException:
-        # Nothing may end these threads, sys.exit() least of all: the leases of a process depend on them.
+        # No error may end these threads, not even SystemExit: the leases of the process depend on them.
         logger.exception("A background job of django_distlock failed", extra=log_fields())
 
 
@@ -225,33 +232,34 @@ background = Background()
 
 
 class Alarm:
-    """Runs *job* in the clock thread at the earliest time that was asked for, and then waits to be asked anew."""
+    """Runs *job* in the clock thread at the earliest time given to at(), and then waits for the next at()."""
 
     def __init__(self, job: Callable[[], object]) -> None:
         self._job = job
-        self._mutex = threading.Lock()
-        #: When it runs: lease time.
+        self._mutex = section()
+        #: The time (lease time) of the next run.
         self.due = math.inf
 
     def at(self, due: float) -> None:
-        """Run the job at *due* (lease time), unless it runs before that anyway."""
+        """Run the job at *due* (lease time), unless it already runs earlier."""
         with self._mutex:
             if due < self.due:
                 background.at(due, partial(self._ring, due))
-                self.due = due
+                # A finalizer may have set an earlier time during the call. Not min(): that could be interrupted too.
+                self.due = due if due < self.due else self.due  # noqa: FURB136
 
     def _ring(self, due: float) -> None:
         with self._mutex:
             if due != self.due:
-                return  # an earlier time was asked for since, and what was due then has been done
+                return  # an earlier time was set meanwhile, and the job has run then
             self.due = math.inf
         self._job()
 
 
 class VerbThreads:
-    """The threads in which the verbs of one backend run for asyncio: some for tries, others for ends.
+    """The threads in which the verbs of one backend run for asyncio: some for tries, others for releases.
 
-    A release never stands behind the tries that wait for it.
+    So a release never waits behind the tries that wait for it.
     """
 
     def __init__(self, alias: str) -> None:
@@ -260,30 +268,49 @@ class VerbThreads:
         self._open()
 
     def _open(self) -> None:
-        """Have new pools; none starts a thread before it has something to do."""
+        """Make new pools; a pool starts no thread before its first job."""
         self._pools = {
             name: ThreadPoolExecutor(size, thread_name_prefix=f"distlock-{self._alias}-{name}")
-            for name, size in {"try": 4, "wait": WAITS, "release": 2}.items()
+            for name, size in {"try": TRIES, "wait": WAITS, "release": 2}.items()
         }
 
-    async def run_try(self, request: Request, verb: Callable[[], _T]) -> _T:
-        """Run *verb* as a try; whatever comes after() it waits for its end."""
-        return await self._run("try", request, verb)
+    async def run_try(
+        self, request: Request, verb: Callable[[], _T], left: float | None = 0.0
+    ) -> _T:
+        """Run *verb* as a try; jobs given to after() wait for its end.
 
-    async def run_wait(self, request: Request, verb: Callable[[], _T]) -> _T:
-        return await self._run("wait", request, verb)
+        NotSent if all threads are busy for *left* seconds; None: no limit, 0: PATIENCE.
+        """
+        return await self._run("try", request, verb, left)
 
-    async def _run(self, name: str, request: Request, verb: Callable[[], _T]) -> _T:
+    async def run_wait(self, request: Request, verb: Callable[[], _T], left: float | None) -> _T:
+        return await self._run("wait", request, verb, left)
+
+    async def _run(
+        self, name: str, request: Request, verb: Callable[[], _T], left: float | None
+    ) -> _T:
         future = self._pools[name].submit(verb)
         self._tries[request.owner] = future
         future.add_done_callback(lambda _: self._tries.pop(request.owner, None))
-        return await asyncio.wrap_future(future)
+        awaited = asyncio.wrap_future(future)
+        if len(self._tries) > TRIES:
+            try:
+                async with timeout(PATIENCE if left == 0 else left):
+                    await asyncio.wait([awaited])
+            except TimeoutError:
+                if future.cancel():  # it has not begun
+                    problem = "other tasks keep all threads that take locks busy: the request was not sent in time"
+                    raise NotSent(self._alias, problem) from None
+            except asyncio.CancelledError:
+                awaited.cancel()
+                raise
+        return await awaited
 
     async def run_release(self, verb: Callable[[], _T]) -> _T:
         return await asyncio.wrap_future(self._pools["release"].submit(verb))
 
     def after(self, request: Request, job: Callable[[], None]) -> None:
-        """Run *job* once no try of *request* is under way: a cancelled task leaves its thread running."""
+        """Run *job* when no try of *request* is running: a cancelled task leaves its thread running."""
         if future := self._tries.get(request.owner):
             future.add_done_callback(lambda _: job())
         else:

@@ -1,4 +1,4 @@
-"""What one waiter sleeps on until another thread rings it."""
+"""Bells: a waiter sleeps on its bell until another thread rings it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from . import clock
+from django_distlock.ground import clock
 
-#: Seconds by which the clock of an event loop may differ from ours.
+#: Most seconds by which the clock of an event loop may differ from ours.
 SAME = 1.0
 
 
@@ -19,14 +19,14 @@ class Bell(Protocol):
     """Can be rung from any thread; a ring before the wait is not lost."""
 
     def ring(self) -> bool:
-        """Wake the waiter; return whether it is there to be woken."""
+        """Wake the waiter; return False if it no longer exists."""
 
 
 class ThreadBell:
     """A bell for a thread.
 
-    A plain lock, which is free once it has rung: an exception that comes from outside may end the wait
-    at any moment, and finds no code of Python's in there that it could leave half done.
+    It is a plain lock, which is free after a ring. It is written in C, so an asynchronous exception can end
+    the wait at any moment without leaving it half done.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class ThreadBell:
         return True
 
     def wait(self, seconds: float | None) -> bool:
-        """Sleep until rung or *seconds* are over; return whether it was rung, and be silent again."""
+        """Sleep until rung, at most *seconds*; return whether it was rung, and reset the bell."""
         if seconds is None:
             return self._silence.acquire()
         return self._silence.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX))
@@ -60,7 +60,7 @@ class TaskBell:
         return True
 
     async def wait(self, seconds: float | None) -> bool:
-        """Sleep until rung or *seconds* are over; return whether it was rung, and be silent again."""
+        """Sleep until rung, at most *seconds*; return whether it was rung, and reset the bell."""
         try:
             async with timeout(seconds):
                 await self._event.wait()
@@ -72,7 +72,7 @@ class TaskBell:
 
 
 def timeout(seconds: float | None) -> AbstractAsyncContextManager[object]:
-    """Return an asyncio.timeout() that goes by our clock, also where somebody has stopped that of the event loop."""
+    """Return an asyncio.timeout() by our clock, which also works if a test has frozen the event loop's clock."""
     if seconds is None or abs(asyncio.get_running_loop().time() - clock.wait_time()) < SAME:
         return asyncio.timeout(seconds)
     return _timeout_by_thread(seconds)
@@ -92,10 +92,10 @@ async def _timeout_by_thread(seconds: float) -> AsyncIterator[None]:
 
 
 def _ring_in(loop: asyncio.AbstractEventLoop, scope: asyncio.Timeout) -> None:
-    with contextlib.suppress(RuntimeError):  # it is closed
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(_end, scope)
 
 
 def _end(scope: asyncio.Timeout) -> None:
-    with contextlib.suppress(RuntimeError):  # it is over already
+    with contextlib.suppress(RuntimeError):  # the block has already ended
         scope.reschedule(-1.0)

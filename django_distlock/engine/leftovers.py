@@ -1,4 +1,4 @@
-"""What was asked for and is wanted no more: given back in the background, until that has worked."""
+"""Locks that were requested and are no longer wanted: released in the background, again until it works."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from django_distlock.engine import clock
 from django_distlock.engine.background import background
-from django_distlock.engine.naming import log_fields, printable
 from django_distlock.engine.values import Release, Request
 from django_distlock.exceptions import LockBackendError
+from django_distlock.ground import clock
+from django_distlock.ground.naming import log_fields, printable
 
 Outcomes = Sequence[Release | Exception]
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds before a failed giving back is tried again; doubled each time, up to the second one.
+#: Seconds before a failed release is tried again: the first pause, doubled each time, and the longest.
 RETRY, LONGEST_RETRY = 0.25, 5.0
-#: Seconds until a release that did not find the lock in our hands is sent once more.
+#: Seconds before a release that did not find our lock is sent once more.
 SECOND_LOOK = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Leftover:
     request: Request
-    #: Until when it is tried (lease time): from then on the server has nothing of it any more.
+    #: The time (lease time) at which the server has dropped the lock, and the attempts end.
     ends: float
     is_second_look: bool = False
 
 
 class Leftovers:
-    """Those of one alias. What comes in while others are under way is given back together."""
+    """The leftovers of one alias. Those that come in during a release are released together after it."""
 
     def __init__(self, alias: str, revoke_all: Callable[[Sequence[Request]], Outcomes]) -> None:
         self._alias = alias
@@ -41,12 +41,12 @@ class Leftovers:
         self._waiting: deque[_Leftover] = deque()
 
     def add(self, request: Request) -> None:
-        """Give back whatever the server has for *request*, or may have yet."""
+        """Release in the background what the server has granted for *request*, or may yet grant."""
         self._waiting.append(_Leftover(request, clock.lease_time() + request.ttl))
         background.submit(self._alias, self._revoke_waiting)
 
     def _revoke_waiting(self) -> None:
-        # All at once: the jobs of the others find nothing to do.
+        # One job takes all of them; the other jobs find nothing to do.
         if some := [self._waiting.popleft() for _ in range(len(self._waiting))]:
             self._revoke(some, RETRY)
 
@@ -54,7 +54,7 @@ class Leftovers:
         outcomes: Outcomes
         try:
             outcomes = self._revoke_all([each.request for each in some])
-        except Exception as error:  # noqa: BLE001 - whatever it is, they are tried again
+        except Exception as error:  # noqa: BLE001 - after any error they are tried again
             outcomes = [error] * len(some)
         failed, doubtful = list[_Leftover](), list[_Leftover]()
         for each, outcome in zip(some, outcomes, strict=True):
@@ -65,7 +65,7 @@ class Leftovers:
                 doubtful.append(replace(each, is_second_look=True))
         self._revoke_later(doubtful, SECOND_LOOK, RETRY)
         if failed:
-            # A second look is for what most likely is not there.
+            # A second look most likely finds nothing, so its failure is no warning.
             level = logging.DEBUG if failed[0].is_second_look else logging.WARNING
             problem = next(each for each in outcomes if isinstance(each, Exception))
             name = failed[0].request.name if len(failed) == 1 else None

@@ -1,46 +1,50 @@
-"""Who of this process may ask the server next: one contender per lock, the others wait here."""
+"""The local queue: of the callers in this process that want a lock, one asks the server, the others wait here."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import ref
 
-from . import clock
+from django_distlock.ground import clock
+from django_distlock.ground.mutexes import section
+
 from .waiting import Turns
 
 if TYPE_CHECKING:
-    from django_distlock.lease import Lease
+    from django_distlock.engine.lease import Lease
+    from django_distlock.exceptions import LockBackendError
 
     from .bells import Bell
 
-    #: What stands in a line: a bell, or the reference to the lease of who found nobody there.
-    Place = Bell | ref[Lease]
+    #: A place in a line of this process: a bell, or for a caller that came first, a reference to its lease.
+    LocalPlace = Bell | ref[Lease]
 
-#: Hand-offs inside a process before it gives way to other processes known to want the lock.
+#: Hand-offs inside a process before it lets another process that wants the lock go first.
 IN_A_ROW = 16
 
 
 class _Line:
-    """The contenders for one lock, the one whose turn it is first."""
+    """The callers that hold or want one lock; the first one has the turn."""
 
-    __slots__ = ("holding", "in_a_row", "is_contested", "places", "turn")
+    __slots__ = ("has_failed", "holding", "in_a_row", "is_contested", "places", "turn")
 
     def __init__(self) -> None:
-        self.places: deque[Place] = deque()
-        #: Who was told that it is their turn.
-        self.turn: Place | None = None
-        #: Who holds it, not to be kept alive by this line.
+        self.places: deque[LocalPlace] = deque()
+        #: The place that was told that it has the turn.
+        self.turn: LocalPlace | None = None
+        #: The lease that holds the lock; a weak reference, so that the line does not keep it alive.
         self.holding: ref[Lease] | None = None
         self.in_a_row = 0
         self.is_contested = False
+        #: Whether the last answer to one of them was an error of the server.
+        self.has_failed = False
 
     def pass_on(self) -> None:
-        """Give the turn to the first one who is there to take it, unless that was told already."""
+        """Ring the first place that can take the turn, unless it has the turn already."""
         while self.places and (first := self.places[0]) is not self.turn:
-            # Who came without a bell is the first from the beginning, and has the turn.
+            # A place without a bell was the first from the beginning, and has the turn.
             if not isinstance(first, ref) and first.ring():
                 self.turn, self.holding = first, None
                 self.in_a_row += 1
@@ -49,20 +53,21 @@ class _Line:
 
 
 class LocalQueue:
-    """First come, first served, for the threads and the tasks of one process alike.
+    """First come, first served, for the threads and tasks of one process.
 
-    Who finds nobody here is the only entry for its key: *lines* then has the reference to its lease, by
-    ``lines.setdefault(key, ref)``. A line is made of it when a second one comes.
+    For a single caller, *lines* has only a reference to its lease, added by ``lines.setdefault(key, ref)``.
+    A line is made from it when a second caller comes.
     """
 
     def __init__(self) -> None:
-        self.lines: dict[str, Place | _Line] = {}
-        #: Of the locks that other processes were seen to want, where nothing tells them that one is free.
+        self.lines: dict[str, LocalPlace | _Line] = {}
+        #: The locks that other processes want too, for backends that do not wake waiters.
         self.turns = Turns()
-        self._mutex = threading.Lock()
+        self._failures: dict[Bell, LockBackendError] = {}
+        self._mutex = section()
 
     def join(self, key: str, bell: Bell) -> bool:
-        """Stand in line for *key*; return whether it is our turn at once. Else the bell tells."""
+        """Join the line for *key*; return whether we have the turn at once. If not, the bell rings later."""
         with self._mutex:
             line = self._line(key)
             line.places.append(bell)
@@ -75,30 +80,32 @@ class LocalQueue:
         with self._mutex:
             return self._line(key).places[0] is bell
 
-    def leave(self, key: str, place: Place) -> None:
-        """Leave the line, wherever *place* is in it; the next one gets our turn.
+    def leave(self, key: str, place: LocalPlace) -> None:
+        """Leave the line, wherever *place* is in it; if it had the turn, the next one gets it.
 
-        Twice does no harm, and finishes what an exception from outside has broken off.
+        Safe to call twice; the second call finishes what an asynchronous exception interrupted.
         """
         with self._mutex:
             line = self.lines.get(key)
             if isinstance(line, _Line):
                 if self.turns.wanted and line.places and line.places[0] is place:
                     self.turns.released(key, clock.wait_time())
+                if not isinstance(place, ref):
+                    self._failures.pop(place, None)
                 with suppress(ValueError):
                     line.places.remove(place)
                 line.pass_on()
                 if not line.places:
-                    del self.lines[key]
+                    self.lines.pop(key, None)
             elif line is place:
-                del self.lines[key]
+                self.lines.pop(key, None)
 
     def hold(self, key: str, bell: Bell, lease: ref[Lease]) -> None:
-        """Note that *bell*, whose turn it is, holds the lock by *lease*; not if it has left already."""
+        """Note that *bell*, which has the turn, holds the lock by *lease*; do nothing if it has left already."""
         with self._mutex:
             line = self.lines.get(key)
             if isinstance(line, _Line) and line.places and line.places[0] is bell:
-                line.holding = lease
+                line.holding, line.has_failed = lease, False
 
     def held_by(self, key: str) -> Lease | None:
         with self._mutex:
@@ -107,22 +114,34 @@ class LocalQueue:
             lease = holding() if isinstance(holding, ref) else None
             return lease if lease is not None and lease.is_granted else None
 
-    def callers(self, key: str) -> int:
-        """Return how many of this process want the lock, or have it: those in the line; without one, the only one."""
-        line = self.lines.get(key)
-        return len(line.places) if isinstance(line, _Line) else 1
-
-    def behind(self, key: str) -> int | None:
-        """Return how many of this process wait for one of it that holds the lock; None: none of it does."""
-        return None if self.held_by(key) is None else self.callers(key) - 1
+    def failure(self, bell: Bell) -> LockBackendError | None:
+        """Return the error with which *bell* must give up; None if it need not."""
+        return self._failures.get(bell)
 
     def contest(self, key: str) -> None:
         with self._mutex:
             if key in self.lines:
-                self._line(key).is_contested = True
+                line = self._line(key)
+                line.is_contested, line.has_failed = True, False
+
+    def failed(self, key: str, error: LockBackendError) -> None:
+        """Note that the server failed for one caller; after two failures in a row, all others give up with *error*.
+
+        A single failure may be that of one connection, such as one that was idle for long and had died.
+        """
+        with self._mutex:
+            line = self.lines.get(key)
+            if not isinstance(line, _Line):
+                return
+            if line.has_failed:
+                for place in line.places:
+                    if not isinstance(place, ref):
+                        self._failures[place] = error.copy()
+                        place.ring()
+            line.has_failed = True
 
     def gives_way(self, key: str) -> bool:
-        """Return whether it is time to let another process have the lock, and begin to count anew."""
+        """Return True if another process should get the lock now; the count of hand-offs then starts again."""
         with self._mutex:
             line = self._line(key)
             if line.in_a_row < IN_A_ROW or not line.is_contested:
@@ -131,11 +150,11 @@ class LocalQueue:
             return True
 
     def _line(self, key: str) -> _Line:
-        """Return the line for *key*, made now if there is none, or one entry only."""
+        """Return the line for *key*; make one if there is none, or only a single caller."""
         line = self.lines.setdefault(key, new := _Line())
         if isinstance(line, _Line):
             return line
-        # Without the mutex others can only find it there: it stays until it leaves.
+        # Callers without the mutex only use setdefault(), which finds the entry; it stays until it leaves.
         new.places.append(line)
         new.turn, new.holding = line, line if isinstance(line, ref) else None
         self.lines[key] = new

@@ -1,81 +1,109 @@
-"""Every attempt and every lease of this process, from before its first request to its end; what is held is renewed."""
+"""All leases of this process, which are renewed while they are held; and those that the running code holds."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import threading
+import time
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING
 
-from django_distlock.signals import announce, backend_failed, lock_extended
+from django_distlock.ground import clock
+from django_distlock.ground.caller import forks
+from django_distlock.ground.mutexes import section
+from django_distlock.ground.naming import warn
+from django_distlock.signals import backend_failed, lock_extended
 
-from . import clock
-from .background import Alarm, background
-from .caller import forks
-from .naming import warn
+from .announcements import announce
+from .background import SHORT, Alarm, background
 from .steps import settled
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from django_distlock.backends.base import BaseLockBackend
-    from django_distlock.lease import Lease
+    from django_distlock.engine.lease import Lease
 
     from .values import Request
 
     Asked = Sequence[tuple[Lease, Request]]
+    #: Returns a lease, or None if there is none (any more).
+    Known = Callable[[], "Lease | None"]
+    #: Alias and name.
+    _Lock = tuple[str, str]
+    _Level = dict[_Lock, tuple[Known, ...]]
 
-#: Seconds between two looks after threads and tasks that ended without releasing.
+#: Seconds between two searches for threads and tasks that ended without releasing their locks.
 SWEEP = 1.0
-#: Part of its ttl by which a lease may be renewed early, to go with others in one request.
+#: Share of its ttl by which a lease may be renewed early, to be renewed with others in one request.
 EARLY = 0.1
 
 
 class Registry:
-    """The leases that have not ended. It extends those that are held at a third of their ttl, and finds those lost."""
+    """The leases that have not ended. It renews held ones after a third of their ttl, and finds lost ones."""
 
     def __init__(self) -> None:
         self._begin()
 
     def _begin(self) -> None:
-        self._mutex = threading.Lock()
+        self._mutex = section()
         self._leases: dict[int, weakref.ref[Lease]] = {}
-        #: Those whose thread or task may yet release them, though nobody has a reference; of others, the backend.
+        #: Keeps each lease alive while its thread or task can still release it; after that, only its backend.
         self._kept: dict[int, Lease | BaseLockBackend] = {}
         self._in_flight: set[Lease] = set()
         self._has_unattended = False
         self._alarm = Alarm(self._look)
+        #: The id of the thread that ends this process; 0 before the end.
+        self._ended_by = 0
 
     def add(self, lease: Lease) -> None:
+        """Register *lease*, before its first request; SystemExit at the end of the process, see refuse_at_end()."""
         self._kept[id(lease)] = lease
         self._leases[id(lease)] = lease.ref
+        if self._ended_by:
+            self.refuse_at_end()
 
-    def granted(self, lease: Lease, now: float) -> None:
-        """Look after *lease*, which is held since *now* (lease time)."""
-        third = lease.request.ttl / 3
-        lease.due = now + third
-        look = now + min(third, SWEEP)
+    def refuse_at_end(self) -> None:
+        """Raise SystemExit, which ends a thread silently, if another thread is ending the process.
+
+        A lock that is acquired then would not be released.
+        """
+        if self._ended_by not in {0, threading.get_ident()}:
+            raise SystemExit
+
+    def granted(self, lease: Lease, start: float, now: float) -> float:
+        """Begin to renew *lease*, asked for at *start* and held from *now* (lease time); return when it is due."""
+        # Not from now: after a late answer, less of the lease is left.
+        due = max(now, start + lease.request.ttl / 3)
+        look = min(due, now + SWEEP)
         if look < self._alarm.due:
             self._alarm.at(look)
+        return due
 
     def discard(self, lease: Lease) -> None:
         self._leases.pop(id(lease), None)
         self._kept.pop(id(lease), None)
+
+    def let_go(self, lease: Lease) -> None:
+        """Drop the reference to *lease*: its finalizer releases it when there is no other reference."""
+        if id(lease) in self._kept:
+            self._kept[id(lease)] = lease.backend
 
     def leases(self) -> list[Lease]:
         known = [lease() for lease in list(self._leases.values())]
         return [lease for lease in known if lease is not None]
 
     def disown(self) -> None:
-        """Make every lease inert, and begin anew: a forked child holds nothing of its parent's."""
+        """Make every lease inert and start empty: a forked child holds none of its parent's locks."""
         for lease in self.leases():
             lease.disown()
         self._begin()
 
     def release_all(self, seconds: float = 2.0) -> None:
-        """Give back all that is held or may be, one after the other, in so many seconds at most."""
+        """Release one lease after the other, also those that may be held; stop after so many seconds."""
         forks.notice()
         ends = clock.wait_time() + seconds
         for lease in self.leases():
@@ -83,15 +111,27 @@ class Registry:
                 with contextlib.suppress(Exception):
                     lease.abandon()
 
-    # Looking after them.
+    def end(self, seconds: float) -> None:
+        """Stop other threads from acquiring locks from now on, and release all that are held."""
+        forks.notice()
+        self._ended_by = threading.get_ident()
+        ends = clock.wait_time() + seconds
+        # Daemon threads still run: a request that is under way may be granted after its lease was released.
+        while clock.wait_time() < ends - seconds / 2 and any(
+            each.is_asking for each in self.leases()
+        ):
+            time.sleep(SHORT)
+        self.release_all(ends - clock.wait_time())
+
+    # Renewal, and the search for leases that are lost or abandoned.
 
     def _held(self) -> list[Lease]:
-        """Return the leases that are held: asking makes one whose deadline has passed tell that it is lost."""
+        """Return the leases that are held; reading ``held`` reports one whose deadline has passed as lost."""
         return [lease for lease in self.leases() if lease.held]
 
     def _look(self) -> None:
         if self._has_unattended:
-            # An error and its frames may have one of them, in a circle that only the collector ends.
+            # An error and its frames may refer to a lease, in a cycle that only the collector frees.
             self._has_unattended = False
             gc.collect()
         leases = self._held()
@@ -108,13 +148,13 @@ class Registry:
             if lease.held and lease.backend.is_session_over(lease.request):
                 lease.lose("the session that held it has ended")
             if lease.is_unattended:
-                # It may be in somebody's hands; if it is not, its finalizer gives it back, by a backend
-                # that is no garbage itself.
+                # Other code may still refer to it. If none does, its finalizer releases it, by a
+                # backend that is no garbage itself.
                 if self._kept.get(id(lease)) is lease and lease not in self._in_flight:
-                    self._kept[id(lease)] = lease.backend
+                    self.let_go(lease)
                     self._has_unattended = True
                 if not lease.is_entered:
-                    lease.end_unowned()  # whoever was giving it back has ended meanwhile
+                    lease.end_unowned()  # the thread or task that was releasing it has ended
 
     def _take_due(self) -> dict[BaseLockBackend, list[Lease]]:
         now = clock.lease_time()
@@ -129,20 +169,21 @@ class Registry:
         return batches
 
     def _extend(self, backend: BaseLockBackend, leases: list[Lease]) -> None:
-        # What is being given back is not renewed.
+        start = clock.lease_time()
+        # A lease that is being released is not renewed.
         entered = [lease for lease in leases if lease.held and lease.is_entered]
         asked = [(lease, request) for lease in entered if (request := lease.renewal())]
         try:
             for together in _by_server(backend, asked):
                 self._extend_together(backend, together)
         finally:
-            self._put_back(leases)
+            self._put_back(leases, start)
 
     def _extend_together(self, backend: BaseLockBackend, asked: Asked) -> None:
         start = clock.lease_time()
         try:
             kept = settled(partial(backend.extend, [request for _, request in asked]))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the deadline decides
+        except Exception as error:  # noqa: BLE001 - after any error, the deadline decides
             for lease, _ in asked:
                 lease.endanger()
                 warn("Lock %s could not be renewed yet: %s", lease.name, error, of=lease)
@@ -151,12 +192,12 @@ class Registry:
             for (lease, request), is_kept in zip(asked, kept, strict=True):
                 if is_kept:
                     self._extended(lease, start, request.ttl)
-                elif lease.is_entered:  # what is being given back meanwhile is not lost
+                elif lease.is_entered:  # a lease that is being released meanwhile is not lost
                     lease.lose("the server says that it is not ours any more")
 
     def _extended(self, lease: Lease, start: float, ttl: float) -> None:
         if not lease.backend.supports_extend:
-            return  # it was only looked at
+            return  # the server was only asked whether it is still held
         if (late := start - lease.due) > lease.ttl / 4:
             text = clock.in_words(late)
             warn(
@@ -169,11 +210,13 @@ class Registry:
         lease.confirm(start, ttl)
         announce(lock_extended, lease, lease=lease)
 
-    def _put_back(self, leases: list[Lease]) -> None:
+    def _put_back(self, leases: list[Lease], start: float) -> None:
+        """Plan the next renewal of *leases*, whose last one began at *start* (lease time)."""
         now = clock.lease_time()
         for lease in leases:
-            # One that is in jeopardy is tried again soon: nine times in a ttl.
-            lease.due = now + lease.ttl / (9 if lease.in_jeopardy else 3)
+            # A lease in jeopardy is tried again soon: nine times in a ttl.
+            soon, later = now + lease.ttl / 9, max(now, start + lease.ttl / 3)
+            lease.renew_at(soon if lease.in_jeopardy else later)
         with self._mutex:
             self._in_flight.difference_update(leases)
         self._alarm.at(self._next_due())
@@ -188,12 +231,12 @@ class Registry:
 
 
 def _by_server(backend: BaseLockBackend, asked: Asked) -> Iterable[Asked]:
-    """Return them by the server that keeps them: one that is down endangers no leases of others."""
+    """Group the leases by server, so that a server that is down endangers only its own leases."""
     found: dict[Hashable, list[tuple[Lease, Request]]] = {}
     for lease, request in asked:
         try:
             server = backend.server_of(request)
-        except Exception:  # noqa: BLE001 - nobody keeps it now: who asks for it is told why
+        except Exception:  # noqa: BLE001 - no server is known now: extend() raises the reason
             server = None
         found.setdefault(server, []).append((lease, request))
     return found.values()
@@ -201,3 +244,76 @@ def _by_server(backend: BaseLockBackend, asked: Asked) -> Iterable[Asked]:
 
 registry = Registry()
 forks.in_child(registry.disown)
+
+
+# What the running code holds, as far as its context knows: what re-entry looks at.
+
+#: The leases held in this chain of contexts: what re-entry looks at. They are not kept alive by it:
+#: copies of a context outlive the task in callbacks and in tasks that were begun by it.
+#: No level is ever changed, as copies of the context have it too; each is longer than the next one, so
+#: that one more lease costs a few steps, however many are held.
+_held_here: ContextVar[tuple[_Level, ...]] = ContextVar("distlock_held_here", default=())
+
+
+class Awaited:
+    """The lease that aacquire() will bring, in the context of its caller: another task may await it."""
+
+    def __init__(self, using: str, name: str) -> None:
+        self.is_over = False
+        self.known: Known | None = None
+        note_held_here(using, name, self)
+
+    def __call__(self) -> Lease | None:
+        return self.known() if self.known else None
+
+
+def held_here(using: str, name: str) -> list[Lease]:
+    """Return the leases of a lock that this chain of contexts knows of, the last one last; some may have ended."""
+    levels = _held_here.get()
+    if not levels:
+        return []
+    known = [each for level in levels for each in level.get((using, name), ())]
+    return [lease for each in known if (lease := each()) is not None]
+
+
+def all_held_here() -> list[Lease]:
+    """Return the leases of all locks that this chain of contexts knows of; see held_here()."""
+    known = [each for level in _held_here.get() for of_name in level.values() for each in of_name]
+    return [lease for each in known if (lease := each()) is not None]
+
+
+def note_held_here(using: str, name: str, known: Known) -> None:
+    """Make the lease that *known* returns known to re-entry, in this chain of contexts."""
+    level: _Level = {(using, name): (known,)}
+    levels = _held_here.get()
+    while levels and len(levels[-1]) <= len(level):
+        level = _merged(levels[-1], level)
+        levels = levels[:-1]
+    _held_here.set((*levels, level))
+
+
+def forget_here(lease: Lease) -> None:
+    """Remove *lease*, which has ended, from what re-entry knows, if it is the last one: most often it is."""
+    levels = _held_here.get()
+    if levels and [*levels[-1].values()] == [(lease.ref,)]:
+        _held_here.set(levels[:-1])
+
+
+def _merged(older: _Level, newer: _Level) -> _Level:
+    """Return both levels as one, the last lease last, without what has ended."""
+    locks = [*(lock for lock in older if lock not in newer), *newer]
+    merged = {lock: _still_held((*older.get(lock, ()), *newer.get(lock, ()))) for lock in locks}
+    return {lock: known for lock, known in merged.items() if known}
+
+
+def _still_held(known: Iterable[Known]) -> tuple[Known, ...]:
+    """Return what re-entry is to look at from now on, each lease once."""
+    kept: dict[int, Known] = {}
+    for each in known:
+        lease = each()
+        if lease is not None:
+            if lease.is_kept:
+                kept[id(lease)] = lease.ref
+        elif isinstance(each, Awaited) and not each.is_over:
+            kept[id(each)] = each
+    return tuple(kept.values())

@@ -1,9 +1,9 @@
-"""One way to write what threads and asyncio tasks both do: a generator yields requests, and is sent the answers.
+"""Write once what threads and asyncio tasks both do: a generator yields requests and is sent their answers.
 
-The generator does no I/O. What carries a request out may block in run(), and is awaited in arun();
-its errors are raised in the generator, where the request was yielded.
+The generator does no I/O. run() calls *carry_out* for each request, arun() awaits it;
+an error of *carry_out* is raised in the generator, at the yield.
 
-And asking once more when a reply was lost, for verbs that may be carried out twice.
+settled() repeats a request whose reply was lost, for verbs that may be carried out twice.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar
 
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
-
-from . import clock
+from django_distlock.ground import clock
 
 _T = TypeVar("_T")
 _Ask = TypeVar("_Ask")
-#: Yields requests, is sent answers, and returns a result.
+#: A generator that yields requests, is sent their answers, and returns a result.
 Steps = Generator[_Ask, Any, _T]
-#: Seconds within which a reply must have been lost: to ask a server that hangs again would take as long once more.
+#: Seconds: a request that failed later than this is not repeated, as a server that hangs would hang again.
 SETTLE = 0.5
 
 
 def run(steps: Steps[_Ask, _T], carry_out: Callable[[_Ask], Any]) -> _T:
-    """Return what *steps* return, having each request carried out in this thread."""
+    """Run *steps* to their end in this thread, calling *carry_out* for each request; return their result."""
     try:
         request = next(steps)
         while True:
@@ -57,13 +56,13 @@ async def arun(steps: Steps[_Ask, _T], carry_out: Callable[[_Ask], Awaitable[Any
 def is_worth_asking_again(
     failed: LockBackendError, began: float, within: float | None = None
 ) -> bool:
-    """Return whether to ask again what *failed* and had *began* then, in lease time. *within*: see settled()."""
+    """Return True if the reply was lost soon enough after the request *began* (lease time). *within*: see settled()."""
     longest = SETTLE if within is None else within
     return isinstance(failed, LockOutcomeUnknown) and clock.lease_time() - began <= longest
 
 
 def asking_again(ask: _Ask, failed: LockBackendError) -> Steps[_Ask, Any]:
-    """Ask once more what *failed*; LockOutcomeUnknown if that fails too."""
+    """Repeat the request *ask*, whose first attempt *failed*; LockOutcomeUnknown if it fails again."""
     try:
         return (yield ask)
     except LockBackendError as error:
@@ -71,9 +70,10 @@ def asking_again(ask: _Ask, failed: LockBackendError) -> Steps[_Ask, Any]:
 
 
 def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
-    """Return the answer of a verb that may be carried out twice; LockOutcomeUnknown if both are lost.
+    """Call *ask*, a verb that may be carried out twice, and repeat it if its reply is lost.
 
-    *within*: seconds that the first one may have taken; SETTLE by default.
+    Raise LockOutcomeUnknown if both replies are lost. *within*: there is no repetition if the first call
+    took more seconds than that; SETTLE by default.
     """
     began = clock.lease_time()
     try:

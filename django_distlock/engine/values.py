@@ -1,4 +1,4 @@
-"""What a backend is asked and what it answers: values, no I/O."""
+"""The requests to a backend and its answers: values, no I/O."""
 
 from __future__ import annotations
 
@@ -7,44 +7,71 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from .holder import Holder
-from .naming import LONGEST_LISTED, printable
+from django.db.models import TextChoices
+from django.utils.translation import gettext_lazy as _
+
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import LONGEST_LISTED, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-#: Returns the secret of a new holding: 128 random bits from the operating system, as hex.
-new_owner = partial(secrets.token_hex, 16)
-#: How many owners are remembered.
+#: How many owners RecentOwners keeps.
 REMEMBERED = 1000
 
 
 _T = TypeVar("_T")
 
 
+class _Hidden:
+    """Mixin for secret text: error reports, which show the variables of all frames, do not show its value."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+
+class Secret(_Hidden, str):
+    """A text that contains an owner."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # a cache may pickle it
+
+
+class SecretBytes(_Hidden, bytes):
+    """Bytes that contain an owner."""
+
+
+def new_owner() -> Secret:
+    """Return the secret of a new holding: 128 random bits from the operating system, as hex."""
+    return Secret(secrets.token_hex(16))
+
+
 def batches(some: Sequence[_T], size: int) -> Iterator[Sequence[_T]]:
-    """Return *some* in parts of *size*, the last of which may be smaller; servers take so many at once."""
+    """Return *some* in parts of at most *size*, as servers limit the number of items in one request."""
     return (some[first : first + size] for first in range(0, len(some), size))
 
 
 def digest(owner: str) -> str:
-    """Return what tells two holdings apart and does not tell the owner."""
+    """Return a hash of *owner*: it identifies one holding without revealing the owner."""
     return hashlib.sha256(owner.encode()).hexdigest()[:16]
 
 
 def digest_of_reservation(token: int) -> str:
-    """Return the digest of what min_hold or lock_delay of the holding with this *token* reserves."""
+    """Return the digest of the reservation (min_hold) that the holding with this *token* left."""
     return digest(f"reserved {token}")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One wish to hold one lock. The owner is made with it, before anything is sent.
+    """A request to hold one lock. Its owner is made with it, before anything is sent.
 
-    *ttl*, *min_hold* and *lock_delay* are seconds. *key* is what the server knows the lock by.
+    *ttl* and *min_hold* are seconds. *key* is the lock's name on the server.
     """
 
     name: str
@@ -53,7 +80,6 @@ class Request:
     holder: Holder
     shared: bool = False
     min_hold: float = 0.0
-    lock_delay: float = 0.0
     owner: str = field(default_factory=new_owner, repr=False)
 
 
@@ -61,8 +87,8 @@ class Request:
 class Grant:
     """The lock is ours; *token* is None where the backend has no fencing.
 
-    *start*: since when its ttl runs at the earliest, on ``clock.lease_time()``, where that is later
-    than when it was asked for: a server that lets us wait begins to count at the end of the wait.
+    *start* (``clock.lease_time()``): the earliest start of its ttl, if that is later than the request:
+    a server that lets the request wait starts the ttl at the end of the wait.
     """
 
     token: int | None
@@ -71,10 +97,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Somebody else has it; what is not known is None. *remaining* is seconds.
+    """Another holder has the lock. *remaining* is in seconds; None if it is not known.
 
-    *mark* tells this holding from the next one, also of the same holder; it may be its owner.
-    *reserved*: nobody has it, but min_hold or lock_delay refuses it for *remaining* seconds.
+    *mark* identifies this holding: the next one of the same holder has another mark. It may be the owner.
+    *reserved*: nobody holds the lock, but min_hold refuses it for *remaining* seconds.
     """
 
     holder: Holder | None = None
@@ -84,21 +110,28 @@ class Busy:
 
 
 class Release(enum.Enum):
-    """What a release found on the server."""
+    """The result of a release: whether the lock was ours, free, or another holder's."""
 
     RELEASED = "released"
     GONE = "gone"
     TAKEN = "taken"
 
 
+class LockState(TextChoices):
+    """The state of a lock in a listing, by the clock of the server."""
+
+    HELD = "held", _("held")
+    STALE = "stale", _("stale")
+    RESERVED = "reserved", _("reserved")
+    FREE = "free", _("free")
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """A lock as an operator sees it. *remaining* is seconds; below 0 the record is stale.
 
-    *age* is seconds since it was acquired, None if that is not known. *waiters* is how many callers of
-    all processes wait for the lock, None if the server is not told of them; but for *behind*, those that
-    wait for a holder of their own process, as many as it told the server when its lease was last extended.
-    *owner_digest* tells two holdings apart without telling the owner. *reserved*: see Busy.
+    *age* is the seconds since it was acquired, None if that is not known. *waiters* is the number of
+    places in its queue on the server, None if there is no queue. *owner_digest* identifies the holding without revealing the owner. *reserved*: see Busy.
     """
 
     name: str
@@ -109,12 +142,11 @@ class Held:
     owner_digest: str
     shared: bool = False
     waiters: int | None = None
-    behind: int = 0
     reserved: bool = False
     age: float | None = None
 
     def __post_init__(self) -> None:
-        # Whoever may write to the server may have written anything there.
+        # Other programs that write to the server may have written any text.
         object.__setattr__(self, "name", printable(self.name, LONGEST_LISTED))
         object.__setattr__(self, "key", printable(self.key))
 
@@ -135,7 +167,7 @@ class Purged:
 
 
 class RecentOwners:
-    """The owners of one backend that ended last: what they send again, or late, is told from what others send."""
+    """The owners of one backend that released last, to recognise a repeated or late request of theirs."""
 
     def __init__(self) -> None:
         self._owners: OrderedDict[str, None] = OrderedDict()

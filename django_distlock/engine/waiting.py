@@ -1,4 +1,4 @@
-"""How waiters wait: the ways a backend can pick from, how long to pause, when to let others go first; no I/O."""
+"""How waiters wait: the ways that a backend can choose, the length of pauses, letting others go first. No I/O."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ import random
 from dataclasses import dataclass
 
 from django_distlock.conf import LONGEST
-
-from . import clock
+from django_distlock.ground import clock
 
 SHORTEST_PAUSE = 0.005
 LONGEST_PAUSE = 0.25
 LONGEST_WAKEABLE_PAUSE = 1.0
-#: Seconds: between these two a pause is about a tenth of the time that the same holder was seen for.
+#: Seconds: a pause is SHARE of the time for which the same holder was seen, within these bounds.
 SHORTEST_POLL, LONGEST_POLL = 0.01, 0.25
 SHARE = 0.1
-#: How often in a row a process lets others go first that it has seen once.
+#: How many times in a row a process lets others go first after it has noticed them.
 TURNS = 16
-#: Of how many locks it is known that others want them.
+#: How many locks Turns keeps at most.
 MOST_KNOWN = 1000
 
 
 class Way(enum.Enum):
-    """How a waiter learns that it is worth to try again."""
+    """How a waiter learns that it should try again."""
 
-    #: It does not: it tries again after pauses, short ones while the lock changes hands.
+    #: It does not: it tries again after pauses, which are short while the lock often changes its holder.
     POLL = "poll"
-    #: As before, but with a look first: on this server a try writes even if it is refused.
+    #: As POLL, but it probes first, because a try writes to this server even if it is refused.
     LOOK = "look, then try"
-    #: Something wakes it; a look now and then makes good for what was lost.
+    #: It is woken, and looks now and then in case a wake-up was lost.
     LISTEN = "listen"
-    #: The server keeps the queue: a try with a place lasts until it is granted.
+    #: The server keeps the queue: a try with a place lasts until the lock is granted.
     ON_SERVER = "wait on the server"
 
 
-class Place(enum.Enum):
+class Queueing(enum.Enum):
     """How a waiter gets a place in a queue on the server."""
 
     NONE = "there is no queue"
@@ -48,21 +47,21 @@ class Waiting:
     """How the waiters of one backend wait."""
 
     way: Way = Way.POLL
-    place: Place = Place.NONE
-    #: Whether the waiters of one process stand in a line of their own, and only the first one asks the server.
+    queueing: Queueing = Queueing.NONE
+    #: Whether the waiters of one process have a local queue, of which only the first one asks the server.
     in_line: bool = True
-    #: Seconds after which a waiter that was not woken looks again; None: soon, then less and less often.
+    #: Seconds after which a waiter that was not woken looks again; None: after growing pauses.
     look_again: float | None = None
-    #: Whether a reader that comes while a writer has a place on the server is served after it.
+    #: Whether a reader that comes after a writer with a place on the server is served after that writer.
     writers_first: bool = False
 
     @property
     def polls(self) -> bool:
-        """Whether nothing tells a waiter that the lock is free."""
+        """Whether waiters only look again after pauses, because nothing wakes them."""
         return self.look_again is None and self.way in {Way.POLL, Way.LOOK}
 
     def pause(self, wait: Wait, remaining: float | None) -> float:
-        """Return how many seconds to sleep before the next try; the holder's lease has *remaining* seconds left."""
+        """Return the seconds to sleep before the next try; *remaining*: seconds left of the holder's lease."""
         if self.polls:
             seconds = wait.pauses.next(clock.wait_time(), wait.holder)
             return wait.bounded(seconds if remaining is None else min(seconds, remaining))
@@ -73,23 +72,23 @@ class Waiting:
 
 
 class Wait:
-    """One caller's wait: until when it lasts, and how long its next pause is."""
+    """One caller's wait: when it ends, and how long its next pause is."""
 
     __slots__ = ("_began", "_ends", "_pause", "holder", "pauses")
 
     def __init__(self, timeout: float | None, began: float | None = None) -> None:
-        """*timeout* in seconds; None waits for ever, 0 leaves room for one try. *began*: by ``clock.wait_time()``."""
+        """*timeout* is in seconds; None: no limit, 0: one try. *began* is a ``clock.wait_time()``, by default now."""
         self._began = clock.wait_time() if began is None else began
-        # Not every driver and server takes more, and 31 years are as good as 292.
+        # Some drivers and servers accept no more, and 31 years are enough.
         self._ends = None if timeout is None else self._began + min(timeout, LONGEST)
         self._pause = SHORTEST_PAUSE
-        #: Where nothing ends the wait but a look: its pauses, and what tells the holding seen last from the next.
+        #: For waits that nothing wakes: the pauses, and the mark of the holding that was seen last.
         self.pauses = Pauses()
         self.holder: object = None
 
     @property
     def is_for_one_try(self) -> bool:
-        """Whether there was no time from the first."""
+        """Whether its timeout was 0."""
         return self._ends is not None and self._ends <= self._began
 
     @property
@@ -98,7 +97,7 @@ class Wait:
 
     @property
     def left(self) -> float | None:
-        """Seconds until it is over, never below 0; None where it never is."""
+        """Seconds until the timeout, never below 0; None without a timeout."""
         return None if self._ends is None else max(0.0, self._ends - clock.wait_time())
 
     @property
@@ -120,22 +119,22 @@ class Wait:
 
 
 def poll_pause(seen: float) -> float:
-    """Return a pause for a lock that the same holder was seen to hold for so many seconds.
+    """Return a pause in seconds for a lock whose present holder was first seen *seen* seconds ago.
 
-    Drawn by chance, so that of those who wait equally long each is first equally often.
+    It is random, so that waiters that have waited equally long come first equally often.
     """
     return random.uniform(0.5, 1.0) * min(LONGEST_POLL, max(SHORTEST_POLL, seen * SHARE))  # noqa: S311
 
 
 class Pauses:
-    """The pauses of one wait: short at first, longer for a lock that stays with its holder."""
+    """The pauses of one wait: short at first, longer while the lock keeps its holder."""
 
     def __init__(self) -> None:
-        self._holder: object = self  # nobody that was seen
+        self._holder: object = self  # no holder was seen yet
         self._since = 0.0
 
     def next(self, now: float, holder: object) -> float:
-        """Return the next pause; *holder* is what tells this holding from the next, None if it is not known."""
+        """Return the next pause; *holder* identifies the holding, None if it is not known."""
         if holder != self._holder:
             self._holder, self._since = holder, now
         return poll_pause(now - self._since)
@@ -144,20 +143,20 @@ class Pauses:
 @dataclass(slots=True)
 class _Wanted:
     left: int
-    #: Since when this process has it, and after it: for how long it had it, and until when.
+    #: When this process acquired it; after the release, how long it held it, and when it released it.
     granted: float | None = None
     held: float = 0.0
     released: float | None = None
 
 
 class Turns:
-    """The locks of one backend that other processes want, too: who has released one lets them go first.
+    """The locks of one backend that other processes want, too: after a release, a process lets them go first.
 
-    Else a process that wants it again at once would have it every time: the others are in a pause.
+    Otherwise a process that wants the lock again at once would get it every time, as the others are in a pause.
     """
 
     def __init__(self) -> None:
-        #: By key; who asks whether there are any looks here.
+        #: By key. Callers read it to see whether there are any.
         self.wanted: dict[str, _Wanted] = {}
 
     def refused(self, key: str) -> None:
@@ -169,7 +168,7 @@ class Turns:
         self.wanted[key] = _Wanted(TURNS)
 
     def waited_for(self, key: str, held: float, now: float) -> None:
-        """Note that others waited while this process had it, for *held* seconds until now."""
+        """Note that others waited while this process held the lock, for *held* seconds until *now*."""
         self.refused(key)
         wanted = self.wanted[key]
         wanted.held, wanted.granted, wanted.released = held, None, now
@@ -186,7 +185,7 @@ class Turns:
         return key in self.wanted
 
     def first_pause(self, key: str, now: float) -> float:
-        """Return how long to pause before the first try: as one who has waited all the time would, or 0."""
+        """Return the pause before the first try: that of a waiter that has waited since the release, or 0."""
         wanted = self.wanted.get(key)
         if wanted is None or wanted.released is None:
             return 0.0

@@ -1,11 +1,14 @@
-"""What the commands have in common: arguments, exit codes and tables."""
+"""The common parts of the commands: arguments, exit codes and tables."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from argparse import ArgumentTypeError
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, Any
 
 from django.core.management.base import BaseCommand, CommandError
 from django.utils.translation import gettext as _
@@ -18,7 +21,7 @@ from django_distlock import (
     NotSupported,
     locks,
 )
-from django_distlock.conf import DEFAULT_ALIAS
+from django_distlock.conf import DEFAULT_ALIAS, LONGEST
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -27,11 +30,13 @@ if TYPE_CHECKING:
     from django.core.management.base import OutputWrapper
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-#: Exit code of wrong arguments, argparse's own.
+#: The exit code for wrong arguments, as of argparse.
 WRONG_ARGUMENTS = 2
-#: As sysexits.h has them: try again later; no server; what was agreed was broken.
-BUSY, NO_SERVER, LOST = os.EX_TEMPFAIL, os.EX_UNAVAILABLE, os.EX_PROTOCOL
-#: The exit code of an error is that of the first kind which it is.
+#: Exit codes of sysexits.h: EX_TEMPFAIL, EX_UNAVAILABLE, EX_PROTOCOL.
+BUSY, NO_SERVER, LOST = 75, 69, 76
+#: Exit codes of shells for SIGINT and SIGPIPE.
+INTERRUPTED, NOT_READ = 130, 141
+#: The exit codes of errors; the first class that matches counts.
 CODES = (
     (LockNotAcquired, BUSY),
     (LockNotHeld, LOST),
@@ -41,12 +46,26 @@ CODES = (
 
 
 class LockCommand(BaseCommand):
-    """A command for which wrong settings of one alias must not stand in the way of another."""
+    """Base class of the commands. They skip system checks, so wrong settings of one alias do not block others."""
 
     requires_system_checks = ()
 
+    def run_from_argv(self, argv: list[str]) -> None:
+        # Some terminals cannot show every character of a name.
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            super().run_from_argv(argv)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
+        except BrokenPipeError:
+            # The reader has closed the pipe. Python writes the rest at its exit, and must not fail there again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(NOT_READ)
+
     def tell_failed(self, failed: dict[str, str], text: str) -> None:
-        """Write the error of each alias that *failed*; CommandError with *text* if there are any."""
+        """Write the error of each alias in *failed*; CommandError with *text* if there are any."""
         for alias, error in failed.items():
             self.stderr.write(self.style.ERROR(f"{alias}: {error}"))
         if failed:
@@ -59,31 +78,54 @@ def command_error(error: InvalidLockBackend | LockError | ValueError) -> Command
 
 
 def duration(text: str) -> float:
-    """Return the seconds of a time such as 90, 1.5s, 15m, 12h, 7d or 2w."""
+    """Return the seconds of a time such as 90, 1.5s, 15m, 12h, 7d or 2w; at most about 31 years."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw]?)", text.strip().lower())
     if found is None:
         msg = _("%r is not a time: write seconds, or a number with s, m, h, d or w, such as 12h.")
         raise ArgumentTypeError(msg % text)
     number, unit = found.groups()
-    return float(number) * UNITS[unit]
+    if (seconds := float(number) * UNITS[unit]) > LONGEST:
+        raise ArgumentTypeError(_("%r is too long: at most %d seconds.") % (text, LONGEST))
+    return seconds
 
 
 def add_options(parser: ArgumentParser, which: str) -> None:
-    """Add --json, and --using, which may be given several times; *which* aliases are meant by default."""
+    """Add --json, and --using, which can be given several times; *which* describes the default aliases."""
     parser.add_argument("--json", action="store_true", help=_("print one JSON object"))
     text = _("an alias of DISTLOCK; can be given several times (default: %s)") % which
     parser.add_argument("--using", action="append", metavar="ALIAS", help=text)
 
 
 def add_lock(parser: ArgumentParser) -> None:
-    """Add the name of a lock, and --using, which names its alias."""
+    """Add the name of a lock, and --using for its alias."""
     parser.add_argument("name", help=_("the name of the lock"))
     text = _("the alias in DISTLOCK (default: %(default)s)")
     parser.add_argument("--using", default=DEFAULT_ALIAS, metavar="ALIAS", help=text)
 
 
+def add_question(parser: ArgumentParser) -> None:
+    """Add --yes, and --json, which needs it, to a command that asks first."""
+    parser.add_argument("--yes", action="store_true", help=_("do not ask"))
+    text = _("print one JSON object; needs --yes")
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def check_can_ask(options: dict[str, Any]) -> None:
+    """Raise CommandError if the command cannot ask, and --yes was not given."""
+    if not options["yes"] and (options["json"] or not sys.stdin.isatty()):
+        text = _("Nobody can be asked here: add --yes.")
+        raise CommandError(text, returncode=WRONG_ARGUMENTS)
+
+
+def is_agreed(question: str) -> bool:
+    """Return whether the answer is y; Ctrl-D is a no."""
+    with suppress(EOFError):
+        return input(question).strip().lower() == "y"
+    return False
+
+
 def wanted_aliases(using: list[str] | None) -> list[str]:
-    """Return the aliases that --using names, or all; CommandError if there is no such alias."""
+    """Return the aliases given by --using, or all; CommandError if there is no such alias."""
     try:
         known = list(locks)
     except InvalidLockBackend as error:
@@ -97,14 +139,14 @@ def wanted_aliases(using: list[str] | None) -> list[str]:
 
 
 def write_rows(out: OutputWrapper, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Write *rows* as a table to a terminal, if rich is installed; else as lines with tabs."""
+    """Write *headings* and *rows*: as a table on a terminal if rich is installed, else as lines with tabs."""
     if out.isatty():
         try:
             from rich.console import Console
             from rich.table import Table
             from rich.text import Text
         except ImportError:
-            out.write("\t".join(headings))
+            pass
         else:
             table = Table()
             for heading in headings:
@@ -116,5 +158,5 @@ def write_rows(out: OutputWrapper, headings: Sequence[str], rows: Iterable[Seque
                 console.print(table)
             out.write(captured.get(), ending="")
             return
-    for row in rows:
+    for row in (headings, *rows):
         out.write("\t".join(row))

@@ -97,7 +97,6 @@ class Migration(migrations.Migration):
                 ("owner", models.CharField(max_length=64, unique=True)),
                 ("channel", models.CharField(blank=True, max_length=63)),
                 ("expires_at", models.DateTimeField()),
-                ("callers", models.IntegerField(db_default=1, default=1)),
             ],
             options={
                 "default_permissions": (),

@@ -19,7 +19,7 @@ class Migration(migrations.Migration):
                         auto_created=True, primary_key=True, serialize=False, verbose_name="ID"
                     ),
                 ),
-                ("fence", models.BigIntegerField(default=0, editable=False)),
+                ("fence", models.BigIntegerField(db_default=0, default=0, editable=False)),
                 ("name", models.CharField(max_length=100)),
                 ("opening_balance", models.DecimalField(decimal_places=2, max_digits=14)),
                 ("balance", models.DecimalField(decimal_places=2, max_digits=14)),

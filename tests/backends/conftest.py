@@ -13,7 +13,7 @@ from django.db.backends.utils import CursorWrapper
 
 from django_distlock import locks
 from django_distlock.backends.database.backend import DatabaseBackend
-from django_distlock.backends.database.engine import COUNTER, LOCK
+from django_distlock.backends.database.dialect import COUNTER, LOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

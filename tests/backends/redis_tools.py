@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import redis as driver
 from django.conf import settings as django_settings
+from django_redis.client import DefaultClient  # type: ignore[import-untyped]  # it has no types
 
 from django_distlock import lock, locks
 from django_distlock.backends.redis import RedisBackend
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
 BACKEND = "django_distlock.backends.redis.RedisBackend"
 DATABASE = 5
+
+
+class UnaskedClient(DefaultClient):  # type: ignore[misc]  # as above
+    """The client of a cache that nobody may ask."""
+
+    def get_client(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("The cache was asked.")
 
 
 def alias(port: int, **options: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -146,7 +145,7 @@ def wake_up_late(aliases: dict[str, Any], name: str, **terms: Any) -> list[str]:
     return said
 
 
-def cross(aliases: dict[str, Any], names: list[str], using: str) -> list[str]:
+def cross(aliases: dict[str, Any], names: list[str], using: str, timeout: float) -> list[str]:
     """Take one lock, and when told the other one; tell what came of it, and of a third one after that."""
     settings.DISTLOCK = aliases
     said = []
@@ -154,38 +153,13 @@ def cross(aliases: dict[str, Any], names: list[str], using: str) -> list[str]:
         say("held")
         hear_word("go on")
         try:
-            with lock(names[1], using=using, timeout=30):
+            with lock(names[1], using=using, timeout=timeout):
                 said.append("held")
         except LockError as error:
             said.append(type(error).__name__)
     with lock(f"{names[0]}:after", using=using) as lease:
         lease.check()
     return said
-
-
-def cross_in_threads(aliases: dict[str, Any], orders: list[list[str]], using: str) -> list[str]:
-    """Do what cross() does in a thread for each order of two locks; tell what came of each."""
-    settings.DISTLOCK = aliases
-    ready = threading.Barrier(len(orders) + 1)
-    may_go_on = threading.Event()
-
-    def cross(first: str, second: str) -> str:
-        with lock(first, using=using):
-            ready.wait(20)
-            assert may_go_on.wait(20)
-            try:
-                with lock(second, using=using, timeout=30):
-                    return "held"
-            except LockError as error:
-                return type(error).__name__
-
-    with ThreadPoolExecutor(len(orders)) as pool:
-        crossing = [pool.submit(cross, *order) for order in orders]
-        ready.wait(20)
-        say("held")
-        hear_word("go on")
-        may_go_on.set()
-        return [each.result() for each in crossing]
 
 
 def fork_and_lock(aliases: dict[str, Any], name: str, using: str) -> dict[str, Any]:

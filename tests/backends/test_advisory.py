@@ -14,9 +14,8 @@ from django.db import connections
 
 from django_distlock import LockBackendError, NotSupported, lock, locks
 from django_distlock.backends.session.mysql import lock_name
-from django_distlock.backends.session.postgresql import lock_number
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Grant, Release
+from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
 
 from .session_tools import SITES, aliases, ask, backend, waiters
@@ -170,12 +169,21 @@ def test_names_that_a_server_would_cut_or_fold_are_different_locks(
 def test_locks_of_other_applications_on_the_same_server_are_others(
     database: str, name: str
 ) -> None:
-    with lock(name, using="locks") as lease:
-        key = lease.request.key
+    by_others = {
+        "postgres": "SELECT pg_advisory_lock(hashtext(%(name)s)), pg_advisory_lock(hashtextextended(%(name)s, 0))",
+        "mariadb": "SELECT GET_LOCK(%(name)s, 0)",
+    }
+    with connections[database].cursor() as cursor:
+        cursor.execute(by_others[database], {"name": name})
 
-    assert -(2**63) <= lock_number(key) < 2**63
-    assert lock_number(key) != lock_number(name)
-    assert len(lock_name(connections[database].settings_dict["NAME"], key)) <= 64
+        with lock(name, using="locks", timeout=0) as lease:
+            assert lease.held
+
+        cursor.execute(
+            "SELECT pg_advisory_unlock_all()"
+            if database == "postgres"
+            else "SELECT RELEASE_ALL_LOCKS()"
+        )
 
 
 def test_the_lock_is_in_the_servers_own_list_while_it_is_held(database: str, name: str) -> None:

@@ -25,12 +25,12 @@ from django_distlock import (
 from django_distlock.backends.cache import MARGIN, AddBackend, SingleProcessBackend
 from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import CacheMemcachedBackend
-from django_distlock.checks import DOCS
 from django_distlock.conf import BackendSettings
-from django_distlock.engine import clock
 from django_distlock.engine.background import background
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Release
+from django_distlock.exceptions import DOCS
+from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 from django_distlock.handler import make_backend
 from tests.contract.acts import WIDTH
 from tests.contract.crew import elsewhere, together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.db import DatabaseError, connections, transaction
 
-from django_distlock import lock, locks, transaction_lock
+from django_distlock import lock, locks
 from django_distlock.backends.database.base import BaseDatabaseBackend
 from django_distlock.models import FencingCounter, MethodLock
 from tests.contract.crew import start, together
 from tests.fixtures.eventually import eventually, never
 
-from .session_tools import KINDS, ask
+from .session_tools import KINDS
 
 if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
@@ -219,39 +218,3 @@ def test_a_thread_that_waited_for_a_row_and_ended_has_its_lock_released(
 
     assert taking.result(20)
     eventually(lambda: not lock(name, using="locks").locked(), 20)
-
-
-def test_a_row_that_was_changed_meanwhile_is_no_busy_lock(
-    postgres: object, name: str, another: Callable[[str], BaseDatabaseWrapper]
-) -> None:
-    with transaction.atomic(using="postgres"):
-        transaction_lock(name, using="postgres")
-    other, key = another("postgres"), [f"row||{name}"]
-    other.set_autocommit(False)
-    with other.cursor() as cursor:
-        cursor.execute(
-            "SELECT id FROM django_distlock_methodlock WHERE method_name = %s FOR UPDATE", key
-        )
-        assert cursor.fetchone()
-
-    def take() -> bool:
-        mine = connections["postgres"]
-        with mine.cursor() as cursor:
-            cursor.execute("SET default_transaction_isolation = 'repeatable read'")
-        try:
-            with transaction.atomic(using="postgres"):
-                transaction_lock(name, using="postgres", timeout=20)
-            return True
-        finally:
-            mine.close()
-
-    taking = start(take)
-    waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
-    eventually(lambda: ask("postgres", waits) == [(1,)] or taking.done())
-    with other.cursor() as cursor:
-        cursor.execute(
-            "UPDATE django_distlock_methodlock SET updated_at = now() WHERE method_name = %s", key
-        )
-    other.commit()
-
-    assert taking.result(20)

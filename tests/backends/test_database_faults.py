@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pymysql
 import pytest
@@ -18,21 +19,24 @@ from django.conf import settings as django_settings
 from django.db import Error, OperationalError, connections, transaction
 
 from django_distlock import (
+    Lease,
     LockBackendError,
     LockError,
     LockNotAcquired,
+    LockOutcomeUnknown,
     lock,
     locks,
     transaction_lock,
 )
-from django_distlock.backends.database.engine import PATIENCE
-from django_distlock.backends.database.portable import short_transaction
+from django_distlock.backends.database.dialect import PATIENCE, short_transaction
+from django_distlock.backends.database.postgresql import HAS_PSYCOPG3
 from django_distlock.backends.database.records import rows
 from django_distlock.engine import waiting
 from django_distlock.engine.bells import ThreadBell
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, Release
+from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import backend
 from tests.contract.crew import start
@@ -55,6 +59,15 @@ if TYPE_CHECKING:
 
 #: Set it to 10000 for a long run.
 ROUNDS = int(os.environ.get("DISTLOCK_RACES", "300"))
+
+
+#: Sessions of locks whose commits wait for a standby.
+WAIT_FOR_STANDBY = (
+    "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND usename = 'distlock'"
+)
+needs_time_limit = pytest.mark.skipif(
+    not HAS_PSYCOPG3, reason="a request of psycopg2 has no time limit"
+)
 
 
 @pytest.fixture
@@ -134,6 +147,7 @@ def test_server_that_is_down_is_an_error_and_never_busy(
         pass
 
 
+@needs_time_limit
 def test_frozen_server_is_an_error_in_time_and_what_it_granted_is_given_back(
     server_database: str, server: Server, name: str
 ) -> None:
@@ -153,6 +167,7 @@ def test_frozen_server_is_an_error_in_time_and_what_it_granted_is_given_back(
         pass
 
 
+@needs_time_limit
 def test_commit_that_hangs_is_an_error_in_time(
     server_database: str, server: Server, settings: Settings
 ) -> None:
@@ -204,6 +219,25 @@ def test_missing_table_tells_to_migrate(
         del connections.settings["empty"]
 
 
+@pytest.mark.server
+def test_mariadb_that_is_read_only_refuses_and_is_not_asked_again(
+    mariadb: MariaDB, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = {"leases": {"OPTIONS": {"using": "mariadb"}}}
+    with mariadb.admin() as admin, admin.cursor() as cursor:
+        for option, on in {"tx_read_only": "1", "read_only": "1"}.items():
+            cursor.execute(f"SET GLOBAL {option} = {on}")
+            try:
+                with pytest.raises(LockBackendError, match=r"(?i)read.only") as refused:
+                    lock(name, using="leases").acquire()
+            finally:
+                cursor.execute(f"SET GLOBAL {option} = 0")
+                locks.close()
+            assert not isinstance(refused.value, LockOutcomeUnknown)
+            assert "did not answer" not in str(refused.value)
+            assert "migrate" not in str(refused.value)
+
+
 def test_full_pool_is_an_error_that_names_the_option(
     settings: Settings, server_database: str, server: Server, name: str
 ) -> None:
@@ -211,10 +245,30 @@ def test_full_pool_is_an_error_that_names_the_option(
     settings.DISTLOCK = {"default": {"OPTIONS": options}}
 
     with backend("default")._own.cursor(), pytest.raises(LockBackendError, match="max_connections"):
-        lock(name).acquire()
+        lock(name, timeout=1).acquire()
 
     with lock(name):
         pass
+
+
+def test_a_free_connection_is_waited_for_within_the_timeout_and_not_at_the_cost_of_the_lease(
+    settings: Settings, server_database: str, server: Server, name: str
+) -> None:
+    options = {"using": server_database, "max_connections": 1, "io_timeout": 0.3}
+    settings.DISTLOCK = {"default": {"OPTIONS": options}}
+    own = backend("default")._own
+    lent = own.borrow()
+    taking = start(lock(name, ttl=60, timeout=30).acquire)
+    never(taking.done, 1.0)
+
+    freed = clock.lease_time()
+    own.give_back(lent, is_sound=True)
+
+    lease = taking.result(10)
+    assert lease
+    # A hundredth is left for clocks that differ.
+    assert clock.lease_time() + lease.remaining > freed + 59.3
+    lease.release()
 
 
 @pytest.fixture
@@ -292,7 +346,7 @@ def test_own_connections_come_from_no_transaction_and_go_when_closed(
 
     locks.close()
 
-    assert own._idle == []
+    assert not own._idle
 
 
 def test_forked_child_has_a_session_of_its_own_and_its_parent_keeps_its(
@@ -412,27 +466,157 @@ def has_waiter(name: str) -> bool:
     return LockWaiter.objects.using("postgres").filter(method_name=name).exists()
 
 
-def test_durable_though_the_session_is_not(postgres: PostgreSQL, name: str) -> None:
-    """An acquire is committed to disk even where the database is set to synchronous_commit=off."""
-    with postgres.admin("distlock") as admin:
-        admin.execute("ALTER DATABASE distlock SET synchronous_commit = off")
-    try:
-        locks.close()
-        with backend("postgres")._own.cursor() as cursor:
-            cursor.execute("SHOW synchronous_commit")
-            assert cursor.fetchone() == ("off",)
-        for _ in range(3):
-            lease = lock(name, using="postgres", ttl=60).acquire()
+def test_durable_though_the_role_is_not(postgres: PostgreSQL, name: str) -> None:
+    """What is granted, extended or taken over is on the disk even where the database is set to synchronous_commit=off."""
+    with less_durable(postgres, "off"):
+        for turn in range(3):
+            lease = lock(f"{name}:{turn}", using="postgres", ttl=60).acquire()
             assert lease is not None
-            connections["postgres"].close()
-            postgres.kill()
-            postgres.start()
-            assert lock(name, using="postgres").locked()
-            lease.release()
+            crash(postgres)
+            assert lock(f"{name}:{turn}", using="postgres").locked()
+
+            lease.extend(600)
+            crash(postgres)
+            assert seconds_left(lease) > 60
+
+            taken_over = Lease.attach(lease.detach())
+            taken_over.extend(1200)
+            crash(postgres)
+            assert seconds_left(taken_over) > 600
+            taken_over.release()
+
+
+def crash(postgres: PostgreSQL) -> None:
+    connections["postgres"].close()
+    postgres.kill()
+    postgres.start()
+
+
+def seconds_left(lease: Lease) -> float:
+    """Return for how long the server refuses the lock to others."""
+    found = settled(lambda: lease.backend.probe(lease.request))
+    assert found is not None
+    return found.remaining or 0.0
+
+
+@needs_time_limit
+@pytest.mark.usefixtures("pgbouncer")
+@pytest.mark.parametrize("level", ["off", "local"])
+@pytest.mark.parametrize("way", ["postgres", "pgbouncer"])
+def test_every_write_of_a_lease_waits_for_the_standby_though_the_role_does_not(
+    postgres: PostgreSQL, name: str, settings: Settings, way: str, level: str
+) -> None:
+    settings.DISTLOCK = {"leases": {"OPTIONS": {"using": way, "listen": False}}}
+    locked = locks["leases"]
+    with less_durable(postgres, level):
+        held = locked.request(name, ttl=60, holder=Holder.current())
+        heir = locked.request(name, ttl=60, holder=Holder.current())
+        other = locked.request(f"{name}:other", ttl=60, holder=Holder.current())
+        assert isinstance(settled(lambda: locked.try_acquire(held, queued=False)), Grant)
+
+        with standby_away(postgres):
+            with pytest.raises(LockOutcomeUnknown):
+                locked.try_acquire(other, queued=False)
+            with pytest.raises(LockOutcomeUnknown):
+                locked.extend([held])
+            with pytest.raises(LockOutcomeUnknown):
+                locked.take_over(heir, held.owner)
+        for request in (held, heir, other):
+            settled(partial(locked.release, request))
+    connections[way].close()
+    locks.close()
+
+
+@needs_time_limit
+def test_requests_given_up_while_the_standby_is_away_leave_no_sessions(
+    postgres: PostgreSQL, name: str, settings: Settings
+) -> None:
+    options = {"using": "postgres", "max_connections": 4, "io_timeout": 0.3}
+    settings.DISTLOCK = {"leases": {"OPTIONS": options}}
+    with postgres.admin() as admin, standby_away(postgres):
+        for turn in range(8):
+            with pytest.raises(LockBackendError):
+                lock(f"{name}:{turn}", using="leases", timeout=0, ttl=5).acquire()
+
+        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
+    locks.close()
+
+
+@needs_time_limit
+def test_nor_do_they_with_a_client_library_that_cannot_cancel_in_a_limited_time(
+    postgres: PostgreSQL, name: str, spawn: Spawn
+) -> None:
+    # The server's own client library, which is older than the one that psycopg brings.
+    process = spawn(
+        "tests.backends.database_acts:give_up_requests",
+        environment={"PSYCOPG_IMPL": "python"},
+        names=[f"{name}:{turn}" for turn in range(5)],
+    )
+    process.expect("connected")
+    with postgres.admin() as admin, standby_away(postgres):
+        process.tell("go on")
+
+        assert process.expect("gave up")["requests"] == 5
+        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
+    process.tell("leave")
+    process.result()
+
+
+@contextmanager
+def less_durable(postgres: PostgreSQL, level: str) -> Iterator[None]:
+    """Have new sessions, also those of a pooler, prefer a synchronous_commit that is less than on."""
+    with postgres.admin("distlock") as admin:
+        admin.execute(f"ALTER DATABASE distlock SET synchronous_commit = {level}")
+        kill_all_sessions("postgres")
+        connections["postgres"].close()
+        locks.close()
+    try:
+        yield
     finally:
         with postgres.admin("distlock") as admin:
             admin.execute("ALTER DATABASE distlock RESET synchronous_commit")
+        kill_all_sessions("postgres")
+        connections["postgres"].close()
         locks.close()
+
+
+@contextmanager
+def standby_away(postgres: PostgreSQL) -> Iterator[None]:
+    """Have the server wait for a standby that never answers."""
+    wait_for_standby(postgres, "nobody")
+    try:
+        yield
+    finally:
+        wait_for_standby(postgres, "")
+
+
+def wait_for_standby(postgres: PostgreSQL, standby: str) -> None:
+    """Name the standby that commits wait for, and return once that is in force."""
+    with postgres.admin() as admin:
+        admin.execute(f"ALTER SYSTEM SET synchronous_standby_names = '{standby}'")
+        admin.execute("SELECT pg_reload_conf()")
+        ask = "SHOW synchronous_standby_names"
+        eventually(lambda: admin.execute(ask).fetchone() == (standby,), 5)
+    if standby:
+        eventually(lambda: commits_wait(postgres))
+
+
+def commits_wait(postgres: PostgreSQL) -> bool:
+    """Return whether a commit waits for a standby: the checkpointer says so to all sessions, a moment later."""
+    with postgres.admin() as admin, closing(postgres.admin()) as writer:
+        pid = writer.info.backend_pid
+        writer.pgconn.send_query(b"SELECT pg_logical_emit_message(true, '', '')")
+
+        def outcome() -> str | None:
+            if select.select([writer.pgconn.socket], [], [], 0)[0]:
+                return "committed"
+            statement = "SELECT wait_event FROM pg_stat_activity WHERE pid = %s"
+            return "waits" if admin.execute(statement, [pid]).fetchone() == ("SyncRep",) else None
+
+        try:
+            return eventually(outcome) == "waits"
+        finally:
+            writer.cancel()
 
 
 def test_first_comers_of_unknown_names_meet_no_error(
@@ -647,7 +831,8 @@ def test_a_dead_transaction_of_the_caller_is_an_error_of_ours(
                     told.append(error)
 
     assert [isinstance(error, LockBackendError) for error in told] == [True, True]
-    assert isinstance(told[0].__cause__, Error)
+    driver = cast("Any", connections[server_database]).Database
+    assert isinstance(told[0].__cause__, driver.Error)
 
 
 def test_a_forced_release_survives_the_rollback_of_its_caller(

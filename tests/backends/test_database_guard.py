@@ -16,9 +16,9 @@ from django_distlock import (
     locks,
     transaction_lock,
 )
-from django_distlock.backends.database.engine import COUNTER
-from django_distlock.engine.holder import Holder
+from django_distlock.backends.database.dialect import COUNTER
 from django_distlock.engine.values import Busy, Grant
+from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS, backend
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time
@@ -148,7 +148,7 @@ def begin_snapshot(cursor: object, database: str) -> None:
         execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         execute("SELECT count(*) FROM django_distlock_methodlock")
     else:
-        # Django begins the transaction lazily: this one is begun anew, with its snapshot.
+        # Django begins the transaction lazily: this one begins again, with its snapshot.
         execute("ROLLBACK")
         execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         execute("START TRANSACTION WITH CONSISTENT SNAPSHOT")

@@ -11,7 +11,7 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from django_distlock import lock, locks
-from django_distlock.engine.holder import Holder
+from django_distlock.ground.holder import Holder
 from tests.backends.conftest import counted_statements
 from tests.fixtures.pages import DOCS, table
 

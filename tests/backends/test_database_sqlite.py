@@ -16,7 +16,9 @@ from django.core.management import call_command
 from django.db import connections, transaction
 
 from django_distlock import LockBackendError, lock, locks
-from django_distlock.engine.holder import Holder
+from django_distlock.engine.bells import ThreadBell
+from django_distlock.engine.steps import settled
+from django_distlock.ground.holder import Holder
 from django_distlock.models import LockWaiter
 from tests.backends.conftest import backend
 from tests.contract.crew import start
@@ -62,13 +64,15 @@ def file(journal: str, database: str, tmp_path: Path, settings: Settings) -> Ite
 
 
 @contextmanager
-def written_by_another(file: str, seconds: float) -> Iterator[threading.Event]:
+def written_by_another(
+    file: str, seconds: float, mode: str = "IMMEDIATE"
+) -> Iterator[threading.Event]:
     """Have somebody else, as another process would, write the file for so long, or until the event is set."""
     begun, over = threading.Event(), threading.Event()
 
     def write() -> None:
         with closing(sqlite3.connect(file, isolation_level=None, timeout=20)) as writer:
-            writer.execute("BEGIN IMMEDIATE")
+            writer.execute(f"BEGIN {mode}")
             writer.execute("UPDATE django_distlock_lockwaiter SET channel = ''")
             begun.set()
             over.wait(seconds)
@@ -113,6 +117,39 @@ def test_a_place_in_the_queue_is_waited_for_too(
 def take(name: str) -> bool:
     with lock(name, using="busy", timeout=30) as lease:
         return lease.held
+
+
+def test_a_file_that_others_keep_from_being_read_is_watched_all_the_same(
+    file: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher = backend("busy")._watcher
+    assert watcher is not None
+    rival = locks["busy"].request(name, ttl=60, holder=Holder.current())
+    locks["busy"].try_acquire(rival, queued=False)
+    taking = start(lambda: take(name))
+    watching = eventually(lambda: watcher._connection, 10)
+
+    with written_by_another(file, LONG, "EXCLUSIVE"):
+        never(lambda: watcher._connection is not watching, LONG / 2)
+    settled(lambda: locks["busy"].release(rival))
+
+    assert taking.result(20)
+    assert "Waiters poll" not in caplog.text
+
+
+def test_a_watcher_is_opened_when_the_file_can_be_read_again(
+    file: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watcher, bell = backend("busy")._watcher, ThreadBell()
+    assert watcher is not None
+
+    with written_by_another(file, LONG, "EXCLUSIVE"):
+        watcher.expect("somebody", name, bell)
+        never(lambda: "Waiters poll" in caplog.text, LONG / 2)
+
+    assert bell.wait(20)
+    watcher.forget_bell("somebody")
+    assert "Waiters poll" not in caplog.text
 
 
 def test_a_file_that_stays_busy_is_an_error_and_not_a_busy_lock(file: str, name: str) -> None:

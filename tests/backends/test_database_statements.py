@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from django_distlock import lock, locks
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Grant
+from django_distlock.ground.holder import Holder
 from django_distlock.models import MethodLock
 from tests.backends.conftest import backend, counted_statements
 

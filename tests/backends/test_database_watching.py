@@ -15,8 +15,8 @@ from django_distlock import lock, locks
 from django_distlock.backends.database import waiters
 from django_distlock.backends.database.bounds import cut
 from django_distlock.engine import waiting
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Grant, Release
+from django_distlock.ground.holder import Holder
 from tests.backends.conftest import backend
 from tests.contract.crew import start, together
 from tests.fixtures.eventually import eventually, never
@@ -121,14 +121,14 @@ def _close_at_the_next_look(
     watcher: Watcher, lost: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the thread that uses it: SQLite crashes if a file is closed in the middle of a statement."""
-    version = watcher._engine.version
+    version = watcher._dialect.version
 
     def losing(cursor: Any) -> object:
         if cursor.connection is lost:
             lost.close()
         return version(cursor)
 
-    monkeypatch.setattr(watcher._engine, "version", losing)
+    monkeypatch.setattr(watcher._dialect, "version", losing)
 
 
 def test_without_a_thread_for_it_a_waiter_looks_itself(

@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections, transaction
+from django.db.models import Count
 
 from django_distlock import LockLost, NotSupported, StaleFencingToken, lock
 from testproject.models import Account
+from tests.backends.conftest import SERVERS
 from tests.fixtures.eventually import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models import QuerySet
 
     from django_distlock import Lease
 
@@ -150,7 +155,7 @@ def test_many_rows_are_claimed_and_updated_by_statements_that_every_server_takes
 def test_a_refused_claim_of_many_rows_raises_no_fence(
     database: str, name: str, account: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("django_distlock.fencing.BATCH", 1)
+    monkeypatch.setattr("django_distlock.engine.fencing.BATCH", 1)
     accounts = Account.objects.using(database)
     other = accounts.create(name=name, balance=1, opening_balance=1)
     first, second = paused_and_next(name, database)
@@ -161,6 +166,53 @@ def test_a_refused_claim_of_many_rows_raises_no_fence(
 
     assert accounts.get(pk=account.pk).fence == account.fence
     second.release()
+
+
+SLICES: dict[str, Callable[[QuerySet[Account]], QuerySet[Account]]] = {
+    "filter": lambda rows: rows,
+    "slice": lambda rows: rows.order_by("-balance")[:1],
+    "annotated": lambda rows: rows.annotate(number=Count("fees")).filter(number=0),
+}
+
+
+@pytest.mark.parametrize("form", SLICES)
+def test_rows_that_begin_to_match_after_the_claim_are_not_in_it(
+    database: str, name: str, account: Account, form: str
+) -> None:
+    accounts = Account.objects.using(database)
+    other = accounts.create(name="", balance=500, opening_balance=1)
+    with lock(name, using=database) as lease:
+        claimed = lease.claim(SLICES[form](accounts.filter(name=account.name)))
+
+        accounts.filter(pk=other.pk).update(name=account.name)
+
+        assert [row.pk for row in claimed] == [account.pk]
+        assert lease.update(claimed, balance=3) == 1
+    other.delete()
+
+
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_rows_that_begin_to_match_while_the_fences_are_raised_are_not_in_the_claim(
+    database: str, name: str, account: Account, another: Callable[[str], BaseDatabaseWrapper]
+) -> None:
+    accounts = Account.objects.using(database)
+    other = accounts.create(name="", balance=1, opening_balance=1)
+    elsewhere = another(database)
+
+    def meanwhile(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
+        if sql.startswith("UPDATE"):
+            with elsewhere.cursor() as cursor:
+                rename = "UPDATE testproject_account SET name = %s WHERE id = %s"
+                cursor.execute(rename, [account.name, other.pk])
+        return execute(sql, *rest)
+
+    with lock(name, using=database) as lease, transaction.atomic(using=database):
+        with connections[database].execute_wrapper(meanwhile):
+            claimed = lease.claim(accounts.filter(name=account.name))
+
+        assert [row.fence for row in claimed] == [lease.fencing_token]
+    assert accounts.filter(name=account.name).count() == 2
+    other.delete()
 
 
 def test_update_refuses_rows_that_a_later_holder_has_claimed(
@@ -176,6 +228,20 @@ def test_update_refuses_rows_that_a_later_holder_has_claimed(
 
     assert rows.get().balance == 100
     second.release()
+
+
+def test_row_of_a_release_that_does_not_know_the_fence_is_inserted_and_claimed(
+    database: str, name: str
+) -> None:
+    insert = "INSERT INTO testproject_account (name, opening_balance, balance) VALUES (%s, 5, 5)"
+    with connections[database].cursor() as cursor:
+        cursor.execute(insert, [name])
+    account = Account.objects.using(database).get(name=name)
+
+    with lock(name, using=database) as lease:
+        assert account.fence == 0
+        assert lease.claim(account).fence == lease.fencing_token
+    account.delete()
 
 
 def test_deleted_row_says_so(database: str, name: str, account: Account) -> None:

@@ -365,6 +365,55 @@ def test_no_fee_is_lost_and_no_fence_goes_down_in_whatever_order_statements_come
     play(holders, new(shape, tables, name[5:]), ways, turns)
 
 
+@pytest.fixture
+def snapshots(mariadb: object, made: set[str]) -> Iterator[None]:
+    """Have the application's transactions on MariaDB read as of their first query."""
+    make_tables("mariadb", made)
+    options = connections["mariadb"].settings_dict["OPTIONS"]
+    options["isolation_level"] = "repeatable read"
+    connections["mariadb"].close()
+    yield
+    options.pop("isolation_level")
+    connections["mariadb"].close()
+
+
+def in_a_list(row: Any) -> models.QuerySet[Any]:
+    return rows_of(type(row), "mariadb").filter(pk=row.pk)
+
+
+def in_a_slice(row: Any) -> models.QuerySet[Any]:
+    return in_a_list(row).order_by("pk")[:1]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("rows", [in_a_list, in_a_slice])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_claimed_rows_are_read_fresh_in_a_transaction_that_reads_an_older_snapshot(
+    snapshots: None,
+    shape: type[Any],
+    rows: Callable[[Any], models.QuerySet[Any]],
+    holders: tuple[Lease, Lease],
+    name: str,
+) -> None:
+    row = new(shape, "mariadb", name[5:])
+
+    def take_fee() -> None:
+        try:
+            by_save(holders[0], row)
+        finally:
+            connections["mariadb"].close()
+
+    with transaction.atomic(using="mariadb"):
+        fresh(row)  # the snapshot
+        meanwhile = threading.Thread(target=take_fee)
+        meanwhile.start()
+        meanwhile.join()
+        claimed = holders[1].claim(rows(row))
+
+        assert [each.balance for each in claimed] == [97]
+        assert claimed.get().balance == 97
+
+
 # What else a fenced row can be, on each database.
 
 

@@ -26,9 +26,9 @@ from django_distlock import (
     locks,
 )
 from django_distlock.backends.cache_alias import Record
-from django_distlock.backends.memcached import Connection
-from django_distlock.engine import clock
+from django_distlock.backends.memcached import MemcachedConnection
 from django_distlock.engine.values import Release
+from django_distlock.ground import clock
 from tests.contract.crew import elsewhere, together
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
@@ -308,7 +308,7 @@ def pause(using: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[],
         ask = pool.ask
 
         def pause_and_ask(verb: Callable[..., Any], *args: Any, **more: Any) -> Any:
-            if verb in {Connection.cas, Connection.delete_known}:
+            if verb in {MemcachedConnection.cas, MemcachedConnection.delete_known}:
                 monkeypatch.setattr(pool, "ask", ask)
                 happens()
             return ask(verb, *args, **more)
@@ -418,7 +418,7 @@ def test_an_uncontended_holding_takes_two_round_trips(
     with lock(name, using=using):
         pass
 
-    assert asked == [Connection.add, Connection.delete_known]
+    assert asked == [MemcachedConnection.add, MemcachedConnection.delete_known]
 
 
 @pytest.mark.parametrize("why", ["late", "by another connection"])
@@ -435,7 +435,11 @@ def test_who_cannot_know_the_number_looks_first(
 
     assert holder.leaves() is Release.RELEASED
 
-    assert asked[1:] == [Connection.delete_known, Connection.gets, Connection.cas]
+    assert asked[1:] == [
+        MemcachedConnection.delete_known,
+        MemcachedConnection.gets,
+        MemcachedConnection.cas,
+    ]
     assert rival(name, using).tries()
 
 

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 from django.db import connections, transaction
 
-from django_distlock import LockBackendError, lock, locks, transaction_lock
+from django_distlock import (
+    LockBackendError,
+    LockOutcomeUnknown,
+    force_release,
+    lock,
+    locks,
+    transaction_lock,
+)
 from django_distlock.checks import check_servers
+from django_distlock.ground.holder import Holder
+from tests.contract.crew import start
 from tests.fixtures.eventually import eventually
+from tests.fixtures.pgbouncer import PgBouncer
 
 from .session_tools import KINDS, aliases, ask, backend
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
-    from tests.fixtures.pgbouncer import PgBouncer
+    from tests.fixtures.postgres import PostgreSQL
 
 pytestmark = pytest.mark.server
 
@@ -72,6 +83,66 @@ def test_a_lock_in_the_callers_transaction_works(
     assert not lock(name, using="locks").locked()
     connections["pgbouncer"].close()
     locks.close()
+
+
+def test_a_pooler_that_keeps_notifications_is_named_by_check_and_in_the_log(
+    pgbouncer: PgBouncer, settings: Settings, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings.DISTLOCK = {"leases": {"OPTIONS": {"using": "pgbouncer"}}}
+
+    [message] = [each for each in check_servers(databases=["pgbouncer"]) if "leases" in each.msg]
+    rival = locks["leases"].request(name, ttl=30, holder=Holder.current())
+    locks["leases"].try_acquire(rival, queued=False)
+    waiting = start(lock(name, using="leases", timeout=20).acquire)
+    eventually(lambda: "keeps its notifications" in caplog.text, 10)
+    locks["leases"].release(rival)
+
+    lease = waiting.result(20)
+    assert lease
+    lease.release()
+    assert message.id == "distlock.W002"
+    assert message.hint is not None
+    assert message.hint.startswith("Set OPTIONS 'listen' to False")
+    connections["pgbouncer"].close()
+    locks.close()
+
+
+@pytest.mark.parametrize("using", ["postgres", "by_session"])
+def test_notifications_that_arrive_are_no_matter(
+    postgres: PostgreSQL, settings: Settings, using: str
+) -> None:
+    with through(postgres, "session"):
+        settings.DISTLOCK = {"leases": {"OPTIONS": {"using": using}}}
+
+        assert check_servers(databases=[using]) == []
+        locks.close()
+
+
+def test_statement_mode_is_named(postgres: PostgreSQL, settings: Settings, name: str) -> None:
+    told = "transaction blocks not allowed in statement pooling mode: set pool_mode of PgBouncer to transaction or session"
+    with through(postgres, "statement"):
+        settings.DISTLOCK = {"leases": {"OPTIONS": {"using": "by_statement"}}}
+        with lock(name, using="leases"):
+            with pytest.raises(LockBackendError, match=told) as refused:
+                force_release(name, using="leases")
+        [message] = check_servers(databases=["by_statement"])
+
+        assert not isinstance(refused.value, LockOutcomeUnknown)
+        assert message.id == "distlock.E006"
+        assert message.msg == f"DISTLOCK['leases']: {told}."
+        locks.close()
+
+
+@contextmanager
+def through(postgres: PostgreSQL, mode: str) -> Iterator[None]:
+    """Have a pooler of this mode, by an alias of DATABASES."""
+    using = f"by_{mode}"
+    with PgBouncer(postgres, mode) as bouncer:
+        direct = connections.settings["postgres"]
+        connections.settings[using] = {**direct, "PORT": str(bouncer.port)}
+        yield
+        connections[using].close()
+        del connections[using], connections.settings[using]
 
 
 def test_nothing_that_a_lease_sets_stays_with_the_session(

@@ -17,6 +17,9 @@ import pytest
 from django_distlock import LockBackendError, LockOutcomeUnknown, lock, locks
 from django_distlock.backends.redis.connections import AsyncPoolLink
 from django_distlock.engine.registry import registry
+from django_distlock.engine.values import Grant
+from django_distlock.exceptions import NotSent
+from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
 
     from pytest_django.fixtures import Settings
 
-    from django_distlock.lease import Lease as Holding
+    from django_distlock.engine.lease import Lease as Holding
+    from tests.fixtures.redis import Replicated
 
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]
@@ -148,7 +152,7 @@ async def test_whichever_reply_is_lost_nobody_is_locked_out(
     server: Redis, proxy: Proxy, name: str
 ) -> None:
     for number in itertools.count():
-        await hang_up()  # to connect anew: greetings are answered as well
+        await hang_up()  # to connect again: greetings are answered as well
         proxy.drop_reply(after=number)
 
         outcome = await live_with_a_lost_reply(f"{name}:{number}")
@@ -239,6 +243,24 @@ async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
     await aeventually(lambda: not left_behind(server), 5)
     await asyncio.sleep(0.2)  # whatever comes late has come
     assert not holders(name)
+
+
+async def test_sentinels_that_hang_are_passed_over(
+    redis_sentinel: Replicated, settings: Settings, name: str
+) -> None:
+    with Proxy(redis_sentinel.sentinel.port) as one, Proxy(redis_sentinel.sentinel.port) as other:
+        one.black_hole()
+        other.black_hole()
+        known = settings.CACHES["redis_sentinel"]
+        ports = [one.port, other.port, redis_sentinel.sentinel.port]
+        options = {**known["OPTIONS"], "SENTINELS": [("127.0.0.1", port) for port in ports]}
+        settings.CACHES = {**settings.CACHES, "three": {**known, "OPTIONS": options}}
+        by_cache = "django_distlock.backends.redis.CacheRedisBackend"
+        settings.DISTLOCK = {"default": {"BACKEND": by_cache, "OPTIONS": {"cache": "three"}}}
+
+        await asyncio.gather(*(hold(f"{name}:{number}") for number in range(8)))
+
+        locks.reset()
 
 
 # Event loops that come and go.
@@ -365,3 +387,96 @@ def queues(server: Redis) -> int:
 def _seconds_of_work(server: Redis) -> float:
     cpu = server.info("cpu")
     return float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_two_thousand_tasks_wait_in_order_though_their_event_loop_is_late(
+    server: Redis, settings: Settings, name: str
+) -> None:
+    # Connecting is not what is tested: on a busy machine, 64 connections at once take their time.
+    configure(settings, server, fair=True, connect_timeout=10.0)
+    inside, most_inside, served = 0, 0, 0
+
+    async def work() -> None:
+        nonlocal inside, most_inside, served
+        async with lock(name, timeout=150):
+            inside += 1
+            most_inside = max(most_inside, inside)
+            await asyncio.sleep(0)
+            inside -= 1
+            served += 1
+
+    outcomes = await asyncio.gather(*(work() for _ in range(2_000)), return_exceptions=True)
+
+    assert [each for each in outcomes if each is not None] == []
+    assert (most_inside, served) == (1, 2_000)
+
+
+async def test_an_answer_that_has_come_in_time_counts_though_the_event_loop_is_late(
+    server: Redis, settings: Settings, name: str
+) -> None:
+    configure(settings, server, io_timeout=0.3)
+    request = backend().request(name, ttl=LONG, holder=Holder.current())
+    await backend().aprobe(request)  # it is connected now
+
+    asking = asyncio.ensure_future(backend().atry_acquire(request, queued=False))
+    await asyncio.sleep(0)
+    time.sleep(0.6)  # noqa: ASYNC251 - a task that blocks the event loop
+
+    assert isinstance(await asking, Grant)
+
+
+async def test_a_cluster_that_answers_a_late_event_loop_is_reached(
+    redis_cluster: list[Redis], settings: Settings, name: str
+) -> None:
+    location = f"redis://127.0.0.1:{redis_cluster[0].port}"
+    settings.DISTLOCK = {"default": alias(0, location=location, cluster=True)}
+
+    asking = asyncio.ensure_future(lock(name, timeout=0).aacquire())
+    await asyncio.sleep(0)
+    time.sleep(0.6)  # noqa: ASYNC251 - longer than connect_timeout, as with thousands of tasks
+
+    lease = await asking
+    assert lease
+    await lease.arelease()
+
+
+async def test_tries_of_a_crowd_wait_for_each_other_within_their_timeout_and_not_in_their_lease(
+    server: Redis, proxy: Proxy, settings: Settings, name: str
+) -> None:
+    configure(settings, server, proxy.port, io_timeout=5.0)
+    proxy.delay(0.1)
+    begun = time.monotonic()
+
+    async def work(number: int, timeout: float | None) -> bool:
+        async with lock(f"{name}:{number}", ttl=2, timeout=timeout) as lease:
+            return lease.held
+
+    patient = asyncio.gather(*(work(number, None) for number in range(2_000)))
+    hasty = asyncio.gather(
+        *(work(number, 0.5) for number in range(2_000, 2_050)), return_exceptions=True
+    )
+
+    assert {type(each) for each in await hasty} == {NotSent}
+    assert time.monotonic() - begun < 2.5
+    assert all(await patient)
+
+
+async def test_a_release_does_not_wait_behind_the_tries_of_others(
+    server: Redis, proxy: Proxy, name: str
+) -> None:
+    lease = await lock(name).aacquire()
+    assert lease
+    proxy.delay(0.1)
+    crowd = asyncio.gather(*(lock(f"{name}:{number}").aacquire() for number in range(2_000)))
+    await asyncio.sleep(0)
+
+    begun = time.monotonic()
+    await lease.arelease()
+
+    assert time.monotonic() - begun < 1
+    proxy.delay(0)
+    granted = await crowd
+    await asyncio.gather(*(each.arelease() for each in granted if each))
+    assert all(granted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from django_distlock import (
     InvalidLockBackend,
+    Lease,
     LockBackendError,
     LockLost,
     LockNotOwned,
@@ -21,7 +23,8 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.engine import clock, leftovers
+from django_distlock.engine import leftovers
+from django_distlock.ground import clock
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.proxy import Proxy
@@ -42,12 +45,11 @@ from .redis_tools import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Callable, Hashable, Iterator
     from concurrent.futures import Future
 
     from pytest_django.fixtures import Settings
 
-    from django_distlock import Lease
     from tests.fixtures.processes import Child, Spawn
     from tests.fixtures.redis import Replicated
 
@@ -134,7 +136,7 @@ def test_whichever_reply_is_lost_nobody_is_locked_out(
 ) -> None:
     configure(settings, server, proxy.port, scripting=scripting)
     for number in itertools.count():
-        locks.close()  # to connect anew: greetings are answered as well
+        locks.close()  # to connect again: greetings are answered as well
         proxy.drop_reply(after=number)
 
         outcome = live_with_a_lost_reply(f"{name}:{number}")
@@ -684,6 +686,36 @@ def test_a_lock_that_no_replica_confirms_is_refused_and_not_held(
     locks.reset()
 
 
+@pytest.mark.parametrize("scripting", [True, False])
+def test_a_holder_at_a_master_that_no_replica_follows_any_more_loses_its_lock(
+    redis_sentinel: Replicated, settings: Settings, name: str, scripting: bool
+) -> None:
+    master = redis_sentinel.master
+    configure(settings, master, wait_replicas=1, scripting=scripting, io_timeout=2.0)
+    lease = take(name, ttl=3)
+    redis_sentinel.cut_off_replica()
+
+    with pytest.raises(LockBackendError, match="0 of 1 replicas"):
+        lease.extend()
+
+    eventually(lambda: lease.lost, 10, "no renewal counts")
+    locks.reset()
+
+
+def test_a_lease_that_no_replica_confirms_cannot_be_attached(
+    redis_sentinel: Replicated, settings: Settings, name: str
+) -> None:
+    configure(settings, redis_sentinel.master, wait_replicas=1, io_timeout=4.0)
+    text = take(name, ttl=LONG).detach()
+    redis_sentinel.cut_off_replica()
+
+    with pytest.raises(LockBackendError, match="0 of 1 replicas"):
+        Lease.attach(text)
+
+    eventually(lambda: not holders(name), SOON, "it is given back")
+    locks.reset()
+
+
 # Clusters.
 
 
@@ -701,7 +733,7 @@ def cluster(settings: Settings) -> Iterator[list[Redis]]:
         gc.collect()  # here, where it is expected to complain
 
 
-# The driver leaves sockets to the garbage collector when it asks anew who is in the cluster.
+# The driver leaves sockets to the garbage collector when it asks again who is in the cluster.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("fate", ["frozen", "killed"])
 def test_a_master_that_is_down_endangers_only_the_leases_that_it_keeps(
@@ -726,6 +758,105 @@ def test_a_master_that_is_down_endangers_only_the_leases_that_it_keeps(
         lease.check()
         assert lease.deadline > deadline
         lease.release()
+
+
+class Slot:
+    """The slot of a lock in a cluster, which can be moved from one server to another."""
+
+    def __init__(self, servers: list[Redis], name: str) -> None:
+        self.servers = servers
+        key = backend()._space.of(backend().request(name, ttl=1, holder=None).key).record
+        self.number = self._ask(servers[0], "CLUSTER", "KEYSLOT", key)
+        owner = backend().server_of(backend().request(name, ttl=1, holder=None))
+        self.source = next(each for each in servers if f"{each.host}:{each.port}" == owner)
+        self.target = next(each for each in servers if each is not self.source)
+
+    def begin_to_move(self) -> None:
+        """Have the servers ready for it, as resharding does; the keys are where they were."""
+        for server, state, other in (
+            (self.target, "IMPORTING", self.source),
+            (self.source, "MIGRATING", self.target),
+        ):
+            self._ask(server, "CLUSTER", "SETSLOT", self.number, state, self._id(other))
+
+    def end_to_move(self) -> None:
+        while keys := self._ask(self.source, "CLUSTER", "GETKEYSINSLOT", self.number, 100):
+            to = self.target.host, self.target.port
+            self._ask(self.source, "MIGRATE", *to, "", 0, 5000, "KEYS", *keys)
+        for server in (self.target, self.source):
+            self._ask(server, "CLUSTER", "SETSLOT", self.number, "NODE", self._id(self.target))
+
+    @property
+    def refusals(self) -> int:
+        """How often a server refused a request for its state."""
+        return sum(
+            found["count"]
+            for server in (self.source, self.target)
+            for error, found in server.info("errorstats").items()
+            if error.removeprefix("errorstat_") in {"TRYAGAIN", "ASK", "MOVED"}
+        )
+
+    def _id(self, server: Redis) -> str:
+        return str(self._ask(server, "CLUSTER", "MYID"))
+
+    def _ask(self, server: Redis, *words: str | int) -> Any:
+        with server.client() as client:
+            return client.execute_command(*words)
+
+
+async def _hold(name: str) -> None:
+    async with lock(name, ttl=LONG, timeout=30):
+        pass
+
+
+@pytest.mark.parametrize("caller", ["thread", "task"])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_lock_whose_slot_of_the_cluster_is_being_moved_is_waited_for(
+    cluster: list[Redis], name: str, caller: str, is_known: bool
+) -> None:
+    slot = Slot(cluster, name)
+    if is_known:
+        take(name).release()
+    slot.begin_to_move()
+    with pytest.raises(LockBackendError, match="is moving the lock"):
+        lock(name, timeout=0).acquire()
+    before = slot.refusals
+
+    acts: dict[str, Callable[[], object]] = {
+        "thread": lambda: take(name, ttl=LONG, timeout=30).release(),
+        "task": lambda: asyncio.run(_hold(name)),
+    }
+    waiter = start(acts[caller])
+    eventually(lambda: slot.refusals > before + 40 or waiter.done(), 20, "it is refused")
+    assert not waiter.done()
+    slot.end_to_move()
+
+    waiter.result(20)
+
+
+@pytest.mark.parametrize("verb", ["release", "locked", "listing", "detach and attach"])
+def test_a_lock_whose_slot_of_the_cluster_is_being_moved_can_be_used(
+    cluster: list[Redis], name: str, verb: str
+) -> None:
+    slot, lease = Slot(cluster, name), take(name, ttl=LONG)
+    acts: dict[str, Callable[[], object]] = {
+        "release": lease.release,
+        "locked": lock(name).locked,
+        "listing": lambda: [held.name for held in backend().held()],
+        "detach and attach": lambda: Lease.attach(lease.detach()),
+    }
+    slot.begin_to_move()
+    lease.extend()
+    before = slot.refusals
+
+    doing = start(acts[verb])
+    eventually(lambda: slot.refusals > before + 20 or doing.done(), 20, "it is refused")
+    assert not doing.done()
+    slot.end_to_move()
+
+    outcome = doing.result(20)
+    assert verb != "locked" or outcome is True
+    assert verb != "listing" or outcome == [name]
 
 
 # Waiters that die, and many of them.

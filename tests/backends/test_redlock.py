@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +22,15 @@ import freezegun
 import pytest
 from django.core.checks import Error, Warning as CheckWarning
 
-from django_distlock import InvalidLockBackend, LockBackendError, LockLost, lock, locks
+from django_distlock import (
+    InvalidLockBackend,
+    LockBackendError,
+    LockDeadlock,
+    LockLost,
+    LockOutcomeUnknown,
+    lock,
+    locks,
+)
 from django_distlock.backends.redis.connections import packed
 from django_distlock.backends.redlock import (
     RedlockBackend,
@@ -32,11 +41,11 @@ from django_distlock.backends.redlock import (
 from django_distlock.backends.redlock.servers import DEBT, Servers
 from django_distlock.backends.redlock.votes import Count, Question, validity
 from django_distlock.conf import BackendSettings
-from django_distlock.engine import clock
 from django_distlock.engine.bells import ThreadBell
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.engine.waiting import Wait
+from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 from django_distlock.handler import make_backend
 from tests.contract.crew import start
 from tests.fixtures.certificate import tls_server
@@ -988,6 +997,85 @@ def test_threads_are_started_when_they_are_needed_and_gone_after_close(
     eventually(lambda: not ours())
 
 
+# Finalizers that run in the thread that talks to the servers.
+
+
+class _Finalizer:
+    def __init__(self, work: Callable[[], object], raised: list[Exception]) -> None:
+        self._work, self._raised = work, raised
+
+    def __del__(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            self._raised.append(error)
+
+
+def _finalize_in_the_thread(alias: str, work: Callable[[], object]) -> list[Exception]:
+    """Have a finalizer do *work* in the thread that talks to the servers; return what it raises, later."""
+    raised = list[Exception]()
+    box = [_Finalizer(work, raised)]
+    cast(RedlockBackend, locks[alias])._servers.submit(box.clear)
+    return raised
+
+
+def _acquire_in_a_task(name: str, using: str) -> None:
+    async def work() -> None:
+        async with lock(name, using=using):
+            pass
+
+    asyncio.run(work())
+
+
+def _acquire(name: str, using: str) -> None:
+    with lock(name, using=using):
+        pass
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("acquire", [_acquire, _acquire_in_a_task])
+def test_a_finalizer_in_the_thread_is_refused_and_other_locks_go_on(
+    using: Callable[..., str], name: str, acquire: Callable[[str, str], None]
+) -> None:
+    alias = using()
+    raised = _finalize_in_the_thread(alias, lambda: acquire(name, alias))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_acquire, f"{name}:other", alias).result(timeout=5)
+    [error] = eventually(lambda: raised)
+    assert isinstance(error, LockBackendError)
+    assert "let another thread do it" in str(error)
+    _acquire(name, alias)  # nothing of it is left
+
+
+@pytest.mark.timeout(60)
+def test_a_finalizer_in_the_thread_does_not_wait_for_a_lock_of_its_process(
+    using: Callable[..., str], name: str
+) -> None:
+    alias = using()
+    with lock(name, using=alias):
+        waiting = partial(lock(name, using=alias).acquire, timeout=None)
+        raised = _finalize_in_the_thread(alias, waiting)
+
+        [error] = eventually(lambda: raised)
+        assert isinstance(error, LockDeadlock)
+
+
+def test_an_answer_that_the_thread_does_not_tell_is_not_waited_for_without_end(
+    make: Make, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make()
+    _warm_up(backend, f"{name}:warm")
+    goes_on = threading.Event()
+    backend._servers.submit(goes_on.wait)
+    monkeypatch.setattr(redlock_servers, "LATE", 0.1)
+
+    with pytest.raises(LockOutcomeUnknown, match="held up"):
+        backend.try_acquire(_request(backend, name), queued=False)
+
+    goes_on.set()
+
+
 def test_servers_that_come_back_vote_again(servers: list[Redis], make: Make, name: str) -> None:
     backend = make(**PATIENT)
     for number in range(3):
@@ -1094,6 +1182,16 @@ def test_passwords_are_in_no_text(make: Make) -> None:
         backend.try_acquire(_request(backend, "any"), queued=False)
 
     assert "hush" not in f"{caught.value} {backend.options} {backend.sources}"
+
+
+@pytest.mark.parametrize("url", ["redis//:hush@127.0.0.1", "user:hush@127.0.0.1"])
+def test_a_url_that_is_mistyped_is_not_shown(url: str) -> None:
+    options = {"servers": [*URLS[:2], url]}
+
+    with pytest.raises(InvalidLockBackend, match="a URL needs ://") as caught:
+        make_backend(BackendSettings("x", REDLOCK, options=options))
+
+    assert "hush" not in str(caught.value)
 
 
 def test_checks_find_one_server_named_twice_and_one_that_is_not_durable(

@@ -12,7 +12,8 @@ from django.core.checks import Error, Warning as CheckWarning
 from django.db import connections
 
 from django_distlock import locks
-from django_distlock.checks import DOCS, check_servers
+from django_distlock.checks import check_servers
+from django_distlock.exceptions import DOCS
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis

@@ -10,9 +10,9 @@ import pytest
 from django.db import transaction
 
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy, Grant, Request
 from django_distlock.exceptions import InvalidLockBackend
+from django_distlock.ground.holder import Holder
 
 from .session_tools import aliases, ask, backend
 

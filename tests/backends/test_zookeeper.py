@@ -17,15 +17,27 @@ from django.core.management import call_command
 from kazoo.exceptions import NoAuthError, NoNodeError
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
-from django_distlock.backends.zookeeper.line import quoted
-from django_distlock.backends.zookeeper.places import Place, Places
-from django_distlock.engine import clock
-from django_distlock.engine.naming import LONGEST_LISTED
+from django_distlock.backends.zookeeper.children import quoted
+from django_distlock.backends.zookeeper.nodes import Node
+from django_distlock.backends.zookeeper.recipe import Recipe
 from django_distlock.engine.values import Busy, Release
+from django_distlock.ground import clock
+from django_distlock.ground.naming import LONGEST_LISTED
+from testproject.models import Account
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 
-from .zookeeper_tools import BACKEND, aliases, backend, line, operator, rival, stands, watched
+from .zookeeper_tools import (
+    BACKEND,
+    aliases,
+    backend,
+    expire,
+    line,
+    operator,
+    rival,
+    stands,
+    watched,
+)
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
@@ -305,10 +317,10 @@ async def test_1000_waits_that_time_out_leave_nothing(
     for _ in range(20):
         await asyncio.gather(*(wait() for _ in range(50)))
 
-    places = backend()._places
-    await aeventually(lambda: not places._doomed, 5)
+    nodes = backend()._nodes
+    await aeventually(lambda: not nodes._doomed, 5)
     assert len(line(client, root, "x")) == 1
-    assert list(places._by_owner) == [holder.owner]
+    assert list(nodes.by_owner) == [holder.owner]
     assert not watched()
     # All of them watched one node: kazoo and the server know of one watch.
     kazoo = backend()._session.client
@@ -338,8 +350,8 @@ async def test_200_tasks_that_wait_take_no_threads() -> None:
             served += 1
 
     tasks = [asyncio.create_task(read()) for _ in range(WAITERS)]
-    await aeventually(lambda: len(backend()._places._by_owner) == WAITERS + 1, 20)
-    await aeventually(lambda: all(p.bell for p in _waiting_places()), 20)
+    await aeventually(lambda: len(backend()._nodes.by_owner) == WAITERS + 1, 20)
+    await aeventually(lambda: all(p.bell for p in _waiting_nodes()), 20)
     assert threading.active_count() <= threads + 2
 
     await backend().arelease(holder)
@@ -348,8 +360,8 @@ async def test_200_tasks_that_wait_take_no_threads() -> None:
     assert served == WAITERS
 
 
-def _waiting_places() -> list[Any]:
-    return [place for place in backend()._places._by_owner.values() if not place.is_granted]
+def _waiting_nodes() -> list[Any]:
+    return [node for node in backend()._nodes.by_owner.values() if not node.is_granted]
 
 
 def test_a_waiter_whose_event_loop_is_gone_holds_up_nobody() -> None:
@@ -357,7 +369,7 @@ def test_a_waiter_whose_event_loop_is_gone_holds_up_nobody() -> None:
     stands(holder, "elsewhere")
     waiting_for_ever = lock("x", using="locks", timeout=None).aacquire()
     ghost = loop.create_task(waiting_for_ever)
-    while not any(place.bell for place in _waiting_places()):
+    while not any(node.bell for node in _waiting_nodes()):
         loop.run_until_complete(asyncio.sleep(0.01))
     loop.close()
 
@@ -386,7 +398,8 @@ def test_a_create_whose_reply_is_lost_is_found_again(proxy: Proxy, client: Any, 
         _, stat = client.get(f"{root}/x/{own}")
 
         assert proxy.connections >= 2
-        assert lease.fencing_token == stat.czxid
+        offset, _ = client.get(f"{root}/%tokens")
+        assert lease.fencing_token == stat.czxid + int(offset)
     assert line(client, root, "x") == []
 
 
@@ -405,17 +418,17 @@ def test_a_node_like_ours_that_another_session_made_is_not_ours(client: Any, roo
     with lock("x", using="locks"):
         pass
     ours = rival("x")
-    place = backend()._places.open(ours, f"{root}/x")
-    place.is_unsure = True
-    theirs = client.create(f"{place.folder}/{place.prefix}", ephemeral=True, sequence=True)
+    node = backend()._verbs._open(ours)
+    node.is_unsure = True
+    theirs = client.create(f"{node.folder}/{node.prefix}", ephemeral=True, sequence=True)
 
     assert stands(ours) is None
 
     # Another server of the ensemble may hear of it a little later.
     client.delete(theirs)
     eventually(lambda: stands(ours))
-    client.delete(place.path)
-    client.create(place.path, ephemeral=True)
+    client.delete(node.path)
+    client.create(node.path, ephemeral=True)
     eventually(lambda: backend().extend([ours]) == [False])
 
 
@@ -451,13 +464,29 @@ def _set_io_timeout(settings: Settings, seconds: float) -> None:
 def test_a_renewal_beside_a_release_takes_no_lock_for_lost(client: Any) -> None:
     holder = rival("x")
     assert stands(holder)
-    [place] = backend()._places.granted()
-    client.delete(place.path)
+    [node] = backend()._nodes.granted()
+    client.delete(node.path)
 
-    place.is_ending = True
+    node.is_ending = True
     assert backend().extend([holder]) == [True]
-    place.is_ending = False
+    node.is_ending = False
     eventually(lambda: backend().extend([holder]) == [False])
+
+
+def test_an_owner_that_acquired_again_and_lost_the_lock_is_not_told_that_it_released_it(
+    client: Any,
+) -> None:
+    holder = rival("x")
+    assert stands(holder)
+    assert backend().release(holder) is Release.RELEASED
+
+    assert stands(holder)
+    [node] = backend()._nodes.granted()
+    client.delete(node.path)
+    eventually(lambda: backend().extend([holder]) == [False])
+
+    assert backend().is_session_over(holder)
+    assert backend().release(holder) is Release.GONE
 
 
 def test_a_server_that_hangs_is_an_error_and_soon(
@@ -475,7 +504,7 @@ def test_a_server_that_hangs_is_an_error_and_soon(
     assert time.monotonic() - began < backend().options.io_timeout + 2.5
     proxy.pass_through()
     # The request arrives all the same: what it made is deleted.
-    eventually(lambda: not backend()._places._doomed and not line(client, root, "x"), 10)
+    eventually(lambda: not backend()._nodes._doomed and not line(client, root, "x"), 10)
 
 
 async def test_a_task_is_told_of_a_server_that_hangs(proxy: Proxy, settings: Settings) -> None:
@@ -611,9 +640,9 @@ def test_purge_deletes_the_nodes_of_locks_that_nobody_needs(client: Any, root: s
 
     assert _purged(older_than=3600) == (2, 0)
     assert _purged(older_than=0, dry_run=True) == (2, 1)
-    assert sorted(client.get_children(root)) == ["free", "held"]
+    assert sorted(client.get_children(root)) == ["%tokens", "free", "held"]
     assert _purged(older_than=0, batch_size=1) == (2, 1)
-    assert client.get_children(root) == ["held"]
+    assert sorted(client.get_children(root)) == ["%tokens", "held"]
     assert backend().extend([rival("held")]) == [False]
 
 
@@ -634,6 +663,44 @@ def test_purge_of_a_root_that_is_not_there_has_nothing_to_do() -> None:
 def test_purge_refuses_what_makes_no_sense(terms: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"older_than|batch_size"):
         _purged(**terms)
+
+
+def test_a_row_is_claimed_by_locks_of_another_backend_and_then_of_this_one_and_back(
+    settings: Settings, root: str
+) -> None:
+    settings.DISTLOCK = {**settings.DISTLOCK, "rows": {}}
+    account = Account.objects.create(name=root, balance=100, opening_balance=100)
+
+    for using in ("rows", "locks", "elsewhere", "rows"):
+        with lock("fee", using=using) as lease:
+            account = lease.claim(account)
+            account.balance -= 3
+            lease.save(account)
+
+    account.refresh_from_db()
+    assert account.balance == 88
+    account.delete()
+
+
+def test_where_tokens_begin_is_written_once_and_read_by_each_session(
+    client: Any, root: str
+) -> None:
+    with lock("x", using="locks") as lease:
+        first = lease.fencing_token or 0
+        [listed] = backend().held()
+    written, _ = client.get(f"{root}/%tokens")
+
+    with lock("y", using="elsewhere"):
+        pass
+    expire("elsewhere")
+    with lock("x", using="elsewhere") as lease:
+        second = lease.fencing_token or 0
+        [own] = line(client, root, "x")
+        _, stat = client.get(f"{root}/x/{own}")
+
+    assert client.get(f"{root}/%tokens")[0] == written
+    assert listed.token == first < second == stat.czxid + int(written)
+    assert abs(second / 1_000_000 - time.time()) < 3600
 
 
 def test_tokens_rise_though_the_node_of_the_lock_was_deleted(client: Any, root: str) -> None:
@@ -698,13 +765,13 @@ def test_a_closed_client_frees_at_once_and_tells_its_holders() -> None:
 
 def test_a_place_that_is_granted_has_an_end_already(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
-    grant = Places.grant
+    grant = Recipe._grant
 
-    def look(places: Places, place: Place) -> None:
-        seen.append(place.ends - clock.lease_time())
-        grant(places, place)
+    def look(recipe: Recipe, client: Any, node: Node) -> Any:
+        seen.append(node.ends - clock.lease_time())
+        return grant(recipe, client, node)
 
-    monkeypatch.setattr(Places, "grant", look)
+    monkeypatch.setattr(Recipe, "_grant", look)
     with lock("x", using="locks", ttl=8):
         pass
 
@@ -718,3 +785,44 @@ def test_a_lease_that_is_not_renewed_comes_free_with_its_ttl() -> None:
 
     with lock("x", using="elsewhere", timeout=5):
         assert lease.lost
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+async def test_two_thousand_tasks_of_one_process_get_one_lock_in_turn_beside_a_lease(
+    settings: Settings,
+) -> None:
+    # On a busy machine so many requests, by three servers on it too, take seconds.
+    options = settings.DISTLOCK["locks"]["OPTIONS"] | {"session_timeout": 50.0}
+    settings.DISTLOCK = {
+        **settings.DISTLOCK,
+        "locks": {**settings.DISTLOCK["locks"], "OPTIONS": options},
+    }
+    inside, most_inside, served = 0, 0, 0
+
+    async def work() -> None:
+        nonlocal inside, most_inside, served
+        async with lock("crowd", using="locks", timeout=120):
+            inside += 1
+            most_inside = max(most_inside, inside)
+            await asyncio.sleep(0)
+            inside -= 1
+            served += 1
+
+    async with lock("beside", using="locks") as lease:
+        await asyncio.gather(*(work() for _ in range(2_000)))
+        lease.check()
+
+    assert (most_inside, served) == (1, 2_000)
+
+
+async def test_a_crowd_that_begins_the_session_and_the_line_lists_that_once(
+    sent: Callable[[], list[str]],
+) -> None:
+    async def work() -> None:
+        async with lock("unused", using="locks", timeout=30):
+            pass
+
+    await asyncio.gather(*(work() for _ in range(WAITERS)))
+
+    assert sent().count("GetChildren") < 10

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +18,8 @@ import pytest
 from kazoo.client import KazooClient
 
 from django_distlock import Lease, LockBackendError, LockLost, LockNotHeld, lock, locks
-from django_distlock.engine import clock
 from django_distlock.engine.background import background
+from django_distlock.ground import clock
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child, Spawn
@@ -30,6 +32,7 @@ from .zookeeper_tools import (
     backend,
     expire,
     line,
+    nodes,
     operator,
     rival,
     stands,
@@ -123,6 +126,25 @@ def test_tls(
         locks.close()
         eventually(lambda: "zk_loop" not in str(threading.enumerate()), 10, "kazoo has ended")
     gc.collect()  # here, where it is expected to complain
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_replies_that_share_a_tls_record_are_all_read(
+    zookeeper: Ensemble, root: str, settings: Settings, certificate: Path
+) -> None:
+    with Proxy(zookeeper.members[0].port, tls=tls_server(certificate)) as proxy:
+        # So long that no ping, whose answer brings the rest, is sent in time.
+        long = {"session_timeout": 40.0, "tls": True, "ca": str(certificate)}
+        settings.DISTLOCK = aliases(zookeeper, root, hosts=f"127.0.0.1:{proxy.port}", **long)
+        names = [f"x{number}" for number in range(8)]
+        take()
+        proxy.gather_replies(0.05)
+
+        with ThreadPoolExecutor(len(names)) as pool:
+            leases = [pool.submit(lock(name, using="locks", timeout=0).acquire) for name in names]
+            assert all(lease.result(30) for lease in leases)
+        locks.close()
+    gc.collect()
 
 
 def test_a_session_that_is_there_at_once_is_known(
@@ -227,7 +249,7 @@ def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, timeout=20)
-        eventually(lambda: any(place.looked_at for place in backend()._places._by_owner.values()))
+        eventually(lambda: any(node.looked_at for node in nodes()))
         proxy.cut()
         eventually(lambda: not watched())
         proxy.pass_through()
@@ -280,7 +302,7 @@ def test_an_expired_session_is_told_at_once_and_the_next_lock_has_a_new_one(
     assert backend()._session.id != before
     assert (again.fencing_token or 0) > (lease.fencing_token or 0)
     again.release()
-    assert not backend()._places._by_owner
+    assert not backend()._nodes.by_owner
 
 
 def test_an_expired_session_is_told_as_such_however_late_that_is(alias: None) -> None:
@@ -340,8 +362,8 @@ def test_a_waiter_whose_node_was_deleted_by_hand_is_served_all_the_same(
         waiting = pool.submit(take, timeout=20)
         eventually(lambda: len(line(client, root, "x")) == 2)
         eventually(watched)
-        [place] = backend()._places._by_owner.values()
-        client.delete(place.path)
+        [node] = backend()._nodes.by_owner.values()
+        client.delete(node.path)
 
         backend("elsewhere").release(holder)
 
@@ -350,9 +372,9 @@ def test_a_waiter_whose_node_was_deleted_by_hand_is_served_all_the_same(
 
 def test_a_node_of_another_session_is_not_ours(alias: None) -> None:
     lease, told = held(ttl=3)
-    [place] = backend()._places.granted()
+    [node] = backend()._nodes.granted()
 
-    place.session = -1
+    node.session_id = -1
 
     assert backend().extend([lease.request]) == [False]
     eventually(lambda: told, 5)
@@ -418,7 +440,7 @@ def test_a_process_whose_ensemble_hangs_ends_all_the_same(
 
     holder.tell("leave")
 
-    # Kazoo's own goodbye would wait for as long as the session.
+    # Kazoo's own close would wait for as long as the session.
     assert holder.wait(20) == 0
 
 
@@ -511,6 +533,21 @@ def test_one_server_of_three_can_die_while_hundreds_of_locks_are_taken(
         lease.release()
 
 
+def test_a_process_that_holds_a_lock_at_its_end_leaves_no_socket_open(
+    zookeeper: Ensemble, root: str
+) -> None:
+    text = (
+        "import django; from django.conf import settings; django.setup();"
+        f"settings.DISTLOCK = {aliases(zookeeper, root)!r};"
+        "from django_distlock import lock; lease = lock('x', using='locks').acquire()"
+    )
+    command = [sys.executable, "-X", "dev", "-c", text]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+    assert "ResourceWarning: unclosed <socket" not in ended.stderr
+
+
 def test_without_a_quorum_leases_are_lost_and_with_one_locks_work_again(frail: Ensemble) -> None:
     lease, told = held()
     released, _ = held("released")
@@ -558,7 +595,7 @@ def test_waiters_go_on_waiting_without_a_quorum_and_are_served_once_there_is_one
 
     with ThreadPoolExecutor() as pool:
         waiting = [pool.submit(_is_taken, "thread"), pool.submit(asyncio.run, take_as_task())]
-        eventually(lambda: len(watched()) == 2)
+        eventually(lambda: sum(node.looked_at > 0 for node in nodes()) == 2)
         leader = frail.leader
         for member in [leader, *(each for each in frail.members if each is not leader)][:2]:
             member.kill()
@@ -585,7 +622,7 @@ def test_a_waiter_whose_timeout_ends_without_a_quorum_is_told_of_that(
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, timeout=9)
-        eventually(watched)
+        eventually(lambda: any(node.looked_at for node in nodes()))
         for member in frail.members[:2]:
             member.kill()
 

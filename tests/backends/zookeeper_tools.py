@@ -9,8 +9,9 @@ from kazoo.client import KazooClient
 
 from django_distlock import locks
 from django_distlock.backends.zookeeper import ZooKeeperBackend
-from django_distlock.engine.holder import Holder
+from django_distlock.backends.zookeeper.nodes import Node
 from django_distlock.engine.values import Grant, Request
+from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
 from tests.fixtures.zookeeper import Ensemble, options
 
@@ -66,7 +67,12 @@ def line(client: Any, root: str, name: str) -> list[str]:
 
 def watched(alias: str = "locks") -> set[str]:
     """Return the nodes whose going the waiters of this process wait for."""
-    return {place.watched for place in backend(alias)._places._by_owner.values()} - {""}
+    return {node.watched for node in nodes(alias)} - {""}
+
+
+def nodes(alias: str = "locks") -> list[Node]:
+    """Return the nodes of this process in all lines."""
+    return list(backend(alias)._nodes.by_owner.values())
 
 
 def expire(alias: str = "locks") -> None:

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,21 @@ def leave_without_a_word(aliases: dict[str, Any], name: str, **terms: Any) -> in
     lease = lock(name, **terms).acquire()
     assert lease
     return lease.fencing_token
+
+
+def leave_with_daemons(aliases: dict[str, Any], names: list[str], **terms: Any) -> None:
+    """End while a daemon thread for each lock takes and releases it again and again."""
+    _use(aliases)
+    rounds = Counter[str]()
+
+    def work(name: str) -> None:
+        while True:
+            with lock(name, **terms):
+                rounds[name] += 1
+
+    for name in names:
+        threading.Thread(target=work, args=(name,), daemon=True).start()
+    eventually(lambda: all(rounds[name] > 2 for name in names), 30)
 
 
 def leave_as_a_child(aliases: dict[str, Any], name: str, **terms: Any) -> int | None:
@@ -189,14 +205,6 @@ def _outcome_of(call: Any) -> str:
     except LockError as error:
         return type(error).__name__
     return "done"
-
-
-def hold_before_threads(aliases: dict[str, Any], name: str, number: int, **terms: Any) -> None:
-    """Hold the lock while so many threads wait for it, until the process is killed."""
-    _use(aliases)
-    with lock(name, **terms):
-        say("held")
-        wait_in_threads(aliases, name, terms["using"], number)
 
 
 def wait_in_threads(aliases: dict[str, Any], name: str, using: str, number: int) -> None:

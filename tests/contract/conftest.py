@@ -11,8 +11,8 @@ import pytest
 
 from django_distlock import locks
 from django_distlock.conf import read_alias, read_settings
-from django_distlock.engine import clock
 from django_distlock.engine.registry import registry
+from django_distlock.ground import clock
 from tests.fixtures.eventually import eventually
 from tests.fixtures.processes import Child, Spawn
 

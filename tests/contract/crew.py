@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from django_distlock.engine import waits as waiting
+from django_distlock.engine import deadlocks as waiting
+from django_distlock.engine.deadlocks import wait_graph
 from django_distlock.engine.registry import registry
-from django_distlock.engine.waits import waits
 
 if TYPE_CHECKING:
     from django_distlock import Lease, Lock
@@ -79,12 +79,13 @@ def length_of_line(backend: BaseLockBackend, name: str) -> int:
     line = backend.queue.lines.get(lock.key)
     leases = [lease for lease in registry.leases() if lease.is_kept]
     held = sum((lease.backend.location, lease.request.key) == lock for lease in leases)
-    return max(held + waits.count(lock), len(getattr(line, "places", "1")) if line else 0)
+    return max(held + waiting_for(backend, name), len(getattr(line, "places", "1")) if line else 0)
 
 
 def waiting_for(backend: BaseLockBackend, name: str) -> int:
     """Return how many of this process wait for the lock."""
-    return waits.count(_lock(backend, name))
+    lock = _lock(backend, name)
+    return sum(waiter.lock == lock for waiter in [*wait_graph._waiting.values()])
 
 
 def is_contested(backend: BaseLockBackend, name: str) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
-from django_distlock.engine.waiting import Place, Way
+from django_distlock.engine.waiting import Queueing, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Faulty(_Base):
     # Its verbs.
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         waits = queued and self.waiting.way is Way.ON_SERVER
         with self._around("wait_acquire" if waits else "try_acquire"):
@@ -90,7 +90,7 @@ class Faulty(_Base):
             return super().release(request)
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
-        if not self._has_own("revoke_all"):
+        if not self.has_own("revoke_all"):
             return super().revoke_all(requests)
         try:
             with self._around("release"):
@@ -123,7 +123,7 @@ class Faulty(_Base):
             super().dequeue(request)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        if self.waiting.place is Place.BY_TRYING:  # whoever sleeps has been queued
+        if self.waiting.queueing is Queueing.BY_TRYING:  # whoever sleeps has been queued
             with self._around("enqueue"):
                 pass
         if self.is_deaf:
@@ -134,7 +134,7 @@ class Faulty(_Base):
     # The twins, where the backend has some of its own: the others call the verbs above.
 
     async def atry_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         async with self._around_twin("try_acquire"):
             return await super().atry_acquire(request, queued=queued, left=left)
@@ -160,7 +160,7 @@ class Faulty(_Base):
             return await super().aprobe(request)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        if self.waiting.place is Place.BY_TRYING:
+        if self.waiting.queueing is Queueing.BY_TRYING:
             async with self._around_twin("sleep", "enqueue"):
                 pass
         if self.is_deaf:
@@ -170,7 +170,7 @@ class Faulty(_Base):
 
     @asynccontextmanager
     async def _around_twin(self, verb: str, counted: str = "") -> AsyncIterator[None]:
-        if not self._has_own(f"a{verb}"):
+        if not self.has_own(f"a{verb}"):
             yield
             return
         counted = counted or verb
@@ -180,7 +180,7 @@ class Faulty(_Base):
         self.answers[counted] += 1
         await _in_a_thread(self._after.get(counted))
 
-    def _has_own(self, verb: str) -> bool:
+    def has_own(self, verb: str) -> bool:
         real = type(self).__mro__[2]
         return getattr(real, verb) is not getattr(BaseLockBackend, verb)
 

@@ -27,16 +27,10 @@ FLAGS = {
     "purge": "supports_purge",
     "detach": "supports_detach",
     "session_bound": "session_bound",
-    "delays": "supports_delays",
+    "min_hold": "supports_min_hold",
     "wakes_waiters": "wakes_waiters",
 }
-#: cross_process: other processes meet the same lock. leased: a ttl on the server ends a holding.
-#: fair: waiters are served in order whatever process they are in. delays: min_hold and lock_delay.
-#: spares_writers: readers let a waiting writer go first. lists_readers: each reader is listed.
-#: names_holder: who is refused is told by whom, even if nothing can be listed.
-#: tells_behind: a renewal tells the server how many of the holder's own process wait for it.
-#: hides_end: but not for how long. hides_age: its listing does not tell since when a lock is held. whole_seconds: a ttl takes seconds, from two on; what becomes of
-#: it is tested in tests/backends/, many locks at a time.
+#: CONTRIBUTING.md says what each of them means.
 TRAITS = {
     *FLAGS,
     "cross_process",
@@ -45,7 +39,7 @@ TRAITS = {
     "spares_writers",
     "lists_readers",
     "names_holder",
-    "tells_behind",
+    "counts_waiters",
     "hides_end",
     "hides_age",
     "whole_seconds",
@@ -98,17 +92,18 @@ def lacks(*traits: str) -> pytest.MarkDecorator:
 #: The servers share a busy machine: only one that is gone gives no answer for so long.
 PATIENT = {"io_timeout": 5.0}
 
-LEASED = frozenset({"fencing", "listing", "detach", "leased", "delays"})
+LEASED = frozenset({"fencing", "listing", "detach", "leased", "min_hold"})
 READERS = frozenset({"shared", "spares_writers", "lists_readers"})
 ROWS = LEASED | {"purge", "cross_process"}
-NOTIFIED = ROWS | {"wakes_waiters"}
+QUEUED = ROWS | {"counts_waiters"}
+NOTIFIED = QUEUED | {"wakes_waiters"}
 MEMCACHED = frozenset({"cross_process", "leased", "names_holder", "hides_end", "whole_seconds"})
-REDIS = LEASED | READERS | {"cross_process", "wakes_waiters", "tells_behind"}
+REDIS = LEASED | READERS | {"cross_process", "wakes_waiters", "counts_waiters"}
 MAJORITY = frozenset(
-    {"listing", "detach", "leased", "cross_process", "wakes_waiters", "tells_behind"}
+    {"listing", "detach", "leased", "cross_process", "wakes_waiters", "counts_waiters"}
 )
 BARE = frozenset({"session_bound", "cross_process"})
-SESSION = BARE | {"fencing", "listing"}
+SESSION = BARE | {"fencing", "listing", "counts_waiters"}
 
 
 def _database(
@@ -163,22 +158,26 @@ def _zookeeper() -> Profile:
 
 
 PROFILES = (
-    Profile("locmem", {"BACKEND": LOCMEM}, LEASED | READERS | {"fair", "wakes_waiters"}),
+    Profile(
+        "locmem",
+        {"BACKEND": LOCMEM},
+        LEASED | READERS | {"fair", "wakes_waiters", "counts_waiters"},
+    ),
     _database("sqlite", "default", ROWS),
-    _database("sqlite-fair", "default", ROWS | {"fair"}, fair=True),
+    _database("sqlite-fair", "default", QUEUED | {"fair"}, fair=True),
     _database("postgres", "postgres", NOTIFIED, "postgres"),
     _database("postgres-fair", "postgres", NOTIFIED | {"fair"}, "postgres", fair=True),
     _database(
         "postgres-portable",
         "postgres",
-        ROWS | {"fair"},
+        QUEUED | {"fair"},
         "postgres",
         engine="portable",
         fair=True,
     ),
     _database("postgres-pgbouncer", "pgbouncer", ROWS, "pgbouncer", listen=False),
     _database("mariadb", "mariadb", ROWS, "mariadb"),
-    _database("mariadb-fair", "mariadb", ROWS | {"fair"}, "mariadb", fair=True),
+    _database("mariadb-fair", "mariadb", QUEUED | {"fair"}, "mariadb", fair=True),
     _database("mariadb-portable", "mariadb", ROWS, "mariadb", engine="portable"),
     _session("postgres-rowlock", ROWLOCK, "postgres", SESSION | {"shared", "lists_readers"}),
     _session(
@@ -204,7 +203,7 @@ PROFILES = (
     _session("mariadb-advisory", ADVISORY, "mariadb", SESSION),
     _redis("redis", "django_redis"),
     _redis("redis-fair", "redis_cache", REDIS | {"fair"}, fair=True),
-    _redis("redis-transactions", "redis_cache", scripting=False),
+    _redis("redis-transactions", "redis_cache", LEASED | {"cross_process"}, scripting=False),
     _redis("redis-sentinel", "redis_sentinel", fixture="redis_sentinel"),
     _redis("redis-cluster", "redis_cluster", fixture="redis_cluster", cluster=True),
     _memcached("pymemcache"),
@@ -213,5 +212,5 @@ PROFILES = (
     _redlock("redlock-fencing", MAJORITY | {"fencing"}, fencing=True),
     _zookeeper(),
     # The example of docs/howto/write-a-backend.md.
-    Profile("etcd", {"BACKEND": ETCD}, LEASED - {"delays"} | {"wakes_waiters", "hides_age"}),
+    Profile("etcd", {"BACKEND": ETCD}, LEASED - {"min_hold"} | {"wakes_waiters", "hides_age"}),
 )

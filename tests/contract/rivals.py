@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
 
 if TYPE_CHECKING:

@@ -86,7 +86,7 @@ def test_the_next_holder_is_not_freed(
     assert not LogEntry.objects.filter(object_id=row.held.key)
 
 
-@needs("delays")
+@needs("min_hold")
 def test_what_min_hold_reserves_is_shown_and_freed(
     using: str, name: str, operator: Client, rival: Rivals
 ) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from django_distlock import Lease, LockError, lock
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
-from django_distlock.lease import State
 from tests.fixtures.eventually import aeventually
 
 from .crew import waiting_for
@@ -36,7 +36,7 @@ async def _becomes_free(other: Rival) -> None:
 
 async def _goes_on(faulty: Faulty, verb: str, *twins: str) -> None:
     """Return once the requests that hung have arrived; those of a backend's own twin end with the task."""
-    if not any(map(faulty._has_own, twins)):
+    if not any(map(faulty.has_own, twins)):
         await aeventually(lambda: faulty.answers[verb] == faulty.calls[verb])
 
 

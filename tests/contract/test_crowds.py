@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 #: Many more than any pool of threads or connections has places.
-CROWD = 400
+CROWD = 2_000
 #: Seconds that one of them waits at most, on a busy machine.
 LONGEST = 150
 
@@ -26,7 +26,7 @@ def unhurried(using: str, profile: Profile, settings: Settings) -> None:
     """Three servers of ZooKeeper and so many tasks on one busy machine: sessions need time."""
     if profile.name == "zookeeper":
         options = profile.settings["OPTIONS"] | {"session_timeout": 50.0, "io_timeout": 50.0}
-        settings.DISTLOCK = {using: {**profile.settings, "OPTIONS": options}}
+        settings.DISTLOCK = {using: {**profile.settings, "TTL": 50, "OPTIONS": options}}
 
 
 async def test_a_crowd_gets_locks_of_their_own(using: str, name: str) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from django_distlock import LockLost, LockNotHeld, lock
-from django_distlock.engine import clock
-from django_distlock.engine.clock import drift
+from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
-from django_distlock.lease import State
+from django_distlock.ground import clock
+from django_distlock.ground.clock import drift
 from tests.fixtures.eventually import eventually, never
 
 from .crew import start

@@ -129,6 +129,18 @@ def test_a_process_that_ends_gives_back_what_it_holds(
 
 
 @needs("cross_process")
+def test_a_process_that_ends_while_daemon_threads_work_leaves_nothing(
+    child: Children, using: str, name: str, rival: Rivals
+) -> None:
+    names = [f"{name}:{number}" for number in range(8)]
+
+    child("leave_with_daemons", names=names, using=using, ttl=60).result()
+
+    for each in names:
+        rival(of=each).takes(within=20)
+
+
+@needs("cross_process")
 def test_a_child_of_multiprocessing_that_ends_gives_back_what_it_holds(
     child: Children, using: str, name: str, rival: Rivals
 ) -> None:
@@ -147,7 +159,7 @@ def test_a_process_that_cancels_its_acquires_and_ends_leaves_nothing(
 
     child("cancel_and_end", names=names, using=using, ttl=60).result()
 
-    # Long before the ttl; a server that was too busy to hear the goodbye ends the session by itself.
+    # Long before the ttl; a server that was too busy to see the connection close ends the session by itself.
     for each in names:
         rival(of=each).takes(within=20)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -17,18 +21,21 @@ from django_distlock import (
     LockNotAcquired,
     LockNotHeld,
     LockOutcomeUnknown,
+    NotSupported,
     distributed_lock,
     lock,
     lock_all,
     skip,
 )
 from django_distlock.conf import BackendSettings
-from django_distlock.engine.waiting import Place
+from django_distlock.engine.waiting import Queueing
 from django_distlock.handler import make_backend
 from django_distlock.signals import lock_busy
+from tests.fixtures.eventually import eventually
 
+from .crew import length_of_line, start
 from .faults import Faulty
-from .profiles import Profile, needs
+from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
@@ -100,13 +107,91 @@ def test_a_failure_while_waiting_is_raised_and_nothing_is_left(
     faulty.fail("enqueue")
     faulty.fail("probe")
 
-    if faulty.waiting.place is not Place.NONE:
+    if faulty.waiting.queueing is not Queueing.NONE:
         with pytest.raises(LockBackendError):
             lock(name, using=using, timeout=20).acquire()
     faulty.heal()
 
     holder.leaves()
     other.takes(within=15)
+
+
+def test_outside_asyncio_the_error_says_what_to_use(using: str, name: str) -> None:
+    async def work() -> None:
+        async with lock(name, using=using):
+            pytest.fail("not held")
+
+    # As trio runs it: in no event loop of asyncio.
+    with pytest.raises(NotSupported, match=r"trio\.to_thread\.run_sync"):
+        work().send(None)
+    with pytest.raises(NotSupported, match="outside asyncio"):
+        lock(name, using=using).alocked().send(None)
+    with lock(name, using=using, timeout=10) as lease:
+        with pytest.raises(NotSupported, match="outside asyncio"):
+            lease.aextend().send(None)
+        assert lease.held
+
+
+@lacks("fair")  # there each asks the server
+class TestThoseWhoWaitBehindOneAnother:
+    """Only the first of a process asks; a server that hangs costs each question a second."""
+
+    CROWD = 8
+
+    @pytest.fixture(params=["threads", "tasks"])
+    def waiting(
+        self, request: pytest.FixtureRequest, faulty: Faulty, using: str, name: str
+    ) -> Iterator[tuple[threading.Event, list[Future[Any]]]]:
+        """Waiters for a lock of this process, which is free once the event is set."""
+        asked, over = lock(name, using=using, timeout=60), threading.Event()
+
+        def hold() -> None:
+            with asked:
+                over.wait(60)
+
+        def take() -> None:
+            with asked:
+                pass
+
+        async def atake() -> None:
+            async with asked:
+                pass
+
+        holder = start(hold)
+        eventually(lambda: length_of_line(faulty, name) == 1)
+        works = {"threads": take, "tasks": lambda: asyncio.run(atake())}
+        waiters = [start(works[request.param]) for _ in range(self.CROWD)]
+        eventually(lambda: length_of_line(faulty, name) == 1 + self.CROWD)
+        yield over, waiters
+        over.set()
+        holder.result(20)
+
+    def test_all_learn_it_at_once_when_the_next_question_fails_too(
+        self, waiting: tuple[threading.Event, list[Future[Any]]], faulty: Faulty, using: str
+    ) -> None:
+        over, waiters = waiting
+        faulty.fail("try_acquire")
+        before = faulty.calls["try_acquire"]
+
+        over.set()
+
+        errors = [waiter.exception(20) for waiter in waiters]
+        assert [type(error) for error in errors] == [LockBackendError] * self.CROWD
+        assert {str(error) for error in errors} == {str(errors[0])}
+        assert len({id(error) for error in errors}) == self.CROWD
+        assert faulty.calls["try_acquire"] - before == 2
+
+    def test_they_wait_on_when_the_next_question_is_answered(
+        self, waiting: tuple[threading.Event, list[Future[Any]]], faulty: Faulty
+    ) -> None:
+        over, waiters = waiting
+        faulty.fail("try_acquire", times=1)
+
+        over.set()
+
+        errors = [waiter.exception(20) for waiter in waiters]
+        assert len([error for error in errors if isinstance(error, LockBackendError)]) == 1
+        assert errors.count(None) == self.CROWD - 1
 
 
 def test_a_question_that_fails_is_not_answered(faulty: Faulty, using: str, name: str) -> None:
@@ -188,4 +273,8 @@ def test_a_server_that_is_not_there_is_an_error_of_ours_with_its_cause(
 
     assert caught.value.alias == "broken"
     assert caught.value.__cause__ is not None
+    # One cause is enough to read.
+    report = "".join(traceback.format_exception(caught.value))
+    assert report.count("The above exception was the direct cause") == 1
+    assert "During handling of the above exception" not in report
     backend.close()

@@ -1,4 +1,4 @@
-"""extend(), min_hold and lock_delay: how long a name stays taken."""
+"""extend() and min_hold: how long a name stays taken."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_extend_after_the_release_is_an_error(using: str, name: str) -> None:
         lease.extend()
 
 
-@needs("delays")
+@needs("min_hold")
 def test_min_hold_refuses_the_name_for_a_while_after_an_early_release(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
@@ -153,7 +153,7 @@ def test_min_hold_refuses_the_name_for_a_while_after_an_early_release(
     assert time.monotonic() - began >= 4 * tick - 0.001
 
 
-@needs("delays")
+@needs("min_hold")
 def test_a_holder_is_told_from_what_its_min_hold_reserves(using: str, name: str) -> None:
     with lock(name, using=using, ttl=30, min_hold=100) as lease:
         [busy] = start(lambda: _refusals(name, using)).result(10)
@@ -170,7 +170,7 @@ def _refusals(name: str, using: str) -> list[LockNotAcquired]:
         return [busy]
 
 
-@needs("delays")
+@needs("min_hold")
 def test_min_hold_that_is_over_at_the_release_refuses_nobody(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
@@ -181,7 +181,7 @@ def test_min_hold_that_is_over_at_the_release_refuses_nobody(
     assert rival().tries()
 
 
-@needs("delays")
+@needs("min_hold")
 def test_free_on_error_reserves_only_what_was_done(
     using: str, name: str, rival: Callable[..., Rival]
 ) -> None:
@@ -200,7 +200,7 @@ def test_free_on_error_reserves_only_what_was_done(
     assert 90 < other.refused.remaining <= 100.001
 
 
-@needs("delays")
+@needs("min_hold")
 async def test_free_on_error_does_so_in_a_task_too(
     using: str, name: str, rival: Callable[..., Rival]
 ) -> None:
@@ -216,7 +216,7 @@ async def test_free_on_error_does_so_in_a_task_too(
     assert not await sync_to_async(rival(of=f"{name}:done").tries)()
 
 
-@needs("delays")
+@needs("min_hold")
 def test_a_waiter_gets_the_lock_when_min_hold_is_over(using: str, name: str, tick: float) -> None:
     with lock(name, using=using, min_hold=3 * tick):
         pass
@@ -227,38 +227,13 @@ def test_a_waiter_gets_the_lock_when_min_hold_is_over(using: str, name: str, tic
     assert time.monotonic() - began < 100 * tick
 
 
-@needs("delays")
-def test_lock_delay_refuses_the_name_for_a_while_after_a_holder_died(
+@needs("min_hold")
+def test_a_late_release_leaves_the_min_hold_in_force(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
     other = rival()
     began = time.monotonic()
-    lease = lock(name, using=using, ttl=3 * tick, lock_delay=4 * tick, renew=False).acquire()
-    assert lease
-
-    eventually(lambda: lease.lost)
-    other.takes(within=10)
-
-    assert time.monotonic() - began >= 7 * tick - 0.001
-
-
-@needs("delays")
-def test_lock_delay_does_not_matter_after_a_release(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    with lock(name, using=using, ttl=100 * tick, lock_delay=100 * tick) as lease:
-        lease.extend()
-
-    assert rival().tries()
-
-
-@needs("delays")
-def test_a_late_release_leaves_the_lock_delay_in_force(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    other = rival()
-    began = time.monotonic()
-    lease = lock(name, using=using, ttl=3 * tick, lock_delay=15 * tick, renew=False).acquire()
+    lease = lock(name, using=using, ttl=3 * tick, min_hold=18 * tick, renew=False).acquire()
     assert lease
     never(other.tries, 4 * tick, "the ttl is over")
 
@@ -267,3 +242,19 @@ def test_a_late_release_leaves_the_lock_delay_in_force(
 
     other.takes(within=10)
     assert time.monotonic() - began >= 18 * tick - 0.001
+
+
+@needs("min_hold")
+def test_a_release_after_the_end_of_the_lease_reserves_nothing(
+    using: str, name: str, tick: float, rival: Callable[..., Rival]
+) -> None:
+    terms: LockTerms = {"using": using, "min_hold": 100, "free_on_error": True, "renew": False}
+    terms["ttl"] = 3 * tick
+    lease = lock(name, **terms).acquire()
+    assert lease
+    eventually(lambda: not lock(name, using=using).locked())
+
+    with pytest.raises(LockLost):
+        lease.release()
+
+    assert rival().tries()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -40,6 +41,10 @@ def _rises(tokens: list[int]) -> bool:
 
 def test_it_rises_over_releases(using: str, name: str) -> None:
     assert _rises([_one_holding(using, name) for _ in range(20)])
+
+
+def test_it_begins_at_the_clock_so_that_data_can_change_its_backend(using: str, name: str) -> None:
+    assert abs(_one_holding(using, name) / 1_000_000 - time.time()) < 3600
 
 
 @needs("leased")

@@ -9,7 +9,7 @@ import pytest
 from django.core.signing import BadSignature
 
 from django_distlock import Lease, LockLost, LockNotHeld, lock
-from django_distlock.lease import State
+from django_distlock.engine.lease import State
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
@@ -131,7 +131,7 @@ def test_an_attached_lease_keeps_the_terms(using: str, name: str, tick: float) -
         assert lease.remaining <= 300 * tick
 
 
-@needs("delays")
+@needs("min_hold")
 def test_who_attached_it_decides_if_a_min_hold_counts(using: str, name: str, rival: Rivals) -> None:
     def handed_on(name: str) -> Lease:
         taken = lock(name, using=using, min_hold=100, free_on_error=True).acquire()
@@ -173,7 +173,7 @@ def test_who_attached_it_and_dies_leaves_it_for_its_own_ttl(
     assert lease.lost
 
 
-@needs("delays")
+@needs("min_hold")
 def test_a_min_hold_goes_on_for_the_attached_lease(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:

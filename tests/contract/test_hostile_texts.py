@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from django_distlock import LockError, LockNotAcquired, lock, lock_all
-from django_distlock.engine.naming import LONGEST_NAME
 from django_distlock.exceptions import LockBackendError
+from django_distlock.ground.naming import LONGEST_NAME
 from tests.fixtures.eventually import eventually
 
 from .faults import Faulty

@@ -10,20 +10,24 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
 import django_distlock
-from django_distlock import lock
+from django_distlock import Lock, LockBackendError, LockDeadlock, LockNotHeld, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.engine.lease import State
 from tests.fixtures.eventually import eventually
 
 from .crew import held_in_thread, length_of_line, start
 from .faults import Faulty, total
+from .profiles import Profile
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
@@ -32,8 +36,8 @@ Rivals = Callable[..., Rival]
 SOON = 6.0
 #: Seconds until a signal must have ended a wait, on a busy machine.
 AT_ONCE = 4.0
-#: At how many steps of an acquire an exception comes: at the last ones, and at some of all.
-LAST, STEPS = 10, int(os.environ.get("DISTLOCK_STEPS", "20"))
+#: At how many steps of a call an exception comes: at the last ones of an acquire, the first ones of leaving, and at some of all.
+FIRST, LAST, STEPS = 20, 10, int(os.environ.get("DISTLOCK_STEPS", "20"))
 
 
 @pytest.fixture(autouse=True)
@@ -183,9 +187,11 @@ class StopAt:
     def __init__(self, number: int) -> None:
         self.number = number
         self.calls = 0
+        # CPython 3.11 has no reference to it of its own while the collector runs a finalizer that ends it.
+        self._counting = self._count
 
     def __enter__(self) -> StopAt:
-        sys.setprofile(self._count)
+        sys.setprofile(self._counting)
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -225,6 +231,205 @@ def test_an_exception_at_any_step_of_an_acquire_goes_up_and_leaves_nothing(
 
     for number in numbers:
         rival(of=f"{name}:at:{number}").takes(within=SOON)
+
+
+def test_an_exception_at_any_last_step_of_acquiring_several_leaves_nothing(
+    using: str, name: str, rival: Rivals
+) -> None:
+    def names(number: int) -> list[str]:
+        return [f"{name}:{number}:{each}" for each in "ab"]
+
+    def calls_until(number: int, turn: int) -> int:
+        both = lock_all(*names(turn), using=using, timeout=0)
+        with StopAt(number) as step:
+            assert both.acquire()
+        both.release()
+        return step.calls
+
+    # The first ones may have to connect.
+    fewest = min(calls_until(0, -turn) for turn in range(1, 4))
+    numbers = range(fewest - LAST, fewest + 1)
+    for number in numbers:
+        with suppress(TimeLimit):
+            calls_until(number, number)
+
+    for each in [each for number in numbers for each in names(number)]:
+        rival(of=each).takes(within=SOON)
+
+
+@pytest.mark.parametrize("kind", ["with", "with a lease", "inner with"])
+def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
+    using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    dropped = list[object]()  # what finalizers raise goes up nowhere
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: dropped.append(told.exc_type))
+
+    def calls_until(number: int, each: str) -> int:
+        with suppress(TimeLimit):
+            _leave(kind, lock(each, using=using), step := StopAt(number))
+        sys.setprofile(None)
+        return step.calls
+
+    fewest = min(calls_until(0, f"{name}:{turn}") for turn in range(3))
+    steps = range(1, fewest)
+    numbers = {*steps[:FIRST], *random.sample(steps, min(STEPS, len(steps)))}
+    for number in numbers:
+        calls_until(number, f"{name}:at:{number}")
+
+    for number in numbers:
+        rival(of=f"{name}:at:{number}").takes(within=SOON)
+
+
+def _leave(kind: str, recipe: Lock, step: StopAt) -> None:
+    """Take *recipe*, and have *step* count the calls until it is given back."""
+    if kind == "inner with":
+        with recipe, lock(recipe.name, using=recipe.terms.using):
+            step.__enter__()
+    elif kind == "with a lease":
+        lease = recipe.acquire()
+        assert lease
+        with lease:
+            step.number += bool(
+                step.number
+            )  # at its first call, only its user could tell that it was to end
+            step.__enter__()
+    else:
+        with recipe:
+            step.__enter__()
+
+
+class InterruptAt:
+    """Calls a handler between the lines of ours that this thread runs, as a signal might: at each, or at some."""
+
+    def __init__(self, handler: Callable[[], object], every: int = 1) -> None:
+        self._handler, self._every = handler, every
+        self.lines = self.interrupts = 0
+
+    def __enter__(self) -> InterruptAt:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if not _is_ours(frame):
+            return None
+        self.lines += event == "line"
+        if event == "line" and self.lines % self._every == 0:
+            sys.settrace(None)
+            self.interrupts += 1
+            try:
+                self._handler()
+            finally:
+                sys.settrace(self._trace)
+        return self._trace
+
+
+@pytest.mark.usefixtures("unraisable")
+class TestASignalHandlerThatTakesALock:
+    """At whatever line it comes, it does not wait for its own thread."""
+
+    @pytest.fixture(autouse=True)
+    def not_behind_a_statement(self, profile: Profile) -> None:
+        if profile.name.startswith(("sqlite", "postgres-fair", "postgres-portable")):
+            pytest.skip("an interrupted statement keeps rows from other writers, for io_timeout")
+
+    def test_it_gets_another_lock(self, using: str, name: str, profile: Profile) -> None:
+        handled = Counter[str]()
+
+        def handle() -> None:
+            try:
+                with lock(f"{name}:handler", using=using, timeout=20):
+                    handled["held"] += 1
+            except LockDeadlock:
+                handled["refused"] += 1
+
+        def work() -> int:
+            with InterruptAt(handle) as interrupt, lock(name, using=using, timeout=20):
+                pass
+            return interrupt.interrupts
+
+        interrupts = start(work).result(60)
+
+        assert interrupts > 50
+        assert handled.total() == interrupts
+        # In memory, what the verb of another lock has half done is not touched.
+        assert handled["refused"] == 0 or profile.name == "locmem"
+
+    def test_it_is_told_that_the_same_lock_would_wait_for_itself(
+        self, using: str, name: str, rival: Rivals
+    ) -> None:
+        outcomes = list[str]()
+
+        def handle() -> None:
+            try:
+                with lock(name, using=using, timeout=None):
+                    outcomes.append("held")
+            except LockDeadlock:
+                outcomes.append("told")
+
+        def work() -> None:
+            with InterruptAt(handle, every=5), lock(name, using=using, timeout=20):
+                pass
+
+        start(work).result(60)
+
+        assert set(outcomes) == {"held", "told"}
+        rival().takes(within=SOON)
+
+    @pytest.mark.needs("session_bound")
+    def test_it_extends_the_lease_that_it_interrupts_or_is_refused(
+        self, using: str, name: str
+    ) -> None:
+        outcomes = Counter[str]()
+
+        def work() -> bool:
+            lease = lock(name, using=using).acquire()
+            assert lease
+
+            def handle() -> None:
+                try:
+                    lease.extend()
+                    outcomes["extended"] += 1
+                except LockBackendError:
+                    outcomes["refused"] += 1
+
+            with lease, InterruptAt(handle):
+                lease.extend()
+                return lease.held
+
+        assert start(work).result(60)
+        assert outcomes["extended"] > 1
+
+    @pytest.mark.needs("session_bound")
+    def test_it_releases_the_lease_that_it_interrupts(
+        self, using: str, name: str, rival: Rivals
+    ) -> None:
+        def interrupt(every: int, each: str) -> int:
+            lease = lock(each, using=using).acquire()
+            assert lease
+
+            def handle() -> None:
+                with suppress(LockNotHeld):
+                    lease.release()
+
+            with suppress(LockNotHeld), InterruptAt(handle, every) as interrupted:
+                lease.extend()
+            if not interrupted.interrupts:
+                lease.release()
+            assert lease.state is not State.HELD
+            return interrupted.lines
+
+        def work() -> None:
+            lines = interrupt(10_000, name)
+            for number in range(1, lines + 1, 3):
+                interrupt(number, f"{name}:{number}")
+                other = rival(of=f"{name}:{number}")
+                other.takes(within=SOON)
+                other.leaves()
+
+        start(work).result(120)
 
 
 @pytest.mark.parametrize("verb", ["try_acquire", "release"])

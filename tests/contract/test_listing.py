@@ -114,7 +114,7 @@ def test_one_lock_can_be_asked_for(backend: BaseLockBackend, name: str, rival: R
     assert [record.name for record in backend.held(wanted.request.key)] == [name]
 
 
-@needs("delays")
+@needs("min_hold")
 def test_force_frees_the_lock_for_others_though_it_has_a_min_hold(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals
 ) -> None:
@@ -131,7 +131,7 @@ def test_force_frees_the_lock_for_others_though_it_has_a_min_hold(
     assert rival().tries()
 
 
-@needs("delays")
+@needs("min_hold")
 def test_what_min_hold_reserves_is_listed_as_that_and_can_be_freed(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals
 ) -> None:
@@ -155,7 +155,7 @@ def test_what_min_hold_reserves_is_listed_as_that_and_can_be_freed(
     assert other.holds
 
 
-@needs("delays")
+@needs("min_hold")
 def test_what_the_next_holder_reserves_is_not_freed_for_that_of_the_last(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
 ) -> None:
@@ -170,12 +170,12 @@ def test_what_the_next_holder_reserves_is_not_freed_for_that_of_the_last(
     assert not rival().tries()
 
 
-@needs("delays")
-def test_what_lock_delay_reserves_can_be_freed(
+@needs("min_hold")
+def test_what_the_min_hold_of_a_dead_holder_reserves_can_be_freed(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
 ) -> None:
     other = rival()
-    lease = lock(name, using=using, ttl=3 * tick, lock_delay=600, renew=False).acquire()
+    lease = lock(name, using=using, ttl=3 * tick, min_hold=600, renew=False).acquire()
     assert lease
     # Nobody has looked since it died.
     eventually(lambda: [each.reserved for each in _records(backend, other)] == [True])
@@ -194,7 +194,7 @@ def test_what_lock_delay_reserves_can_be_freed(
         lease.release()
 
 
-@needs("delays")
+@needs("min_hold")
 def test_the_end_of_a_reservation_is_told(
     using: str,
     name: str,
@@ -208,7 +208,7 @@ def test_the_end_of_a_reservation_is_told(
 
     assert backend.force_release(reserved.key, reserved.owner_digest)
 
-    said = f"Lock {name}, reserved by min_hold or lock_delay: its release was forced by an operator"
+    said = f"Lock {name}, reserved by min_hold: its release was forced by an operator"
     assert said in caplog.messages
 
 
@@ -297,7 +297,7 @@ def test_a_waiter_has_it_soon_after_the_force(
     assert waiter.result(10)
 
 
-@needs("delays", "wakes_waiters")
+@needs("min_hold", "wakes_waiters")
 def test_a_waiter_has_it_soon_after_the_end_of_a_reservation(
     faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,17 +378,37 @@ def _age(backend: BaseLockBackend, rival: Rival) -> float | None:
 
 
 @pytest.mark.slow
-def test_all_callers_of_this_process_that_wait_are_counted(
+@needs("counts_waiters")
+def test_the_number_of_waiters_is_that_of_their_places_on_the_server(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals
 ) -> None:
     stuck = rival(ttl=60)
     stuck.takes()
     waiters = [start(lambda: _take_and_release(using, name)) for _ in range(3)]
 
-    eventually(lambda: [held.waiters for held in holdings(using, name)] == [3], 20)
+    eventually(lambda: _waiters(using, name) == _places(backend, 3), 20)
 
     stuck.leaves()
     assert [waiter.result(20) for waiter in waiters] == [True, True, True]
+
+
+@lacks("counts_waiters")
+def test_waiters_are_unknown_without_a_queue_on_the_server(
+    using: str, name: str, rival: Rivals
+) -> None:
+    rival(ttl=60).takes()
+
+    assert _waiters(using, name) is None
+
+
+def _waiters(using: str, name: str) -> int | None:
+    [held] = holdings(using, name)
+    return held.waiters
+
+
+def _places(backend: BaseLockBackend, waiters: int) -> int:
+    """Return how many places on the server so many writers of one process have."""
+    return 1 if backend.waiting.in_line else waiters
 
 
 @pytest.mark.slow
@@ -404,50 +424,23 @@ def test_callers_that_have_given_up_are_not_counted(
 
 
 @pytest.mark.slow
-@needs("tells_behind")
-def test_who_waits_behind_a_holder_of_its_own_process_is_counted_by_others(
-    using: str, name: str, child: Callable[..., Child], tick: float
-) -> None:
-    holder = child("hold_before_threads", name=name, using=using, number=3, ttl=15 * tick)
-    holder.expect("held")
-
-    eventually(lambda: [held.waiters for held in holdings(using, name)] == [3], 20)
-    waiters = [start(lambda: _take_and_release(using, name)) for _ in range(2)]
-    eventually(lambda: [held.waiters for held in holdings(using, name)] == [5], 20)
-
-    holder.kill()
-    assert [waiter.result(20) for waiter in waiters] == [True, True]
-
-
-@pytest.mark.slow
-@needs("tells_behind")
-@lacks("fair")
-def test_nobody_is_counted_twice(using: str, name: str, tick: float) -> None:
-    lease = lock(name, using=using, ttl=15 * tick).acquire()
-    assert lease
-    waiters = [start(lambda: _take_and_release(using, name)) for _ in range(3)]
-    eventually(lambda: [held.behind for held in locks[using].held(lease.request.key)] == [3], 20)
-
-    assert [held.waiters for held in holdings(using, name)] == [3]
-    lease.release()
-    assert [waiter.result(20) for waiter in waiters] == [True, True, True]
-    with lock(name, using=using):
-        assert [held.waiters for held in holdings(using, name)] == [0]
-
-
-@pytest.mark.slow
-@needs("cross_process", "wakes_waiters")
+@needs("cross_process", "wakes_waiters", "counts_waiters")
 def test_waiters_of_all_processes_are_counted_until_they_are_gone(
-    using: str, name: str, rival: Rivals, child: Callable[..., Child]
+    using: str,
+    name: str,
+    backend: BaseLockBackend,
+    rival: Rivals,
+    child: Callable[..., Child],
 ) -> None:
     stuck = rival(ttl=60)
     stuck.takes()
     others = child("wait_in_threads", name=name, using=using, number=2)
     waiters = [start(lambda: _take_and_release(using, name)) for _ in range(3)]
 
-    eventually(lambda: [held.waiters for held in holdings(using, name)] == [5], 20)
+    mine, theirs = _places(backend, 3), _places(backend, 2)
+    eventually(lambda: _waiters(using, name) == mine + theirs, 20)
     others.kill()
-    eventually(lambda: [held.waiters for held in holdings(using, name)] == [3], 20)
+    eventually(lambda: _waiters(using, name) == mine, 20)
 
     stuck.leaves()
     assert [waiter.result(20) for waiter in waiters] == [True, True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,14 +11,17 @@ from typing import Any
 import pytest
 
 from django_distlock import Lease, Lock, LockNotAcquired, lock, lock_all
+from django_distlock.backends.base import BaseLockBackend
+from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.processes import Child
 
-from .crew import together
+from .crew import start, together, waiting_for
 from .faults import Faulty
 from .profiles import needs
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
+Clock = Callable[[float], None]
 
 
 @pytest.fixture
@@ -92,7 +96,7 @@ def test_they_share_one_timeout(
 
     assert time.monotonic() - began >= 8 * tick
     for timeout, before in zip(given, spent, strict=False):
-        assert timeout <= max(0.0, 8 * tick - before) + 0.001  # what is left, not the whole anew
+        assert timeout <= max(0.0, 8 * tick - before) + 0.001  # what is left, not the whole again
 
 
 def test_acquire_gives_the_leases_and_release_gives_them_back(using: str, names: list[str]) -> None:
@@ -163,3 +167,55 @@ def test_they_are_reentrant_one_by_one(using: str, names: list[str]) -> None:
         with lock_all(*names, using=using, timeout=0) as leases:
             assert leases[1] is outer
         outer.check()
+
+
+@needs("leased")
+@pytest.mark.parametrize("call", ["with", "acquire"])
+def test_the_block_begins_only_while_all_are_held(
+    backend: BaseLockBackend, names: list[str], rival: Rivals, put_forward: Clock, call: str
+) -> None:
+    other = rival(of=names[2])
+    other.takes()
+    both = lock_all(names[0], names[2], using=backend.alias, ttl=100, renew=False, timeout=30)
+
+    def take() -> list[bool]:
+        if call == "with":
+            with both as leases:
+                return [lease.held for lease in leases]
+        acquired = both.acquire() or ()
+        held = [lease.held for lease in acquired]
+        both.release()
+        return held
+
+    taking = start(take)
+    eventually(lambda: waiting_for(backend, names[2]))
+    put_forward(150)
+    other.leaves()
+
+    assert taking.result(30) == [True, True]
+
+
+@needs("leased")
+@pytest.mark.parametrize("call", ["with", "acquire"])
+async def test_a_task_begins_only_while_all_are_held(
+    backend: BaseLockBackend, names: list[str], rival: Rivals, put_forward: Clock, call: str
+) -> None:
+    other = rival(of=names[2])
+    await asyncio.to_thread(other.takes)
+    both = lock_all(names[0], names[2], using=backend.alias, ttl=100, renew=False, timeout=30)
+
+    async def take() -> list[bool]:
+        if call == "with":
+            async with both as leases:
+                return [lease.held for lease in leases]
+        acquired = await both.aacquire() or ()
+        held = [lease.held for lease in acquired]
+        await both.arelease()
+        return held
+
+    taking = asyncio.create_task(take())
+    await aeventually(lambda: waiting_for(backend, names[2]))
+    put_forward(150)
+    await asyncio.to_thread(other.leaves)
+
+    assert await taking == [True, True]

@@ -7,9 +7,9 @@ import contextvars
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
@@ -188,6 +188,27 @@ class TestOverTheBridgesOfAsgiref:
             lease.check()
 
         assert not lock(name, using=using).locked()
+
+    async def test_an_async_generator_may_stand_in_between(self, using: str, name: str) -> None:
+        async def inner() -> AsyncGenerator[bool, None]:
+            try:
+                for thread_sensitive in (True, False):
+                    yield await sync_to_async(_try, thread_sensitive=thread_sensitive)(using, name)
+            finally:
+                closed.append(await sync_to_async(_try)(using, name))
+
+        async def outer() -> AsyncGenerator[bool, None]:
+            async with aclosing(inner()) as parts:
+                async for part in parts:
+                    yield part
+
+        closed = list[bool]()
+        async with lock(name, using=using):
+            assert [part async for part in outer()] == [True, True]
+            async with aclosing(outer()) as parts:
+                assert await anext(parts, None)
+
+        assert closed == [True, True]
 
     async def test_both_bridges_may_be_crossed_many_times(
         self, faulty: Faulty, using: str, name: str

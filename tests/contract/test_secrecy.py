@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
+from pytest_django.fixtures import Settings
 
-from django_distlock import LockNotAcquired, lock
+from django_distlock import LockError, LockNotAcquired, lock
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import eventually
 
 from .faults import Faulty
-from .profiles import lacks, needs
+from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
+
+#: Whatever limits the time for an answer.
+IMPATIENT = {"io_timeout": 0.5, "server_timeout": 0.5}
 
 
 def test_every_holding_has_an_owner_of_its_own(using: str, name: str) -> None:
@@ -82,3 +89,59 @@ def test_it_is_not_logged(
     assert not any(
         owner in text for text in logged for owner in (lost.request.owner, lease.request.owner)
     )
+
+
+@needs("cross_process")
+def test_it_is_not_in_the_frames_of_an_error(
+    profile: Profile, using: str, name: str, request: pytest.FixtureRequest, settings: Settings
+) -> None:
+    """Django's error mails and Sentry show the variables of all frames."""
+    options = profile.settings["OPTIONS"]
+    if options.get("engine") == "portable":
+        pytest.skip("a new connection has no time limit of ours there")
+    options = {**options, **{key: IMPATIENT[key] for key in IMPATIENT.keys() & options.keys()}}
+    settings.DISTLOCK = {using: {**profile.settings, "OPTIONS": options}}
+    lease = lock(name, using=using, ttl=20).acquire()
+    assert lease
+    owner = lease.request.owner
+
+    assert str(owner) not in repr(owner)
+    with hung(*map(request.getfixturevalue, profile.fixtures)):
+        shown = [*_shown(lease.extend), *_shown(lease.release)]
+
+    assert shown or not profile.needs_server
+    assert not [text for text in shown if str(owner) in text]
+
+
+@contextmanager
+def hung(*servers: Any) -> Iterator[None]:
+    """Have these servers, or what they are made of, answer nobody for a moment."""
+    with ExitStack() as stack:
+        for server in servers:
+            if isinstance(server, list):
+                stack.enter_context(hung(*server))
+            elif hasattr(server, "pause"):
+                server.pause()
+                stack.callback(server.resume)
+            else:
+                stack.enter_context(
+                    hung(*getattr(server, "members", getattr(server, "servers", ())))
+                )
+        yield
+
+
+def _shown(act: Callable[[], object]) -> Iterator[str]:
+    """Return what the report of the error of *act* shows, if it raises one, as texts."""
+    try:
+        act()
+    except LockError as error:
+        pending: list[BaseException | None] = [error]
+        while pending:
+            if (found := pending.pop()) is not None:
+                # As Django and Sentry do.
+                pending.append(found.__cause__ if found.__suppress_context__ else found.__context__)
+                for frame, _ in traceback.walk_tb(found.__traceback__):
+                    code = frame.f_code
+                    if code is not _shown.__code__:
+                        for variable, value in frame.f_locals.items():
+                            yield f"{code.co_filename}:{code.co_name}: {variable} = {value!r}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 
 import pytest
 
-from django_distlock import LockDeadlock, lock
+from django_distlock import Lease, Lock, LockDeadlock, current_lease, lock, lock_all
+from django_distlock.lock import LockSet
 from tests.fixtures.eventually import eventually, never
 
 from .crew import elsewhere, start, together
@@ -144,3 +145,53 @@ def test_a_retried_shared_acquire_counts_once(rival: Callable[..., Rival]) -> No
     reader.leaves()
 
     assert writer.tries()
+
+
+@pytest.mark.parametrize("closer_reads", [False, True])
+@pytest.mark.parametrize("of", [lock, lock_all])
+def test_a_generator_closed_by_another_thread_releases_its_own_lease_only(
+    using: str, name: str, of: Callable[..., Lock | LockSet], closer_reads: bool
+) -> None:
+    recipe = of(name, using=using, shared=True)
+
+    def read() -> Generator[Lease]:
+        with recipe as leases:
+            yield leases if isinstance(leases, Lease) else leases[0]
+
+    generator, other = read(), read()
+    lease, innocent = elsewhere(lambda: next(generator)), elsewhere(lambda: next(other))
+
+    if closer_reads:
+        with recipe:
+            generator.close()
+            assert not lease.held
+            assert innocent.held
+            assert current_lease(name)
+    else:
+        generator.close()
+    assert not lease.held
+    assert innocent.held
+    other.close()
+    assert not innocent.held
+    assert not lock(name, using=using).locked()
+
+
+async def test_an_asynchronous_generator_closed_by_another_task_releases_its_own_lease_only(
+    using: str, name: str
+) -> None:
+    recipe = lock(name, using=using, shared=True)
+
+    async def read() -> AsyncGenerator[Lease]:
+        async with recipe as lease:
+            yield lease
+
+    generator, other = read(), read()
+    lease = await asyncio.create_task(anext(generator))
+    innocent = await asyncio.create_task(anext(other))
+
+    await generator.aclose()
+
+    assert not lease.held
+    assert innocent.held
+    await other.aclose()
+    assert not innocent.held

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,9 +24,10 @@ from django_distlock import (
     LockNotHeld,
     distributed_lock,
     lock,
+    lock_all,
 )
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.engine import clock
+from django_distlock.ground import clock
 from django_distlock.signals import (
     backend_failed,
     lock_acquired,
@@ -152,7 +153,7 @@ def test_who_gave_up_is_told_of_the_holder(
     assert 0 < (facts["remaining"] or 1) < holder.request.ttl + 0.01
 
 
-@needs("delays")
+@needs("min_hold")
 def test_who_is_refused_by_min_hold_is_told_until_when(using: str, name: str, told: Told) -> None:
     with lock(name, using=using, min_hold=100):
         pass
@@ -327,6 +328,86 @@ def test_a_receiver_that_fails_breaks_no_forced_release(
 
     with lock(name, using=using, timeout=20) as after:
         assert after.held
+
+
+@needs("leased")
+def test_no_body_begins_on_a_lease_that_outlived_a_slow_receiver_no_more(
+    using: str, name: str, connect: Connect, put_forward: Callable[[float], None]
+) -> None:
+    ends = iter(range(150, 1500, 150))
+    connect(lock_acquired, lambda **facts: put_forward(next(ends)))
+    mine = lock(name, using=using, ttl=100, renew=False)
+
+    with pytest.raises(LockLost), mine:
+        pytest.fail("the lease has ended")
+    with pytest.raises(LockLost):
+        mine(lambda: pytest.fail("the lease has ended"))()
+    with pytest.raises(LockLost):
+        mine.acquire()
+
+    eventually(lambda: not mine.locked())
+
+
+@needs("leased")
+def test_lock_all_tells_of_a_loss_if_no_time_is_left_to_begin_again(
+    using: str, name: str, connect: Connect, put_forward: Callable[[float], None]
+) -> None:
+    ends = iter([60, 120])
+    connect(lock_acquired, lambda **facts: put_forward(next(ends)))
+    both = lock_all(f"{name}:a", f"{name}:b", using=using, ttl=100, renew=False, timeout=0)
+
+    with pytest.raises(LockLost) as caught:
+        both.acquire()
+
+    assert caught.value.name == f"{name}:a"
+    assert not lock(f"{name}:a", using=using).locked()
+    assert not lock(f"{name}:b", using=using).locked()
+
+
+@needs("leased")
+async def test_no_body_of_a_task_begins_on_a_lease_that_has_ended(
+    using: str, name: str, put_forward: Callable[[float], None]
+) -> None:
+    ends = iter(range(150, 1500, 150))
+    mine = lock(name, using=using, ttl=100, renew=False)
+
+    with _called_when_acquired(lambda: put_forward(next(ends))):
+        with pytest.raises(LockLost):
+            async with mine:
+                pytest.fail("the lease has ended")
+        with pytest.raises(LockLost):
+            await mine.aacquire()
+
+    await asyncio.to_thread(eventually, lambda: not mine.locked())
+
+
+@contextmanager
+def _called_when_acquired(callback: Callable[[], None]) -> Iterator[None]:
+    """Call *callback* by the log, which tells of a grant in the event loop too."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "acquired" in record.getMessage():
+                callback()
+
+    logger, handler = logging.getLogger("django_distlock"), Handler()
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def test_no_body_begins_on_a_lease_that_a_receiver_has_released(
+    using: str, name: str, connect: Connect
+) -> None:
+    connect(lock_acquired, lambda lease, **facts: lease.release())
+
+    with pytest.raises(LockNotHeld), lock(name, using=using):
+        pytest.fail("the lock is free")
 
 
 @lacks("whole_seconds")

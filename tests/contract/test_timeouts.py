@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
@@ -13,8 +13,9 @@ import freezegun
 import pytest
 import time_machine
 
-from django_distlock import LockNotAcquired, lock
-from tests.fixtures.eventually import eventually, never
+from django_distlock import Lock, LockBackendError, LockNotAcquired, lock
+from django_distlock.engine.background import TRIES
+from tests.fixtures.eventually import aeventually, eventually, never
 
 from .crew import held_in_thread, start
 from .faults import Faulty, total
@@ -152,6 +153,53 @@ class TestWhileTheTestsStopTheClock:
         lasting.release()
 
 
+class TestWhileOtherTasksKeepAllThreadsBusy:
+    """Where a backend has no asyncio of its own, a few threads take the locks of all tasks."""
+
+    @pytest.fixture
+    async def hung(self, faulty: Faulty, using: str, name: str) -> AsyncIterator[threading.Event]:
+        """Every thread hangs in the try of another lock, until the event is set."""
+        if faulty.has_own("atry_acquire"):
+            pytest.skip("it has an asyncio of its own")
+        over, before = faulty.hang("try_acquire"), faulty.calls["try_acquire"]
+        others = [lock(f"{name}:{number}", using=using, timeout=60) for number in range(TRIES)]
+        tasks = [asyncio.create_task(_atake_and_release_one(other)) for other in others]
+        await aeventually(lambda: faulty.calls["try_acquire"] - before == TRIES)
+        yield over
+        over.set()
+        await asyncio.gather(*tasks)
+
+    @pytest.mark.usefixtures("hung")
+    async def test_a_timeout_is_kept(self, using: str, name: str, tick: float) -> None:
+        began = time.monotonic()
+
+        with pytest.raises(LockBackendError, match="the request was not sent in time"):
+            await lock(name, using=using).aacquire(timeout=4 * tick)
+
+        assert 4 * tick <= time.monotonic() - began < 4 * tick + LATE
+
+    async def test_a_lease_begins_when_it_is_asked_for(
+        self,
+        using: str,
+        name: str,
+        faulty: Faulty,
+        hung: threading.Event,
+        put_forward: Callable[[float], None],
+    ) -> None:
+        taken = asyncio.create_task(
+            lock(name, using=using, ttl=30, renew=False).aacquire(timeout=60)
+        )
+        await aeventually(lambda: len(faulty._threads._tries) == TRIES + 1)
+        put_forward(20)
+
+        hung.set()
+        lease = await taken
+
+        assert lease
+        assert lease.remaining > 20
+        await lease.arelease()
+
+
 @needs("cross_process")
 def test_without_a_timeout_the_setting_of_the_alias_holds(
     name: str, tick: float, rival: Callable[..., Rival]
@@ -195,6 +243,11 @@ def test_the_longest_timeout_waits_until_it_is_free_too(
 def _take_and_release(using: str, name: str, timeout: float | None = None) -> bool:
     with lock(name, using=using, timeout=timeout) as lease:
         return lease.held
+
+
+async def _atake_and_release_one(one: Lock) -> None:
+    async with one:
+        pass
 
 
 async def _atake_and_release(using: str, name: str, timeout: float) -> bool:

@@ -7,21 +7,20 @@ from typing import Any
 
 from django.utils import timezone
 
-from django_distlock.backends.database.records import State
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import server_key, stored
-from django_distlock.engine.values import new_owner
+from django_distlock.engine.values import LockState, new_owner
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import server_key, stored
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 
 HOLDER = Holder("web-1", 4711, "MainThread", purpose="GET /fees/")
 DAY = timedelta(days=1)
 
 
-def put(database: str, name: str, state: State = State.FREE, **columns: Any) -> MethodLock:
+def put(database: str, name: str, state: LockState = LockState.FREE, **columns: Any) -> MethodLock:
     """Write a lock in *state*, last used a minute ago, and its counter; *columns* win."""
     then = timezone.now() - timedelta(minutes=1)
-    until = timedelta(hours=2) if state in {State.HELD, State.RESERVED} else timedelta()
-    is_owned = state in {State.HELD, State.STALE}
+    until = timedelta(hours=2) if state in {LockState.HELD, LockState.RESERVED} else timedelta()
+    is_owned = state in {LockState.HELD, LockState.STALE}
     values: dict[str, Any] = {
         "method_name": server_key(name),
         "description": stored(name),
@@ -42,7 +41,11 @@ def put(database: str, name: str, state: State = State.FREE, **columns: Any) -> 
 
 
 def put_old(
-    database: str, name: str, state: State = State.FREE, age: timedelta = 2 * DAY, **columns: Any
+    database: str,
+    name: str,
+    state: LockState = LockState.FREE,
+    age: timedelta = 2 * DAY,
+    **columns: Any,
 ) -> MethodLock:
     """Write a lock that was last used *age* ago."""
     then = timezone.now() - age

@@ -24,10 +24,9 @@ from django.urls import reverse
 from django_distlock import Lease, LockNotAcquired, LockNotHeld, StaleFencingToken, lock, locks
 from django_distlock.admin import MOST_AT_ONCE, MethodLockAdmin
 from django_distlock.backends.database.backend import DatabaseBackend
-from django_distlock.backends.database.records import State
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import server_key
-from django_distlock.engine.values import Busy, Grant, digest
+from django_distlock.engine.values import Busy, Grant, LockState, digest
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import server_key
 from django_distlock.models import FencingCounter, MethodLock
 from django_distlock.signals import lock_forced
 from tests.backends.conftest import SERVERS
@@ -149,14 +148,14 @@ def losing(name: str, using: str, **wishes: Any) -> Iterator[Lease]:
 @pytest.mark.parametrize(
     ("state", "shown"),
     [
-        (State.HELD, ["held", str(HOLDER), "118 minutes", "2"]),
-        (State.STALE, ["stale", str(HOLDER), "ended", "2"]),
-        (State.RESERVED, ["reserved", "-", "until ", "2"]),
-        (State.FREE, ["free", "-", "-", "2"]),
+        (LockState.HELD, ["held", str(HOLDER), "118 minutes", "2"]),
+        (LockState.STALE, ["stale", str(HOLDER), "ended", "2"]),
+        (LockState.RESERVED, ["reserved", "-", "until ", "2"]),
+        (LockState.FREE, ["free", "-", "-", "2"]),
     ],
 )
 def test_list_shows_each_state_with_holder_time_and_waiters(
-    database: str, name: str, viewer: Client, state: State, shown: list[str]
+    database: str, name: str, viewer: Client, state: LockState, shown: list[str]
 ) -> None:
     row = put(database, name, state)
     for lives in (timedelta(hours=1), timedelta(hours=1), timedelta(hours=-1)):
@@ -180,11 +179,11 @@ def test_lock_that_is_really_held_is_shown_so(database: str, name: str, viewer: 
     assert found[5] == str(lease.fencing_token)
 
 
-@pytest.mark.parametrize("state", list(State))
+@pytest.mark.parametrize("state", list(LockState))
 def test_filter_by_state_is_computed_on_the_servers_clock(
-    database: str, name: str, viewer: Client, state: State
+    database: str, name: str, viewer: Client, state: LockState
 ) -> None:
-    for each in State:
+    for each in LockState:
         put(database, f"{name}:{each}", each)
 
     found = listed(viewer, q=name, state=state.value).context["cl"].result_list
@@ -209,17 +208,17 @@ def test_list_of_many_locks_takes_as_many_queries_as_that_of_one(
             listed(viewer, q=name)
         return len(captured)
 
-    put(database, name, State.HELD)
+    put(database, name, LockState.HELD)
     few = queries()
     for number in range(30):
-        put_waiter(database, put(database, f"{name}:{number}", State.HELD))
+        put_waiter(database, put(database, f"{name}:{number}", LockState.HELD))
 
     assert queries() == few
 
 
 def test_hostile_text_is_escaped_everywhere(database: str, name: str, operator: Client) -> None:
     holder = Holder("web-1", 1, HOSTILE, purpose=HOSTILE)
-    row = put(database, HOSTILE + name, State.HELD, holder=holder.to_json())
+    row = put(database, HOSTILE + name, LockState.HELD, holder=holder.to_json())
 
     pages = [listed(operator, q=name), operator.get(detail_url(row)), confirm(operator, row)]
     pages.append(operator.get(LIVE, {"q": name}))
@@ -237,7 +236,9 @@ def test_what_somebody_else_wrote_into_the_table_leads_nobody_astray(
 ) -> None:
     hostile = "\n\x1b[2J\u202e\u2066"
     written = {"host": hostile, "pid": 1, "thread": hostile, "task": hostile, "purpose": hostile}
-    row = put(database, name, State.HELD, description=hostile + name, holder=json.dumps(written))
+    row = put(
+        database, name, LockState.HELD, description=hostile + name, holder=json.dumps(written)
+    )
 
     pages = [listed(operator, q=name), operator.get(detail_url(row)), confirm(operator, row)]
     assert all(name in page.content.decode() for page in pages)
@@ -252,7 +253,7 @@ def test_what_somebody_else_wrote_into_the_table_leads_nobody_astray(
 def test_owner_is_shown_nowhere(
     database: str, name: str, operator: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    row = put(database, name, State.HELD)
+    row = put(database, name, LockState.HELD)
     secrets = [str(row.owner), str(row.last_owner)]
 
     with caplog.at_level(logging.DEBUG), forced() as told:
@@ -269,7 +270,7 @@ def test_owner_is_shown_nowhere(
 def test_owner_cannot_be_guessed_by_narrowing_the_list(
     name: str, viewer: Client, lookup: str
 ) -> None:
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("django.security"), "disabled", True)
@@ -317,7 +318,7 @@ def test_nobody_adds_edits_or_deletes(name: str) -> None:
     User.objects.create_superuser(name)
     client = Client()
     client.force_login(User.objects.get(username=name))
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
 
     refused = [
         client.get(f"{LIST}add/"),
@@ -334,7 +335,7 @@ def test_nobody_adds_edits_or_deletes(name: str) -> None:
 def test_forced_release_is_neither_offered_nor_done_without_permission(
     database: str, name: str, viewer: Client
 ) -> None:
-    row = put(database, name, State.HELD)
+    row = put(database, name, LockState.HELD)
 
     offered = listed(viewer, q=name).content + viewer.get(detail_url(row)).content
     asked = confirm(viewer, row)
@@ -346,14 +347,14 @@ def test_forced_release_is_neither_offered_nor_done_without_permission(
 
 
 def test_forced_release_needs_the_view_permission_too(name: str) -> None:
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
 
     assert confirm(client_of("force_release_methodlock"), row).status_code == 403
 
 
 def test_forced_release_needs_a_csrf_token(name: str) -> None:
     client = client_of("view_methodlock", "force_release_methodlock", csrf=True)
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
     values = {"lock": value_of(row)}
 
     with pytest.MonkeyPatch.context() as patch:
@@ -421,7 +422,7 @@ def test_what_min_hold_reserves_is_freed_and_logged_as_that(
     assert messages(done) == ["1 lock was released."]
     [entry] = LogEntry.objects.filter(object_id=row.method_name, object_repr=name)
     assert entry.get_change_message() == (
-        f"Ended the reservation by min_hold or lock_delay on alias “{database}”, "
+        f"Ended the reservation by min_hold on alias “{database}”, "
         f"fencing token {row.fencing_token}."
     )
     assert [fact["holder"] for fact in told] == [None]
@@ -451,7 +452,7 @@ def test_what_is_reserved_is_shown_and_told_where_times_have_no_zone(
 def test_action_asks_for_those_that_are_held_and_frees_them(
     database: str, name: str, operator: Client
 ) -> None:
-    rows = {state: put(database, f"{name}:{state}", state) for state in State}
+    rows = {state: put(database, f"{name}:{state}", state) for state in LockState}
     selected = [value_of(row) for row in rows.values()]
 
     page = operator.post(FORCE, {"selected": selected})
@@ -463,7 +464,7 @@ def test_action_asks_for_those_that_are_held_and_frees_them(
     assert f"{name}:reserved" in shown
     assert f"{name}:free" not in shown
     assert messages(done) == ["3 locks were released."]
-    taken = [state for state in State if state != State.FREE]
+    taken = [state for state in LockState if state != LockState.FREE]
     freed = [cast("MethodLock", reread(rows[state])) for state in taken]
     assert [row.owner for row in freed] == [None, None, None]
     assert [row.fencing_token for row in freed] == [
@@ -474,7 +475,7 @@ def test_action_asks_for_those_that_are_held_and_frees_them(
 def test_page_of_a_held_lock_has_the_button_and_that_of_a_free_one_has_not(
     database: str, name: str, operator: Client
 ) -> None:
-    held, free = put(database, name, State.HELD), put(database, f"{name}:free")
+    held, free = put(database, name, LockState.HELD), put(database, f"{name}:free")
 
     assert (
         f"{FORCE}?lock={urlquote(value_of(held))}"
@@ -501,7 +502,7 @@ def test_old_confirmation_page_does_not_free_the_next_holder(
 def test_same_confirmation_sent_twice_frees_once(
     database: str, name: str, operator: Client
 ) -> None:
-    row = put(database, name, State.HELD)
+    row = put(database, name, LockState.HELD)
     page = confirm(operator, row)
 
     first, second = submit(operator, page), submit(operator, page)
@@ -514,7 +515,7 @@ def test_same_confirmation_sent_twice_frees_once(
 def test_holder_that_changes_after_the_comparison_is_not_freed(
     name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
     page = confirm(operator, row)
     compare = DatabaseBackend.end_holding
 
@@ -532,7 +533,7 @@ def test_holder_that_changes_after_the_comparison_is_not_freed(
 def test_reservation_that_ends_after_the_comparison_frees_no_later_one(
     database: str, name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = put(database, name, State.RESERVED)
+    row = put(database, name, LockState.RESERVED)
     page = confirm(operator, row)
     compare = DatabaseBackend.end_holding
 
@@ -549,7 +550,7 @@ def test_reservation_that_ends_after_the_comparison_frees_no_later_one(
 
 
 def test_lock_that_was_purged_meanwhile_is_told(name: str, operator: Client) -> None:
-    row = put_old("default", name, State.STALE)
+    row = put_old("default", name, LockState.STALE)
     page = confirm(operator, row)
     row.delete()
 
@@ -569,7 +570,7 @@ def test_nonsense_frees_nothing_and_breaks_nothing(operator: Client, value: str)
 
 
 def test_no_more_locks_are_released_at_once_than_anybody_reads(name: str, operator: Client) -> None:
-    rows = [put("default", f"{name}:{n}", State.HELD) for n in range(MOST_AT_ONCE + 1)]
+    rows = [put("default", f"{name}:{n}", LockState.HELD) for n in range(MOST_AT_ONCE + 1)]
     selected = [value_of(row) for row in rows]
 
     asked = operator.post(FORCE, {"selected": selected}, follow=True)
@@ -582,7 +583,7 @@ def test_under_atomic_requests_the_release_is_done_and_told(
 ) -> None:
     for each in {"default", database}:
         monkeypatch.setitem(connections[each].settings_dict, "ATOMIC_REQUESTS", True)
-    row = put(database, name, State.HELD)
+    row = put(database, name, LockState.HELD)
     seen: list[bool] = []
     free = DatabaseBackend.end_holding
 
@@ -612,7 +613,7 @@ def write_elsewhere(database: str, name: str) -> None:
 def test_log_entry_that_cannot_be_written_undoes_the_release(
     database: str, name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = put(database, name, State.HELD)
+    row = put(database, name, LockState.HELD)
     page = confirm(operator, row)
 
     def refuse(*args: object, **options: object) -> None:
@@ -656,7 +657,7 @@ def test_what_the_old_holder_guards_refuses_it(database: str, name: str, operato
 
 
 def test_first_live_waiter_is_woken(postgres: object, name: str) -> None:
-    row = put("postgres", name, State.HELD)
+    row = put("postgres", name, LockState.HELD)
     put_waiter("postgres", row, timedelta(hours=-1), channel="dead")
     put_waiter("postgres", row)
     first = put_waiter("postgres", row, channel="first")
@@ -675,7 +676,7 @@ def test_first_live_waiter_is_woken(postgres: object, name: str) -> None:
 
 
 def test_counter_is_raised_with_the_row(database: str, name: str, operator: Client) -> None:
-    row = put(database, name, State.HELD)
+    row = put(database, name, LockState.HELD)
 
     submit(operator, confirm(operator, row))
 

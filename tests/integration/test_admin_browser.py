@@ -23,10 +23,9 @@ from selenium.webdriver.support import expected_conditions as there
 from selenium.webdriver.support.ui import WebDriverWait
 
 from django_distlock import LockNotHeld, lock
-from django_distlock.backends.database.records import State
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import server_key, stored
-from django_distlock.engine.values import digest
+from django_distlock.engine.values import LockState, digest
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import server_key, stored
 from django_distlock.models import MethodLock
 from tests.fixtures.browser import OpenBrowser
 from tests.fixtures.eventually import eventually
@@ -155,9 +154,9 @@ def row_of(name: str) -> MethodLock:
 
 
 def test_list_shows_the_states_and_runs_no_script_of_a_name(operator: Start, name: str) -> None:
-    for state in State:
+    for state in LockState:
         put("default", f"{name}:{state}", state)
-    put_waiter("default", put("default", f"{HOSTILE}{name}", State.HELD))
+    put_waiter("default", put("default", f"{HOSTILE}{name}", LockState.HELD))
 
     someone = operator()
     someone.open(f"{LIST}?q={name}&state=all")
@@ -206,7 +205,7 @@ def test_lock_is_taken_from_its_holder_after_a_confirmation(operator: Start, nam
 
 def test_operator_who_changes_his_mind_releases_nothing(operator: Start, name: str) -> None:
     someone = operator()
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
 
     someone.open(f"{HISTORY}{row.pk}/change/")
     someone.follow("FORCE RELEASE")
@@ -220,7 +219,7 @@ def test_second_operators_old_confirmation_spares_the_next_holder(
     operator: Start, name: str
 ) -> None:
     first, second = operator(), operator()
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
     for someone in (first, second):
         someone.open(f"{HISTORY}{row.pk}/change/")
         someone.follow("FORCE RELEASE")
@@ -241,7 +240,7 @@ def test_second_operators_old_confirmation_spares_the_next_holder(
 
 
 def test_a_page_of_the_lock_says_all_there_is_to_know(operator: Start, name: str) -> None:
-    row = put("default", name + "x" * 300, State.HELD)
+    row = put("default", name + "x" * 300, LockState.HELD)
     someone = operator()
 
     someone.open(f"{HISTORY}{row.pk}/change/")
@@ -261,7 +260,7 @@ def test_a_page_of_the_lock_says_all_there_is_to_know(operator: Start, name: str
 
 
 def test_the_list_refreshes_itself_and_keeps_what_is_selected(operator: Start, name: str) -> None:
-    rows = [put("default", f"{name}:{number}", State.HELD) for number in range(1, 31)]
+    rows = [put("default", f"{name}:{number}", LockState.HELD) for number in range(1, 31)]
     someone = operator()
     someone.open(f"{LIST}?q={name}")
     # In one script: the list may be refreshed between two.
@@ -287,7 +286,7 @@ def test_the_list_refreshes_itself_and_keeps_what_is_selected(operator: Start, n
 
     # The number of locks is as before: a screen reader is not told of it again.
     assert after["status"] == ""
-    put("default", f"{name}:31", State.HELD)
+    put("default", f"{name}:31", LockState.HELD)
     eventually(lambda: someone.look()["status"] == "31 locks", 10, "it is told of another number")
 
     someone.press("#distlock-force input[type=submit]")
@@ -295,13 +294,13 @@ def test_the_list_refreshes_itself_and_keeps_what_is_selected(operator: Start, n
 
 
 def test_refreshing_can_be_paused_and_stays_so(operator: Start, name: str) -> None:
-    put("default", f"{name}:1", State.HELD)
+    put("default", f"{name}:1", LockState.HELD)
     someone = operator()
     someone.open(f"{LIST}?q={name}")
     someone.click("#distlock-pause")
     someone.follow("NAME")
 
-    put("default", f"{name}:2", State.HELD)
+    put("default", f"{name}:2", LockState.HELD)
 
     assert someone.find("#distlock-pause").get_attribute("aria-pressed") == "true"
     someone.look()
@@ -326,9 +325,9 @@ def test_it_says_so_when_the_operator_is_logged_out(operator: Start, name: str) 
 def test_nothing_is_cut_off(
     operator: Start, name: str, width: int, theme: str, tmp_path: Path
 ) -> None:
-    for state in State:
+    for state in LockState:
         put("default", f"{name}:{state}", state)
-    row = put("default", name + "x" * 200, State.HELD)
+    row = put("default", name + "x" * 200, LockState.HELD)
     someone = operator()
     someone.resize(width, 900)
     someone.browser.execute_script(f"localStorage.setItem('theme', '{theme}')")
@@ -349,14 +348,14 @@ def test_nothing_is_cut_off(
 
 
 def test_the_picture_of_the_readme_is_of_this_page(operator: Start) -> None:
-    """With DISTLOCK_PICTURE=1 in the environment it is taken anew."""
+    """With DISTLOCK_PICTURE=1 in the environment it is taken again."""
     MethodLock.objects.all().delete()
     other = Holder("worker-2", 512, "", "reports.tasks.yearly[5d1c]").to_json()
     for invoice in (4711, 4712):
-        put_waiter("default", put("default", f"invoice:{invoice}", State.HELD))
-    put("default", "report:yearly", State.HELD, holder=other)
-    put("default", "import:shop-7", State.STALE)
-    put("default", "feed:hourly", State.RESERVED)
+        put_waiter("default", put("default", f"invoice:{invoice}", LockState.HELD))
+    put("default", "report:yearly", LockState.HELD, holder=other)
+    put("default", "import:shop-7", LockState.STALE)
+    put("default", "feed:hourly", LockState.RESERVED)
     someone = operator()
     someone.resize(1280, 560)
     someone.open(f"{LIST}?state=all&alias=default")

@@ -15,18 +15,22 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.test import Client
 from django.urls import reverse
+from django.utils.translation import gettext, override
 
 from django_distlock import admin, lock, locks, operators
-from django_distlock.backends.database.records import State
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.engine.holder import Holder
+from django_distlock.engine.values import Held, LockState
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import server_key
+from tests.fixtures.eventually import eventually
 
 from .lock_rows import put
 from .staff import client_of
 
 LIST = reverse("admin:django_distlock_heldlock_changelist")
 FORCE = reverse("admin:django_distlock_heldlock_force_release")
+HISTORY = reverse("admin:django_distlock_methodlock_changelist")
 REDIS = "django_distlock.backends.redis.RedisBackend"
 MEMORY = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
 DOWN = {"BACKEND": REDIS, "OPTIONS": {"location": "redis://127.0.0.1:1"}}
@@ -81,7 +85,7 @@ def names(client: Client, **query: str) -> list[str]:
 
 
 def test_it_opens_on_what_is_held_and_stale(name: str, viewer: Client) -> None:
-    for state in State:
+    for state in LockState:
         put("default", f"{name}:{state}", state)
 
     assert names(viewer, q=name) == ["held", "stale"]
@@ -93,7 +97,7 @@ def test_it_opens_on_what_is_held_and_stale(name: str, viewer: Client) -> None:
 def test_alias_host_and_name_narrow_it(
     name: str, viewer: Client, crowd: Callable[..., None]
 ) -> None:
-    put("default", f"{name}:row", State.HELD)
+    put("default", f"{name}:row", LockState.HELD)
     crowd("one", "ONE again")
     crowd("two", host="web-2")
 
@@ -110,7 +114,7 @@ def test_each_column_sorts_in_both_directions(
 ) -> None:
     crowd("a", host="web-3")
     crowd("b", host="web-1", shared=True)
-    put("default", f"{name}:c", State.STALE)
+    put("default", f"{name}:c", LockState.STALE)
 
     up, down = names(viewer, q=name, o=column), names(viewer, q=name, o=f"-{column}")
     page = viewer.get(LIST, {"q": name, "o": column}).content.decode()
@@ -158,7 +162,7 @@ def test_an_alias_that_fails_is_a_line_and_the_others_are_shown(
         "mistaken": {**MEMORY, "OPTIONS": {"colour": "blue"}},
         "dummy": CANNOT_LIST,
     }
-    put("default", f"{name}:row", State.HELD)
+    put("default", f"{name}:row", LockState.HELD)
 
     page = viewer.get(LIST, {"q": name})
 
@@ -179,7 +183,7 @@ def test_a_server_that_never_answers_does_not_hold_the_page(
         location = f"redis://127.0.0.1:{server.getsockname()[1]}"
         options = {"location": location, "io_timeout": 2.0}
         settings.DISTLOCK = {"default": {}, "hung": {"BACKEND": REDIS, "OPTIONS": options}}
-        put("default", f"{name}:row", State.HELD)
+        put("default", f"{name}:row", LockState.HELD)
         before = time.monotonic()
         pages = [viewer.get(LIST, {"q": name}) for _ in range(3)]
         took = time.monotonic() - before
@@ -195,8 +199,115 @@ def test_a_server_that_never_answers_does_not_hold_the_page(
     assert viewer.get(LIST).context["problems"].keys() == {"hung"}
 
 
+class Slow(LocMemBackend):
+    """Tells of one lock at once, and of the others when the test allows it."""
+
+    may_go_on = threading.Event()
+    listings = 0
+
+    def held(self, key: str | None = None) -> Iterator[Held]:
+        first, *others = sorted(super().held(key), key=lambda held: held.name)
+        yield first
+        if key is None:
+            type(self).listings += 1
+            assert self.may_go_on.wait(30)
+        yield from others
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, settings: Any) -> Iterator[type[Slow]]:
+    monkeypatch.setattr(operators, "PATIENCE", 0.3)
+    settings.DISTLOCK = {"default": {}, "memory": {"BACKEND": f"{__name__}.Slow"}}
+    yield Slow
+    Slow.may_go_on.set()
+    # No thread outlives the test that it belongs to.
+    eventually(lambda: "distlock-admin" not in {each.name for each in threading.enumerate()})
+    operators.forget_late(["memory"])
+    Slow.may_go_on.clear()
+    Slow.listings = 0
+
+
+def test_what_is_read_in_time_is_shown_at_once_and_the_rest_when_it_is_read(
+    name: str, viewer: Client, crowd: Callable[..., None], slow: type[Slow]
+) -> None:
+    crowd("1", "2", "3")
+    pages = [viewer.get(LIST, {"q": name}) for _ in range(3)]
+
+    for page in pages:
+        assert [row.held.name for row in page.context["page"]] == [f"{name}:1"]
+        assert page.context["problems"] == {
+            "memory": "Its list takes long to read. Locks read so far: 1."
+        }
+    assert slow.listings == 1
+
+    slow.may_go_on.set()
+    eventually(lambda: names(viewer, q=name) == ["1", "2", "3"])
+
+
+def test_a_late_listing_is_shown_with_its_age_while_the_next_one_is_read(
+    name: str, viewer: Client, crowd: Callable[..., None], slow: type[Slow]
+) -> None:
+    crowd("1", "2", "3")
+    viewer.get(LIST)
+    slow.may_go_on.set()
+    eventually(lambda: names(viewer, q=name) == ["1", "2", "3"])
+    slow.may_go_on.clear()
+
+    def page_of_a_second_listing() -> Any:
+        page = viewer.get(LIST, {"q": name})
+        return slow.listings > 1 and page
+
+    page = eventually(page_of_a_second_listing)
+
+    assert len(page.context["page"]) == 3
+    told = page.context["problems"]["memory"]
+    assert re.fullmatch(r"Its list takes long to read\. This one is .+ old\.", told)
+    assert told in page.text
+    # Once it is listed in time again, nothing is kept.
+    slow.may_go_on.set()
+    eventually(lambda: not viewer.get(LIST, {"q": name}).context["problems"])
+
+
+def test_what_is_freed_is_not_shown_by_a_late_listing(
+    name: str, operator: Client, crowd: Callable[..., None], slow: type[Slow]
+) -> None:
+    crowd("1", "2")
+    operator.get(LIST)
+    slow.may_go_on.set()
+    eventually(lambda: names(operator, q=name) == ["1", "2"])
+    [row, _] = operator.get(LIST, {"q": name}).context["page"]
+
+    operator.post(FORCE, {"lock": row.value})
+
+    assert names(operator, q=name) == ["2"]
+
+
+def test_the_page_of_a_lock_and_its_release_need_no_listing(
+    name: str, operator: Client, crowd: Callable[..., None], slow: type[Slow]
+) -> None:
+    crowd("1", "2")
+    [row] = operator.get(LIST, {"q": name}).context["page"]
+
+    detail = operator.get(reverse("admin:django_distlock_heldlock_change", args=[row.held.key]))
+    asked = operator.get(FORCE, {"lock": row.value})
+    done: Any = operator.post(FORCE, {"lock": row.value}, follow=True)
+
+    assert [each.held.key for each in detail.context["rows"]] == [row.held.key]
+    assert [each.held.key for each in asked.context["rows"]] == [row.held.key]
+    assert "1 lock was released." in done.text
+
+
+def test_where_nothing_is_selected_it_says_so_as_django_does(operator: Client) -> None:
+    page: Any = operator.post(FORCE, follow=True)
+
+    [told] = [str(message) for message in page.context["messages"]]
+    assert told.startswith("Items must be selected in order to perform actions on them.")
+    with override("de"):
+        assert gettext(told) != told
+
+
 def test_the_script_gets_the_list_alone(name: str, viewer: Client) -> None:
-    put("default", f"{name}:row", State.HELD)
+    put("default", f"{name}:row", LockState.HELD)
 
     part = viewer.get(LIST, {"q": name}, headers={admin.FRAGMENT: "yes"})
 
@@ -207,7 +318,7 @@ def test_the_script_gets_the_list_alone(name: str, viewer: Client) -> None:
 
 
 def test_the_page_needs_no_inline_script_or_style(name: str, operator: Client) -> None:
-    row = put("default", f"{name}:row", State.HELD)
+    row = put("default", f"{name}:row", LockState.HELD)
     change = reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
 
     for page in (operator.get(LIST), operator.get(change)):
@@ -233,7 +344,7 @@ def test_hostile_names_are_shown_harmlessly_and_lead_to_their_page(
 
 
 def test_token_and_key_are_on_the_page_of_the_lock_alone(name: str, operator: Client) -> None:
-    row = put("default", f"{name} Ü", State.HELD)
+    row = put("default", f"{name} Ü", LockState.HELD)
 
     page = operator.get(LIST, {"q": name}).text
     detail = operator.get(
@@ -249,7 +360,7 @@ def test_token_and_key_are_on_the_page_of_the_lock_alone(name: str, operator: Cl
 def test_both_pages_tell_to_the_second_since_when_a_lock_is_held(
     name: str, operator: Client
 ) -> None:
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
 
     page = operator.get(LIST, {"q": name})
     detail = operator.get(
@@ -264,7 +375,7 @@ def test_both_pages_tell_to_the_second_since_when_a_lock_is_held(
 def test_a_lock_that_is_gone_is_told_with_who_forced_its_release(
     name: str, operator: Client
 ) -> None:
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
     url = reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
     [shown] = operator.get(LIST, {"q": name}).context["page"]
     operator.post(FORCE, {"lock": shown.value})
@@ -279,7 +390,7 @@ def test_a_lock_that_is_gone_is_told_with_who_forced_its_release(
 
 def test_who_may_not_see_locks_sees_none(name: str, viewer: Client) -> None:
     stranger = client_of("view_user")
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
     pages = [LIST, FORCE, reverse("admin:django_distlock_heldlock_change", args=[row.method_name])]
 
     assert [stranger.get(page).status_code for page in pages] == [403, 403, 403]
@@ -289,7 +400,7 @@ def test_who_may_not_see_locks_sees_none(name: str, viewer: Client) -> None:
 
 
 def test_who_may_only_look_is_offered_no_release(name: str, viewer: Client) -> None:
-    row = put("default", name, State.HELD)
+    row = put("default", name, LockState.HELD)
     detail = reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
 
     page = viewer.get(LIST, {"q": name}).text
@@ -339,3 +450,52 @@ def test_a_lock_whose_server_is_down_is_not_called_free(operator: Client, settin
 
     [told] = [str(message) for message in page.context["messages"]]
     assert told.startswith("down: Redis at 127.0.0.1:1 cannot be reached")
+
+
+def test_a_lock_that_a_session_holds_has_no_history(name: str, viewer: Client) -> None:
+    for kind in ("row", "advisory"):
+        for prefix in ("", "shop"):
+            put("default", name, method_name=server_key(name, kind=kind, prefix=prefix))
+    put("default", name, method_name=server_key(name, prefix="row"))
+
+    page = viewer.get(HISTORY, {"q": name})
+
+    assert [row.method_name for row in page.context["cl"].result_list] == [f"row|{name}"]
+
+
+def test_the_history_has_a_title_and_breadcrumbs_of_its_own(name: str, viewer: Client) -> None:
+    row = put("default", name)
+
+    page = viewer.get(HISTORY)
+    detail = viewer.get(reverse("admin:django_distlock_methodlock_change", args=[row.pk]))
+
+    assert page.context["title"] == "History of the locks"
+    assert trail(page.text) == ["Home", "Distributed locks", "History of the locks"]
+    assert trail(detail.text) == ["Home", "Distributed locks", "History of the locks", name]
+    assert f'<a href="{HISTORY}">History of the locks</a>' in detail.text
+    with lock(name):
+        for query in (name, "a name that no lock has"):
+            listed = viewer.get(LIST, {"q": query})
+            assert trail(listed.text) == ["Home", "Distributed locks", "Locks"]
+
+
+def trail(page: str) -> list[str]:
+    """Return the texts of the breadcrumbs."""
+    [found] = re.findall(r'class="breadcrumbs">(.*?)</(?:div|ol)>', page, re.DOTALL)
+    texts = (re.sub(r"<[^>]*>|&rsaquo;", "", line).strip() for line in found.splitlines())
+    return [text for text in texts if text]
+
+
+@pytest.mark.urls("tests.integration.history_site")
+def test_the_history_alone_is_a_site_that_works(name: str, operator: Client) -> None:
+    row = put("default", name, LockState.HELD)
+    page = "admin:django_distlock_methodlock_"
+
+    shown = operator.get(reverse(f"{page}changelist"), {"q": name})
+    detail = operator.get(reverse(f"{page}change", args=[row.pk]))
+    history = operator.get(reverse(f"{page}history", args=[row.pk]))
+
+    assert [each.status_code for each in (shown, detail, history)] == [200, 200, 200]
+    assert name in shown.text
+    assert name in detail.text
+    assert "Force release" not in detail.text

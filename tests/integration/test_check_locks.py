@@ -32,9 +32,10 @@ def test_each_alias_is_a_line(settings: Any) -> None:
 
     call_command("check_locks", stdout=out)
 
-    rows = [line.split("\t") for line in out.getvalue().splitlines()]
+    headings, *rows = [line.split("\t") for line in out.getvalue().splitlines()]
+    assert headings == ["alias", "acquire", "contend", "extend", "list", "release", "notes"]
     assert [row[0] for row in rows] == ["default", "memory"]
-    assert [row[-1] for row in rows] == ["shared", "-"]
+    assert [row[-1] for row in rows] == ["no shared", "-"]
     assert all(cell.endswith(" ms") for row in rows for cell in row[1:-1])
 
 
@@ -43,7 +44,7 @@ def test_what_is_down_or_wrong_does_not_stop_the_others(settings: Any) -> None:
 
     lines, problems = failure()
 
-    assert [line.split("\t")[1:3] for line in lines.splitlines()][1:] == [["-", "-"], ["-", "-"]]
+    assert [line.split("\t")[1:3] for line in lines.splitlines()][2:] == [["-", "-"], ["-", "-"]]
     assert "down: acquire: DISTLOCK['down']" in problems
     assert "wrong: DISTLOCK['wrong']" in problems
     assert "default" not in problems

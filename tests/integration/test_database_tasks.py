@@ -159,7 +159,7 @@ def test_what_is_rolled_back_is_free(folder: str) -> None:
         tasks.once.enqueue(folder)
         transaction.set_rollback(True)
 
-    eventually(partial(is_free, folder), 2)
+    assert is_free(folder)
     assert not DBTaskResult.objects.exists()
 
 

@@ -1,20 +1,23 @@
-"""Traces and metrics for OpenTelemetry, by its real SDK, and the last hour for the admin."""
+"""Traces and metrics for OpenTelemetry, by its real SDK."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from django.apps import apps
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from prometheus_client import generate_latest
 from pytest_django.fixtures import Settings
 
 from django_distlock import (
@@ -23,15 +26,17 @@ from django_distlock import (
     LockLost,
     LockNotAcquired,
     distributed_lock,
-    history,
+    force_release,
     lock,
     locks,
 )
 from django_distlock.contrib import opentelemetry
-from django_distlock.engine import clock
 from django_distlock.engine.registry import registry
+from django_distlock.ground import clock
 from django_distlock.signals import lock_acquired
+from tests.contract.crew import elsewhere
 from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.pages import DOCS
 
 LABELS = {"distlock.alias": "default", "distlock.template": "fee:*"}
 
@@ -105,6 +110,30 @@ def test_a_holding_is_three_spans_within_that_of_its_caller(
         "distlock.name": "fee:42",
         "distlock.fencing_token": lease.fencing_token,
     }
+
+
+def test_every_query_of_the_dashboard_asks_for_what_the_exporter_of_prometheus_tells() -> None:
+    provider = MeterProvider([PrometheusMetricReader()])
+    opentelemetry.instrument(meter_provider=provider)
+    try:
+        with lock("fee:42"):
+            assert elsewhere(lock("fee:42", timeout=0).acquire) is None
+            lost = lock("import:7").acquire()
+            assert force_release("import:7") == 1
+            assert lost
+            assert lost.lost
+            with pytest.raises(LockBackendError):
+                lock("fee:42", using="down", timeout=0).acquire()
+            told = generate_latest().decode()
+    finally:
+        opentelemetry.uninstrument()
+        provider.shutdown()
+
+    dashboard = json.loads((DOCS / "_static" / "grafana-locks.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) > len(dashboard["panels"])
+    for word in set(re.findall(r"distlock_\w+", " ".join(queries))):
+        assert re.search(rf"\b{word}[{{=]", told), f"the exporter tells no {word}"
 
 
 def test_the_span_of_a_lease_ends_where_it_is_handed_on(
@@ -314,77 +343,6 @@ def test_a_lease_that_is_left_alone_keeps_no_span_alive(reader: InMemoryMetricRe
     eventually(lambda: not registry.leases() and not instruments._spans)
 
 
-@pytest.fixture
-def hour() -> Iterator[None]:
-    history.start()
-    yield
-    history.stop()
-
-
-@pytest.mark.usefixtures("hour")
-def test_the_last_hour_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert history.chart() == ""
-    for name in ("fee:42", "<script>"):
-        lease = lock(name).acquire()
-        assert lease
-        monkeypatch.setattr(lease, "_granted_at", clock.lease_time() - 3)
-        lease.release()
-
-    drawn = history.chart()
-
-    assert "fee:*" in drawn
-    assert "fee:42" not in drawn
-    assert "&lt;script&gt;" in drawn
-    assert "<script" not in drawn
-    assert 'class="distlock-hold"' in drawn
-    assert "held at most 3 s" in drawn
-    monkeypatch.setattr(history, "_minute", lambda: 10**9)
-    assert history.chart() == ""
-
-
-@pytest.mark.usefixtures("hour")
-def test_only_so_many_templates_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_minute", lambda: 1000)
-    for number in range(history.MOST_TEMPLATES + 10):
-        name = "".join(chr(ord("g") + int(digit)) for digit in str(number))
-        with lock(name):
-            pass
-
-    rows = history._history.rows()
-
-    assert len(rows) == history.MOST_TEMPLATES + 1
-    assert history.OTHERS in dict(rows)
-
-
-@pytest.mark.usefixtures("hour")
-def test_templates_of_an_hour_ago_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_minute", lambda: 1000)
-    for number in range(history.MOST_TEMPLATES):
-        history._history.add(f"old {number}", 0, 0.1)
-    monkeypatch.setattr(history, "_minute", lambda: 1000 + history.MINUTES)
-    history._history.add("new", 0, 0.1)
-
-    assert [template for template, _ in history._history.rows()] == ["new"]
-
-
-def test_nothing_is_kept_unless_it_was_asked_for() -> None:
-    with lock("fee:42"):
-        pass
-
-    assert history.chart() == ""
-
-
-def test_a_setting_has_it_kept(settings: Settings) -> None:
-    settings.DISTLOCK_HISTORY = True
-    try:
-        apps.get_app_config("django_distlock").ready()
-        with lock("fee:42"):
-            pass
-        assert "fee:*" in history.chart()
-    finally:
-        history.stop()
-
-
 @pytest.mark.parametrize(
     ("name", "template"),
     [
@@ -399,5 +357,5 @@ def test_a_setting_has_it_kept(settings: Settings) -> None:
     ],
 )
 def test_what_names_have_in_common(name: str, template: str) -> None:
-    assert history.template_of(name) == template
-    assert history.template_of(name, "given") == "given"
+    assert opentelemetry.template_of(name) == template
+    assert opentelemetry.template_of(name, "given") == "given"

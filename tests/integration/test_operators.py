@@ -1,10 +1,14 @@
 """``list_locks``, ``release_lock`` and force_release(): what operators see, and what they end."""
 
+import builtins
 import io
 import json
 import os
 import pty
 import re
+import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +17,10 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from django_distlock import NotSupported, force_release, lock
-from django_distlock.backends.database.records import State
-from django_distlock.management.base import NO_SERVER, WRONG_ARGUMENTS
-from django_distlock.management.commands.release_lock import NOT_HELD
+from django_distlock.engine.values import LockState
+from django_distlock.ground.naming import LONGEST_NAME, printable
+from django_distlock.management.base import INTERRUPTED, NO_SERVER, NOT_READ, WRONG_ARGUMENTS
+from django_distlock.management.commands.release_lock import NOT_HELD, Command as ReleaseLock
 from tests.fixtures.processes import Spawn
 
 from .lock_rows import HOLDER, put
@@ -46,14 +51,16 @@ def aliases(settings: Any) -> None:
 def listed(*arguments: str) -> list[list[str]]:
     out = io.StringIO()
     call_command("list_locks", *arguments, stdout=out)
-    return [line.split("\t") for line in out.getvalue().splitlines()]
+    headings, *rows = [line.split("\t") for line in out.getvalue().splitlines()]
+    assert headings == ["alias", "state", "name", "holder", "since", "remaining", "waiters"]
+    return rows
 
 
 def test_each_lock_of_each_alias_is_a_line(name: str) -> None:
-    put("default", f"{name}:1", State.HELD)
-    put("default", f"{name}:2", State.STALE)
-    put("default", f"{name}:3", State.RESERVED)
-    put("default", f"{name}:4", State.FREE)
+    put("default", f"{name}:1", LockState.HELD)
+    put("default", f"{name}:2", LockState.STALE)
+    put("default", f"{name}:3", LockState.RESERVED)
+    put("default", f"{name}:4", LockState.FREE)
     with lock(f"{name}:5", using="memory", shared=True, purpose="counting"):
         rows = sorted(listed(f"--name={name}:*"), key=lambda row: row[2])
 
@@ -73,15 +80,15 @@ def test_each_lock_of_each_alias_is_a_line(name: str) -> None:
 
 
 def test_state_and_alias_narrow_the_list(name: str) -> None:
-    put("default", f"{name}:1", State.HELD)
-    put("default", f"{name}:2", State.STALE)
+    put("default", f"{name}:1", LockState.HELD)
+    put("default", f"{name}:2", LockState.STALE)
 
     assert [row[2] for row in listed("--state=stale", f"--name={name}:*")] == [f"{name}:2"]
     assert listed("--using=memory", f"--name={name}:*") == []
 
 
 def test_programs_get_an_object(name: str) -> None:
-    put("default", name, State.HELD)
+    put("default", name, LockState.HELD)
 
     out = io.StringIO()
     call_command("list_locks", "--json", f"--name={name}", stdout=out)
@@ -107,7 +114,7 @@ def test_on_a_terminal_it_is_a_table_and_names_are_no_markup(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    put("default", f"{name}:[red]x[/red]", State.HELD)
+    put("default", f"{name}:[red]x[/red]", LockState.HELD)
     out = Terminal()
 
     call_command("list_locks", f"--name={name}*", stdout=out)
@@ -132,7 +139,7 @@ def test_an_empty_terminal_says_so(name: str) -> None:
 
 def test_an_alias_that_is_down_or_wrong_does_not_hide_the_others(settings: Any, name: str) -> None:
     settings.DISTLOCK = {"default": {}, "down": DOWN, "wrong": {"BACKEND": "redis"}, "dummy": DUMMY}
-    put("default", name, State.HELD)
+    put("default", name, LockState.HELD)
     out, err = io.StringIO(), io.StringIO()
 
     with pytest.raises(CommandError, match="Not listed: down, wrong") as failed:
@@ -165,7 +172,7 @@ def test_an_unknown_alias_is_a_wrong_argument() -> None:
 def test_it_is_shown_again_and_again_until_the_operator_has_seen_enough(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    put("default", name, State.HELD)
+    put("default", name, LockState.HELD)
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:
@@ -175,8 +182,48 @@ def test_it_is_shown_again_and_again_until_the_operator_has_seen_enough(
 
     monkeypatch.setattr("django_distlock.management.commands.list_locks.time.sleep", pause)
 
-    assert [row[2] for row in listed("--watch=5s", f"--name={name}")] == [name, name, name]
+    rows = listed("--watch=5s", f"--name={name}")
+    assert [row[2] for row in rows] == [name, "name", name, "name", name]
     assert pauses == [5, 5, 5]
+
+
+def test_it_is_not_shown_again_without_a_pause() -> None:
+    with pytest.raises(CommandError, match=r"'0' is too short: at least 0\.1 seconds"):
+        call_command("list_locks", "--watch=0")
+
+
+def test_a_name_of_any_length_is_cut_in_a_table_and_complete_in_json(name: str) -> None:
+    longest = name.ljust(LONGEST_NAME, "x")
+    put("default", longest, LockState.HELD)
+    report, released = io.StringIO(), io.StringIO()
+
+    [row] = listed(f"--name={name}*")
+    call_command("list_locks", "--json", f"--name={name}*", stdout=report)
+    call_command("release_lock", longest, "--yes", stdout=released)
+
+    assert row[2] == printable(longest)
+    assert json.loads(report.getvalue())["locks"][0]["name"] == longest
+    assert released.getvalue().startswith(f"{printable(longest)}: held")
+
+
+@pytest.mark.parametrize(
+    "command", [["list_locks", "--using=default", "--name"], ["release_lock", "--yes"]]
+)
+def test_a_terminal_that_cannot_show_a_name_shows_it_escaped(command: list[str], name: str) -> None:
+    unusual = f"{name}:\u2603"
+    put("default", unusual, LockState.HELD)
+    settings = {"DJANGO_SETTINGS_MODULE": "testproject.settings", "PYTHONIOENCODING": "ascii"}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "django", *command, unusual],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert f"{name}:\\u2603" in done.stdout, done.stderr
+    assert done.returncode == 0
 
 
 def test_a_lock_is_released_and_its_holder_is_told(name: str) -> None:
@@ -192,10 +239,15 @@ def test_a_lock_is_released_and_its_holder_is_told(name: str) -> None:
 
 
 def test_a_lock_that_nobody_holds_has_a_code_of_its_own(name: str) -> None:
+    out = io.StringIO()
+
     with pytest.raises(SystemExit) as ended:
+        call_command("release_lock", name, "--yes", stdout=out)
+    with pytest.raises(SystemExit) as silent:
         call_command("release_lock", name, "--yes", verbosity=0)
 
-    assert ended.value.code == NOT_HELD
+    assert ended.value.code == silent.value.code == NOT_HELD
+    assert out.getvalue() == f"Nobody holds '{name}'.\n"
 
 
 def test_programs_are_told_how_many_were_released(name: str) -> None:
@@ -208,7 +260,9 @@ def test_programs_are_told_how_many_were_released(name: str) -> None:
     assert json.loads(out.getvalue()) == {"released": 2}
 
 
-@pytest.mark.parametrize(("answer", "is_released"), [("y", True), ("n", False), ("", False)])
+@pytest.mark.parametrize(
+    ("answer", "is_released"), [("y", True), ("n", False), ("", False), ("\x04", False)]
+)
 def test_it_asks_before(spawn: Spawn, name: str, answer: str, is_released: bool) -> None:
     lease = lock(name).acquire()
     assert lease
@@ -217,8 +271,51 @@ def test_it_asks_before(spawn: Spawn, name: str, answer: str, is_released: bool)
 
     assert child.wait() == (0 if is_released else NOT_HELD)
     assert "Release it? [y/N]" in child.stderr
+    assert "Traceback" not in child.stderr
     assert lock(name, reentrant=False).locked() is not is_released
     lease.release_later()
+
+
+def test_an_interrupt_at_the_question_is_no_traceback(spawn: Spawn, name: str) -> None:
+    lease = lock(name).acquire()
+    assert lease
+
+    child = spawn(f"{__name__}:interrupt_the_question", name=name)
+
+    assert child.wait() == INTERRUPTED
+    assert "Traceback" not in child.stderr
+    assert lease.held
+    lease.release()
+
+
+def interrupt_the_question(name: str) -> None:
+    _, theirs = pty.openpty()
+    os.dup2(theirs, 0)
+
+    def interrupted(prompt: object = "", /) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return ""
+
+    builtins.input = interrupted
+    ReleaseLock().run_from_argv(["manage.py", "release_lock", name])
+
+
+def test_a_reader_that_has_seen_enough_is_no_traceback() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "django", "list_locks", "--using=default"],
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "testproject.settings"},
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write_end)
+
+    assert done.returncode == NOT_READ
+    assert done.stderr == ""
 
 
 def release_at_a_terminal(name: str, answer: str) -> None:
@@ -245,10 +342,13 @@ def test_errors_of_a_release_have_codes_of_their_own(settings: Any, name: str) -
 
 
 def test_in_code_all_holdings_of_a_name_are_ended(name: str) -> None:
+    other = lock(f"{name}:other", using="memory").acquire()
+    assert other
     with lock(name, using="memory", min_hold=60):
         pass
 
     assert force_release(name, using="memory") == 1
+    other.release()
     assert force_release(name, using="memory") == 0
     assert lock(name, using="memory", timeout=0).acquire()
 

@@ -18,8 +18,8 @@ import pytest
 from django.test import Client, RequestFactory
 from django.utils.translation import override
 
-from django_distlock import LockNotAcquired, respond
-from django_distlock.checks import DOCS
+from django_distlock import LockNotAcquired, __version__, respond
+from django_distlock.exceptions import DOCS
 from django_distlock.management.commands.release_lock import Command as ReleaseLock
 from tests.fixtures.pages import DOCS as PAGES, ROOT
 
@@ -74,6 +74,7 @@ def test_the_package_index_shows_what_it_is_and_where_to_read_on(built: Path) ->
 
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert f"Documentation, {DOCS}" in metadata.get_all("Project-URL", [])
+    assert metadata["Version"] == __version__
     assert metadata["License-Expression"] == "BSD-3-Clause"
     assert metadata.get_all("Provides-Extra") == sorted(PROJECT["optional-dependencies"])
 
@@ -159,7 +160,7 @@ def test_the_admin_speaks_german(admin_client: Client) -> None:
     with override("de"):
         page = admin_client.get("/admin/django_distlock/methodlock/").content.decode()
 
-    for text in ("Verteilte Sperren", "Sperre zum Ansehen", "Zustand", "abgelaufen"):
+    for text in ("Verteilte Sperren", "Verlauf der Sperren", "Zustand", "abgelaufen"):
         assert text in page
 
 

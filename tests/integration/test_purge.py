@@ -26,8 +26,7 @@ from django.utils import timezone
 from django_distlock import Lease, NotSupported, StaleFencingToken, lock, locks
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.database.purge import LARGEST_BATCH
-from django_distlock.backends.database.records import State
-from django_distlock.engine.values import Busy
+from django_distlock.engine.values import Busy, LockState
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import SERVERS
 
@@ -74,7 +73,7 @@ def using(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
 def old(database: str, prefix: str) -> Callable[..., MethodLock]:
     """Makes locks of the alias that were last used two days ago."""
 
-    def make(name: str, state: State = State.FREE, **columns: Any) -> MethodLock:
+    def make(name: str, state: LockState = LockState.FREE, **columns: Any) -> MethodLock:
         return put_old(database, name, state, method_name=f"{prefix}|{name}", **columns)
 
     return make
@@ -129,9 +128,9 @@ def age(database: str, prefix: str, *, is_held: bool = False) -> None:
 # What it deletes
 
 
-@pytest.mark.parametrize("state", [State.FREE, State.STALE])
+@pytest.mark.parametrize("state", [LockState.FREE, LockState.STALE])
 def test_what_was_free_or_stale_for_longer_than_the_grace_goes_with_its_counter(
-    database: str, prefix: str, old: Callable[..., MethodLock], state: State
+    database: str, prefix: str, old: Callable[..., MethodLock], state: LockState
 ) -> None:
     old("x", state)
 
@@ -145,11 +144,11 @@ def test_what_may_be_needed_stays(
 ) -> None:
     soon = timezone.now() + timedelta(hours=1)
     lately = timezone.now() - timedelta(hours=23)
-    old("held", State.STALE, expires_at=soon, available_at=soon)
-    old("held, by the clock of nothing but its end", State.STALE, expires_at=soon)
+    old("held", LockState.STALE, expires_at=soon, available_at=soon)
+    old("held, by the clock of nothing but its end", LockState.STALE, expires_at=soon)
     old("reserved", available_at=soon)
-    old("delayed", State.STALE, available_at=soon)
-    old("stale of late", State.STALE, expires_at=lately, available_at=lately)
+    old("delayed", LockState.STALE, available_at=soon)
+    old("stale of late", LockState.STALE, expires_at=lately, available_at=lately)
     old("free of late", updated_at=lately)
     old("token ahead of the clock", fencing_token=int(soon.timestamp() * 1_000_000))
     put_waiter(database, old("waited for"))
@@ -218,7 +217,7 @@ def test_dry_run_tells_and_deletes_nothing(
 def test_new_holding_of_a_purged_name_has_a_higher_token(
     database: str, prefix: str, old: Callable[..., MethodLock]
 ) -> None:
-    row = old("x", State.STALE)
+    row = old("x", LockState.STALE)
     purge()
 
     with lock("x", using=ALIAS) as lease:
@@ -356,8 +355,8 @@ def test_lock_taken_after_the_look_is_not_deleted(
     leases: list[Lease] = []
 
     with once_it_has_looked(lambda: leases.append(taken("x"))):
-        old("x", State.STALE)
-        old("y", State.STALE)
+        old("x", LockState.STALE)
+        old("y", LockState.STALE)
         assert deleted(purge()) == 1
 
     assert names(database, prefix) == {"x"}
@@ -369,7 +368,7 @@ def test_waiter_that_comes_after_the_look_keeps_the_lock(
     database: str, prefix: str, old: Callable[..., MethodLock]
 ) -> None:
     with once_it_has_looked(lambda: put_waiter(database, row)):
-        row = old("x", State.STALE)
+        row = old("x", LockState.STALE)
         assert deleted(purge()) == 0
 
     assert names(database, prefix) == {"x"}
@@ -398,7 +397,7 @@ def test_counter_that_guard_holds_is_left_and_not_waited_for(
     backend = database_backend()
 
     with transaction.atomic(using=server_database), connections[server_database].cursor() as cursor:
-        found = backend.engine.guard(cursor, "", row.method_name, row.fencing_token)
+        found = backend.dialect.guard(cursor, "", row.method_name, row.fencing_token)
         assert found == row.fencing_token
         began = time.monotonic()
         assert deleted(purge()) == 1
@@ -510,7 +509,7 @@ def test_command_says_what_it_deleted(
     database: str, prefix: str, old: Callable[..., MethodLock]
 ) -> None:
     old("x")
-    old("y", State.STALE)
+    old("y", LockState.STALE)
 
     would, did, then = run("--dry-run"), run(), run()
 

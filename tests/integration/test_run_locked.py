@@ -8,7 +8,9 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -22,10 +24,14 @@ from django_distlock.models import MethodLock
 from tests.fixtures.eventually import eventually
 from tests.fixtures.launch import launch, state
 from tests.fixtures.processes import Child, Spawn
+from tests.fixtures.proxy import Proxy
+from tests.fixtures.redis import Redis
 
 Start = Callable[..., Child]
 #: Says that it runs, and who it is; then waits.
 TICK = "echo runs $$; while :; do sleep 0.05; done"
+#: An argument of sh -c: the same, but it does not listen to SIGTERM.
+STUBBORN = f"\"trap '' TERM; {TICK.replace('$', chr(92) + '$')}\""
 
 
 @pytest.fixture
@@ -55,6 +61,10 @@ def run(
 
 def pid_of_command(child: Child) -> int:
     return int(eventually(lambda: re.findall(r"^runs (\d+)$", child.stderr, re.MULTILINE))[0])
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def has_ended(pid: int) -> bool:
@@ -90,7 +100,8 @@ def test_while_it_runs_others_are_refused_with_a_line_and_a_code_of_its_own(
 def test_it_waits_as_long_as_it_is_told(start: Start, name: str) -> None:
     with lock(name):
         waiter = start("echo done", timeout=30)
-        eventually(lambda: "done" not in waiter.stderr)
+        # It came later, and has tried already.
+        assert start("echo done").wait() == BUSY
 
     assert waiter.wait() == 0
 
@@ -163,6 +174,124 @@ def test_a_command_that_does_not_listen_is_killed(start: Start, name: str) -> No
     assert has_ended(pid)
 
 
+@pytest.mark.parametrize("start_it", ["sh -c", "setsid sh -c"])
+def test_what_the_command_has_started_ends_with_a_lost_lock(
+    start: Start, name: str, start_it: str
+) -> None:
+    child = start(f"{start_it} {STUBBORN} & wait", ttl=1, grace=0.2)
+    stubborn = pid_of_command(child)
+
+    free(name)
+
+    assert child.wait() == LOST
+    assert has_ended(stubborn)
+
+
+@pytest.mark.parametrize("start_it", ["sh -c", "setsid sh -c"])
+def test_what_the_command_has_started_ends_with_a_killed_caller(
+    start: Start, start_it: str
+) -> None:
+    child = start(f"{start_it} {STUBBORN} & wait", grace=0.2)
+    stubborn = pid_of_command(child)
+
+    os.kill(child.pid, signal.SIGKILL)
+
+    eventually(lambda: has_ended(stubborn))
+
+
+def test_a_killed_supervisor_takes_the_command_along(start: Start) -> None:
+    child = start(TICK)
+    pid = pid_of_command(child)
+
+    os.kill(parent(pid), signal.SIGKILL)
+
+    assert child.wait() == 128 + signal.SIGKILL
+    eventually(lambda: has_ended(pid))
+
+
+def test_what_outlives_a_command_that_ends_by_itself_goes_on(start: Start, name: str) -> None:
+    child = start("(trap '' HUP; exec sleep 300) & echo runs $!")
+    sleeping = pid_of_command(child)
+
+    assert child.wait() == 0
+
+    assert not has_ended(sleeping)
+    os.kill(sleeping, signal.SIGKILL)
+
+
+def test_a_command_that_hangs_is_ended_while_its_lock_is_held(start: Start, name: str) -> None:
+    child = start(f"trap 'echo told; exit 0' TERM; {TICK}", grace=20, **{"max-hold": 24})
+    pid = pid_of_command(child)
+
+    assert child.wait() == LOST
+
+    assert has_ended(pid)
+    assert "told" in child.stderr
+    assert "--max-hold is over" in child.stderr
+    assert not lock(name).locked()
+
+
+def test_one_that_does_not_end_is_killed_before_others_get_the_lock(
+    start: Start, name: str
+) -> None:
+    child = start(f"trap '' TERM; {TICK}", grace=1, **{"max-hold": 4})
+    pid = pid_of_command(child)
+
+    with lock(name, timeout=20):
+        assert has_ended(pid)
+
+    assert child.wait() == LOST
+
+
+def test_a_command_that_may_not_be_signalled_keeps_its_lock(spawn: Spawn, name: str) -> None:
+    """As under sudo: a user may not signal what another user runs."""
+    if os.getuid() != 0:
+        pytest.skip("only root can run a command as another user")
+    child = spawn(f"{__name__}:run_without_power", name=name)
+    pid = pid_of_command(child)
+
+    child.terminate()
+
+    eventually(lambda: "was not sent SIGTERM" in child.stderr)
+    assert lock(name).locked()
+    assert not has_ended(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert child.wait() == 128 + signal.SIGKILL
+
+
+def run_without_power(name: str) -> None:
+    """Root without this capability may signal its own processes alone, as other users."""
+    command = ["setpriv", "--reuid=65534", "--clear-groups", "sh", "-c", TICK]
+    code = f"import django; django.setup(); from {__name__} import run; run({name!r}, {command!r}, {{}})"
+    os.execvp("setpriv", ["setpriv", "--bounding-set=-kill", sys.executable, "-c", code])
+
+
+def test_a_server_that_hangs_at_the_release_leaves_the_commands_own_code(
+    redis: Redis, settings: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = tmp_path / "begun"
+    script = f"touch {begun}; while [ -e {begun} ]; do sleep 0.05; done; exit 5"
+
+    with Proxy(redis.port) as proxy, ThreadPoolExecutor() as pool:
+        backend = "django_distlock.backends.redis.RedisBackend"
+        options = {"location": f"redis://127.0.0.1:{proxy.port}"}
+        settings.DISTLOCK = {"default": {"BACKEND": backend, "OPTIONS": options}}
+
+        def hang() -> None:
+            eventually(begun.exists)
+            proxy.black_hole()
+            begun.unlink()
+
+        hanging = pool.submit(hang)
+        with pytest.raises(SystemExit) as ended:
+            call_command("run_locked", name, "--", "sh", "-c", script)
+        hanging.result()
+        proxy.pass_through()
+
+    assert ended.value.code == 5
+    assert "its lock was not released" in capsys.readouterr().err
+
+
 def free(name: str) -> None:
     """As an operator does."""
     row = records.rows("default").get(description=name)
@@ -221,6 +350,10 @@ def test_a_command_that_cannot_run_is_told_from_one_that_failed(
         (["", "true"], "name"),
         (["--ttl=0", "x", "true"], "ttl"),
         (["--timeout=soon", "x", "true"], "'soon' is not a time"),
+        (["--timeout=99999999999999", "x", "true"], "'99999999999999' is too long"),
+        (["--grace=99999999999999", "x", "true"], "'99999999999999' is too long"),
+        (["--max-hold=10", "x", "true"], "more than --grace"),
+        (["x", ""], "The command is empty"),
     ],
 )
 def test_wrong_arguments_are_told_in_one_line(arguments: list[str], said: str) -> None:

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import chain, chord, group, shared_task
+from celery.app.trace import trace_task
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
+from celery.states import IGNORED
+from celery.utils import uuid
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
 from django_distlock import LockLost, LockNotAcquired, NotSupported, lock
 from django_distlock.contrib.celery import handover, unique_task
+from django_distlock.signals import lock_acquired
 from testproject.celery import app
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.launch import send
@@ -55,6 +59,14 @@ def send_to(worker: CeleryWorker | str, name: str, diary: Diary, **options: Any)
     queue = worker if isinstance(worker, str) else worker.queue
     task = getattr(unique_tasks, name)
     return task.apply_async((diary.page,), queue=queue, **options)
+
+
+def arrive(task_id: str, diary: Diary) -> Any:
+    """Run a message in this process, as a worker does; return the state that it ends in."""
+    traced = trace_task(
+        unique_tasks.once, task_id, (diary.page,), {}, {"id": task_id, "headers": {}}, app=app
+    )
+    return traced.info and traced.info.state
 
 
 def is_free(diary: Diary) -> bool:
@@ -152,7 +164,7 @@ def test_a_task_that_failed_is_free_at_once(worker: CeleryWorker, diary: Diary) 
     with pytest.raises(Again):
         send_to(worker, "failing", diary).get(timeout=30)
 
-    assert is_free(diary)
+    eventually(lambda: is_free(diary), 1)
 
 
 def test_while_it_runs_its_lease_is_renewed(worker: CeleryWorker, diary: Diary) -> None:
@@ -359,6 +371,72 @@ def test_a_second_copy_by_the_broker_waits_and_does_not_run(
     worker.stop()
 
 
+def test_the_name_is_kept_until_the_result_is_stored(worker: CeleryWorker, diary: Diary) -> None:
+    slow = unique_tasks.sent_slowly.si(diary.page).set(queue=worker.queue)
+    result = send_to(worker, "once", diary, link=slow)
+    began(diary, 1)
+
+    # Celery sends what is linked after the body, and before it stores the result.
+    diary.let_go()
+    eventually(lambda: events(diary) == ["began", "ended", "sends"], 20)
+
+    assert not result.successful()
+    assert not is_free(diary)
+    diary.let_go()
+    assert result.get(timeout=30) == "done"
+    eventually(lambda: is_free(diary))
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
+def test_a_copy_that_gets_the_lock_after_the_first_has_succeeded_does_not_run(diary: Diary) -> None:
+    result = app.AsyncResult(uuid())
+
+    def store(name: str, **_: Any) -> None:
+        # As if the first copy had stored its result and given the lock back just before.
+        if name == f"once:{diary.page}":
+            app.backend.mark_as_done(result.id, "done")
+
+    diary.let_go()
+    lock_acquired.connect(store)
+    try:
+        state = arrive(result.id, diary)
+    finally:
+        lock_acquired.disconnect(store)
+
+    assert state == IGNORED
+    assert events(diary) == []
+    assert is_free(diary)
+    assert result.get() == "done"
+
+
+def test_a_copy_that_comes_when_a_later_one_runs_is_left_out_too(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    diary.let_go()
+    first = send_to(worker, "once", diary)
+    assert first.get(timeout=30) == "done"
+    eventually(lambda: is_free(diary))
+    send_to("nobody-works-here", "once", diary)
+
+    assert arrive(first.id, diary) == IGNORED
+    assert first.get() == "done"
+
+
+def test_a_text_that_cannot_be_read_is_a_lease_that_has_ended(
+    worker: CeleryWorker, diary: Diary, settings: Settings
+) -> None:
+    settings.SECRET_KEY = "one that the worker does not have"
+    diary.let_go()
+    result = send_to(worker, "once", diary)
+
+    assert result.get(timeout=40) == "done"
+
+    assert events(diary) == ["began", "ended"]
+    told = [line for line in worker.log.splitlines() if "SECRET_KEY_FALLBACKS" in line]
+    assert len(told) == 1
+    assert "WARNING" in told[0]
+
+
 def test_a_hard_time_limit_frees_the_name_within_its_lease(
     worker: CeleryWorker, diary: Diary
 ) -> None:
@@ -448,7 +526,32 @@ def test_the_last_of_a_chain_and_each_of_a_group_have_their_results(
     assert events(diary) == ["began", "ended"] * 3
 
 
+def test_what_is_linked_to_it_may_have_its_name(worker: CeleryWorker, diary: Diary) -> None:
+    diary.let_go(2)
+    linked = unique_tasks.step.si(diary.page).set(queue=worker.queue)
+
+    send_to(worker, "once", diary, link=linked)
+
+    eventually(lambda: events(diary) == ["began", "ended"] * 2, 20)
+    eventually(lambda: is_free(diary))
+
+
 # How it is called.
+
+
+@pytest.mark.parametrize("task_id", ["a[b]", "[", "\u00e9", "%5B", "of a thing: 1/2", "x" * 108])
+def test_an_id_of_ones_own_is_found_again(diary: Diary, task_id: str) -> None:
+    first = send_to("nobody-works-here", "once", diary, task_id=task_id)
+
+    assert send_to("nobody-works-here", "once", diary).id == first.id == task_id
+
+
+@pytest.mark.parametrize("task_id", ["x" * 109, "\u00e9" * 19])
+def test_an_id_that_no_holder_can_tell_is_refused(diary: Diary, task_id: str) -> None:
+    with pytest.raises(ValueError, match="too long for unique_task"):
+        send_to("nobody-works-here", "once", diary, task_id=task_id)
+
+    assert is_free(diary)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -489,6 +592,16 @@ def eager() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("eager")
+def test_in_eager_mode_too_what_is_linked_to_it_may_have_its_name(diary: Diary) -> None:
+    diary.let_go(2)
+
+    unique_tasks.once.apply_async((diary.page,), link=unique_tasks.step.si(diary.page))
+
+    assert events(diary) == ["began", "ended"] * 2
+    assert is_free(diary)
+
+
+@pytest.mark.usefixtures("eager")
 def test_in_eager_mode_it_runs_at_once(diary: Diary) -> None:
     diary.let_go(2)
 
@@ -522,7 +635,7 @@ def test_a_unique_task_goes_on_with_it_by_itself(worker: CeleryWorker, diary: Di
     began(diary, 1)
     diary.let_go()
     assert result.get(timeout=30) == "done"
-    assert is_free(diary)
+    eventually(lambda: is_free(diary), 1)
 
 
 def test_a_unique_task_refuses_the_lease_of_another_lock(
@@ -536,7 +649,7 @@ def test_a_unique_task_refuses_the_lease_of_another_lock(
     with pytest.raises(ValueError, match="needs lock 'once:"):
         result.get(timeout=30)
     assert events(diary) == []
-    assert not lock(f"other:{diary.page}", using="redis").locked()
+    eventually(lambda: not lock(f"other:{diary.page}", using="redis").locked(), 1)
 
 
 def test_a_task_that_got_no_lease_says_so(worker: CeleryWorker, diary: Diary) -> None:

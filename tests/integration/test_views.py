@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any, cast
 
 import pytest
+from asgiref.sync import sync_to_async
 from django.contrib.auth.models import User
 from django.db import connection, connections, transaction
 from django.dispatch import Signal
@@ -18,7 +19,7 @@ from django.views import View
 from rest_framework.decorators import api_view
 from rest_framework.request import Request
 
-from django_distlock import Lease, distributed_lock, lock, respond
+from django_distlock import Lease, current_lease, distributed_lock, lock, respond
 from django_distlock.signals import lock_acquired, lock_released
 from testproject.fees import after
 from testproject.models import Account
@@ -177,6 +178,43 @@ async def async_stream(request: HttpRequest) -> StreamingHttpResponse:
     return StreamingHttpResponse(lines())
 
 
+def told() -> str:
+    """Tell what the code of a body has of the lock of its view: it enters it again."""
+    with lock(NAME, timeout=0) as lease:
+        return f"{current_lease(NAME) is lease} {lease.held}\n"
+
+
+async def atold() -> str:
+    async with lock(NAME, timeout=0) as lease:
+        return f"{current_lease(NAME) is lease} {lease.held}\n"
+
+
+def lines_under_the_lock() -> Iterator[str]:
+    try:
+        yield told()
+        with lock(NAME, timeout=0):
+            yield told()
+    finally:
+        told()
+
+
+async def alines_under_the_lock() -> AsyncIterator[str]:
+    yield await atold()
+    async with lock(NAME, timeout=0):
+        yield await atold()
+    yield await sync_to_async(told)()
+
+
+@distributed_lock(NAME)
+def stream_that_locks(request: HttpRequest, is_async: int) -> StreamingHttpResponse:
+    return StreamingHttpResponse(alines_under_the_lock() if is_async else lines_under_the_lock())
+
+
+@distributed_lock(NAME)
+async def async_stream_that_locks(request: HttpRequest, is_async: int) -> StreamingHttpResponse:
+    return StreamingHttpResponse(alines_under_the_lock() if is_async else lines_under_the_lock())
+
+
 @distributed_lock(NAME)
 def broken_stream(request: HttpRequest) -> StreamingHttpResponse:
     def lines() -> Iterator[str]:
@@ -227,6 +265,8 @@ urlpatterns = [
     path("item-method/<int:item_id>/", ItemMethod.as_view()),
     path("async-stream/", async_stream),
     path("broken-stream/", broken_stream),
+    path("locking/<int:is_async>/", stream_that_locks),
+    path("locking-async/<int:is_async>/", async_stream_that_locks),
     path("refusing/", refusing),
     path("refusing-async/", refusing_async),
     path("refusing-class/", Refusing.as_view()),
@@ -589,6 +629,49 @@ async def test_an_async_stream_holds_the_lock_until_its_last_line(
     assert isinstance(answer, StreamingHttpResponse)
     assert [line async for line in answer] == [b"one\n", b"two\n"]
     assert not await lock(NAME).alocked()
+
+
+def test_the_body_of_a_stream_holds_the_lock_of_its_view(client: Client) -> None:
+    answer = client.get("/locking/0/")
+
+    # The server may make each part in another thread.
+    lines = content(answer)
+    with ThreadPoolExecutor(1) as pool:
+        assert [next(lines), pool.submit(next, lines).result()] == [b"True True\n"] * 2
+    assert lock(NAME).acquire(timeout=0) is None
+    assert list(lines) == []
+    assert not lock(NAME).locked()
+
+
+def test_a_body_that_is_not_read_to_its_end_holds_the_lock_of_its_view_too(client: Client) -> None:
+    answer = client.get("/locking/0/")
+    assert next(content(answer)) == b"True True\n"
+
+    answer.close()
+
+    assert not lock(NAME).locked()
+
+
+@pytest.mark.parametrize("url", ["/locking/1/", "/locking-async/1/"])
+async def test_the_body_of_an_async_stream_holds_the_lock_of_its_view(
+    async_client: AsyncClient, url: str
+) -> None:
+    answer = await async_client.get(url)
+
+    assert isinstance(answer, StreamingHttpResponse)
+    assert [line async for line in answer] == [b"True True\n"] * 3
+    assert not await lock(NAME).alocked()
+
+
+@pytest.mark.filterwarnings("ignore:StreamingHttpResponse must consume")
+@pytest.mark.parametrize("url", ["/locking/0/", "/locking-async/0/"])
+async def test_so_does_a_plain_body_in_async_code(async_client: AsyncClient, url: str) -> None:
+    answer = await async_client.get(url)
+
+    assert isinstance(answer, StreamingHttpResponse)
+    assert [line async for line in answer] == [b"True True\n"] * 2
+    await sync_to_async(answer.close)()
+    await sync_to_async(eventually)(lambda: not lock(NAME).locked())
 
 
 # Refusals.

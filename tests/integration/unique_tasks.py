@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from celery import shared_task
+from celery import Task, shared_task
 
 from django_distlock.contrib.celery import attached, unique_task
 
@@ -82,6 +82,21 @@ def named_by_a_function(page: str, *, day: str) -> str:
 @unique()
 def failing(page: str) -> None:
     raise Again(page)
+
+
+class SentSlowly(Task):  # type: ignore[misc]  # Celery has no types
+    """A task that is sent when the test allows it."""
+
+    def apply_async(self, args: Any = None, *more: Any, **options: Any) -> Any:
+        diary = Diary(args[0])
+        diary.write("sends")
+        diary.wait()
+        diary.close()
+        return super().apply_async(args, *more, **options)
+
+
+@shared_task(base=SentSlowly)
+def sent_slowly(page: str) -> None: ...
 
 
 @shared_task

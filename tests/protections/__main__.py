@@ -44,7 +44,7 @@ def _is_meant(protection: Protection, words: list[str]) -> bool:
 def _is_guarded(protection: Protection) -> bool:
     start = monotonic()
     green = _green_without(protection)
-    count = len(protection.tests)
+    count = len(protection.red)
     seen = f"{count - len(green)} of {count} red in {monotonic() - start:.0f} s"
     lines = [f"{seen}: {protection.title}", *(f"  green: {one}" for one in green)]
     _console.print("\n".join(lines), markup=False, soft_wrap=True)
@@ -54,11 +54,11 @@ def _is_guarded(protection: Protection) -> bool:
 def _green_without(protection: Protection) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         tree = protection.tree_without(Path(folder))
-        lines = _closing_lines(protection.tests, tree)
-    return [test for test in protection.tests if not any(_tells_red(test, line) for line in lines)]
+        lines = _closing_lines(protection.red, tree)
+    return [test for test in protection.red if not any(_tells_red(test, line) for line in lines)]
 
 
-def _closing_lines(tests: tuple[str, ...], tree: Path) -> list[str]:
+def _closing_lines(tests: list[str], tree: Path) -> list[str]:
     output = tree / "output"
     with output.open("w") as stream, suppress(subprocess.TimeoutExpired):
         subprocess.run(

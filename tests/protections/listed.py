@@ -7,37 +7,20 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-NEEDED = ("django_distlock", "tests", "testproject", "pyproject.toml")
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A text that stands once in a file, and what is there instead without the protection."""
-
-    file: str
-    old: str
-    new: str
-
-    def make(self, tree: Path) -> None:
-        """Make the edit in a copy of the code."""
-        path = tree / self.file
-        text = path.read_text()
-        assert text.count(self.old) == 1, f"{self.file} has not once: {self.old}"
-        path.write_text(text.replace(self.old, self.new))
+LIBRARY = "django_distlock"
 
 
 @dataclass(frozen=True)
 class Protection:
-    """What is taken out, and the tests, as pytest names them, that must notice."""
+    """The texts to replace, in whichever files they are, and the tests that must notice."""
 
     promise: str
     kind: str
     name: str
-    edits: tuple[Edit, ...]
-    tests: tuple[str, ...]
+    edits: list[tuple[str, str]]
+    red: list[str]
 
     @property
     def title(self) -> str:
@@ -47,26 +30,26 @@ class Protection:
     def tree_without(self, folder: Path) -> Path:
         """Copy the code to *folder*, without this protection."""
         tree = folder / "tree"
-        tree.mkdir()
-        for name in NEEDED:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, tree / name)
-        for edit in self.edits:
-            edit.make(tree)
+        for name in (LIBRARY, "tests", "testproject"):
+            shutil.copytree(ROOT / name, tree / name)
+        shutil.copy(ROOT / "pyproject.toml", tree)
+        for old, new in self.edits:
+            (path,) = places(old, tree)
+            path.write_text(path.read_text().replace(old, new))
         return tree
+
+
+def places(text: str, tree: Path = ROOT) -> list[Path]:
+    """Return the files of the library that have *text*, each as often as it has it."""
+    sources = {path: path.read_text() for path in (tree / LIBRARY).rglob("*.py")}
+    return [path for path, source in sources.items() for _ in range(source.count(text))]
 
 
 @cache
 def protections() -> list[Protection]:
     """Return all of them; the file that one stands in is named after its promise."""
     return [
-        _protection(path.stem, entry)
+        Protection(path.stem, **entry)
         for path in sorted(Path(__file__).parent.glob("*.toml"))
         for entry in tomllib.loads(path.read_text())["protection"]
     ]
-
-
-def _protection(promise: str, entry: dict[str, Any]) -> Protection:
-    edits = tuple(Edit(**edit) for edit in entry["edit"])
-    tests = tuple(f"{file}::{test}" for file, tests in entry["red"].items() for test in tests)
-    return Protection(promise, entry["kind"], entry["name"], edits, tests)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
-from typing import Any, assert_type
+from typing import Any, Unpack, assert_type
 
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
@@ -16,6 +16,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from django_distlock import (
+    Holder,
     InvalidLockBackend,
     Lease,
     Lock,
@@ -27,7 +28,9 @@ from django_distlock import (
     LockNotHeld,
     LockNotOwned,
     LockOutcomeUnknown,
+    LockTerms,
     NotSupported,
+    Policy,
     ReleasedBeforeCommit,
     SnapshotBeforeLock,
     StaleFencingToken,
@@ -45,7 +48,6 @@ from django_distlock import (
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.contrib import tasks
 from django_distlock.contrib.celery import attached, handover, unique_task
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Held
 from django_distlock.lock import LockSet
 from django_distlock.models import FencedModel
@@ -83,7 +85,6 @@ def take_a_lock(account: Account) -> None:
         max_hold=None,
         min_hold=0.5,
         free_on_error=True,
-        lock_delay=timedelta(seconds=1),
         release="on_commit",
         purpose="the yearly report",
     )
@@ -165,9 +166,20 @@ def use_a_lease(lease: Lease, account: Account, accounts: QuerySet[Account]) -> 
 def claim_gives_back_what_it_is_given(
     lease: Lease, account: Account, accounts: QuerySet[Account]
 ) -> None:
-    fresh: Account = lease.claim(account)
-    rows: QuerySet[Account] = lease.claim(accounts)
-    fresh.balance += rows.count()
+    assert_type(lease.claim(account), Account)
+    assert_type(lease.claim(accounts), QuerySet[Account])
+    assert_type(lease.claim(Account.objects.filter(balance=0)).count(), int)
+    lease.claim(account).money = 1  # type: ignore[attr-defined]  # no such field
+    lease.claim(7)  # type: ignore[type-var]  # neither an instance nor a queryset
+
+
+@distributed_lock("fee:{account_id}")
+def charge_as_the_tutorial_does(account_id: int) -> None:
+    lease = current_lease()
+    assert lease is not None
+    account = lease.claim(Account(pk=account_id))
+    account.balance -= 1
+    lease.save(account)
 
 
 @unique_task("import:{shop_id}", lease=timedelta(hours=2), using="redis", acks_late=True)
@@ -311,10 +323,56 @@ def operation(request: HttpRequest, pk: int) -> dict[str, int]:
     return {"pk": pk}
 
 
+@distributed_lock("report", on_busy=skip())
+def skipped(number: int, *, month: str = "May") -> str:
+    return month * number
+
+
+@distributed_lock("report", on_busy=skip(0))
+async def skipped_in_a_task(number: int) -> str:
+    return str(number)
+
+
+@distributed_lock(name="report", on_busy=skip())
+def skipped_numbers(upto: int) -> Iterator[int]:
+    yield upto
+
+
+class Skipped:
+    @distributed_lock("report", on_busy=skip())
+    def method(self, number: int) -> str:
+        return str(number)
+
+    @distributed_lock("report", on_busy=skip())
+    @staticmethod
+    def static(number: int) -> str:
+        return str(number)
+
+    @distributed_lock("report", on_busy=skip())
+    @classmethod
+    def of_class(cls, number: int) -> str:
+        return str(number)
+
+
+async def what_is_skipped_returns_the_value_of_skip() -> None:
+    assert_type(skipped(7, month="May"), str | None)
+    assert_type(await skipped_in_a_task(7), str | int)
+    assert_type(skipped_numbers(7), Iterator[int])
+    assert_type(Skipped().method(7), str | None)
+    assert_type(Skipped.static(7), str | None)
+    assert_type(Skipped.of_class(7), str | None)
+    skipped("7")  # type: ignore[arg-type]  # an error is seen through it, too
+
+
+def terms_are_passed_on(name: str, on_busy: Policy, **terms: Unpack[LockTerms]) -> Lock:
+    distributed_lock(name, on_busy=on_busy, **terms)
+    return lock(name, **terms)
+
+
 async def a_decorated_function_keeps_its_signature(shop: Shop, request: HttpRequest) -> None:
     assert_type(bare(7, rate=0.1), str)
     assert_type(with_brackets(7), str)
-    assert_type(named(account_id=7), str)
+    assert_type(named(account_id=7), str)  # skip("later"), a text too
     with_terms(7)
     assert_type(view(request, 7), HttpResponse)
     assert_type(await in_a_task(7), list[int])
@@ -388,7 +446,9 @@ def catch(work: Callable[[], None]) -> None:
         assert_type(busy.waited, float)
         assert_type(busy.holder, Holder | None)
         assert_type(busy.remaining, float | None)
-    except (LockLost, LockNotOwned) as gone:
+    except LockNotOwned as taken:
+        assert_type(taken.reason, str)
+    except LockLost as gone:
         assert_type(gone.reason, str)
     except LockNotHeld as never_held:
         assert_type(never_held.name, str)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +16,15 @@ import django_distlock
 from django_distlock import (
     Lease,
     Lock,
+    backends,
+    distributed_lock,
     lock,
     lock_all,
 )
-from django_distlock.backends.base import BaseLockBackend
+from django_distlock.backends import BaseLockBackend
 from django_distlock.engine import acquisition
-from django_distlock.lock import LockSet
+from django_distlock.lock import LockSet, LockTerms, Terms
+from testproject import etcd
 
 
 def test_the_public_names_are_these() -> None:
@@ -25,6 +32,7 @@ def test_the_public_names_are_these() -> None:
         sorted(django_distlock.__all__)
         == django_distlock.__all__
         == [
+            "Holder",
             "InvalidLockBackend",
             "Lease",
             "Lock",
@@ -36,7 +44,9 @@ def test_the_public_names_are_these() -> None:
             "LockNotHeld",
             "LockNotOwned",
             "LockOutcomeUnknown",
+            "LockTerms",
             "NotSupported",
+            "Policy",
             "ReleasedBeforeCommit",
             "SnapshotBeforeLock",
             "StaleFencingToken",
@@ -85,11 +95,14 @@ def test_everything_that_is_entered_is_entered_by_async_with_too(kind: type) -> 
 
 
 def test_what_takes_terms_takes_the_same_ones() -> None:
-    for public in (lock, lock_all, Lock):
-        terms = [
-            p for p in inspect.signature(public).parameters.values() if p.kind is p.VAR_KEYWORD
-        ]
-        assert [str(p.annotation) for p in terms] == ["Unpack[LockTerms]"]
+    for public in (lock, lock_all, Lock, distributed_lock):
+        parameters = inspect.signature(public).parameters.values()
+        terms = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        for of_the_decorator in ("name", "on_busy"):
+            terms.pop(of_the_decorator, None)
+        assert "**" not in str(inspect.signature(public))
+        assert list(terms) == list(LockTerms.__annotations__), public
+        assert terms == {word: getattr(Terms(), word) for word in terms}
 
 
 @pytest.mark.parametrize("kind", [Lock, LockSet, Lease, BaseLockBackend])
@@ -105,3 +118,31 @@ def test_every_public_method_is_documented(kind: type) -> None:
 
 def _parameters(method: Any) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in inspect.signature(method).parameters.values()]
+
+
+def test_importing_it_loads_no_backend() -> None:
+    """Who uses Redis alone pays for no database's modules; transaction_lock() brings them at its first use."""
+    code = """
+import sys
+from django.conf import settings
+settings.configure(INSTALLED_APPS=["django_distlock"])
+import django; django.setup()
+import django_distlock
+def loaded(): return sorted(name for name in sys.modules if name.startswith("django_distlock.backends."))
+print(loaded() == ["django_distlock.backends.base"] or loaded())
+print(len([name for name in sys.modules if name.startswith("django_distlock")]) < 40)
+django_distlock.transaction_lock
+print("django_distlock.backends.rowlock" in loaded())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert run.stdout.split() == ["True", "True", "True"], run.stdout
+
+
+def test_the_example_of_a_backend_imports_from_the_door_alone() -> None:
+    tree = ast.parse(Path(inspect.getfile(etcd)).read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+
+    ours = {module for module in modules if module and module.startswith("django_distlock")}
+    assert ours == {"django_distlock", "django_distlock.backends"}
+    assert all(name in dir(backends) for name in backends.__all__)

@@ -12,8 +12,9 @@ from functools import partial
 
 import pytest
 
-from django_distlock.engine import background as module, clock
+from django_distlock.engine import background as module
 from django_distlock.engine.background import WORKERS, Background
+from django_distlock.ground import clock
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.threads import refuse_first_thread
 

@@ -18,7 +18,7 @@ from django.template.response import TemplateResponse
 from django.test import RequestFactory
 from pytest_django.fixtures import Settings
 
-from django_distlock import LockNotAcquired, distributed_lock, lock, respond, retry, skip
+from django_distlock import LockNotAcquired, Policy, distributed_lock, lock, respond, retry, skip
 from django_distlock.decorators import find_request
 from tests.contract.crew import held_in_thread
 
@@ -126,6 +126,28 @@ async def test_a_coroutine_function_may_be_the_policy_of_one(busy: str) -> None:
 
     assert await work() == busy
     assert await skipped() == "later"
+
+
+async def test_the_policy_of_a_generator_is_told_of_the_call(busy: str) -> None:
+    told = []
+
+    def note(error: LockNotAcquired, *args: int, **kwargs: int) -> None:
+        told.append((error.name, args, kwargs))
+
+    async def anote(error: LockNotAcquired, *args: int, **kwargs: int) -> None:
+        note(error, *args, **kwargs)
+
+    @distributed_lock(busy, timeout=0, on_busy=note)
+    def count(*args: int, **kwargs: int) -> Iterator[int]:
+        yield 1
+
+    @distributed_lock(busy, timeout=0, on_busy=anote)
+    async def acount(*args: int, **kwargs: int) -> AsyncGenerator[int]:
+        yield 1
+
+    assert list(count(1, b=2)) == []
+    assert [number async for number in acount(1, b=2)] == []
+    assert told == [(busy, (1,), {"b": 2})] * 2
 
 
 async def test_generators_that_are_skipped_are_empty(busy: str) -> None:
@@ -312,7 +334,7 @@ def test_retry_waits_for_the_end_of_a_reservation(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("thrown", [(), KeyError, (KeyError, ValueError), (TimeoutError,)])
 @pytest.mark.parametrize("on_busy", [None, retry()])
 def test_a_busy_task_is_logged_in_one_line(
-    busy: str, caplog: pytest.LogCaptureFixture, thrown: Any, on_busy: Any
+    busy: str, caplog: pytest.LogCaptureFixture, thrown: Any, on_busy: Policy | None
 ) -> None:
     app = pytest.importorskip("celery").Celery(set_as_current=False)
 

@@ -8,7 +8,7 @@ import pytest
 from django.utils import timezone, translation
 from django.utils.translation import ngettext
 
-from django_distlock.engine import clock
+from django_distlock.ground import clock
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_the_way_of_a_text(
 
 def test_a_text_is_never_on_its_way_for_less_than_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # Not lease_time(), too: the clock thread of an earlier test may be about to look at it.
-    monkeypatch.setattr(clock, "_gettime", lambda clock_id: 1_000.0)
+    monkeypatch.setattr(clock, "_wall_time", lambda: 1_000.0)
 
     assert clock.travelled(1_003.0, "elsewhere", 0.0) == 0
     assert clock.travelled(999.75, "elsewhere", 0.0) == 0.25

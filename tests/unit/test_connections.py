@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -21,8 +22,9 @@ from django_distlock.backends.database import connections as own_connections
 from django_distlock.backends.database.bounds import is_cut
 from django_distlock.backends.database.connections import OwnConnections, Unusable, _close_quietly
 from django_distlock.backends.database.sqlite import SQLite
+from django_distlock.engine import bells
 from tests.contract.crew import start
-from tests.fixtures.eventually import never
+from tests.fixtures.eventually import eventually, never
 
 
 class Unfit(SQLite):
@@ -51,14 +53,14 @@ class Unfit(SQLite):
 def test_a_connection_that_cannot_be_used_is_closed_and_frees_its_place(
     error: BaseException, told: type[BaseException]
 ) -> None:
-    engine = Unfit(error)
-    own = OwnConnections("locks", "default", engine, limit=1, io_timeout=1)
+    dialect = Unfit(error)
+    own = OwnConnections("locks", "default", dialect, limit=1, io_timeout=1)
 
     with pytest.raises(told):
         own.borrow()
 
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
-        engine.drivers[0].execute("SELECT 1")
+        dialect.drivers[0].execute("SELECT 1")
     own.give_back(own.borrow(), is_sound=False)
 
 
@@ -88,6 +90,42 @@ def test_a_connection_counts_until_it_is_closed() -> None:
 
     own.give_back(borrowing.result(10), is_sound=False)
     closing.result(10)
+
+
+@pytest.mark.django_db
+def test_callers_that_wait_for_a_connection_get_it_in_the_order_in_which_they_came() -> None:
+    own = OwnConnections("locks", "default", SQLite(fair=False), limit=1, io_timeout=10)
+    lent, served = own.borrow(), list[int]()
+
+    def use(number: int) -> None:
+        connection = own.borrow()
+        served.append(number)
+        own.give_back(connection, is_sound=True)
+
+    waiting = []
+    for number in range(5):
+        waiting.append(start(partial(use, number)))
+        eventually(lambda: len(own._line) == len(waiting), 5)
+    own.give_back(lent, is_sound=True)
+    use(5)
+
+    for each in waiting:
+        each.result(10)
+    assert served == [0, 1, 2, 3, 4, 5]
+    own.close()
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("left", [20.0, None])
+def test_a_connection_is_waited_for_as_long_as_its_caller_has_time(left: float | None) -> None:
+    own = OwnConnections("locks", "default", SQLite(fair=False), limit=1, io_timeout=0.1)
+    lent = own.borrow()
+
+    borrowing = start(partial(own.borrow, left))
+    never(borrowing.done, 0.5)
+    own.give_back(lent, is_sound=True)
+
+    own.give_back(borrowing.result(10), is_sound=False)
 
 
 @pytest.mark.django_db
@@ -123,7 +161,7 @@ def interrupted_at(step: int) -> Iterator[None]:
 
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal left
-        is_ours = frame.f_code.co_filename in {own_connections.__file__, threading.__file__}
+        is_ours = frame.f_code.co_filename in {own_connections.__file__, bells.__file__}
         # Not at lines: a block's end is one, at which Python itself lets nothing in.
         if is_ours and event in {"call", "return"}:
             left -= 1
@@ -140,8 +178,8 @@ def interrupted_at(step: int) -> Iterator[None]:
 
 @pytest.mark.django_db
 def test_an_exception_at_any_step_of_lending_stops_nobody_else() -> None:
-    engine = Noted()
-    own = OwnConnections("locks", "default", engine, limit=4, io_timeout=5)
+    dialect = Noted()
+    own = OwnConnections("locks", "default", dialect, limit=4, io_timeout=5)
 
     def lend() -> None:
         own.give_back(own.borrow(), is_sound=True)
@@ -158,7 +196,42 @@ def test_an_exception_at_any_step_of_lending_stops_nobody_else() -> None:
 
     assert step > 4
     own.close()
-    for driver in engine.drivers:
+    for driver in dialect.drivers:
+        driver.close()
+
+
+@pytest.mark.django_db
+def test_an_exception_at_any_step_of_waiting_for_a_connection_stops_nobody_else() -> None:
+    dialect = Noted()
+    own = OwnConnections("locks", "default", dialect, limit=1, io_timeout=5)
+
+    def lend() -> None:
+        own.give_back(own.borrow(), is_sound=True)
+
+    def give_back_when_awaited(lent: Any, over: threading.Event) -> None:
+        eventually(lambda: own._line or over.is_set(), 10)
+        own.give_back(lent, is_sound=True)
+
+    for step in itertools.count(1):
+        over = threading.Event()
+        giving = start(partial(give_back_when_awaited, own.borrow(), over))
+        is_interrupted = False
+        try:
+            with interrupted_at(step):
+                lend()
+        except KeyboardInterrupt:
+            is_interrupted = True
+        over.set()
+        giving.result(10)
+        gc.collect()  # a connection that was lost on its way takes a place until then
+        start(lend).result(10)
+        assert not own._line
+        if not is_interrupted:
+            break
+
+    assert step > 8
+    own.close()
+    for driver in dialect.drivers:
         driver.close()
 
 

@@ -15,6 +15,7 @@ from django.http import HttpRequest
 
 from django_distlock import (
     LockNotAcquired,
+    Policy,
     current_lease,
     distributed_lock,
     lock,
@@ -292,18 +293,18 @@ class TestKinds:
 
     def test_a_generator_holds_it_from_its_first_value_to_its_last(self) -> None:
         @distributed_lock("a")
-        def count() -> Generator[int, str, str]:
-            heard = yield 1
+        def count(first: int, *, then: str) -> Generator[int, str, str]:
+            heard = yield first
             assert _is_held("a")
-            return heard
+            return f"{heard} {then}"
 
-        numbers = count()
+        numbers = count(1, then="and more")
         assert not _is_held("a")
         assert next(numbers) == 1
         assert _is_held("a")
         with pytest.raises(StopIteration) as stopped:
             numbers.send("word")
-        assert stopped.value.value == "word"
+        assert stopped.value.value == "word and more"
         assert not _is_held("a")
 
     def test_a_generator_that_is_closed_gives_it_back_after_its_own_end(self) -> None:
@@ -355,15 +356,15 @@ class TestKinds:
         assert not await lock("a").alocked()
 
     async def test_an_asynchronous_generator_hears_what_is_sent_and_thrown(self) -> None:
-        @distributed_lock("a")
-        async def echo() -> AsyncGenerator[str, str]:
+        @distributed_lock("{greeting}:{error}")
+        async def echo(greeting: str, *, error: type[Exception]) -> AsyncGenerator[str, str]:
             try:
-                heard = yield "ready"
+                heard = yield greeting
                 yield f"heard {heard}"
-            except ZeroDivisionError:
+            except error:
                 yield "caught"
 
-        voice = echo()
+        voice = echo("ready", error=ZeroDivisionError)
         assert await anext(voice) == "ready"
         assert await voice.asend("a word") == "heard a word"
         assert await voice.athrow(ZeroDivisionError()) == "caught"
@@ -532,13 +533,30 @@ class TestMisuse:
             ({}, "on_busy must be skip(), respond(), retry() or a function, not {}."),
         ],
     )
-    def test_on_busy_is_a_policy(self, on_busy: Any, said: str) -> None:
+    def test_on_busy_is_a_policy(self, on_busy: Policy, said: str) -> None:
         with pytest.raises(TypeError) as caught:
 
             @distributed_lock("a", on_busy=on_busy)
             def work() -> None: ...
 
         assert str(caught.value) == said
+
+    @pytest.mark.parametrize(
+        ("make", "error", "said"),
+        [
+            (lambda: respond("409"), TypeError, "must be a number, not '409'"),  # type: ignore[arg-type]
+            (lambda: respond(True), TypeError, "must be a number, not True"),
+            (lambda: respond(200), ValueError, "must be an error, 400 to 599, not 200"),
+            (lambda: respond(4090), ValueError, "must be an error, 400 to 599, not 4090"),
+            (lambda: retry(countdown=-1), ValueError, "countdown must be 0 or more seconds"),
+            (lambda: retry("5"), TypeError, "countdown must be a number of seconds"),  # type: ignore[arg-type]
+        ],
+    )
+    def test_a_policy_checks_its_arguments(
+        self, make: Any, error: type[Exception], said: str
+    ) -> None:
+        with pytest.raises(error, match=said):
+            make()
 
     def test_respond_needs_a_request(self) -> None:
         def task(shop_id: int) -> None: ...

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
 from django.utils import timezone
 
 from django_distlock import (
@@ -330,16 +330,38 @@ def test_what_is_rolled_back_is_free_and_what_is_committed_is_not() -> None:
     with pytest.raises(OSError), transaction.atomic():  # noqa: PT011 - it is ours
         task.enqueue(7)
         raise OSError
-    eventually(lambda: not lock("once:7").locked())
-
+    assert not lock("once:7").locked()
     with transaction.atomic():
-        with pytest.raises(OSError), transaction.atomic():  # noqa: PT011 - as above
-            task.enqueue(7)
-            raise OSError
-        eventually(lambda: not lock("once:7").locked())
         task.enqueue(8)
 
     never(lambda: not lock("once:8").locked(), 0.5)
+
+
+def test_what_is_committed_is_not_free_though_a_function_for_the_commit_fails() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        transaction.on_commit(fail)
+        once.using(backend="queue").enqueue(7)
+
+    never(lambda: not lock("once:7").locked(), 0.5)
+
+
+def test_without_autocommit_too_what_is_rolled_back_is_free_and_what_is_committed_is_not() -> None:
+    task = once.using(backend="queue")
+    transaction.set_autocommit(False)
+    try:
+        for number, end in ((7, transaction.rollback), (8, transaction.commit)):
+            with connection.cursor() as cursor:
+                cursor.execute("BEGIN")
+            task.enqueue(number)
+            end()
+    finally:
+        transaction.set_autocommit(True)
+
+    assert not lock("once:7").locked()
+    assert lock("once:8").locked()
 
 
 def test_it_is_a_task_of_the_class_that_its_queue_has() -> None:
@@ -396,3 +418,15 @@ def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> Non
 
     with pytest.raises(NotSupported, match="unique_task"):
         bound.enqueue(7)
+
+
+@pytest.mark.parametrize("task", [once, aonce])
+def test_a_text_that_cannot_be_read_is_a_lease_that_has_ended(
+    task: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    result = task.enqueue(7, distlock="signed by a key that is gone")
+
+    assert result.return_value is True
+    [told] = [each.getMessage() for each in caplog.records if each.name == "django_distlock"]
+    assert "SECRET_KEY_FALLBACKS" in told
+    assert "lock once:7" in told

@@ -13,16 +13,15 @@ import pytest
 from django.dispatch import Signal
 
 import django_distlock
-from django_distlock import admin, conf, decorators, lease, locks, operators, signals
+from django_distlock import admin, conf, decorators, lock, locks, operators, signals
 from django_distlock.backends import cache, cache_alias
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache import CacheOptions
 from django_distlock.backends.database import (
     backend,
     connections as own_connections,
-    engine,
+    dialect,
     purge,
-    records,
 )
 from django_distlock.backends.database.backend import DatabaseOptions
 from django_distlock.backends.database.base import ConnectionOptions
@@ -38,12 +37,12 @@ from django_distlock.backends.redlock import (
 from django_distlock.backends.session.backend import BESIDE
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
 from django_distlock.contrib import once
-from django_distlock.engine import local_queue, waiting
-from django_distlock.engine.clock import drift
+from django_distlock.engine import lease, local_queue, values, waiting
 from django_distlock.engine.waiting import Way
+from django_distlock.ground.clock import drift
 from django_distlock.lock import Lock, LockTerms, Terms
 from django_distlock.management.commands.purge_stale_locks import Command as PurgeCommand
-from tests.contract.profiles import PROFILES
+from tests.contract.profiles import PROFILES, TRAITS
 from tests.fixtures.pages import DOCS, ROOT, prose, table
 
 BACKENDS = sorted((DOCS / "reference" / "backends").glob("*.md"))
@@ -60,38 +59,6 @@ DATABASE_PAGE = "docs/reference/backends/database.md"
 REDIS_PAGE = "docs/reference/backends/redis.md"
 CACHE_PAGE = "docs/reference/backends/cache.md"
 MEMCACHED_PAGE = "docs/reference/backends/memcached.md"
-#: Of a lease: called by the package, and of no use to those who hold it.
-MACHINERY = {
-    "abandon",
-    "due",
-    "hold_on_success",
-    "release_when",
-    "awaits_end",
-    "is_left",
-    "is_granted",
-    "is_in_line",
-    "leave",
-    "aleave",
-    "leave_line",
-    "stand_in",
-    "confirm",
-    "disown",
-    "end_unowned",
-    "endanger",
-    "enter",
-    "give_to",
-    "give_up",
-    "grant",
-    "is_entered",
-    "is_kept",
-    "is_unattended",
-    "is_mine",
-    "is_of_caller",
-    "lose",
-    "release_later",
-    "release_now",
-    "renewal",
-}
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -106,15 +73,16 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_every_public_member_of_a_lease_is_in_the_reference() -> None:
     documented = re.findall(r"^   \.\. (?:auto)?\w+:: (\w+)", API.read_text(), re.MULTILINE)
-    public = {name for name in vars(lease.Lease) if not name.startswith("_")}
+    offered = {name for name in dir(lease.Lease) if not name.startswith("_")}
 
-    assert public - set(documented) == MACHINERY
-    assert set(documented) - public == {"fence"}
+    assert offered == set(documented) - {"fence"}
+    with lock("report") as held:
+        assert dir(held) == dir(lease.Lease)
 
 
 def test_terms_are_listed_with_their_defaults() -> None:
     defaults = {term.name: term.default for term in fields(Terms)}
-    listed = {name: columns[0].strip("`") for name, columns in table(API, "### Terms").items()}
+    listed = {name: columns[0].strip("`") for name, columns in table(API, "### Arguments").items()}
 
     assert list(listed) == list(LockTerms.__annotations__)
     assert (listed.pop("timeout"), listed.pop("ttl")) == (
@@ -196,13 +164,34 @@ def test_options_of_the_purge_are_listed_with_their_defaults() -> None:
 
 
 def test_states_of_the_admin_are_listed() -> None:
-    assert list(table(STUCK, "## In the admin")) == [str(state.label) for state in records.State]
+    assert list(table(STUCK, "## In the admin")) == [str(state.label) for state in values.LockState]
 
 
 def test_signals_are_listed() -> None:
     sent = {name for name, value in vars(signals).items() if isinstance(value, Signal)}
 
     assert set(table(DOCS / "reference" / "signals.md", "## Signals")) == sent
+
+
+def texts_given_to(*functions: str) -> set[str]:
+    """Return the texts that the package gives to calls of these *functions*, whatever differs as "…"."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call):
+                name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+                if name in functions:
+                    constants = [arg.value for arg in call.args if isinstance(arg, ast.Constant)]
+                    found |= {re.sub(r"%\w", "…", text) for text in map(str, constants)}
+    return found
+
+
+def test_log_lines_and_reasons_of_a_loss_are_listed() -> None:
+    logs = DOCS / "reference" / "logs.md"
+    lines = texts_given_to("warn", "warning", "error", "exception", "info", "log")
+
+    assert set(table(logs, "## What each line means")) == lines - {"…"}
+    assert set(table(logs, "## Why a lock is lost")) == texts_given_to("lose")
 
 
 def test_checks_are_listed() -> None:
@@ -229,7 +218,7 @@ def test_every_page_of_a_backend_has_the_same_headings(page: Path) -> None:
 
 
 def test_what_each_backend_can_do_is_what_it_says() -> None:
-    traits = ("shared", "fair", "fencing", "delays", "detach", "listing")
+    traits = ("shared", "fair", "fencing", "min_hold", "detach", "listing")
     said = table(CHOOSE, "## What each can do")
 
     assert {Path(page).stem for page in re.findall(r"\((.+)\)", "\n".join(said))} == {
@@ -280,7 +269,7 @@ def test_the_profile_of_the_example_is_that_of_the_contract() -> None:
 # Numbers in sentences.
 
 
-def looks(kind: type[engine.Engine]) -> str:
+def looks(kind: type[dialect.Dialect]) -> str:
     return " to ".join(f"{seconds * 1000:g}" for seconds in kind.pauses)
 
 
@@ -311,11 +300,12 @@ FACTS = [
         f"at most `max_connections` ({ConnectionOptions().max_connections}), and at most {BESIDE} for",
     ),
     ("docs/howto/deploy.md", f"| memcached | at most {KEPT} |"),
+    ("docs/howto/deploy.md", f"answered (in asyncio at most {2 * redis_connections.AT_ONCE})"),
     ("docs/howto/deploy.md", f"look again after {SHORTEST:g} to {LONGEST:g} milliseconds"),
     ("docs/howto/free-a-stuck-lock.md", f"frees up to {admin.MOST_AT_ONCE} locks at once"),
     ("docs/howto/free-a-stuck-lock.md", f"have {operators.PATIENCE:g} seconds to answer"),
     ("docs/explanation/guarantees.md", f"The ttl is {TTL:g} seconds by default"),
-    ("docs/explanation/guarantees.md", f"with `fair`, up to {engine.PATIENCE:g} seconds"),
+    ("docs/explanation/guarantees.md", f"with `fair`, up to {dialect.PATIENCE:g} seconds"),
     (
         "docs/explanation/guarantees.md",
         f"an error within {math.ceil(OPTIONS.io_timeout + 2)} seconds (`io_timeout`, and 2 for a new connection)",
@@ -327,8 +317,8 @@ FACTS = [
     ("docs/howto/tasks.md", f"*lease* is {once.LEASE:,.0f} seconds by default"),
     ("docs/howto/celery.md", f"up to {2**decorators.LAST_GROWTH} seconds, each"),
     (WRITE_PAGE, f"tries again after pauses of {SHORTEST:g} to {LONGEST:g} milliseconds"),
-    (DATABASE_PAGE, f"a place counts for {engine.PATIENCE:g} seconds"),
-    (DATABASE_PAGE, f"when its place has expired, after {engine.PATIENCE:g} seconds"),
+    (DATABASE_PAGE, f"a place counts for {dialect.PATIENCE:g} seconds"),
+    (DATABASE_PAGE, f"when its place has expired, after {dialect.PATIENCE:g} seconds"),
     (DATABASE_PAGE, f"at most `max_connections` of them ({OPTIONS.max_connections})"),
     (DATABASE_PAGE, f"idle for {own_connections.IDLE:g} seconds"),
     (DATABASE_PAGE, f"given up after `io_timeout` ({OPTIONS.io_timeout:g} seconds)"),
@@ -364,3 +354,29 @@ def test_numbers_that_the_sentences_spell_out() -> None:
     assert Lock("any").terms.timeout == -1, "that of the alias"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert (project["requires-python"], project["dependencies"]) == (">=3.11", ["Django>=5.2"])
+
+
+def test_traits_of_the_contract_are_explained() -> None:
+    listed = {
+        row.strip("`") for row in table(ROOT / "CONTRIBUTING.md", "### A test of the contract")
+    }
+
+    assert listed == TRAITS
+
+
+def test_private_parts_of_other_libraries_are_listed_with_a_test() -> None:
+    page = (DOCS / "explanation/how-it-is-built.md").read_text()
+    walls = page.partition("(foreign-walls)=")[2]
+    package = ROOT / "django_distlock"
+    marked = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if "noqa: SLF001" in line and "our own" not in line
+    }
+
+    assert {each for each in marked if f"`{each}`" not in walls} == set()
+    for test in set(re.findall(r"`(tests/[\w/]+\.py)`", walls)):
+        assert (ROOT / test).is_file(), test
+    for named in re.findall(r"`([\w/]+\.py)`", page):
+        assert (ROOT / named).is_file() or [*package.rglob(named)], named

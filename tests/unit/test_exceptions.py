@@ -6,6 +6,7 @@ import copy
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from django.core.exceptions import ImproperlyConfigured
@@ -27,8 +28,8 @@ from django_distlock import (
     SnapshotBeforeLock,
     StaleFencingToken,
 )
-from django_distlock.engine.holder import Holder
 from django_distlock.exceptions import first_line
+from django_distlock.ground.holder import Holder
 
 HOLDER = Holder("db1", 4711, "MainThread", "Task-1", "GET /fee")
 UNTIL = datetime(2031, 5, 4, 12, 5, 30, tzinfo=UTC)
@@ -47,12 +48,24 @@ ERRORS = [
     LockDeadlock("a", "it waits for itself"),
     StaleFencingToken("a", 7, "a later holder has claimed this data", 9),
     StaleFencingToken("a", 7, "a later holder has claimed this data"),
+    StaleFencingToken("a", 7, "a later holder has claimed this data", 7_200_000_007),
     NotSupported("cache", "fencing tokens", "Use another backend."),
     ReleasedBeforeCommit("a", "default"),
     ReleasedBeforeCommit("", "default"),
     SnapshotBeforeLock("a", "default"),
     InvalidLockBackend("DISTLOCK['x']: unknown key 'Y'."),
 ]
+
+
+def test_a_fence_far_ahead_asks_what_was_changed() -> None:
+    changed = "was the backend, its server or the data changed?"
+
+    near = StaleFencingToken("a", 7, "a later holder has claimed this data", 3_600_000_006)
+    far = StaleFencingToken("a", 7, "a later holder has claimed this data", 7_200_000_007)
+
+    assert changed not in str(near)
+    assert f"(its fence is 7200000007, ahead of ours by 2 hours: {changed} See https://" in str(far)
+    assert (Path(__file__).parents[2] / "docs/howto/change-the-backend.md").exists()
 
 
 def test_every_error_is_tried_here() -> None:
@@ -123,7 +136,7 @@ def _fail() -> None:
         (LockNotAcquired, {LockError, TimeoutError, CommandError}),
         (LockNotHeld, {LockError, RuntimeError}),
         (LockLost, {LockNotHeld, LockError, RuntimeError}),
-        (LockNotOwned, {LockNotHeld, LockError, RuntimeError}),
+        (LockNotOwned, {LockLost, LockNotHeld, LockError, RuntimeError}),
         (LockBackendError, {LockError}),
         (LockOutcomeUnknown, {LockBackendError, LockError}),
         (LockDeadlock, {LockError}),
@@ -163,14 +176,14 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
         ),
         (
             LockNotAcquired("fee:1", 0.0, None, 60, UNTIL),
-            "Lock 'fee:1' is reserved until 2031-05-04 12:05 (min_hold or lock_delay): gave up after 0 s.",
+            "Lock 'fee:1' is reserved until 2031-05-04 12:05 (min_hold): gave up after 0 s.",
         ),
         (
             LockNotHeld("fee:1"),
             "Lock 'fee:1' is not held: it was not acquired, or is already released.",
         ),
         (LockLost("fee:1", "forced"), "Lock 'fee:1' was lost: forced."),
-        (LockNotOwned("fee:1"), "Lock 'fee:1' is not held: somebody else holds it now."),
+        (LockNotOwned("fee:1"), "Lock 'fee:1' was lost: somebody else holds it now."),
         (
             LockBackendError("redis", "no majority", {"a": "timeout", "b": "refused"}),
             "DISTLOCK['redis']: no majority. a: timeout. b: refused.",
@@ -192,7 +205,8 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
             ReleasedBeforeCommit("fee:1", "shop"),
             (
                 "Lock 'fee:1' was released before the transaction around it on 'shop' was committed: the next "
-                'holder reads old data. Leave out release="at_exit", or acquire the lock outside atomic().'
+                'holder reads old data. Release or detach() it after the commit: leave out release="at_exit", '
+                'or use release="on_commit".'
             ),
         ),
         (

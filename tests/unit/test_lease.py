@@ -12,14 +12,22 @@ import pytest
 from django_distlock import Lease, LockLost, LockNotHeld, NotSupported, lock
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.engine import clock
-from django_distlock.engine.clock import drift
-from django_distlock.engine.holder import Holder
+from django_distlock.engine.lease import State
 from django_distlock.engine.local_queue import LocalQueue
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Request
-from django_distlock.lease import State
+from django_distlock.engine.values import Release, Request
+from django_distlock.ground import clock
+from django_distlock.ground.clock import drift
+from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
+
+
+@pytest.mark.parametrize("text", [None, b"text", 5])
+async def test_attach_takes_a_text(text: Any) -> None:
+    with pytest.raises(TypeError, match="takes the text that detach"):
+        Lease.attach(text)
+    with pytest.raises(TypeError, match="takes the text that detach"):
+        await Lease.aattach(text)
 
 
 class Clock:
@@ -70,6 +78,23 @@ def test_it_is_lost_when_the_deadline_passes_and_not_before(
     assert lease.remaining == 0
     with pytest.raises(LockLost, match="deadline passed"):
         lease.check()
+
+
+def test_one_that_the_exit_gives_back_during_its_release_was_not_lost(
+    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, release = _taken(), memory.release
+
+    def exit_meanwhile(request: Request) -> Release:
+        monkeypatch.undo()
+        lease.abandon()
+        return release(request)
+
+    monkeypatch.setattr(memory, "release", exit_meanwhile)
+
+    lease.release()
+
+    assert lease.state is State.RELEASED
 
 
 def test_each_check_reads_the_clock_anew_so_that_a_frozen_process_learns_first_thing(

@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from django_distlock.engine import clock, leftovers as module
+from django_distlock.engine import leftovers as module
 from django_distlock.engine.background import background
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.leftovers import Leftovers, until_done
 from django_distlock.engine.values import Release, Request, new_owner
 from django_distlock.exceptions import LockBackendError
+from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually, never
 
 Answer = Callable[[Request], Release | Exception]

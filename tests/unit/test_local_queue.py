@@ -9,8 +9,8 @@ from weakref import ref
 import pytest
 
 from django_distlock import Lease
-from django_distlock.engine import clock
 from django_distlock.engine.local_queue import IN_A_ROW, LocalQueue
+from django_distlock.ground import clock
 from tests.fixtures.eventually import eventually
 
 
@@ -269,18 +269,6 @@ def test_to_give_way_again_takes_as_many_in_a_row_again(queue: LocalQueue) -> No
     assert not queue.gives_way("a")
     queue.leave("a", bells[2 * IN_A_ROW])
     assert queue.gives_way("a")
-
-
-def test_it_counts_who_wants_the_lock_and_who_waits_for_its_holder(queue: LocalQueue) -> None:
-    lease = cast("Lease", Lent())
-    assert (queue.callers("a"), queue.behind("a")) == (1, None)
-
-    queue.lines.setdefault("a", ref(lease))
-    assert (queue.callers("a"), queue.behind("a")) == (1, 0)
-
-    _line(queue, 2)
-    assert (queue.callers("a"), queue.behind("a")) == (3, 2)
-    assert (queue.callers("b"), queue.behind("b")) == (1, None)
 
 
 def test_a_holder_that_leaves_lets_others_go_first_and_a_waiter_does_not(queue: LocalQueue) -> None:

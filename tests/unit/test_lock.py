@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
+import pickle
 import re
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -117,8 +124,11 @@ WRONG_TERMS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "timeout in text": ({"timeout": "5"}, TypeError),
     "max_hold of zero": ({"max_hold": 0}, ValueError),
     "negative min_hold": ({"min_hold": -1}, ValueError),
-    "lock_delay in text": ({"lock_delay": "1"}, TypeError),
     "release at another time": ({"release": "later"}, ValueError),
+    "renew in text": ({"renew": "no"}, TypeError),
+    "shared as a number": ({"shared": 1}, TypeError),
+    "reentrant of None": ({"reentrant": None}, TypeError),
+    "free_on_error as a number": ({"free_on_error": 1}, TypeError),
     "a word misspelt": ({"timout": 5}, TypeError),
     "a word of the inside": ({"has_timeout": True}, TypeError),
 }
@@ -139,6 +149,21 @@ def test_wrong_names_are_refused_where_they_are_written(name: Any, error: type[E
         lock(name)
     with pytest.raises(error):
         lock_all("a", name)
+
+
+@pytest.mark.parametrize("make", [lock, Lock, django_distlock.distributed_lock])
+def test_what_stands_behind_the_name_is_a_keyword(make: Any) -> None:
+    with pytest.raises(TypeError, match=r"write 5 as timeout=\.\.\. or ttl=\.\.\."):
+        make("a", 5)
+    with pytest.raises(TypeError, match=r"for several, write lock_all\('a', 'b'\)"):
+        make("a", "b")
+
+
+def test_lock_all_takes_names_and_no_list_of_them() -> None:
+    names: Any = ["a", "b"]
+
+    with pytest.raises(TypeError, match=r"write lock_all\(\*names\)"):
+        lock_all(names)
 
 
 def test_lock_all_of_nothing_is_refused() -> None:
@@ -240,6 +265,7 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
         ("xact", "use transaction_lock()"),
         ("sleep", "leave it out: waiters are woken"),
         ("id", "leave it out: every lease has a secret owner"),
+        ("lock_delay", "leave it out: fencing tokens refuse late writes"),
         ("thread_local", "leave it out"),
         ("strict", "leave it out"),
         ("timout", "use timeout"),
@@ -249,7 +275,7 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
         ("graceful", "use on_busy of distributed_lock()"),
         (
             "colour",
-            "it takes free_on_error, lock_delay, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
+            "it takes free_on_error, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
         ),
     ],
 )
@@ -285,3 +311,41 @@ async def test_a_word_that_acquire_does_not_have_is_refused_too(word: str, advic
         lock("a").acquire(**wrong)
     with pytest.raises(TypeError, match=said):
         await lock("a").aacquire(**wrong)
+
+
+def test_an_acquire_does_not_look_at_all_that_its_context_holds(memory: LocMemBackend) -> None:
+    calls = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and "django_distlock" in frame.f_code.co_filename
+
+    with ExitStack() as stack:
+        sys.setprofile(count)
+        try:
+            for number in range(2000):
+                stack.enter_context(lock(f"a:{number}"))
+        finally:
+            sys.setprofile(None)
+        assert current_lease() is current_lease("a:1999")
+        assert current_lease("a:7")
+        with lock("a:7", timeout=0) as again:
+            assert again is current_lease("a:7")
+
+    assert calls / 2000 < 200
+    assert current_lease("a:7") is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_a_lease_or_lock_is_refused(
+    memory: LocMemBackend, copied: Callable[[Any], object]
+) -> None:
+    mine = lock("a")
+    with mine as lease:
+        for original in (lease, mine):
+            with pytest.raises(TypeError, match=r"detach\(\)"):
+                copied(original)
+        gc.collect()
+
+        assert lease.held
+        assert elsewhere(mine.locked)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from django.contrib.auth.models import AnonymousUser
 
-from django_distlock.engine.naming import (
+from django_distlock.ground.naming import (
     NameTemplate,
     checked_name,
     printable,
@@ -334,7 +334,7 @@ def test_a_function_without_a_name_has_that_of_its_kind() -> None:
         def __call__(self) -> None: ...
 
     own = "test_a_function_without_a_name_has_that_of_its_kind"
-    assert title_of(title_of) == "django_distlock.engine.naming.title_of"
+    assert title_of(title_of) == "django_distlock.ground.naming.title_of"
     assert title_of(Callable()) == f"{__name__}.{own}.<locals>.Callable"
 
 

@@ -6,29 +6,27 @@ import re
 from collections import Counter
 from functools import cache
 
-from tests.protections.listed import ROOT, Edit, protections
+from tests.protections.listed import ROOT, places, protections
 
 
 def test_each_edit_is_of_a_text_that_stands_once() -> None:
-    edits = {edit for one in protections() for edit in one.edits}
+    texts = {old for one in protections() for old, _ in one.edits}
 
-    assert [edit for edit in edits if _text(edit.file).count(edit.old) != 1] == list[Edit]()
+    assert [text for text in texts if len(places(text)) != 1] == list[str]()
 
 
 def test_each_is_guarded_by_tests_that_there_are() -> None:
-    named = {one.title: one.tests for one in protections()}
-
-    assert [name for name, tests in named.items() if not tests] == []
-    missing = {test for tests in named.values() for test in tests if not _stands(test)}
+    assert [one.title for one in protections() if not one.red] == []
+    missing = {test for one in protections() for test in one.red if not _stands(test)}
     assert missing == set()
 
 
 def test_there_are_few_for_each_promise_and_kind_of_backend() -> None:
-    """Each pins a text of the code: what is pure arithmetic is for mutmut (`make mutants`)."""
+    """Each pins a text of the code: what needs no server and no race is for `make mutants`."""
     rooms = Counter((one.promise, one.kind) for one in protections())
 
-    assert sum(rooms.values()) <= 150
-    assert {room: count for room, count in rooms.items() if count > 4} == {}
+    assert sum(rooms.values()) <= 75
+    assert {room: count for room, count in rooms.items() if count > 3} == {}
 
 
 def test_each_has_a_name_of_its_own() -> None:

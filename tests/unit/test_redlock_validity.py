@@ -17,9 +17,9 @@ from django_distlock.backends.redlock.votes import (
     server_timeout,
     validity,
 )
-from django_distlock.engine.clock import drift
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
+from django_distlock.ground.clock import drift
+from django_distlock.ground.holder import Holder
 
 
 @pytest.mark.parametrize(("servers", "needed"), [(3, 2), (5, 3), (7, 4)])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from django_distlock.backends.redlock.votes import Count, Election, Question
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
+from django_distlock.ground.holder import Holder
 
 YES, NO, RESTARTED = [1, 40, 0], [0, b"other", 3_000_000, b"", b"try"], [2, 900]
 

@@ -8,10 +8,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import connection, transaction
+from django.db import DatabaseError, connection, connections, transaction
+from django.db.models.signals import post_delete
 from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
 from django.test import RequestFactory, TestCase
 from django.utils.decorators import method_decorator
@@ -19,6 +22,7 @@ from django.views import View
 from pytest_django.fixtures import Settings
 
 from django_distlock import (
+    Lease,
     LockDeadlock,
     LockLost,
     LockNotHeld,
@@ -30,7 +34,10 @@ from django_distlock import (
     transactions,
 )
 from django_distlock.lock import LockTerms
-from tests.fixtures.eventually import eventually
+from django_distlock.signals import lock_released
+from django_distlock.testing import reset_locks
+from testproject.models import Account
+from tests.fixtures.eventually import eventually, never
 from tests.unit.conftest import LOCMEM
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -140,7 +147,100 @@ def test_it_is_kept_until_the_rollback() -> None:
         assert not is_free()
         raise RolledBack
 
-    eventually(is_free, 5)
+    assert is_free()
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def test_it_is_free_after_a_commit_whose_functions_fail() -> None:
+    with pytest.raises(ZeroDivisionError) as kept, transaction.atomic():
+        transaction.on_commit(fail)
+        by_with()
+        transaction.on_commit(fail)
+
+    assert kept.value.__traceback__
+    assert is_free()
+
+
+def test_such_a_commit_is_no_rollback() -> None:
+    with pytest.raises(ZeroDivisionError), transaction.atomic():
+        transaction.on_commit(fail)
+        with lock("a", min_hold=60, free_on_error=True):
+            pass
+
+    never(is_free, 0.3)
+
+
+def test_nor_is_one_whose_functions_roll_back_transactions_of_their_own() -> None:
+    def fail_in_a_block() -> None:
+        with pytest.raises(RolledBack), transaction.atomic():
+            raise RolledBack
+
+    with transaction.atomic():
+        transaction.on_commit(fail_in_a_block)
+        with lock("a", min_hold=60, free_on_error=True):
+            pass
+
+    never(is_free, 0.3)
+
+
+def test_another_thread_that_is_refused_to_close_the_connection_does_not_free_it() -> None:
+    with ThreadPoolExecutor(1) as pool, transaction.atomic():
+        by_with()
+        with pytest.raises(DatabaseError, match="same thread"):
+            pool.submit(connections["default"].close).result()
+
+        assert not is_free()
+
+    assert is_free()
+
+
+def test_closing_a_database_in_memory_ends_no_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**connections.settings["default"], "NAME": ":memory:", "OPTIONS": {}}
+    monkeypatch.setitem(connections.settings, "in_memory", settings)
+    in_memory = connections["in_memory"]
+    try:
+        with transaction.atomic(using="in_memory"):
+            by_with()
+            in_memory.close()
+
+            assert not is_free()
+    finally:
+        in_memory.connection.close()
+        del connections["in_memory"]
+
+    assert is_free()
+
+
+def test_a_receiver_can_use_the_database_when_it_is_freed() -> None:
+    autocommit: list[bool] = []
+
+    def look(**_: Any) -> None:
+        autocommit.append(connection.get_autocommit())
+
+    lock_released.connect(look)
+    try:
+        with transaction.atomic():
+            by_with()
+        with pytest.raises(RolledBack), transaction.atomic():
+            by_with()
+            raise RolledBack
+    finally:
+        lock_released.disconnect(look)
+
+    assert autocommit == [True, True]
+
+
+def test_a_savepoint_that_is_rolled_back_frees_nothing() -> None:
+    with transaction.atomic():
+        by_with()
+        with pytest.raises(RolledBack), transaction.atomic():
+            raise RolledBack
+
+        assert not is_free()
+    assert is_free()
 
 
 def test_a_rollback_is_an_error_after_which_no_min_hold_counts() -> None:
@@ -153,7 +253,7 @@ def test_a_rollback_is_an_error_after_which_no_min_hold_counts() -> None:
     with transaction.atomic(), lock("b", **terms):
         pass
 
-    eventually(lambda: is_free("a"), 5)
+    assert is_free("a")
     assert not is_free("b")
 
 
@@ -183,8 +283,9 @@ def test_on_commit_waits_also_for_a_transaction_that_has_begun_inside_it() -> No
     leases = [recipe.acquire() for recipe in recipes]
     assert all(leases)
     with transaction.atomic():
-        for recipe in recipes:
-            recipe.release()
+        with pytest.warns(ReleasedBeforeCommit):
+            recipes[0].release()
+        recipes[1].release()
 
         assert (is_free("a"), is_free("b")) == (True, False)
     assert is_free("b")
@@ -241,8 +342,8 @@ def test_entering_again_and_again_piles_nothing_up() -> None:
 
         lease = current_lease("a")
         assert lease
-        assert len(lease._entries) == 1
-        assert len(connection.run_on_commit) == 1
+        assert len(lease.entries) == 1
+        assert len(transactions._Ends.of(connection)._waiting) == 1
     assert is_free()
 
 
@@ -307,7 +408,8 @@ def test_it_can_be_handed_over_before_the_commit() -> None:
     with transaction.atomic():
         with lock("a") as lease:
             pass
-        text = lease.detach()
+        with pytest.warns(ReleasedBeforeCommit):
+            text = lease.detach()
 
     assert not is_free()
     type(lease).attach(text).release()
@@ -357,7 +459,7 @@ def test_one_lost_between_the_exit_and_the_commit_is_logged(
     said = [(record.levelno, record.getMessage()) for record in caplog.records]
     assert said == [
         (logging.WARNING, "Lock a was lost: a test says so"),
-        (logging.ERROR, "Lock a could not be released after the commit"),
+        (logging.ERROR, "Lock a could not be released after the end of its transaction"),
     ]
 
 
@@ -385,7 +487,13 @@ class InTestCase(TestCase):
             self.code_under_test_without_durable()
             raise RolledBack
 
-        eventually(is_free, 5)
+        assert is_free()
+
+    def test_a_rollback_is_an_error_after_which_no_min_hold_counts(self) -> None:
+        test_a_rollback_is_an_error_after_which_no_min_hold_counts()
+
+    def test_a_savepoint_that_is_rolled_back_frees_nothing(self) -> None:
+        test_a_savepoint_that_is_rolled_back_frees_nothing()
 
     def code_under_test_without_durable(self) -> None:
         with transaction.atomic():
@@ -394,6 +502,24 @@ class InTestCase(TestCase):
 
     def test_outside_a_block_of_the_code_it_is_free_at_once(self) -> None:
         by_with()
+
+        assert is_free()
+
+    def test_in_a_block_whose_end_nothing_tells_it_is_free_at_once(self) -> None:
+        with transaction.atomic(savepoint=False):
+            by_with()
+
+        assert is_free()
+
+    def test_a_lock_of_a_delete_signal_is_free_afterwards(self) -> None:
+        account = Account.objects.create(name="a", balance=0, opening_balance=0)
+
+        def lock_it(**_: Any) -> None:
+            by_with()
+
+        post_delete.connect(lock_it, sender=Account)
+        self.addCleanup(post_delete.disconnect, lock_it, sender=Account)
+        account.delete()
 
         assert is_free()
 
@@ -459,10 +585,60 @@ def test_at_exit_is_warned_of_once_for_each_place_whatever_the_names() -> None:
 
 def test_at_exit_raises_if_strict(settings: Settings) -> None:
     settings.DISTLOCK = {"default": {"BACKEND": LOCMEM, "STRICT": True}}
-    with pytest.raises(ReleasedBeforeCommit, match="Lock 'a' was released before"):
+    with pytest.raises(ReleasedBeforeCommit, match=r"Lock 'a' was released before .* on 'default'"):
         leave_early("a")
 
     assert is_free()
+
+
+# A lock from before the transaction.
+
+
+def release_early(lease: Lease) -> None:
+    with transaction.atomic():
+        lease.release()
+
+
+def detach_early(lease: Lease) -> None:
+    with transaction.atomic():
+        lease.detach()
+
+
+@pytest.mark.parametrize("leave", [release_early, detach_early])
+def test_one_from_before_that_is_left_inside_is_warned_of(leave: Callable[[Lease], None]) -> None:
+    lease = lock("a").acquire()
+    assert lease
+
+    with pytest.warns(ReleasedBeforeCommit, match="after the commit") as warned:
+        leave(lease)
+
+    assert [each.lineno for each in warned] == [leave.__code__.co_firstlineno + 2]
+    reset_locks()
+
+
+@pytest.mark.parametrize("leave", [release_early, detach_early])
+def test_one_from_before_that_is_left_inside_raises_if_strict(
+    settings: Settings, leave: Callable[[Lease], None]
+) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM, "STRICT": True}}
+    lease = lock("a").acquire()
+    assert lease
+
+    with pytest.raises(ReleasedBeforeCommit, match=r"Lock 'a' was released before .* on 'default'"):
+        leave(lease)
+
+    assert lease.held is (leave is detach_early)
+    reset_locks()
+
+
+@pytest.mark.filterwarnings("error")
+def test_one_from_before_that_is_left_after_the_commit_is_not_warned_of() -> None:
+    for leave in (Lease.release, Lease.detach):
+        lease = lock("a").acquire()
+        assert lease
+        with transaction.atomic():
+            transaction.on_commit(partial(leave, lease))
+    reset_locks()
 
 
 @pytest.mark.filterwarnings("error")

@@ -6,16 +6,17 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from django_distlock import LockBackendError, lock, locks
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import BackendSettings
-from django_distlock.engine import clock
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import SWEEP, registry
-from django_distlock.engine.values import Request
+from django_distlock.engine.values import Busy, Grant, Request
+from django_distlock.ground import clock
 from tests.fixtures.eventually import eventually, never
 
 
@@ -29,6 +30,18 @@ class Watched(LocMemBackend):
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         self.batches.append((clock.lease_time(), [request.name for request in requests]))
         return super().extend(requests)
+
+
+class Late(Watched):
+    """Grants as a server does whose answer took 50 seconds."""
+
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        answer = super().try_acquire(request, queued=queued, left=left)
+        return (
+            replace(answer, start=clock.lease_time() - 50) if isinstance(answer, Grant) else answer
+        )
 
 
 @pytest.fixture
@@ -50,6 +63,26 @@ def test_a_lease_is_renewed_at_a_third_of_its_ttl(watched: Watched) -> None:
         assert names == ["a"]
         # It may go a little early, along with others.
         assert when - began > number * 1.0
+
+
+def test_a_lease_whose_grant_came_late_is_renewed_before_its_end(memory: LocMemBackend) -> None:
+    backend = Late(BackendSettings("default"))
+    locks.replace("default", backend)
+
+    with lock("a", ttl=60) as lease:
+        eventually(lambda: backend.batches)
+        lease.check()
+
+
+def test_a_lease_whose_renewal_was_answered_late_is_renewed_at_once(watched: Watched) -> None:
+    with lock("a", ttl=600) as lease:
+        began = clock.lease_time()
+
+        registry._put_back([lease], began)
+        assert began + 200 <= lease.due <= began + 201
+
+        registry._put_back([lease], began - 500)
+        assert lease.due <= clock.lease_time()
 
 
 @pytest.mark.slow
@@ -194,7 +227,9 @@ def test_a_lease_whose_end_shows_as_it_is_put_back_holds_up_no_renewal(watched: 
     assert lease
     lease._deadline = clock.lease_time()
 
-    thread = threading.Thread(target=registry._put_back, args=([lease],), daemon=True)
+    thread = threading.Thread(
+        target=registry._put_back, args=([lease], clock.lease_time()), daemon=True
+    )
     thread.start()
     thread.join(5)
 

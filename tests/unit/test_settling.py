@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from django_distlock import LockBackendError, LockOutcomeUnknown
-from django_distlock.engine import clock
 from django_distlock.engine.steps import SETTLE, asettled, is_worth_asking_again, settled
+from django_distlock.ground import clock
 
 LOST = LockOutcomeUnknown("default", "the reply was lost")
 DOWN = LockBackendError("default", "nobody is there")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from django.http import HttpRequest, HttpResponse
 from django.test import RequestFactory, SimpleTestCase
+from django.test.utils import override_settings
 
 from django_distlock import LockNotAcquired, distributed_lock, lock, locks, respond, testing
 from django_distlock.testing import (
@@ -134,6 +135,39 @@ async def test_busy_locks_are_refused_at_once_in_async_code() -> None:
     with override_locks(busy=True):
         async with asyncio.timeout(5):
             assert await lock("x", timeout=None).aacquire() is None
+
+
+def is_busy(name: str) -> bool:
+    return lock(name, timeout=0, reentrant=False).acquire() is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        override_locks(free=True),
+        override_locks(busy=True),
+        override_settings(DISTLOCK={"default": {**MEMORY, "TTL": 5}}),
+        override_settings(CACHES={}),
+    ],
+)
+def test_what_is_held_is_so_after_other_settings_too(other: override_settings) -> None:
+    with lock("a") as lease:
+        token = lease.fencing_token
+        with other:
+            assert lease.held
+
+        assert lease.held
+        assert is_busy("a")
+        with lock("a") as again:
+            assert again is lease
+    with lock("a") as later:
+        assert later.fencing_token > token  # type: ignore[operator]  # the memory gives tokens
+    assert_not_held()
+
+
+def test_other_settings_of_locks_in_memory_let_nobody_in() -> None:
+    with lock("a"), override_settings(DISTLOCK={"default": {**MEMORY, "TTL": 5}}):
+        assert is_busy("a")
 
 
 @pytest.mark.parametrize("wrong", [{}, {"free": True, "busy": True}])

@@ -38,12 +38,12 @@ from django_distlock import (
 )
 from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.session.occupants import Occupant
-from django_distlock.backends.zookeeper.line import Label
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import LONGEST_NAME, LONGEST_SHOWN, printable
+from django_distlock.backends.zookeeper.children import Label
+from django_distlock.engine.handover import SALT
 from django_distlock.engine.values import Held
 from django_distlock.exceptions import first_line
-from django_distlock.lease import HANDOVER
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import LONGEST_NAME, LONGEST_SHOWN, printable
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ def test_the_first_line_of_what_a_driver_says_is_harmless() -> None:
 
 def _attach(name: str) -> None:
     handed: dict[str, Any] = {"using": "default", "owner": "a", "token": 1, "renew": True}
-    terms = {"ttl": 5.0, "shared": False, "min_hold": 0.0, "lock_delay": 0.0, "max_hold": None}
-    Lease.attach(signing.dumps({**handed, **terms, "name": name}, salt=HANDOVER))
+    terms = {"ttl": 5.0, "shared": False, "min_hold": 0.0, "max_hold": None, "hold_on_success": 0.0}
+    Lease.attach(signing.dumps({**handed, **terms, "name": name}, salt=SALT))
 
 
 @pytest.mark.parametrize(

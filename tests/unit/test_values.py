@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from django_distlock.engine.naming import LONGEST_LISTED
 from django_distlock.engine.values import (
     REMEMBERED,
     Held,
@@ -10,6 +9,7 @@ from django_distlock.engine.values import (
     digest,
     digest_of_reservation,
 )
+from django_distlock.ground.naming import LONGEST_LISTED
 
 
 def _held(name: str, key: str = "fee") -> Held:

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from django_distlock.engine import clock, waiting
+from django_distlock.engine import waiting
 from django_distlock.engine.waiting import Wait, Waiting, Way
+from django_distlock.ground import clock
 
 
 class Clock:

@@ -9,19 +9,20 @@ import pytest
 from kazoo.security import CREATOR_ALL_ACL
 
 from django_distlock import InvalidLockBackend
-from django_distlock.backends.zookeeper.line import (
+from django_distlock.backends.zookeeper.children import (
+    Children,
     Label,
-    Line,
     label,
     prefix,
     quoted,
     unquoted,
 )
-from django_distlock.backends.zookeeper.options import ZooKeeperOptions, ZooKeeperRequest
+from django_distlock.backends.zookeeper.options import ZooKeeperOptions
+from django_distlock.backends.zookeeper.recipe import ZooKeeperRequest
 from django_distlock.conf import BackendSettings
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import LONGEST_LISTED, server_key
 from django_distlock.engine.values import digest
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import LONGEST_LISTED, server_key
 from django_distlock.handler import make_backend
 
 BACKEND = "django_distlock.backends.zookeeper.ZooKeeperBackend"
@@ -32,50 +33,50 @@ def node(number: int, kind: str = "w") -> str:
     return f"{-number % 2**64:016x}-00000000-{kind}-{number:010d}"
 
 
-def numbers(line: Line) -> list[int]:
-    return [each.number for each in line.nodes]
+def numbers(line: Children) -> list[int]:
+    return [each.number for each in line.all]
 
 
-def waits_for(line: Line, name: str) -> int | None:
+def waits_for(line: Children, name: str) -> int | None:
     before = line.before(name)
     return None if before is None else before.number
 
 
 def test_a_line_is_ordered_by_arrival_and_not_by_owner() -> None:
-    line = Line([node(3), node(1), node(2)])
+    line = Children([node(3), node(1), node(2)])
 
     assert numbers(line) == [1, 2, 3]
 
 
 def test_it_stays_ordered_when_the_counter_of_32_bits_begins_anew() -> None:
-    old, new = [2**31 - 2, 2**31 - 1], [-(2**31), -(2**31) + 1]
+    old, new = [2**31 - 2, 2**31 - 1], [-(2**31), -(2**31) + 1, -5]
 
-    assert numbers(Line(map(node, [*new, *old]))) == [*old, *new]
+    assert numbers(Children(map(node, [*new, *old]))) == [*old, *new]
 
 
 def test_children_of_somebody_else_are_not_in_line() -> None:
-    assert not Line(
+    assert not Children(
         ["x", "lock-0000000001", "", "a" * 16, f"{'g' * 16}-00000000-w-0000000001"]
-    ).nodes
+    ).all
 
 
 def test_a_writer_waits_for_the_one_before_it() -> None:
-    line = Line([node(1, "r"), node(2, "r"), node(3), node(4)])
+    line = Children([node(1, "r"), node(2, "r"), node(3), node(4)])
 
     assert [waits_for(line, node(number)) for number in (3, 4)] == [2, 3]
-    assert waits_for(Line([node(5)]), node(5)) is None
+    assert waits_for(Children([node(5)]), node(5)) is None
 
 
 def test_a_reader_waits_for_the_last_writer_before_it_alone() -> None:
-    line = Line([node(1), node(2, "r"), node(3), node(4, "r"), node(5, "r")])
+    line = Children([node(1), node(2, "r"), node(3), node(4, "r"), node(5, "r")])
 
     assert [waits_for(line, node(number, "r")) for number in (2, 4, 5)] == [1, 3, 3]
-    assert waits_for(Line([node(1, "r"), node(2, "r")]), node(2, "r")) is None
+    assert waits_for(Children([node(1, "r"), node(2, "r")]), node(2, "r")) is None
 
 
 def test_holders_are_the_first_writer_or_all_readers_before_it() -> None:
     def holders(*names: str) -> list[int]:
-        return [each.number for each in Line(names).holders]
+        return [each.number for each in Children(names).holders]
 
     assert holders() == []
     assert holders(node(1), node(2), node(3, "r")) == [1]
@@ -202,11 +203,11 @@ def test_a_line_stays_in_order_wherever_its_numbers_are(first: int) -> None:
     numbers = [(first + step + 2**31) % 2**32 - 2**31 for step in range(4)]
     names = [node(number) for number in numbers]
 
-    assert [each.number for each in Line(reversed(names)).nodes] == numbers
+    assert [each.number for each in Children(reversed(names)).all] == numbers
 
 
 def test_a_node_tells_the_digest_of_its_owner() -> None:
-    [found] = Line([node(7)]).nodes
+    [found] = Children([node(7)]).all
 
     assert found.owner_digest == node(7)[:16]
 

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kazoo.client import KazooClient
+from kazoo.exceptions import NodeExistsError, NoNodeError
 from kazoo.handlers.threading import SequentialThreadingHandler
+from kazoo.protocol.serialization import Exists, GetData
+from kazoo.protocol.states import KeeperState
 
+from django_distlock.backends.zookeeper.ensemble import EnsembleSession, Exchange, _Client
+from django_distlock.backends.zookeeper.nodes import Crowd, Node, Nodes
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
-from django_distlock.backends.zookeeper.session import Exchange, Session
-from django_distlock.engine import clock
+from django_distlock.backends.zookeeper.recipe import Recipe
 from django_distlock.engine.bells import ThreadBell
+from django_distlock.engine.values import Request
+from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 
 
-def session() -> Session:
-    return Session(
+def session() -> EnsembleSession:
+    return EnsembleSession(
         ZooKeeperOptions(), began=lambda: None, suspended=lambda: None, lost=lambda _: None
     )
 
@@ -31,13 +40,13 @@ def test_whoever_is_stopped_before_the_wait_leaves_no_request_under_way(
         asked.append("asked")
         return SequentialThreadingHandler().async_result()
 
-    def stopped(self: Session, job: Callable[[], None]) -> None:
+    def stopped(self: EnsembleSession, job: Callable[[], None]) -> None:
         jobs.append(job)
         if has_begun:
             threading.Thread(target=job, daemon=True).start()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "hand_over", stopped)
+    monkeypatch.setattr(EnsembleSession, "hand_over", stopped)
     with pytest.raises(KeyboardInterrupt):
         session().ask([ask], clock.wait_time() + 10)
 
@@ -61,3 +70,50 @@ def test_whoever_is_stopped_waits_for_no_reply() -> None:
     exchange.give_up()  # and returns
 
     assert not unanswered.ready()
+
+
+def test_the_second_of_two_first_holders_takes_the_offset_of_the_first_and_asks_once() -> None:
+    known = session()
+    known.id = 7
+    recipe = Recipe("locks", ZooKeeperOptions(), known, Nodes("locks", known))
+
+    def offset() -> Any:
+        return recipe._token_offset(KazooClient(), czxid=5, made_at=1)
+
+    asking = offset()
+    assert len(next(asking)) == 1
+    assert len(asking.send([NoNodeError()])) == 2  # it writes its own, and looks again
+    with pytest.raises(StopIteration) as ended:
+        asking.send([NodeExistsError(), (b"40", None)])
+    with pytest.raises(StopIteration) as again:
+        next(offset())
+
+    assert (ended.value.value, again.value.value) == (40, 40)
+
+
+def test_looks_at_nodes_are_sent_first_in_each_session() -> None:
+    client = _Client()
+    requests = [GetData("/a", None), GetData("/b", None), Exists("/held", None)]
+
+    for _ in range(2):
+        for request in requests:
+            client._queue.append((request, client.handler.async_result()))
+        # The very first may be on its way.
+        assert [request.path for request, _ in client._queue] == ["/a", "/held", "/b"]
+        client._session_callback(KeeperState.EXPIRED_SESSION)
+        client._session_callback(KeeperState.CONNECTING)
+
+
+def test_only_the_node_right_before_is_followed_where_the_counter_begins_anew_below_zero() -> None:
+    nodes, crowd, turns = Nodes("locks", session()), Crowd(), list[Any]()
+
+    for number in (2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1):
+        request = Request("x", "x", 10.0, Holder.current())
+        node = Node(request, "/x", crowd)
+        node.creating = created = SequentialThreadingHandler().async_result()
+        stat = SimpleNamespace(ephemeralOwner=1, czxid=1, ctime=1)
+        created.set((f"/x/{node.prefix}{number:010d}", stat))
+        nodes.note_created(node, created)
+        turns.append(node.turn)
+
+    assert [turn.ahead for turn in turns] == [None, turns[0], None, turns[2]]

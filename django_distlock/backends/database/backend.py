@@ -1,4 +1,4 @@
-"""DatabaseBackend: leases as rows, taken and given back by one statement each."""
+"""DatabaseBackend: leases as rows, acquired and released by one statement each."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ import sqlite3
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from django.core.checks import Error
+from django.core.checks import Error, Warning as CheckWarning
 from django.db import connections
 
 from django_distlock import conf
+from django_distlock.backends.base import server_error
+from django_distlock.engine.leaders import Leaders
 from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, Release, batches
-from django_distlock.engine.waiting import Place, Waiting, Way
+from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError
+from django_distlock.ground import clock
 
 from . import purge, records
 from .base import BaseDatabaseBackend, ConnectionOptions
-from .engine import COUNTER, LOCK, WAITER
+from .dialect import COUNTER, LOCK, WAITER
 from .mysql import MySQL
-from .portable import Portable, is_guarded
+from .portable import Portable
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
-from .waiters import Notified, Places, Watcher
+from .waiters import Notified, Watcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -36,13 +39,15 @@ if TYPE_CHECKING:
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
     from django_distlock.engine.values import Held, Purged, Request
 
-    from .engine import Engine
+    from .dialect import Dialect
 
-_ENGINES: dict[str, type[Engine]] = {"postgresql": PostgreSQL, "mysql": MySQL, "sqlite": SQLite}
-#: What OPTIONS "engine" may be.
+_DIALECTS: dict[str, type[Dialect]] = {"postgresql": PostgreSQL, "mysql": MySQL, "sqlite": SQLite}
+#: The values of OPTIONS "engine".
 _ENGINE_NAMES = ("auto", "portable")
-#: RETURNING came with it.
+#: The first version with RETURNING.
 _LEAST_SQLITE = (3, 35, 0)
+#: Seconds between two renewals of the places of waiters that do not look themselves.
+KEEP = 0.5
 #: Requests in one statement.
 BATCH = 500
 
@@ -52,9 +57,9 @@ class DatabaseOptions(ConnectionOptions):
     """OPTIONS of DatabaseBackend.
 
     fair: first come, first served, also between processes.
-    engine: "auto" takes what is written for the server; "portable" takes SELECT FOR UPDATE.
-    listen: wake waiters by one more connection: LISTEN and NOTIFY on PostgreSQL (not through PgBouncer),
-        looks for all of this process on MariaDB, MySQL and SQLite.
+    engine: "auto" uses statements written for the server; "portable" uses SELECT FOR UPDATE.
+    listen: wake waiters through one more connection: by LISTEN and NOTIFY on PostgreSQL (not through PgBouncer);
+        on MariaDB, MySQL and SQLite it looks for all waiters of this process.
     """
 
     max_connections: int = 8
@@ -70,7 +75,7 @@ class DatabaseOptions(ConnectionOptions):
 
 
 class DatabaseBackend(BaseDatabaseBackend):
-    """Locks in a table of a database that the project has already."""
+    """Locks in a table of a database that the project already uses."""
 
     options_class = DatabaseOptions
     supports_fencing = True
@@ -78,75 +83,81 @@ class DatabaseBackend(BaseDatabaseBackend):
     supports_listing = True
     supports_purge = True
     supports_detach = True
-    supports_delays = True
+    supports_min_hold = True
     options: DatabaseOptions
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self._places = Places()
+        self._leaders = Leaders(KEEP)
         self._notified: Notified | None = None
         self._watcher: Watcher | None = None
         listens = self.options.listen and not conf.tests_run()  # as in OwnConnections
-        if listens and isinstance(self.engine, PostgreSQL):
+        if listens and isinstance(self.dialect, PostgreSQL):
             self._notified = Notified(self._own)
-        elif listens and self.engine.pauses:
-            self._watcher = Watcher(self._own, self.engine)
+        elif listens and self.dialect.pauses:
+            self._watcher = Watcher(self._own, self.dialect)
         self._listeners = [one for one in (self._notified, self._watcher) if one is not None]
-        # Who claims an order gives each waiter a place of its own on the server, from when it came.
+        # For a fair order each waiter has a place of its own on the server, from its beginning.
         is_fair, listens = self.options.fair, self._notified is not None
-        looks = self.engine.looks_before_retry and not is_fair
+        looks = self.dialect.looks_before_retry and not is_fair
         self.waiting = Waiting(
             way=Way.LISTEN if listens else Way.LOOK if looks else Way.POLL,
-            place=Place.ENQUEUE if listens or is_fair else Place.NONE,
+            queueing=Queueing.ENQUEUE if listens or is_fair else Queueing.NONE,
             in_line=not is_fair,
         )
 
-    def make_engine(self, vendor: str) -> Engine:
+    def make_dialect(self, vendor: str) -> Dialect:
         options = self.options
-        chosen = Portable if options.engine == "portable" else _ENGINES.get(vendor, Portable)
+        chosen = Portable if options.engine == "portable" else _DIALECTS.get(vendor, Portable)
         return chosen(fair=options.fair)
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         try:
-            return self._own.ask(self.engine.try_acquire, request, queued)
+            return self._own.ask(self._take, request, queued, left=left)
         except Contended as error:
             return self._busy(request) or self._ask_again(error, 0.0, self._try, request, queued)
 
-    def _try(self, request: Request, queued: int) -> Grant | Busy:
+    def _take(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
+        """Try once; the lease counts from here, after the wait for a connection."""
+        start = clock.lease_time()
+        answer = self.dialect.try_acquire(cursor, request, queued)
+        return Grant(answer.token, start) if isinstance(answer, Grant) else answer
+
+    def _try(self, request: Request, queued: bool) -> Grant | Busy:
         try:
-            return self._own.ask(self.engine.try_acquire, request, queued)
+            return self._own.ask(self._take, request, queued)
         except Contended:
             if busy := self._busy(request):
                 return busy
             raise
 
     def _busy(self, request: Request) -> Busy | None:
-        # A guard() locks the counter, but not the row of the lock.
-        return Busy() if self._ask(is_guarded, self.engine, request.key) else None
+        # guard() locks the counter's row, but not the row of the lock.
+        return Busy() if self._ask(self.dialect.is_guarded, request.key) else None
 
     def release(self, request: Request) -> Release:
-        released: Release = self._persist(request.ttl, self._own.ask, self.engine.release, request)
+        released: Release = self._persist(request.ttl, self._own.ask, self.dialect.release, request)
         if self.options.fair:
-            self._places.ring_first(request.key)
+            self._leaders.ring_leader(request.key)
         return released
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Extend all, in as few statements as the server lets us."""
+        """Extend all leases in as few statements as possible."""
         kept: list[bool] = []
         for batch in batches(requests, BATCH):
             patience = min(request.ttl for request in batch)
-            kept += self._persist(patience, self._own.ask, self.engine.extend, batch)
+            kept += self._persist(patience, self._own.ask, self.dialect.extend, batch)
         return kept
 
     def take_over(self, request: Request, former: str) -> bool:
-        ask, verb = self._own.ask, self.engine.take_over
+        ask, verb = self._own.ask, self.dialect.take_over
         is_ours: bool = self._persist(request.ttl, ask, verb, request, former)
         return is_ours
 
     def probe(self, request: Request) -> Busy | None:
-        busy: Busy | None = self._persist(0.0, self._own.ask, self.engine.probe, request)
+        busy: Busy | None = self._persist(0.0, self._own.ask, self.dialect.probe, request)
         return busy
 
     def enqueue(self, request: Request, bell: Bell) -> None:
@@ -154,39 +165,39 @@ class DatabaseBackend(BaseDatabaseBackend):
         if self._notified is not None:
             self._notified.expect(request.owner, None, bell)
             channel = self._notified.channel
-        ask = partial(self._own.ask, self.engine.enqueue, request, channel)
+        ask = partial(self._own.ask, self.dialect.enqueue, request, channel)
         ticket = settled(partial(self._persist, 0.0, ask), within=math.inf)
         if self._notified is not None:
             self._notified.ring_for(request.owner, ticket)
         if self.options.fair:
-            self._places.add(request, ticket, bell)
+            self._leaders.add(request, bell, ticket)
 
-    def is_behind(self, request: Request) -> bool:
-        return self._places.is_behind(request)
+    def has_leader(self, request: Request) -> bool:
+        return self._leaders.has_leader(request)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        """Keep the places of those who do not look, and wait."""
+        """Renew the places of the waiters that this one leads, and wait."""
         self._watch(request, bell)
-        self._keep_places(self._places.to_keep(request))
+        self._keep_places(self._leaders.to_keep(request))
         super().sleep(request, bell, seconds)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         self._watch(request, bell)
-        if owners := self._places.to_keep(request):
-            await self._threads.run_release(partial(self._keep_places, owners))
+        if others := self._leaders.to_keep(request):
+            await self._threads.run_release(partial(self._keep_places, others))
         await super().asleep(request, bell, seconds)
 
     def dequeue(self, request: Request) -> None:
         self.forget_bell(request)
-        self._persist(0.0, self._own.ask, self.engine.dequeue, request)
+        self._persist(0.0, self._own.ask, self.dialect.dequeue, request)
 
     def forget_bell(self, request: Request) -> None:
         for listener in self._listeners:
             listener.forget_bell(request.owner)
-        self._places.drop(request)
+        self._leaders.drop(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        has_places = self.waiting.place is not Place.NONE
+        has_places = self.waiting.queueing is not Queueing.NONE
         return self._insist(records.held, self.keeps, key, has_places)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -195,12 +206,12 @@ class DatabaseBackend(BaseDatabaseBackend):
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
     ) -> Iterator[Purged]:
-        """Delete, each batch in a short transaction of its own; ValueError for sizes out of range."""
+        """Delete each batch in a short transaction of its own; ValueError for arguments out of range."""
         limits = purge.Limits(older_than, batch_size, dry_run)
         return purge.purge(self._insist, self.keeps, limits)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Say what this database cannot do; with *databases*, whether it can be used."""
+        """Check the settings; with *databases*, check that the database can be used."""
         if databases is None:
             return self._check_settings()
         if self.options.using not in databases:
@@ -209,7 +220,19 @@ class DatabaseBackend(BaseDatabaseBackend):
         if is_sqlite and sqlite3.sqlite_version_info < _LEAST_SQLITE:
             text = f"DISTLOCK[{self.alias!r}]: SQLite {sqlite3.sqlite_version} has no RETURNING."
             return [Error(text, hint="Install SQLite 3.35 or later.", id="distlock.E004")]
-        return self.check_tables((LOCK, COUNTER, WAITER))
+        return self.check_tables((LOCK, COUNTER, WAITER)) or self._check_way()
+
+    def _check_way(self) -> list[CheckMessage]:
+        """Check for a pooler that breaks transactions or notifications."""
+        try:
+            self._insist(self.dialect.is_guarded, "check")  # in a transaction
+            if self._notified is None or self._notified.is_reached():
+                return []
+        except LockBackendError as error:
+            return [server_error(error, self.options.using)]
+        text = f"DISTLOCK[{self.alias!r}]: notifications do not arrive from the database {self.options.using!r}: a pooler such as PgBouncer in transaction mode keeps them, and waiters poll."
+        hint = "Set OPTIONS 'listen' to False, or let 'using' name an alias of DATABASES that connects to the server directly."
+        return [CheckWarning(text, hint=hint, id="distlock.W002")]
 
     def close(self) -> None:
         super().close()
@@ -220,7 +243,7 @@ class DatabaseBackend(BaseDatabaseBackend):
         super().abandon_after_fork()
         for listener in self._listeners:
             listener.abandon()
-        self._places.forget()
+        self._leaders.forget()
 
     def _check_settings(self) -> list[CheckMessage]:
         using, connection = self.options.using, connections[self.options.using]
@@ -231,15 +254,15 @@ class DatabaseBackend(BaseDatabaseBackend):
         if not connection.features.has_select_for_update and connection.vendor != "sqlite":
             text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no SELECT ... FOR UPDATE."
             return [Error(text, hint="Choose another backend or database.", id="distlock.E003")]
-        return []
+        return self.check_installed()
 
-    def _keep_places(self, owners: Sequence[str]) -> None:
-        # A server that fails is told of by the next look.
+    def _keep_places(self, waiters: Sequence[Request]) -> None:
+        # If the server fails, the next look reports it.
         with suppress(LockBackendError):
-            for batch in batches(owners, BATCH):
-                self._own.ask(self.engine.keep_places, batch)
+            for batch in batches([each.owner for each in waiters], BATCH):
+                self._own.ask(self.dialect.keep_places, batch)
 
     def _watch(self, request: Request, bell: Bell) -> None:
-        """Have the bell rung when the lock has come free; with others of this process before us, theirs is."""
-        if self._watcher is not None and not self._places.is_behind(request):
+        """Ask the watcher to ring the bell when the lock is free, unless another waiter leads this one."""
+        if self._watcher is not None and not self._leaders.has_leader(request):
             self._watcher.expect(request.owner, request.key, bell)

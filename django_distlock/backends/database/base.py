@@ -1,4 +1,4 @@
-"""What backends on a database share: own connections, guard(), asking again past other writers."""
+"""The base class of backends on a database: own connections, guard(), and retries when other writers block."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from django.apps import apps
 from django.core.checks import Error
 from django.db import connections
 
 from django_distlock import conf
 from django_distlock.backends.base import BaseLockBackend, server_error
-from django_distlock.engine.naming import printable
 from django_distlock.engine.steps import settled
 from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
@@ -23,9 +23,10 @@ from django_distlock.exceptions import (
     NotSupported,
     StaleFencingToken,
 )
+from django_distlock.ground.naming import printable
 
-from .connections import OwnConnections
-from .engine import OutOfReach, StaleSnapshot, schema_of_tables
+from .connections import OwnConnections, how_to_migrate
+from .dialect import OutOfReach, StaleSnapshot, schema_of_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,21 +36,21 @@ if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.values import Request
 
-    from .engine import Engine
+    from .dialect import Dialect
 
 _T = TypeVar("_T")
-#: Seconds between two tries to get past other writers.
+#: Longest pause in seconds between two tries while other writers block.
 SHORT_PAUSE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """OPTIONS of all backends on a database; those of row locks and advisory locks keep a connection for each lock.
+    """OPTIONS of all backends on a database; row locks and advisory locks keep a connection for each lock.
 
-    using: the alias in DATABASES of the server; row locks and advisory locks must reach it directly, not through PgBouncer.
-    max_connections: how many own connections this process opens at most (a few more listen, watch,
-        or serve short statements beside locks that are connections).
-    io_timeout: seconds until a request that has no answer is given up.
+    using: the alias in DATABASES; row locks and advisory locks must reach the server directly, not through PgBouncer.
+    max_connections: most own connections of this process (a few more listen, watch, or run short
+        statements beside locks that keep a connection).
+    io_timeout: seconds after which a request without an answer fails.
     """
 
     using: str = "default"
@@ -73,23 +74,23 @@ class BaseDatabaseBackend(BaseLockBackend):
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         self.location = location_of(connections[self.options.using].settings_dict)
-        self.engine = self.make_engine(connections[self.options.using].vendor)
-        self._own = self.make_pool(self.engine, self.options.max_connections)
+        self.dialect = self.make_dialect(connections[self.options.using].vendor)
+        self._own = self.make_pool(self.dialect, self.options.max_connections)
 
     @cached_property
     def schema(self) -> str:
-        """Where the tables are; another connection of the application may look elsewhere."""
+        """The schema of the tables; other connections of the application may have another search path."""
         return self._insist(schema_of_tables)
 
-    def make_engine(self, vendor: str) -> Engine:
+    def make_dialect(self, vendor: str) -> Dialect:
         """Return what knows the SQL of this kind of server."""
         raise NotImplementedError
 
-    def make_pool(self, engine: Engine, limit: int) -> OwnConnections:
+    def make_pool(self, dialect: Dialect, limit: int) -> OwnConnections:
         """Return a pool of own connections, with none open yet."""
         options = self.options
         return OwnConnections(
-            self.alias, options.using, engine, limit=limit, io_timeout=options.io_timeout
+            self.alias, options.using, dialect, limit=limit, io_timeout=options.io_timeout
         )
 
     def guard(self, request: Request, token: int, using: str) -> None:
@@ -107,7 +108,7 @@ class BaseDatabaseBackend(BaseLockBackend):
         schema = self.schema
         try:
             with self._own.translated(), connection.cursor() as cursor:
-                found = self.engine.guard(cursor, schema, request.key, token)
+                found = self.dialect.guard(cursor, schema, request.key, token)
         except OutOfReach as error:
             raise NotSupported(self.alias, f"guard(using={using!r})", str(error)) from error
         except StaleSnapshot as error:
@@ -117,7 +118,7 @@ class BaseDatabaseBackend(BaseLockBackend):
             raise StaleFencingToken(request.name, token, "a later holder has the lock", found)
 
     def check_tables(self, tables: Sequence[str]) -> list[CheckMessage]:
-        """Return an error if the server cannot be asked, or does not have all of *tables*."""
+        """Return an error if the server does not answer, or lacks one of *tables*."""
         using, settings = self.options.using, connections[self.options.using].settings_dict
         place = f"{settings['HOST'] or 'localhost'}:{settings['PORT'] or 'its default port'}"
         try:
@@ -126,10 +127,16 @@ class BaseDatabaseBackend(BaseLockBackend):
             return [server_error(error, place)]
         missing = ", ".join(table for table in tables if table not in known)
         if not missing:
-            return self.check_server(place)  # whether they may be read
+            return self.check_server(place)  # checks the right to read them
         text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no table {missing}."
-        hint = f"Run manage.py migrate django_distlock --database={using}."
-        return [Error(text, hint=hint, id="distlock.E007")]
+        return [Error(text, hint=f"{how_to_migrate(using)}.", id="distlock.E007")]
+
+    def check_installed(self) -> list[CheckMessage]:
+        """Return an error if the app is not installed, whose migrations make the tables."""
+        if apps.is_installed("django_distlock"):
+            return []
+        text = f"DISTLOCK[{self.alias!r}]: the app that has its tables is not in INSTALLED_APPS."
+        return [Error(text, hint=f"{how_to_migrate(self.options.using)}.", id="distlock.E008")]
 
     def close(self) -> None:
         super().close()
@@ -143,16 +150,16 @@ class BaseDatabaseBackend(BaseLockBackend):
             return verb(cursor, *args)
 
     def _insist(self, verb: Callable[..., _T], *args: Any) -> _T:
-        """Return what *verb* returns for Django's cursor; once more if an idle connection had died unseen."""
+        """Run *verb* with Django's cursor, and again if an idle connection turns out to be dead."""
         return settled(partial(self._press, verb, *args), within=math.inf)
 
     def _press(self, verb: Callable[..., _T], *args: Any) -> _T:
-        """Do what _insist() does, but not twice."""
+        """Run *verb* as _insist() does, but do not repeat it after a lost reply."""
         answer: _T = self._persist(0.0, self._ask, verb, *args)
         return answer
 
     def _persist(self, patience: float, ask: Callable[..., _T], *args: Any) -> _T:
-        """Ask again while others at work on the same rows are in the way, for *patience* or io_timeout seconds."""
+        """Call *ask*, and again while other writers block it, for *patience* or io_timeout seconds at least."""
         try:
             return ask(*args)
         except Contended as error:
@@ -161,7 +168,7 @@ class BaseDatabaseBackend(BaseLockBackend):
     def _ask_again(
         self, error: Contended, patience: float, ask: Callable[..., _T], *args: Any
     ) -> _T:
-        """Go on with what _persist() begins; the first time brought *error*."""
+        """Continue _persist() after the *error* of the first attempt."""
         wait = Wait(max(patience, self.options.io_timeout))
         while True:
             self._own_transaction_must_not_block(error)
@@ -174,11 +181,11 @@ class BaseDatabaseBackend(BaseLockBackend):
                 error = again
 
     def _own_transaction_must_not_block(self, error: Contended) -> None:
-        """Tell a caller whose own transaction is the other writer: it would wait for itself."""
+        """Raise LockBackendError if the caller's own transaction is the other writer: it would wait for itself."""
         if self.options.using not in connections.settings:
             return
         connection = connections[self.options.using]
-        if connection.in_atomic_block and self.engine.stands_in_the_way(connection):
+        if connection.in_atomic_block and self.dialect.stands_in_the_way(connection):
             problem = (
                 f"the caller's own transaction on {self.options.using!r} has locked the whole file: take and "
                 "release locks outside atomic(), or keep them in a database file of their own (OPTIONS 'using')"
@@ -192,5 +199,5 @@ class BaseDatabaseBackend(BaseLockBackend):
 
 
 def location_of(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Return what tells two databases apart."""
+    """Return the identity of a database: two aliases with the same one share their locks."""
     return tuple(str(settings[key]) for key in ("ENGINE", "HOST", "PORT", "NAME"))

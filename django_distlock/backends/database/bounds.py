@@ -1,11 +1,10 @@
-"""How long a request on an own connection may take before it is given up, and whether the line is cut."""
+"""Timeouts for requests on own connections, and checks whether a connection was closed by the server."""
 
 from __future__ import annotations
 
 import _socket
 import contextlib
 import importlib.util
-import os
 import select
 import selectors
 import socket
@@ -17,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import Error
 
-from django_distlock.engine import clock
-from django_distlock.engine.background import Alarm
+from django_distlock.exceptions import LockBackendError
+from django_distlock.ground import clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -35,11 +34,11 @@ def _own_copy(name: str) -> Any:
     return copy
 
 
-# As Python made it: gevent puts a poll() of its own there, which knows no hang-up, and eventlet none.
-# A look that takes no time needs none of theirs.
+# The unpatched module: poll() of gevent does not report a hang-up, and eventlet has none.
+# A call that does not wait does not need theirs.
 _select = _own_copy("select")
-#: Not everywhere; it tells that the server has said its last word, however much of it is unread.
-_HANGUP = getattr(_select, "POLLRDHUP", _select.POLLIN) | _select.POLLHUP | _select.POLLERR
+#: None on Windows.
+_poll = getattr(_select, "poll", None)
 
 
 #: Seconds: the kernel counts milliseconds, in 31 bits.
@@ -47,15 +46,14 @@ LONGEST_SELECT = 2_000_000.0
 
 
 def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
-    """Give up each request of *connection* after so many seconds; None: never.
+    """Set the *seconds* after which a request on *connection* fails; None: never.
 
-    TCP alone does not tell that a server hangs: its kernel goes on to acknowledge.
+    TCP alone does not notice that a server hangs, as its kernel still acknowledges. psycopg2 has only TCP's
+    limits: see PostgreSQL.connection_options().
     """
     raw = connection.connection
     if connection.vendor == "postgresql" and hasattr(raw, "wait"):
         _bound_psycopg(raw, seconds)
-    elif connection.vendor == "postgresql":
-        _bound_psycopg2(connection, seconds)
     elif hasattr(raw, "_read_timeout"):  # PyMySQL
         raw._read_timeout = seconds  # noqa: SLF001 - has no public name
     elif hasattr(raw, "send_query"):
@@ -66,7 +64,7 @@ def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> No
 def patient(
     connection: BaseDatabaseWrapper, seconds: float | None, *, usually: float
 ) -> Iterator[None]:
-    """Give up requests after *seconds* meanwhile, and after the *usual* time from then on."""
+    """Set the seconds after which requests fail to *seconds* in the block, and to *usually* after it."""
     bound_requests(connection, seconds)
     try:
         yield
@@ -77,7 +75,7 @@ def patient(
 
 @contextmanager
 def interruptible(connection: BaseDatabaseWrapper) -> Iterator[None]:
-    """Have signals, and other greenlets, come through while the caller's own connection waits."""
+    """Allow signals and other greenlets to run while the caller's own connection waits."""
     raw: Any = connection.connection
     if not hasattr(raw, "send_query"):
         yield
@@ -91,13 +89,13 @@ def interruptible(connection: BaseDatabaseWrapper) -> Iterator[None]:
 
 
 def descriptor(connection: BaseDatabaseWrapper) -> int | None:
-    """Return the socket of *connection*: psycopg and mysqlclient tell, PyMySQL keeps it. None if it is closed."""
+    """Return the file descriptor of *connection*'s socket; None if it is closed."""
     raw: Any = connection.connection
     if hasattr(raw, "distlock_descriptor"):
         return raw.distlock_descriptor if raw.open else None
     if not hasattr(raw, "fileno"):
         raw = getattr(raw, "_sock", None)
-    # No more than that: a time limit that a signal raises here is not the driver's.
+    # Suppress only the driver's errors, not an asynchronous exception such as a time limit.
     with contextlib.suppress(Error, OSError), connection.wrap_database_errors:
         found: int | None = None if raw is None else raw.fileno()
         return found
@@ -105,17 +103,54 @@ def descriptor(connection: BaseDatabaseWrapper) -> int | None:
 
 
 def is_cut(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether the server has closed its end; no I/O."""
+    """Return True if the server has closed the connection; no I/O."""
     found = descriptor(connection)
     if found is None or found < 0:
         return True
-    poll = _select.poll()
-    poll.register(found, _HANGUP)
+    if _poll is None:
+        return bool(_select.select([found], [], [], 0)[0])
+    # Some systems have no POLLRDHUP, which reports a closed connection with unread data.
+    hang_up = getattr(_select, "POLLRDHUP", _select.POLLIN)
+    poll = _poll()
+    poll.register(found, hang_up | _select.POLLHUP | _select.POLLERR)
     return bool(poll.poll(0))
 
 
+def is_under_way(connection: BaseDatabaseWrapper) -> bool:
+    """Return True if the server is running a request that it can be told to end; no I/O.
+
+    Not that of a pooler, whose number for a session is not the server's; not one that was cut, which the server notices.
+    """
+    server = getattr(connection.connection, "pgconn", None)
+    if server is None:
+        return False
+    from psycopg.pq import TransactionStatus
+
+    is_active: bool = server.transaction_status == TransactionStatus.ACTIVE
+    is_known = getattr(connection, "distlock_is_ours", False) and not is_cut(connection)
+    return is_active and (_has_cancel_safe() or is_known)
+
+
+def cancel(connection: BaseDatabaseWrapper, seconds: float, another: Callable[[], Any]) -> None:
+    """Ask the server to end the running request, in about so many *seconds*; by *another* connection, if need be."""
+    raw: Any = connection.connection
+    with contextlib.suppress(Error, OSError, LockBackendError), connection.wrap_database_errors:
+        if _has_cancel_safe():
+            raw.cancel_safe(timeout=seconds)
+            return
+        # Before libpq 17 it has no time limit, and no thread of the process runs meanwhile.
+        with contextlib.closing(another()) as other:
+            other.distlock_cursor.execute(f"SELECT pg_cancel_backend({raw.info.backend_pid})")
+
+
+def _has_cancel_safe() -> bool:
+    from psycopg import capabilities
+
+    return capabilities.has_cancel_safe()
+
+
 def cut(connection: BaseDatabaseWrapper) -> None:
-    """End the connection under a thread that waits for its reply: it gets an error at once."""
+    """Shut the connection down, so that a thread that waits for its reply gets an error at once."""
     found = descriptor(connection)
     if found is None or found < 0:
         return
@@ -124,7 +159,7 @@ def cut(connection: BaseDatabaseWrapper) -> None:
 
 
 def keep_alive(connection: BaseDatabaseWrapper) -> None:
-    """Have the kernel find out within some ten seconds that the server's machine is gone."""
+    """Set TCP keepalive, so that a dead server machine is noticed within about ten seconds."""
     found = descriptor(connection)
     if found is None or not hasattr(socket, "TCP_KEEPIDLE"):
         return
@@ -137,8 +172,8 @@ def keep_alive(connection: BaseDatabaseWrapper) -> None:
 
 @contextmanager
 def _line(number: int) -> Iterator[_socket.socket]:
-    # Not socket.socket: that of gevent and of eventlet makes the driver's own descriptor non-blocking.
-    line = _socket.socket(fileno=os.dup(number))
+    # Not socket.socket, which gevent and eventlet replace: theirs makes the driver's descriptor non-blocking.
+    line = _socket.socket(fileno=_socket.dup(number))
     try:
         yield line
     finally:
@@ -146,11 +181,13 @@ def _line(number: int) -> Iterator[_socket.socket]:
 
 
 def _bound_psycopg(raw: Any, seconds: float | None) -> None:
-    #: What waits for news without turns, for so many milliseconds at most; none where others take turns.
+    #: poll() of this connection's socket, with a timeout in milliseconds; None with gevent or eventlet.
     if not hasattr(raw, "distlock_poll"):
-        poll = _select.poll()
-        poll.register(raw.fileno(), _select.POLLIN)
-        raw.distlock_poll = poll.poll if isinstance(select.select, BuiltinFunctionType) else None
+        raw.distlock_poll = None
+        if _poll is not None and isinstance(select.select, BuiltinFunctionType):
+            poll = _poll()
+            poll.register(raw.fileno(), _select.POLLIN)
+            raw.distlock_poll = poll.poll
     raw.distlock_bound = None
     if seconds is not None and seconds <= LONGEST_SELECT:
         raw.distlock_bound = seconds * 1000
@@ -175,7 +212,7 @@ def _is_eventlet_at_work() -> bool:
 def _wait_in_turn(
     raw: Any, work: Generator[Any, Any, Any], interval: float = 0.1, **kwargs: Any
 ) -> Any:
-    """Wait as psycopg does, but let other greenlets run: its own way, in C, knows gevent only."""
+    """Wait as psycopg does, but let other greenlets run: psycopg's own wait, in C, supports only gevent."""
     from psycopg import waiting
 
     return waiting.wait_selector(work, raw.pgconn.socket, interval, **kwargs)
@@ -194,68 +231,17 @@ def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any,
         return done.value
 
 
-class _Watch:
-    """Cuts a connection whose driver would wait without end, when an answer is overdue."""
-
-    def __init__(self, connection: BaseDatabaseWrapper) -> None:
-        self._connection = connection
-        self._alarm = Alarm(self._look)
-        #: For how long to wait, and until when the request that is under way may take: lease time.
-        self.seconds: float | None = None
-        self._ends: float | None = None
-
-    def __enter__(self) -> None:
-        if self.seconds is not None:
-            self._ends = clock.lease_time() + self.seconds
-            self._alarm.at(self._ends)
-
-    def __exit__(self, *_: object) -> None:
-        self._ends = None
-
-    def watched(self, request: Callable[[], None]) -> Callable[[], None]:
-        def bounded() -> None:
-            with self:
-                request()
-
-        return bounded
-
-    def _look(self) -> None:
-        if (ends := self._ends) is None:
-            return
-        if ends <= clock.lease_time():
-            cut(self._connection)
-        else:
-            self._alarm.at(ends)
-
-
-def _bound_psycopg2(connection: Any, seconds: float | None) -> None:
-    if not hasattr(connection, "distlock_watch"):
-        from psycopg2.extensions import cursor
-
-        watch = connection.distlock_watch = _Watch(connection)
-
-        class WatchedCursor(cursor):  # type: ignore[misc]  # it has no types
-            def execute(self, *args: Any) -> None:
-                with watch:
-                    super().execute(*args)
-
-        connection.connection.cursor_factory = WatchedCursor
-        connection._commit = watch.watched(connection._commit)  # noqa: SLF001 - those of the driver have no room
-        connection._rollback = watch.watched(connection._rollback)  # noqa: SLF001 - as above
-    connection.distlock_watch.seconds = seconds
-
-
-#: What a connection of mysqlclient does here and not in its C code, and the socket that it is on.
+#: Attributes that are set on a connection of mysqlclient: methods that replace its C code, and its socket.
 _BOUND = ("query", "commit", "rollback", "autocommit", "distlock_descriptor")
-#: The numbers of errors that its C code finds itself: the connection is lost.
+#: The numbers of errors from its C code: the connection is lost.
 _CLIENT_ERRORS = range(2000, 3000)
 
 
 def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
-    """Wait for replies in Python: no signal, greenlet or change of the limit gets through to its C code."""
+    """Wait for replies in Python: mysqlclient's C code blocks signals and greenlets, and has a fixed timeout."""
     raw: Any = connection.connection
     if not hasattr(raw, "distlock_descriptor"):
-        raw.distlock_descriptor = raw.fileno()  # which it does not tell while it is busy
+        raw.distlock_descriptor = raw.fileno()  # fileno() fails while the connection is busy
 
     def query(statement: bytes | bytearray | str) -> None:
         try:
@@ -264,10 +250,10 @@ def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -
             raw.read_query_result()
         except raw.Error as error:
             if error.args and error.args[0] in _CLIENT_ERRORS:
-                raw.distlock_descriptor = -1  # closed, and soon somebody else's
+                raw.distlock_descriptor = -1  # closed; the number may be used again
             raise
         except BaseException:
-            # The driver would say goodbye, which the server takes for a sign of life of who waits.
+            # close() would send COM_QUIT, which the server takes for a sign that the waiter is alive.
             cut(connection)
             raise
 
@@ -278,7 +264,7 @@ def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -
 
 
 def wait_for_reply(descriptor: int, seconds: float | None) -> None:
-    """Wait in Python until there is something to read, where signals and greenlets get through; else TimeoutError."""
+    """Wait in Python, where signals and greenlets can run, until there is data to read; TimeoutError if late."""
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         if not selector.select(None if seconds is None else min(seconds, LONGEST_SELECT)):

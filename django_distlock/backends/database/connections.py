@@ -1,31 +1,40 @@
-"""Connections of our own: never the caller's, whose transaction a lease must not live in."""
+"""Connections of this package: a lease must not live in a transaction of the caller's connection."""
 
 from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
-import threading
+from collections import deque
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
+from django.apps import apps
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, Error, connections
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
 from django_distlock import conf
-from django_distlock.engine.background import background
+from django_distlock.backends.idle import IdleStack
+from django_distlock.engine import steps
+from django_distlock.engine.background import NoThreadError, background, start_daemon
+from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
     LockError,
     LockOutcomeUnknown,
+    NotSent,
     first_line,
+    root_cause,
 )
+from django_distlock.ground import clock
+from django_distlock.ground.mutexes import section
 
-from .bounds import bound_requests, descriptor
+from .bounds import bound_requests, cancel, descriptor, is_under_way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,23 +42,31 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-    from .engine import Engine
+    from .dialect import Dialect
 
 _T = TypeVar("_T")
 #: Seconds after which an idle connection is closed.
 IDLE = 30.0
-#: What is raised for an alias of DATABASES that no connection can be made of.
+#: Raised if the settings of an alias of DATABASES are wrong.
 _WRONG_SETTINGS = (TypeError, ValueError, ImproperlyConfigured)
-#: Connections of a parent process: kept, as closing them would say goodbye in the parent's name.
+#: In the errors of a server or a user without the right to write; at other errors tables may be missing.
+_NO_RIGHT = re.compile("denied|read.?only", re.IGNORECASE)
+#: The first number of the errors that drivers for MariaDB and MySQL raise without the server.
+_OF_DRIVERS = 2000
+#: Connections of a parent process: kept, because to close them would end the parent's sessions.
 _OF_PARENTS: list[BaseDatabaseWrapper] = []
 
 
 class Unusable(Exception):
-    """The server is one, or is in a state, in which it keeps no locks; what an engine finds out."""
+    """The server cannot keep locks, or not in its present state. *advice*: what to do."""
+
+    def __init__(self, problem: str, advice: str = "") -> None:
+        super().__init__(problem)
+        self.advice = advice
 
 
 class Crowded(Exception):
-    """Nobody has the lock, but others are at work on its rows; what an engine finds out."""
+    """The lock is free, but other statements have locked its rows."""
 
     def __str__(self) -> str:
         return "they have locked the rows of a free lock"
@@ -59,33 +76,34 @@ class OwnConnections:
     """A few connections to one database, in autocommit, each borrowed for one request."""
 
     def __init__(
-        self, alias: str, database: str, engine: Engine, *, limit: int, io_timeout: float
+        self, alias: str, database: str, dialect: Dialect, *, limit: int, io_timeout: float
     ) -> None:
         self.alias = alias
         self._database = database
-        self._engine = engine
+        self._dialect = dialect
         self._io_timeout = io_timeout
         self._limit = limit
         self.forget()
 
     def forget(self) -> None:
-        """Begin with no connections."""
-        #: Taken from and put back at its end, each a single step that needs no lock.
-        self._idle: list[Any] = []
-        #: All there are, idle or lent; one counts until it is closed, or lost by an exception from outside.
+        """Start without connections."""
+        self._idle: IdleStack[Any] = IdleStack()
+        #: All connections, idle or borrowed, until they are closed, or lost by an asynchronous exception.
         self._all: WeakSet[BaseDatabaseWrapper] = WeakSet()
-        # A plain lock: an exception from outside finds no code of Python's between its taking and its block.
-        self._mutex = threading.Lock()
-        self._has_place = threading.Condition(self._mutex)
-        self._waiting = 0
+        self._mutex = section()
+        #: The bells of callers that wait for a connection, first come, first served.
+        self._line = deque[ThreadBell]()
         self._closes_idle = False
 
-    def ask(self, verb: Callable[..., _T], *args: Any) -> _T:
-        """Return what *verb* returns for the engine's cursor of a connection; database errors become lock errors."""
-        connection = self.borrow()
+    def ask(self, verb: Callable[..., _T], *args: Any, left: float | None = 0.0) -> _T:
+        """Return what *verb* returns for the dialect's cursor of a connection; database errors become lock errors.
+
+        *left*: as for borrow().
+        """
+        connection = self.borrow(left)
         try:
             answer = verb(connection.distlock_cursor, *args)
-        except BaseException:  # noqa: BLE001 - whatever it is, it goes on
+        except BaseException:  # noqa: BLE001 - it is raised again
             is_sound = False
             try:
                 with self.translated(), connection.wrap_database_errors:
@@ -120,91 +138,135 @@ class OwnConnections:
         return connection
 
     def close(self) -> None:
-        with suppress(IndexError):
-            while True:
-                self._close(self._idle.pop())
+        self._idle.close_all(self._close)
 
     def abandon(self) -> None:
-        """In a forked child: drop the parent's connections with no goodbye, and begin anew."""
+        """In a forked child: drop the parent's connections without closing them, and start again."""
         for connection in self._idle:
             abandon(connection)
         self.forget()
 
-    def borrow(self) -> Any:
-        """Return a connection for one caller alone; LockBackendError if none comes free in time."""
+    def borrow(self, left: float | None = 0.0) -> Any:
+        """Return a connection for one caller alone, first come, first served.
+
+        NotSent if none comes free for io_timeout, and for the *left* seconds that the caller has (None: no limit).
+        """
         try:
-            if not self._waiting:  # who waits for one comes first
+            if not self._line:
                 return self._idle.pop()
         except IndexError:
             pass
-        with self._mutex:
-            if (connection := self._awaited()) is not None:
-                return connection
-            connection = connections.create_connection(self._database)
-            self._all.add(connection)
-        try:
-            self._connect(connection)
-        except BaseException:
-            self._free_place(connection)
-            raise
+        connection = self._await_turn(left)
+        if connection.connection is None:
+            try:
+                self._connect(connection)
+            except BaseException:
+                self._free_place(connection)
+                raise
         return connection
 
     def give_back(self, connection: Any, *, is_sound: bool) -> None:
-        """Take a borrowed connection back; one that is not sound is closed, and so are the idle ones.
+        """Take a borrowed connection back; if it is not sound, close it and all idle ones.
 
-        While Django's tests run, every one is closed: it would keep a test database from being destroyed.
+        While Django's tests run, each is closed, as a test database with open connections cannot be destroyed.
         """
         if not is_sound or ("django.test.utils" in sys.modules and conf.tests_run()):
-            # What broke one connection has broken the idle ones too, mostly: a restarted server.
-            self._close(connection)
+            if is_under_way(connection):
+                self._cancel(connection)
+            else:
+                self._close(connection)
+            # The idle ones are probably broken too: the server was restarted.
             self.close()
             return
-        connection.distlock_was_used = True
+        connection.used_at = clock.wait_time()
         self._idle.append(connection)
-        if self._waiting:
-            with self._mutex:
-                self._has_place.notify()
+        if self._line:
+            self._ring_first()
         if not self._closes_idle:
             self._closes_idle = True
             background.submit(self.alias, self._close_idle, IDLE)
 
-    def _awaited(self) -> Any:
-        """Return a connection that comes free in time; None as soon as another may be opened."""
-        wait = Wait(self._io_timeout)
-        self._waiting += 1
+    def _await_turn(self, left: float | None) -> Any:
+        """Return a connection that is idle, or a new one that is not open yet, when it is the turn of this caller."""
+        wait = Wait(None if left is None else max(left, self._io_timeout))
+        bell = ThreadBell()
         try:
-            while len(self._all) >= self._limit:
-                with suppress(IndexError):
-                    return self._idle.pop()
+            self._line.append(bell)
+            while True:
+                if self._line[0] is bell and (found := self._idle_or_new()) is not None:
+                    return found
                 if wait.is_over:
                     problem = (
                         f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
                     )
-                    raise LockBackendError(self.alias, problem)
-                self._has_place.wait(wait.left)
+                    raise NotSent(self.alias, problem)
+                # A connection that an asynchronous exception has lost is replaced without a ring.
+                bell.wait(wait.bounded(self._io_timeout))
         finally:
-            self._waiting -= 1
-        return None
+            self._line.remove(bell)
+            self._ring_first()  # the next caller may get one, too
+
+    def _idle_or_new(self) -> Any:
+        with suppress(IndexError):
+            return self._idle.pop()
+        with self._mutex:
+            if len(self._all) >= self._limit:
+                return None
+            connection = connections.create_connection(self._database)
+            self._all.add(connection)
+            return connection
+
+    def _ring_first(self) -> None:
+        with suppress(IndexError):
+            self._line[0].ring()
 
     def _connect(self, connection: Any, *, bounded: bool = True) -> None:
         connection.settings_dict = self._settings()
         connection.inc_thread_sharing()
+        began = clock.lease_time()
         try:
-            connection.ensure_connection()
-            bound_requests(connection, self._io_timeout if bounded else None)
-            self._engine.prepare(connection)
-            connection.distlock_cursor = self._engine.cursor(connection)
+            try:
+                self._prepare(connection, bounded=bounded)
+            except (OperationalError, InterfaceError) as error:
+                if is_word_of_server(error) or clock.lease_time() - began > steps.SETTLE:
+                    raise
+                # The connection broke while it was opened: no request was sent yet.
+                _close_quietly(connection)
+                self._prepare(connection, bounded=bounded)
         except (DatabaseError, InterfaceError, TimeoutError, *_WRONG_SETTINGS) as error:
             _close_quietly(connection)
-            if not isinstance(error, TimeoutError) and self._engine.is_contention(error):
+            if not isinstance(error, TimeoutError) and self._dialect.is_contention(error):
                 raise self._contended(error) from error
             problem = f"the database {self._database!r} cannot be reached: {first_line(error)}"
-            raise LockBackendError(self.alias, problem) from error
-        except BaseException as error:  # an exception from outside, too
+            raise LockBackendError(self.alias, problem) from root_cause(error)
+        except BaseException as error:  # also an asynchronous exception
             _close_quietly(connection)
             if isinstance(error, Unusable):
                 raise LockBackendError(self.alias, str(error)) from error
             raise
+
+    def _prepare(self, connection: Any, *, bounded: bool) -> None:
+        connection.ensure_connection()
+        bound_requests(connection, self._io_timeout if bounded else None)
+        self._dialect.prepare(connection)
+        connection.distlock_cursor = self._dialect.cursor(connection)
+
+    def _cancel(self, connection: BaseDatabaseWrapper) -> None:
+        """Ask the server to end the request, then close *connection*; until then it counts as open.
+
+        Otherwise a commit that waits for a synchronous standby would keep its session on the server.
+        """
+
+        def end() -> None:
+            try:
+                cancel(connection, self._io_timeout, self.open)
+            finally:
+                self._close(connection)
+
+        try:
+            start_daemon(end, "distlock-cancel")
+        except NoThreadError:
+            self._close(connection)
 
     def _close(self, connection: BaseDatabaseWrapper) -> None:
         try:
@@ -215,30 +277,22 @@ class OwnConnections:
     def _free_place(self, connection: BaseDatabaseWrapper) -> None:
         with self._mutex:
             self._all.discard(connection)
-            self._has_place.notify()
+        self._ring_first()
 
     def _close_idle(self) -> None:
-        """Close those that were not used since the last time."""
         self._closes_idle = False
-        with suppress(IndexError):
-            for _ in range(len(self._idle)):
-                connection = self._idle.pop(0)
-                if connection.distlock_was_used:
-                    connection.distlock_was_used = False
-                    self._idle.append(connection)
-                else:
-                    self._close(connection)
+        self._idle.close_unused(self._close, IDLE)
         if self._idle and not self._closes_idle:
             self._closes_idle = True
             background.submit(self.alias, self._close_idle, IDLE)
 
     def _settings(self) -> dict[str, Any]:
-        # Those of now: each thread has connections of its own, which may be from before they were changed.
+        # Read again, as they may have changed since this thread's connections were made.
         settings: dict[str, Any] = copy.deepcopy(connections.settings[self._database])
         settings.update(CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=False, AUTOCOMMIT=True)
         # An application's pool must not be drained by its locks.
         settings["OPTIONS"].pop("pool", None)
-        settings["OPTIONS"].update(self._engine.connection_options(settings, self._io_timeout))
+        settings["OPTIONS"].update(self._dialect.connection_options(settings, self._io_timeout))
         return settings
 
     @contextmanager
@@ -249,18 +303,20 @@ class OwnConnections:
         except LockError:
             raise  # LockNotAcquired is a TimeoutError
         except TimeoutError as error:
-            raise self._lost(error) from error
+            raise self._lost(error) from root_cause(error)
         except (DatabaseError, InterfaceError) as error:
-            if self._engine.is_contention(error):
-                raise self._contended(error) from error
+            if self._dialect.is_contention(error):
+                raise self._contended(error) from root_cause(error)
             is_of_server = isinstance(error, (OperationalError, InterfaceError))
-            if is_of_server and not self._engine.is_missing_table(error):
-                raise self._lost(error) from error
-            raise LockBackendError(self.alias, _explained(error, self._database)) from error
+            if is_of_server and not self._dialect.is_refusal(error):
+                raise self._lost(error) from root_cause(error)
+            raise LockBackendError(self.alias, _explained(error, self._database)) from root_cause(
+                error
+            )
         except Crowded as error:
-            raise self._contended(error) from error
+            raise self._contended(error) from root_cause(error)
         except Unusable as error:
-            raise LockBackendError(self.alias, str(error)) from error
+            raise LockBackendError(self.alias, str(error)) from root_cause(error)
 
     def _contended(self, error: Exception) -> Contended:
         problem = f"the database {self._database!r} is busy with other writers: {first_line(error)}"
@@ -281,8 +337,23 @@ def abandon(connection: BaseDatabaseWrapper) -> None:
         os.close(nowhere)
 
 
+def is_word_of_server(error: BaseException | None) -> bool:
+    """Return True if the server has reported *error*; otherwise the connection broke."""
+    while error is not None:
+        if any(getattr(error, each, None) for each in ("sqlstate", "pgcode", "sqlite_errorcode")):
+            return True
+        # PostgreSQL refuses a connection: drivers give only the text of that error.
+        if "FATAL:" in str(error):
+            return True
+        number = error.args[0] if error.args else None
+        if isinstance(number, int) and not _OF_DRIVERS <= number < _OF_DRIVERS + 1000:
+            return True
+        error = error.__cause__
+    return False
+
+
 def _close_quietly(connection: BaseDatabaseWrapper) -> None:
-    # The driver's own: Django's close() refuses to work where an event loop runs.
+    # With the driver's close(): Django's refuses to work in the thread of an event loop.
     driver, connection.connection = connection.connection, None
     with suppress(Error, OSError), connection.wrap_database_errors:
         if driver is not None:
@@ -291,6 +362,16 @@ def _close_quietly(connection: BaseDatabaseWrapper) -> None:
 
 def _explained(error: Exception, database: str) -> str:
     text = first_line(error)
-    if isinstance(error, (ProgrammingError, OperationalError)) and "denied" not in text:
-        return f"{text}: is the app migrated? Run manage.py migrate django_distlock --database={database}"
+    if "pooling mode" in text:
+        return f"{text}: set pool_mode of PgBouncer to transaction or session"
+    if isinstance(error, (ProgrammingError, OperationalError)) and not _NO_RIGHT.search(text):
+        return f"{text}: is the app migrated? {how_to_migrate(database)}"
     return text
+
+
+def how_to_migrate(database: str) -> str:
+    """Return the command that creates the tables of the locks."""
+    command = f"manage.py migrate django_distlock --database={database}"
+    if apps.is_installed("django_distlock"):
+        return f"Run {command}"
+    return f'Add "django_distlock" to INSTALLED_APPS, then run {command}'

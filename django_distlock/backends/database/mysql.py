@@ -1,47 +1,44 @@
-"""MariaDB and MySQL: one conditional UPDATE a verb, whose result comes back as LAST_INSERT_ID."""
+"""MariaDB and MySQL: one conditional UPDATE for each verb, which returns its result as LAST_INSERT_ID."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.exceptions import first_line
 
 from .connections import Crowded
-from .engine import (
+from .dialect import (
     COUNTER,
+    CREATE as CREATE_ROWS,
     LOCK,
-    PATIENCE,
+    PARAMETER,
     ROW_WAIT,
-    WAITER,
-    Engine,
+    Dialect,
     OutOfReach,
     StaleSnapshot,
     busy,
     parameters,
-    turn,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-# SYSDATE is read when it is reached, NOW when the statement began: before a wait for the row.
-_AFTER = "SYSDATE(6) + INTERVAL CAST({} * 1000000 AS SIGNED) MICROSECOND"
-_TURN = turn("SYSDATE(6)", "%({})s")
+# SYSDATE is the time at which it is evaluated, NOW the beginning of the statement: before a wait for the row.
+_LATER = "{} + INTERVAL CAST({} * 1000000 AS SIGNED) MICROSECOND"
+_AFTER = _LATER.format("SYSDATE(6)", "{}")
+_LEFT = "TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), available_at) / 1e6"
 MICROSECONDS = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS SIGNED)"
 
-# Takes the lock for %(owner)s if it is free, and raises its fencing token.
+# Acquires the lock for %(owner)s if it is free, and raises its fencing token.
 #
-# The row of the lock is locked and read first. Only if it is free is there a row of the counter to join,
-# so that a refused statement does not lock that one, which guard() may hold. Until when the lock is taken
-# is compared with the begin of the statement there, as a key must be known before the rows are read; what
-# decides is the last line, by the clock as it is then.
-# Each assignment reads but its own old column and the clock, as their order across tables is not
-# defined. LAST_INSERT_ID: the token; 0: refused, or there is no row yet.
+# It locks and reads the lock's row first. It joins the counter's row only if the lock is free, so that a
+# refused statement does not lock that row, which guard() may hold. The join compares available_at with the
+# begin of the statement, because a key must be known before the rows are read. The last line decides, by
+# the time at which it is evaluated.
+# Each assignment reads only its own old column and the clock, as the order of assignments across tables is
+# not defined. LAST_INSERT_ID: the token; 0: refused, or there is no row yet.
 _ACQUIRE = f"""
 UPDATE {LOCK} AS l STRAIGHT_JOIN {COUNTER} AS c
     ON c.method_name = IF(l.available_at <= NOW(6), %(key)s, NULL)
@@ -54,97 +51,59 @@ SET l.owner = %(owner)s, l.holder = %(holder)s,
 WHERE l.method_name = %(key)s AND l.available_at <= SYSDATE(6) AND {{turn}}
 """
 
-# One row: is it ours, its token, who has it, seconds until others may have it.
+# One row: whether it is ours, the token, the holder, seconds until others can acquire it.
 _LOOK = f"""
-SELECT l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), l.available_at) / 1e6
+SELECT l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), {_LEFT}
 FROM {LOCK} AS l JOIN {COUNTER} AS c ON c.method_name = l.method_name WHERE l.method_name = %(key)s
 """
 
-CREATE = (
-    f"""INSERT IGNORE INTO {LOCK} (method_name, description, fencing_token, available_at, updated_at)
-    VALUES (%(key)s, %(name)s, 0, SYSDATE(6), SYSDATE(6))""",
-    f"INSERT IGNORE INTO {COUNTER} (method_name, value) VALUES (%(key)s, 0)",
+CREATE = tuple(
+    each.format(now="SYSDATE(6)").replace("INSERT", "INSERT IGNORE", 1) for each in CREATE_ROWS
 )
-
-# Frees the lock if %(owner)s has it, but a late one from no lock_delay. LAST_INSERT_ID: 2 in time, 1 late, 0 it was not ours.
-_RELEASE = f"""
-UPDATE {LOCK} SET
-    updated_at = IF(LAST_INSERT_ID(IF(expires_at > SYSDATE(6), 2, 1)), SYSDATE(6), NULL),
-    owner = NULL, last_owner = %(owner)s, holder = NULL,
-    available_at = IF(expires_at > SYSDATE(6),
-        acquired_at + INTERVAL CAST(%(min_hold)s * 1000000 AS SIGNED) MICROSECOND, available_at)
-WHERE method_name = %(key)s AND owner = %(owner)s
-"""
-
-# One row: released by us before, held by another.
-_MISSED = f"""
-SELECT last_owner <=> %(owner)s, owner IS NOT NULL AND expires_at > SYSDATE(6)
-FROM {LOCK} WHERE method_name = %(key)s
-"""
-
-# Gives a lease that is still its owner's more time, never less. Matches one row, or none.
-_EXTEND = f"""
-UPDATE {LOCK} SET updated_at = SYSDATE(6),
-    available_at = GREATEST(available_at, {_AFTER.format("(%(ttl)s + %(lock_delay)s)")}),
-    expires_at = GREATEST(expires_at, {_AFTER.format("%(ttl)s")})
-WHERE method_name = %(key)s AND owner = %(owner)s AND expires_at > SYSDATE(6)
-"""
-
-_TAKE_OVER = f"""
-UPDATE {LOCK} SET owner = %(owner)s, holder = %(holder)s, expires_at = {_AFTER.format("%(ttl)s")},
-    available_at = GREATEST({_AFTER.format("(%(ttl)s + %(lock_delay)s)")},
-        acquired_at + INTERVAL CAST(%(min_hold)s * 1000000 AS SIGNED) MICROSECOND)
-WHERE method_name = %(key)s AND owner = %(former)s AND expires_at > SYSDATE(6)
-"""
-
-_PROBE = f"""
-SELECT IF(expires_at > SYSDATE(6), holder, NULL), TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), available_at) / 1e6
-FROM {LOCK} WHERE method_name = %(key)s AND available_at > SYSDATE(6)
-"""
-
-_ENQUEUE = f"""
-INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
-VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format(PATIENCE)})
-ON DUPLICATE KEY UPDATE ticket = LAST_INSERT_ID(ticket), expires_at = VALUES(expires_at)
-"""
-#: Lock wait timeout, lock not available at once.
+#: ER_LOCK_WAIT_TIMEOUT, ER_LOCK_NOWAIT.
 _LOCK_NOT_AVAILABLE = {1205, 3572}
-#: Those, deadlock, row changed since the snapshot.
+#: These, and ER_LOCK_DEADLOCK, ER_CHECKREAD (the row changed after the snapshot).
 CONTENTION = {*_LOCK_NOT_AVAILABLE, 1213, 1020}
-#: Nothing is cut in silence, no quote or empty text means something else.
+#: Too long values are errors, and quotes and empty texts have their usual meaning.
 _SQL_MODE = "STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION"
 _NO_SUCH_TABLE = 1146
-_PARAMETER = re.compile(r"%\((\w+)\)s")
 #: ER_DBACCESS_DENIED_ERROR, ER_TABLEACCESS_DENIED_ERROR
 _OUT_OF_REACH = {1044, 1142, _NO_SUCH_TABLE}
+#: These, and ER_OPTION_PREVENTS_STATEMENT (read_only), ER_CANT_EXECUTE_IN_READ_ONLY_TRANSACTION (tx_read_only)
+_REFUSED = {*_OUT_OF_REACH, 1290, 1792}
 
 
-class MySQL(Engine):
-    """One statement a verb where it succeeds; a refused one asks a second time who has it."""
+class MySQL(Dialect):
+    """One statement for each verb; a refused acquire needs a second one to find the holder."""
 
-    after = _AFTER
-    now = "SYSDATE(6)"
+    now, after, later, left = "SYSDATE(6)", _AFTER, _LATER, _LEFT
+    on_release = ""
+    on_enqueue = """ON DUPLICATE KEY UPDATE ticket = LAST_INSERT_ID(ticket), expires_at = VALUES(expires_at)"""
     pauses = (0.002, 0.01)
-    missed_sql, probe_sql, take_over_sql = _MISSED, _PROBE, _TAKE_OVER
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
-        self._acquire = _ACQUIRE.format(turn=_TURN if fair else "TRUE")
+        self._acquire = self.sql(_ACQUIRE)
+
+    def expressions(self) -> dict[str, str]:
+        """Make a release return by LAST_INSERT_ID: 2 in time, 1 expired, 0 it was not ours."""
+        updated = "IF(LAST_INSERT_ID(IF(expires_at > SYSDATE(6), 2, 1)), SYSDATE(6), NULL)"
+        return {**super().expressions(), "updated": updated}
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
-        """Give up a server that does not answer; read what is committed."""
+        """Return timeouts against a server that does not answer, and the isolation level READ COMMITTED."""
         whole = max(1, round(io_timeout))
         timeouts = {"connect_timeout": whole, "read_timeout": whole, "write_timeout": whole}
         return {**timeouts, "isolation_level": "read committed"}
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
-        """Have one clock whatever the machine's zone; wait for a row no longer than a moment."""
+        """Set time zone, SQL mode and isolation level, and a short timeout for locked rows."""
         settle(connection)
         with connection.cursor() as cursor:
             cursor.execute("SET SESSION innodb_lock_wait_timeout = %s", [max(1, round(ROW_WAIT))])
 
     def cursor(self, connection: Any) -> Any:
-        """Return the driver's. MariaDB can be given values with EXECUTE, and so parses our statements once."""
+        """Return the driver's cursor. On MariaDB it prepares our statements, as EXECUTE takes values there."""
         cursor = super().cursor(connection)
         cursor.distlock_prepared = {} if connection.mysql_is_mariadb else None
         return cursor
@@ -155,15 +114,15 @@ class MySQL(Engine):
     def is_wait_over(self, error: Exception) -> bool:
         return code(error) in _LOCK_NOT_AVAILABLE
 
-    def is_missing_table(self, error: Exception) -> bool:
-        return code(error) == _NO_SUCH_TABLE
+    def is_refusal(self, error: Exception) -> bool:
+        return code(error) in _REFUSED
 
     def take(self, cursor: Any, request: Request) -> Grant | Busy:
         known = parameters(request)
         _run(cursor, self._acquire, known)
         if cursor.lastrowid:
             return Grant(cursor.lastrowid)
-        # If nobody has it, it came free meanwhile, or has no rows yet.
+        # If it is free now, it was released meanwhile, or has no rows yet.
         for _ in range(2):
             cursor.execute(_LOOK, known)
             row = cursor.fetchone()
@@ -183,23 +142,19 @@ class MySQL(Engine):
 
     def release(self, cursor: Any, request: Request) -> Release:
         known = {"key": request.key, "owner": request.owner, "min_hold": request.min_hold}
-        _run(cursor, _RELEASE, known)
+        _run(cursor, self.release_sql, known)
         if cursor.lastrowid:
             return Release.RELEASED if cursor.lastrowid == 2 else Release.GONE
         return self.missed(cursor, request)
 
-    def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
-        # Django has the server count rows matched, not changed.
-        return [bool(cursor.execute(_EXTEND, parameters(request))) for request in requests]
-
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
         known = {"key": request.key, "owner": request.owner, "channel": channel}
-        cursor.execute(_ENQUEUE, known)
+        cursor.execute(self.enqueue_sql, known)
         ticket: int = cursor.lastrowid
         return ticket
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
-        """Lock in share mode: it reads the newest value, where a plain read gives the snapshot's."""
+        """Lock in share mode, which reads the newest value; a plain read returns that of the snapshot."""
         select = f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %(key)s"
         try:
             cursor.execute(select, {"key": key})
@@ -218,14 +173,14 @@ class MySQL(Engine):
 
 
 def _run(cursor: Any, statement: str, values: dict[str, Any]) -> None:
-    """Execute a constant *statement*, prepared once a connection where the server can."""
+    """Execute a constant *statement*; on MariaDB, prepare it once for each connection."""
     if cursor.distlock_prepared is None:
         cursor.execute(statement, values)
         return
     known = cursor.distlock_prepared.get(statement)
     if known is None:
-        names, name = _PARAMETER.findall(statement), f"distlock_{len(cursor.distlock_prepared)}"
-        cursor.execute(f"PREPARE {name} FROM %s", [_PARAMETER.sub("?", statement)])
+        names, name = PARAMETER.findall(statement), f"distlock_{len(cursor.distlock_prepared)}"
+        cursor.execute(f"PREPARE {name} FROM %s", [PARAMETER.sub("?", statement)])
         known = f"EXECUTE {name} USING {', '.join(['%s'] * len(names))}", names
         cursor.distlock_prepared[statement] = known
     call, names = known
@@ -233,7 +188,7 @@ def _run(cursor: Any, statement: str, values: dict[str, Any]) -> None:
 
 
 def settle(connection: BaseDatabaseWrapper) -> None:
-    """Have one clock, one isolation and one reading of SQL, whatever the machine or the project prefers."""
+    """Set time zone, SQL mode and isolation level, whatever the machine or the project has set."""
     with connection.cursor() as cursor:
         cursor.execute(f"SET SESSION time_zone = '+00:00', sql_mode = '{_SQL_MODE}'")
         cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")

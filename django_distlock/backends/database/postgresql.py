@@ -1,9 +1,8 @@
-"""PostgreSQL: one guarded statement a verb, waiters woken by NOTIFY. Written for version 14 and later."""
+"""PostgreSQL: one statement for each verb, and waiters woken by NOTIFY. For version 14 and later."""
 
 from __future__ import annotations
 
 import json
-import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,23 +14,23 @@ try:
 except ImportError:
     _is_psycopg3 = False
 
-from django_distlock.engine.naming import stored
-from django_distlock.engine.values import Busy, Grant, Request
+from django_distlock.engine.values import Busy, Grant, Request, Secret
 from django_distlock.exceptions import first_line
 
 from .bounds import wait_for_reply
 from .connections import Crowded
-from .engine import (
+from .dialect import (
     COUNTER,
     LOCK,
+    PARAMETER,
     PATIENCE,
     ROW_WAIT,
     WAITER,
-    Engine,
+    Dialect,
     OutOfReach,
     StaleSnapshot,
     busy,
-    turn,
+    parameters,
 )
 
 #: Whether the driver is psycopg 3, and not psycopg2.
@@ -51,25 +50,30 @@ if TYPE_CHECKING:
 MICROSECONDS = "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
 #: insufficient_privilege, undefined_table
 _OUT_OF_REACH = {"42501", "42P01"}
-_AFTER = "clock_timestamp() + make_interval(secs => {})"
+_LATER = "{} + make_interval(secs => {})"
+_AFTER = _LATER.format("clock_timestamp()", "{}")
+_LEFT = "extract(epoch FROM available_at - clock_timestamp())::float8"
 _AVAILABLE = _AFTER.format("%(taken_for)s")
-# First in a list: what has ended by then has ended for all that follows.
+# Comes first in a list: a lease that has expired by then has expired for the columns after it.
 _HOLDER = "CASE WHEN expires_at > clock_timestamp() THEN holder END"
-_TURN = turn("clock_timestamp()", "%({})s")
+# Makes the commit wait for the disk: a lease lost in a crash would have two holders. {}: for this transaction only.
+_DURABLE = """set_config('synchronous_commit', CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+    THEN 'on' ELSE current_setting('synchronous_commit') END, {})"""
 
-# Takes the lock for %(owner)s if it is free for it, and raises its fencing token.
+# Acquires the lock for %(owner)s if it is free for it, and raises its fencing token.
 #
-# seen      what the row says: a refusal ends here and writes nothing, no WAL and no transaction id.
-# counter   the counter's row, locked; none if guard() holds it, or another acquire does right now.
-# settled   makes this one transaction durable and impatient, whatever the session is set to.
+# seen      the row as it is: a refusal ends here and writes nothing, no WAL and no transaction id.
+# allowed   whether it is ours already, and whether it is free and our turn.
+# counter   the counter's row, locked; none if guard() or another acquire has it locked.
+# settled   sets durability and a short lock_timeout for this transaction, whatever the session has set.
 # granted   decides, on the newest version of the row and by a clock read after any wait for it.
-# counted   has the token where guard() looks for it.
-# One row: token (null: refused), holder, seconds until others may have it, whether the row says that
-# it is free: one that is and is refused has its counter locked.
+# counted   writes the token where guard() reads it.
+# One row: token (null: refused), holder, seconds until others can acquire it, whether it was seen free:
+# a refusal in spite of that means that the counter is locked.
 _ACQUIRE = f"""
 WITH seen AS (
     SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, {_HOLDER} AS holder,
-           extract(epoch FROM available_at - clock_timestamp())::float8 AS remaining
+           {_LEFT} AS remaining
     FROM {LOCK} WHERE method_name = %(key)s
 ), allowed AS MATERIALIZED (
     SELECT coalesce((SELECT mine FROM seen), false) AS mine,
@@ -78,9 +82,7 @@ WITH seen AS (
     SELECT value FROM {COUNTER}
     WHERE method_name = %(key)s AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
 ), settled AS MATERIALIZED (
-    SELECT set_config('lock_timeout', '{ROW_WAIT:g}s', true),
-           set_config('synchronous_commit', CASE current_setting('synchronous_commit')
-               WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)
+    SELECT set_config('lock_timeout', '{ROW_WAIT:g}s', true), {_DURABLE.format("true")}
     FROM allowed
     WHERE mine OR (free AND (EXISTS (SELECT FROM counter)
         OR NOT EXISTS (SELECT FROM {COUNTER} WHERE method_name = %(key)s)))
@@ -110,61 +112,31 @@ SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT r
        (SELECT free FROM allowed)
 """
 
-# A waiter that is granted leaves the queue; one that is not keeps its place for some more time.
+# A waiter that is granted leaves the queue; one that is refused renews its place.
 _QUEUE = f""", gone AS (
     DELETE FROM {WAITER} WHERE owner = %(owner)s AND EXISTS (SELECT FROM granted)
 ), kept AS (
-    UPDATE {WAITER} SET expires_at = {_AFTER.format(PATIENCE)}, callers = %(queued)s::int
+    UPDATE {WAITER} SET expires_at = {_AFTER.format(PATIENCE)}
     WHERE owner = %(owner)s AND NOT EXISTS (SELECT FROM granted)
-        AND (expires_at < {_AFTER.format(PATIENCE / 2)} OR callers <> %(queued)s::int)
+        AND expires_at < {_AFTER.format(PATIENCE / 2)}
 )"""
 
-# Frees the lock if %(owner)s has it, but a late one from no lock_delay, and rings the first live waiter, if there is one:
-# NOTIFY takes a lock on the whole database at commit, so nobody is not notified.
-# One row: whether it was in time; none: it was not ours.
-_RELEASE = f"""
-UPDATE {LOCK} SET owner = NULL, last_owner = %(owner)s, holder = NULL, updated_at = clock_timestamp(),
-    available_at = CASE WHEN expires_at > clock_timestamp()
-        THEN acquired_at + make_interval(secs => %(min_hold)s) ELSE available_at END
-WHERE method_name = %(key)s AND owner = %(owner)s
-RETURNING expires_at > clock_timestamp(), (
-    SELECT pg_notify(channel, ticket::text) FROM {WAITER}
-    WHERE method_name = %(key)s AND expires_at > clock_timestamp() AND channel <> '' ORDER BY ticket LIMIT 1)
-"""
+# Notifies the first valid waiter. Without a waiter there is no NOTIFY, as that takes a lock on the whole server
+# at commit.
+RING_NEXT = f"""
+SELECT pg_notify(channel, ticket::text) FROM {WAITER}
+WHERE method_name = %(key)s AND expires_at > clock_timestamp() AND channel <> '' ORDER BY ticket LIMIT 1"""
 
-# One row: released by us before, held by another.
-_MISSED = f"""
-SELECT last_owner = %(owner)s, owner IS NOT NULL AND expires_at > clock_timestamp()
-FROM {LOCK} WHERE method_name = %(key)s
-"""
-
-# Gives each lease that is still its owner's more time, never less. A row for each that was.
+# Extends each lease that its owner still holds, never shortens one, and is as durable as the grant. Returns the owners.
 _EXTEND = f"""
+WITH settled AS MATERIALIZED (SELECT {_DURABLE.format("true")})
 UPDATE {LOCK} AS l SET
     expires_at = greatest(l.expires_at, {_AFTER.format("e.ttl")}),
-    available_at = greatest(l.available_at, {_AFTER.format("e.ttl + e.lock_delay")}),
+    available_at = greatest(l.available_at, {_AFTER.format("e.ttl")}),
     updated_at = clock_timestamp()
-FROM json_to_recordset(%(leases)s::json) AS e (key text, owner text, ttl float8, lock_delay float8)
+FROM json_to_recordset(%(leases)s::json) AS e (key text, owner text, ttl float8), settled
 WHERE l.method_name = e.key AND l.owner = e.owner AND l.expires_at > clock_timestamp()
 RETURNING l.owner
-"""
-
-_TAKE_OVER = f"""
-UPDATE {LOCK} SET owner = %(owner)s, holder = %(holder)s, expires_at = {_AFTER.format("%(ttl)s")},
-    available_at = greatest({_AFTER.format("%(ttl)s + %(lock_delay)s")},
-        acquired_at + make_interval(secs => %(min_hold)s))
-WHERE method_name = %(key)s AND owner = %(former)s AND expires_at > clock_timestamp()
-"""
-
-_PROBE = f"""
-SELECT {_HOLDER}, extract(epoch FROM available_at - clock_timestamp())::float8
-FROM {LOCK} WHERE method_name = %(key)s AND available_at > clock_timestamp()
-"""
-
-_ENQUEUE = f"""
-INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
-VALUES (%(key)s, %(owner)s, %(channel)s, {_AFTER.format(PATIENCE)})
-ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING ticket
 """
 
 _KEEP_PLACES = f"""
@@ -172,25 +144,28 @@ UPDATE {WAITER} SET expires_at = {_AFTER.format(PATIENCE)}
 WHERE owner IN (SELECT json_array_elements_text(%(owners)s::json)) AND expires_at < {_AFTER.format(PATIENCE / 2)}
 """
 
+_SETTLE = f"""
+SELECT set_config('default_transaction_isolation', 'read committed', false), {_DURABLE.format("false")}
+"""
+
 #: lock_not_available, serialization_failure, deadlock_detected.
 CONTENTION = {"55P03", "40001", "40P01"}
 _LOCK_NOT_AVAILABLE = "55P03"
-#: How results are read, by the types that the server tells: boolean, bigint, double precision.
-_READERS: dict[int, Callable[[bytes], Any]] = {16: b"t".__eq__, 20: int, 701: float}
-_PARAMETER = re.compile(r"%\((\w+)\)s")
+#: Parsers of results by the OIDs of their types: boolean, bigint, integer, double precision.
+_READERS: dict[int, Callable[[bytes], Any]] = {16: b"t".__eq__, 20: int, 23: int, 701: float}
 
 
 class LeanCursor:
-    """Executes constant statements as a cursor of psycopg 3 does, by libpq, in a third of its time."""
+    """Executes constant statements through libpq, in a third of the time of psycopg 3's own cursor."""
 
     def __init__(self, connection: BaseDatabaseWrapper, *, prepares: bool) -> None:
-        """*prepares*: have the server parse and plan each statement once, as the session is ours alone."""
+        """*prepares*: prepare each statement once, which needs a session of our own (no pooler)."""
         self._raw: Any = connection.connection
         self._prepares = prepares
         self._known: dict[str, tuple[bytes, list[str]]] = {}
 
     def execute(self, statement: str, values: dict[str, Any] | None = None) -> None:
-        """Send *statement*, whose parameters are texts and floating point numbers; without any, it may be several."""
+        """Send *statement*; its parameters are texts and floats. Without *values* it may be several statements."""
         if values is None:
             send_all = self._raw.pgconn.send_query
             self._result = result_of(self._raw, send_all, statement.encode())
@@ -227,9 +202,9 @@ class LeanCursor:
         )
 
     def _numbered(self, statement: str, values: dict[str, Any]) -> tuple[bytes, list[str]]:
-        """Return what is sent for *statement*, its name or its text, and its parameters in order."""
-        names = [*dict.fromkeys(_PARAMETER.findall(statement))]
-        text = _PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", statement).encode()
+        """Return the text to send for *statement*, or its name if it is prepared, and its parameters in order."""
+        names = [*dict.fromkeys(PARAMETER.findall(statement))]
+        text = PARAMETER.sub(lambda found: f"${names.index(found[1]) + 1}", statement).encode()
         if self._prepares:
             name = f"distlock_{len(self._known)}".encode()
             kinds = [_kind(values[name]) for name in names]
@@ -240,15 +215,15 @@ class LeanCursor:
 
 
 def _kind(value: object) -> int:
-    """Return the type of a parameter: what is unknown is found out by the server."""
+    """Return the OID of a parameter's type; 0 lets the server find it out."""
     return 701 if isinstance(value, int | float) else 0
 
 
 def result_of(raw: Any, send: Callable[..., None], *args: Any) -> PGresult:
-    """Return the last result of what is sent on *raw* by libpq, which psycopg 3 lends."""
+    """Call *send* of libpq on psycopg 3's connection *raw*, and return the last result."""
     send(*args)
     if raw.distlock_poll is None or raw.pgconn.flush():
-        # As psycopg waits: it lets other greenlets run, or sends the rest first.
+        # Wait as psycopg does, which lets other greenlets run, and sends the rest first.
         results: list[PGresult] = raw.wait(generators.execute(raw.pgconn))
     else:
         results = _received(raw, raw.pgconn)
@@ -271,26 +246,25 @@ def _received(raw: Any, server: Any) -> list[PGresult]:
             results.append(result)
     except OperationalError:
         if not results:
-            raise  # else the server has said why it ended the connection
+            raise  # otherwise the results have the server's reason for ending the connection
     return results
 
 
-class PostgreSQL(Engine):
-    """One statement, one round trip a verb."""
+class PostgreSQL(Dialect):
+    """One statement and one round trip for each verb."""
 
     looks_before_retry = False
-    after = _AFTER
-    release_sql, missed_sql, probe_sql, enqueue_sql = _RELEASE, _MISSED, _PROBE, _ENQUEUE
-    take_over_sql = _TAKE_OVER
+    now, after, later, left = "clock_timestamp()", _AFTER, _LATER, _LEFT
+    on_release = f"{Dialect.on_release}, ({RING_NEXT})"
+    guard_lock = "FOR SHARE"
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
-        turn = _TURN if fair else "true"
-        self._acquire = _ACQUIRE.format(turn=turn, queue="")
-        self._acquire_queued = _ACQUIRE.format(turn=turn, queue=_QUEUE)
+        self._acquire = self.sql(_ACQUIRE, queue="")
+        self._acquire_queued = self.sql(_ACQUIRE, queue=_QUEUE)
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
-        """Find a dead server soon; read what is committed, whatever the application prefers."""
+        """Return options that find a dead server soon; remove the application's isolation level."""
         options: dict[str, Any] = {
             "connect_timeout": max(2, round(io_timeout)),
             "keepalives": 1,
@@ -303,14 +277,14 @@ class PostgreSQL(Engine):
         return {**options, "server_side_binding": True} if HAS_PSYCOPG3 else options
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
-        """Have statements planned once and for all, where the session is ours alone."""
+        """Set the session up; plan each statement only once, unless a pooler shares the session."""
         is_ours = connection.distlock_is_ours = settle(connection)  # type: ignore[attr-defined]  # our own
         if is_ours:
             with connection.cursor() as cursor:
                 cursor.execute("SET plan_cache_mode = force_generic_plan")
 
     def cursor(self, connection: Any) -> Any:
-        """Return the driver's, or one that costs less still."""
+        """Return a LeanCursor on psycopg 3, else the driver's cursor."""
         if not HAS_PSYCOPG3:
             return super().cursor(connection)
         return LeanCursor(connection, prepares=connection.distlock_is_ours)
@@ -321,16 +295,11 @@ class PostgreSQL(Engine):
     def is_wait_over(self, error: Exception) -> bool:
         return sqlstate(error) == _LOCK_NOT_AVAILABLE
 
-    def try_acquire(self, cursor: Any, request: Request, queued: int) -> Grant | Busy:
-        known: dict[str, Any] = {
-            "key": request.key,
-            "name": stored(request.name),
-            "owner": request.owner,
-            "holder": request.holder.to_json(),
-            "ttl": request.ttl,
-            "taken_for": max(request.min_hold, request.ttl + request.lock_delay),
-            "queued": int(queued),
-        }
+    def is_refusal(self, error: Exception) -> bool:
+        return "statement pooling mode" in str(error)  # of PgBouncer
+
+    def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
+        known = parameters(request)
         cursor.execute(self._acquire_queued if queued else self._acquire, known)
         token, holder, remaining, is_free = cursor.fetchone()
         if token is not None:
@@ -340,20 +309,19 @@ class PostgreSQL(Engine):
         return busy(holder, remaining)
 
     def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
-        names = ("key", "owner", "ttl", "lock_delay")
+        names = ("key", "owner", "ttl")
         leases = [{name: getattr(request, name) for name in names} for request in requests]
-        cursor.execute(_EXTEND, {"leases": json.dumps(leases)})
+        cursor.execute(_EXTEND, {"leases": Secret(json.dumps(leases))})
         kept = {owner for (owner,) in cursor.fetchall()}
         return [request.owner in kept for request in requests]
 
     def keep_places(self, cursor: Any, owners: Sequence[str]) -> None:
-        cursor.execute(_KEEP_PLACES, {"owners": json.dumps(owners)})
+        cursor.execute(_KEEP_PLACES, {"owners": Secret(json.dumps(owners))})
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
-        """FOR SHARE: renewals write another row, an acquire of somebody else skips a locked one."""
-        select = f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %(key)s FOR SHARE"
+        """Lock with FOR SHARE: renewals write another row, and an acquire of another caller skips a locked one."""
         try:
-            cursor.execute(select, {"key": key})
+            return super().guard(cursor, schema, key, token)
         except Exception as error:
             # Under REPEATABLE READ: the row was written after the snapshot of this transaction.
             if sqlstate(error) == "40001":
@@ -361,12 +329,14 @@ class PostgreSQL(Engine):
             if sqlstate(error) in _OUT_OF_REACH:
                 raise OutOfReach(first_line(error)) from error
             raise
-        row = cursor.fetchone()
-        return None if row is None else row[0]
+
+
+def notify(cursor: Any, channel: str) -> None:
+    cursor.execute("SELECT pg_notify(%(channel)s, '')", {"channel": channel})
 
 
 def notes(raw: Any, seconds: float) -> Iterable[Any]:
-    """Return what the server notifies *raw*, the driver's connection, of within so many *seconds*."""
+    """Return the notifications that reach *raw*, the driver's connection, within so many *seconds*."""
     if HAS_PSYCOPG3:
         found: Iterable[Any] = raw.notifies(timeout=seconds)
         return found
@@ -378,24 +348,24 @@ def notes(raw: Any, seconds: float) -> Iterable[Any]:
 
 
 def settle(connection: BaseDatabaseWrapper) -> bool:
-    """Read what is committed, whatever the role prefers; tell whether the session is ours alone.
+    """Set READ COMMITTED and durable commits, whatever the role has set; return True if the session is ours alone.
 
-    One of a pooler is left as it is: there, statements that the isolation ends are asked again.
+    A session behind a pooler stays unchanged; statements that fail there because of their isolation are repeated.
     """
     if HAS_PSYCOPG3:
-        # Said by each BEGIN; psycopg2 would set the session instead.
+        # Every BEGIN contains it; psycopg2 would change the session instead.
         connection.connection.isolation_level = IsolationLevel.READ_COMMITTED
     if not is_direct(connection):
         return False
     with connection.cursor() as cursor:
-        cursor.execute("SET default_transaction_isolation = 'read committed'")
+        cursor.execute(_SETTLE)
     return True
 
 
 def is_direct(connection: BaseDatabaseWrapper) -> bool:
-    """Return whether all statements of *connection* meet one server process.
+    """Return True if one server process runs all statements of *connection*.
 
-    Behind PgBouncer the next one may meet another: it reports a process id of its own making.
+    PgBouncer may send each statement to another one. It reports an invented process id, by which it is found.
     """
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")

@@ -1,4 +1,4 @@
-"""Deleting what locks leave behind, in short transactions that wait for nobody."""
+"""Delete rows that locks have left, in short transactions that skip locked rows."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from django_distlock.engine.values import Purged
 
-from .engine import COUNTER, LOCK, WAITER
-from .portable import microseconds, short_transaction
+from .dialect import COUNTER, LOCK, WAITER, listed, microseconds, short_transaction
 from .records import for_update, server_now
 
 if TYPE_CHECKING:
@@ -20,20 +19,20 @@ if TYPE_CHECKING:
     Ask = Callable[..., Any]
     Parameters = dict[str, Any]
 
-#: Seconds. A statement that was sent before a row was deleted may make it anew with a token of its
-#: own time, which must still be above the deleted one; and SQLite's clock counts milliseconds. With
-#: no such limit 4 of 6,000 tokens were given out twice there.
+#: Seconds. A statement that was sent before a row was deleted may create it again, with a token of its
+#: own time, which must be above the deleted one; and SQLite's clock counts milliseconds. Without this
+#: limit 4 of 6,000 tokens were issued twice there.
 LEAST_AGE = 10.0
-#: A batch's keys become parameters of a statement, of which servers take some ten thousand.
+#: The keys of a batch become parameters of a statement; servers accept some ten thousand.
 LARGEST_BATCH = 10_000
 
-# Nobody has it, can get it back or waits for it, and the clock is past its token.
+# It has no holder that could still renew it and no waiter, and the clock is past its token.
 _IS_OLD = f"""l.available_at < %(cutoff)s AND l.updated_at < %(cutoff)s
     AND (l.owner IS NULL OR l.expires_at < %(cutoff)s) AND l.fencing_token < %(token)s
     AND NOT EXISTS (SELECT 1 FROM {WAITER} AS w WHERE w.method_name = l.method_name AND w.expires_at >= %(now)s)"""
 
-# The next rows in the order of their keys, old or not, each with whether it is: no row is passed
-# twice, and none is locked yet.
+# The next rows in the order of their ids, each with whether it is old: no row is read twice, and none
+# is locked yet.
 _LOOK = f"""
 SELECT l.id, l.method_name, CASE WHEN {_IS_OLD} THEN 1 ELSE 0 END
 FROM {LOCK} AS l WHERE l.id > %(after)s ORDER BY l.id LIMIT %(size)s"""
@@ -42,7 +41,7 @@ SELECT w.ticket, w.method_name, CASE WHEN w.expires_at < %(dead)s THEN 1 ELSE 0 
 FROM {WAITER} AS w WHERE w.ticket > %(after)s ORDER BY w.ticket LIMIT %(size)s"""
 _ENDS = f"SELECT min(id), max(id) FROM {LOCK}"
 
-# Decides, on the newest version of the rows: those in use meanwhile are not old any more.
+# Decides on the newest version of the rows: rows that were used meanwhile are no longer old.
 _SEIZE = f"SELECT l.id, l.method_name FROM {LOCK} AS l WHERE l.id IN {{these}} AND {_IS_OLD} ORDER BY l.id"
 _DELETE = f"DELETE FROM {LOCK} WHERE id IN {{these}}"
 _SEIZE_COUNTERS = (
@@ -54,7 +53,7 @@ _DELETE_WAITERS = f"DELETE FROM {WAITER} WHERE ticket IN {{these}} AND expires_a
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What to delete: what is older than so many seconds, so many rows in one transaction."""
+    """Delete rows older than so many seconds, *batch_size* rows in one transaction."""
 
     older_than: float
     batch_size: int
@@ -70,7 +69,7 @@ class Limits:
 
 
 def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[Purged]:
-    """Yield each batch as it is done. *ask* runs a verb on a cursor in autocommit; *is_mine*: of this alias."""
+    """Purge, and yield each batch. *ask* runs a verb on a cursor in autocommit; *is_mine*: is a key of this alias."""
     known = ask(_moment, limits)
     ((first, last),) = ask(_fetched, _ENDS, known)
     first, last = first or 0, last or 0
@@ -85,11 +84,11 @@ def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[
 
 
 def _moment(cursor: CursorWrapper, limits: Limits) -> Parameters:
-    """Return what the statements name: instants of the server, once for the whole purge."""
+    """Return the parameters of the statements: times of the server, the same for the whole purge."""
     now = server_now(cursor)
     cutoff = now - timedelta(seconds=limits.older_than)
     write = cursor.db.ops.adapt_datetimefield_value
-    # A place in the queue is worth nothing once nobody can renew it: no grace is for it.
+    # A place in the queue that can no longer be renewed is useless, so older_than does not apply to it.
     dead = now - timedelta(seconds=LEAST_AGE)
     instants = {"now": write(now), "cutoff": write(cutoff), "dead": write(dead)}
     return {**instants, "token": microseconds(cutoff), "size": limits.batch_size}
@@ -105,7 +104,7 @@ def _delete(cursor: CursorWrapper, keys: list[int], known: Parameters) -> int:
     with short_transaction(cursor):
         locks = _select(cursor, _SEIZE + for_update(cursor), keys, known)
         deleted = _execute(cursor, _DELETE, [key for key, _ in locks], known)
-        # Last, since a lock whose counter is locked is taken for busy. One that guard() holds stays.
+        # The counters come last, since an acquire takes a locked counter for busy. A counter that guard() holds stays.
         names = [name for _, name in locks]
         counters = _select(cursor, _SEIZE_COUNTERS + for_update(cursor), names, known)
         _execute(cursor, _DELETE_COUNTERS, [name for (name,) in counters], known)
@@ -125,9 +124,7 @@ def _execute(
     """Execute *statement* with its list in place, if it is not empty; return the number of rows."""
     if not these:
         return 0
-    listed = {f"this{number}": value for number, value in enumerate(these)}
-    places = ", ".join(f"%({place})s" for place in listed)
-    known = {**known, **listed}
-    cursor.execute(statement.format(these=f"({places})"), known)
+    marks, values = listed(these)
+    cursor.execute(statement.format(these=marks), {**known, **values})
     count: int = cursor.rowcount
     return count

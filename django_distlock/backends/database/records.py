@@ -1,4 +1,4 @@
-"""Locks as operators see them: rows for the admin, and what the backend tells on a cursor of its own."""
+"""Locks for operators: a queryset for the admin, and listing and forced release on the backend's own cursor."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.db.models import (
     Case,
     CharField,
+    Count,
     ExpressionWrapper,
     F,
     Field,
@@ -15,20 +16,17 @@ from django.db.models import (
     OuterRef,
     Q,
     Subquery,
-    Sum,
-    TextChoices,
     Value,
     When,
 )
 from django.db.models.functions import Coalesce, Now
-from django.utils.translation import gettext_lazy as _
 
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import shown
-from django_distlock.engine.values import Held, digest, digest_of_reservation
+from django_distlock.engine.values import Held, LockState, digest, digest_of_reservation
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import shown
 
-from .engine import COUNTER, LOCK, WAITER
-from .portable import short_transaction
+from .dialect import COUNTER, LOCK, short_transaction
+from .postgresql import RING_NEXT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,22 +44,10 @@ UPDATE {LOCK} SET owner = NULL, holder = NULL, fencing_token = fencing_token + 1
 WHERE method_name = %(key)s AND """
 _IS_HELD = "owner = %(owner)s"
 _IS_RESERVED = "fencing_token = %(token)s AND (owner IS NULL OR expires_at <= {now})"
-_RING_NEXT = f"""
-SELECT pg_notify(channel, ticket::text) FROM {WAITER}
-WHERE method_name = %(key)s AND expires_at > clock_timestamp() AND channel <> '' ORDER BY ticket LIMIT 1"""
-
-
-class State(TextChoices):
-    """What a lock row says at this moment of the server's clock."""
-
-    HELD = "held", _("held")
-    STALE = "stale", _("stale")
-    RESERVED = "reserved", _("reserved")
-    FREE = "free", _("free")
 
 
 class _Taken(NamedTuple):
-    """A row that is not free, at the time of the server."""
+    """A row that is not free, with the server's time."""
 
     server_now: datetime
     method_name: str
@@ -79,11 +65,11 @@ class ServerNow(Now):
     """The time of the server when it is read, in the form that lease rows are written in."""
 
     def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        """Not the statement's begin: it may have waited."""
+        """Use the present time, not the begin of the statement, which may have waited."""
         return self.as_sql(compiler, connection, template="CLOCK_TIMESTAMP()", **context)
 
     def as_mysql(self, compiler: Any, connection: Any, **context: Any) -> Any:
-        """UTC, whatever the zone of this connection."""
+        """Use UTC, whatever the time zone of this connection."""
         return self.as_sql(compiler, connection, template="UTC_TIMESTAMP(6)", **context)
 
 
@@ -102,9 +88,9 @@ def described(using: str) -> QuerySet[MethodLock]:
 def held(
     cursor: CursorWrapper, is_mine: Callable[[str], bool], key: str | None, has_places: bool
 ) -> list[Held]:
-    """Return the locks that are not free, those that end first at the front; with *key*, that one.
+    """Return the locks that are not free, ordered by their ends; with *key*, only that one.
 
-    *has_places*: whether waiters have places in the database, by which they are counted.
+    *has_places*: whether waiters have places in the database, so that they can be counted.
     """
     found = _taken(cursor, key, has_places=has_places)
     return [as_held(row) for row in found if is_mine(row.method_name)]
@@ -114,22 +100,22 @@ def _taken(cursor: CursorWrapper, key: str | None, *, has_places: bool = True) -
     one = {} if key is None else {"method_name": key}
     is_taken = Q(owner__isnull=False) | Q(available_at__gt=ServerNow())
     waiters = _waiters(cursor.db.alias) if has_places else Value(None, IntegerField())
-    # Instants as the driver reads them: to have Django convert those of thousands of rows takes long.
+    # Times as the driver returns them: Django's conversion takes long for thousands of rows.
     instants = {f"read_{name}": ExpressionWrapper(F(name), Field()) for name in _INSTANTS}
     found = rows(cursor.db.alias).filter(is_taken, **one).annotate(waiters=waiters, **instants)
     columns = found.order_by("available_at").values_list(*_COLUMNS, *instants)
-    # By its alias, Django would run it on the application's connection.
+    # A queryset would run on the application's connection, so its SQL is compiled for the cursor's one.
     compiler, now = columns.query.get_compiler(connection=cursor.db), server_now(cursor)
     return (_Taken(now, *row) for row in compiler.results_iter())
 
 
 def is_reserved(row: Any) -> bool:
-    """Return whether nobody holds a row of rows() that is not free: min_hold or lock_delay refuses it to others."""
+    """Return True if min_hold reserves *row*, one of rows() that is not free, and nobody holds it."""
     return row.owner is None or row.expires_at <= row.server_now < row.available_at
 
 
 def as_held(row: Any) -> Held:
-    """Return a row of described() that is not free, for people."""
+    """Return *row*, one of described() that is not free, as Held."""
     name, key, token = shown(row.description), row.method_name, row.fencing_token
     if is_reserved(row):
         left = (row.available_at - row.server_now).total_seconds()
@@ -142,12 +128,12 @@ def as_held(row: Any) -> Held:
 
 
 def holder_of(row: Any) -> Holder | None:
-    """Return who holds the lock, for people; None where the row does not tell in words we know."""
+    """Return the holder in *row*; None if it has none that can be read."""
     return Holder.from_json(row.holder)
 
 
 def force_release(cursor: CursorWrapper, key: str, owner_digest: str) -> bool:
-    """Free the lock if it is still the holding that *owner_digest* names; tell whether it was."""
+    """Free the lock if it still has the holding with this *owner_digest*; return whether it had."""
     row = next(_taken(cursor, key), None)
     if row is None or as_held(row).owner_digest != owner_digest:
         return False
@@ -156,32 +142,32 @@ def force_release(cursor: CursorWrapper, key: str, owner_digest: str) -> bool:
 
 
 def free(cursor: CursorWrapper, row: Any) -> bool:
-    """In a transaction, free the lock if it is still held or reserved as *row* says; tell whether it was.
+    """Free the lock if it is still held or reserved as in *row*; return whether it was. Call it in a transaction.
 
-    The token is raised: what the old holder guards or has claimed refuses it from here on.
+    The token is raised, so that guard() and fenced rows refuse the old holder from now on.
     """
     known = {"key": row.method_name, "owner": row.owner, "token": row.fencing_token}
     is_same = _IS_RESERVED if is_reserved(row) else _IS_HELD
-    # A write comes first: a transaction of SQLite that has read may not be let write any more.
+    # Write first: SQLite may refuse writes in a transaction that began with a read.
     cursor.execute((_CLEAR_OWNER + is_same).format(now=clock(cursor)), known)
     is_freed: bool = cursor.rowcount == 1
     if is_freed:
         raise_counter(cursor, known)
         if cursor.db.vendor == "postgresql":
-            # As a release does; waiters on other servers look again by themselves.
-            cursor.execute(_RING_NEXT, known)
+            # Wake the next waiter, as a release does; on other servers waiters look again by themselves.
+            cursor.execute(RING_NEXT, known)
     return is_freed
 
 
 def server_now(cursor: CursorWrapper) -> datetime:
-    """Return the server's time, with a zone if its driver tells one."""
+    """Return the server's time, with a time zone if its driver returns one."""
     cursor.execute(f"SELECT {clock(cursor)}{cursor.db.features.bare_select_suffix}", {})
     (now,) = cursor.fetchone()
     return now if isinstance(now, datetime) else datetime.fromisoformat(now)
 
 
 def clock(cursor: CursorWrapper) -> str:
-    """Return what the server knows its time by, as it is compared with lease rows."""
+    """Return the SQL of the server's time, in the form of lease rows."""
     from django_distlock.models import MethodLock
 
     compiler = MethodLock.objects.all().query.get_compiler(connection=cursor.db)
@@ -190,7 +176,7 @@ def clock(cursor: CursorWrapper) -> str:
 
 
 def raise_counter(cursor: CursorWrapper, known: dict[str, Any]) -> None:
-    """Raise the token where guard() looks for it; if guard() holds it now, the next acquire will."""
+    """Raise the token in the counter that guard() reads. If guard() has it locked, the next acquire raises it."""
     cursor.execute(
         f"SELECT id FROM {COUNTER} WHERE method_name = %(key)s{for_update(cursor)}", known
     )
@@ -199,7 +185,7 @@ def raise_counter(cursor: CursorWrapper, known: dict[str, Any]) -> None:
 
 
 def for_update(cursor: CursorWrapper) -> str:
-    """Return what locks the selected rows, those that are locked already left out where it can be."""
+    """Return the SQL that locks the selected rows; it skips locked rows if the server can."""
     features = cursor.db.features
     if not features.has_select_for_update:
         return ""
@@ -209,10 +195,10 @@ def for_update(cursor: CursorWrapper) -> str:
 
 def _state() -> Case:
     return Case(
-        When(owner__isnull=False, expires_at__gt=ServerNow(), then=Value(State.HELD)),
-        When(available_at__gt=ServerNow(), then=Value(State.RESERVED)),
-        When(owner__isnull=False, then=Value(State.STALE)),
-        default=Value(State.FREE),
+        When(owner__isnull=False, expires_at__gt=ServerNow(), then=Value(LockState.HELD)),
+        When(available_at__gt=ServerNow(), then=Value(LockState.RESERVED)),
+        When(owner__isnull=False, then=Value(LockState.STALE)),
+        default=Value(LockState.FREE),
         output_field=CharField(),
     )
 
@@ -222,5 +208,5 @@ def _waiters(using: str) -> Coalesce:
 
     alive = LockWaiter.objects.using(using).filter(expires_at__gt=ServerNow())
     line = alive.filter(method_name=OuterRef("method_name")).order_by()
-    numbers = line.values("method_name").annotate(number=Sum("callers")).values("number")
+    numbers = line.values("method_name").annotate(number=Count("pk")).values("number")
     return Coalesce(Subquery(numbers), 0, output_field=IntegerField())

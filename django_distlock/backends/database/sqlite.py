@@ -1,4 +1,4 @@
-"""SQLite: one statement a verb, which is atomic there; the token stands in the lock's own row."""
+"""SQLite: one statement for each verb, which is atomic there; the token is in the lock's own row."""
 
 from __future__ import annotations
 
@@ -10,37 +10,34 @@ from django.db.utils import OperationalError
 
 from django_distlock.engine.values import Busy, Grant, Request
 
-from .engine import (
+from .dialect import (
     LOCK,
-    PATIENCE,
-    WAITER,
-    Engine,
+    LOOK,
+    Dialect,
     StaleSnapshot,
     busy,
     parameters,
-    turn,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-#: Seconds that SQLite itself waits for the file; the backend asks again until its own limit.
-SLICE = 0.1
+#: Seconds that SQLite itself waits for the file; the backend tries again until its own limit.
+#: Pauses inside SQLite grow, so with longer waits old waiters would look rarely, and newer ones be first.
+SLICE = 0.008
 
-# Instants are text that sorts; 'now' stands still within one statement, after any wait for the file.
+# Times are text that sorts. 'now' is the same within one statement, and read after any wait for the file.
 _NOW = "strftime('%Y-%m-%d %H:%M:%f', 'now')"
-_AFTER = "strftime('%Y-%m-%d %H:%M:%f', 'now', ({}) || ' seconds')"
+_LATER = "strftime('%Y-%m-%d %H:%M:%f', {}, ({}) || ' seconds')"
+_AFTER = _LATER.format("'now'", "{}")
 _MICROSECONDS = "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER) * 1000"
 _LEFT = "(julianday(available_at) - julianday('now')) * 86400.0"
 
-_TURN = turn(_NOW, ":{}")
 _UNTIL = f"{_NOW}, {_AFTER.format(':ttl')}, {_AFTER.format(':taken_for')}"
 
-# Takes the lock for :owner if it is free for it, and raises its fencing token.
-# A row with the token, or none: refused. The same owner again gets the same token.
+# Acquires the lock for :owner if it is free for it, and raises its fencing token.
+# One row with the token; none: refused. The same owner gets the same token again.
 _ACQUIRE = f"""
 INSERT INTO {LOCK} (method_name, description, owner, holder, fencing_token, acquired_at, expires_at,
                     available_at, updated_at)
@@ -57,76 +54,44 @@ WHERE owner = :owner OR available_at <= {_NOW}
 RETURNING fencing_token
 """
 
-_LOOK = f"SELECT CASE WHEN expires_at > {_NOW} THEN holder END, {_LEFT} FROM {LOCK} WHERE method_name = :key"
-_PROBE = f"{_LOOK} AND available_at > {_NOW}"
-
-# Frees the lock if :owner has it, but a late one from no lock_delay. A row that tells if it was in time, or none: it was not ours.
-_RELEASE = f"""
-UPDATE {LOCK} SET owner = NULL, last_owner = :owner, holder = NULL, updated_at = {_NOW},
-    available_at = CASE WHEN expires_at > {_NOW}
-        THEN strftime('%Y-%m-%d %H:%M:%f', acquired_at, :min_hold || ' seconds')
-        ELSE available_at END
-WHERE method_name = :key AND owner = :owner RETURNING expires_at > {_NOW}
-"""
-
-_MISSED = f"""
-SELECT last_owner IS :owner, owner IS NOT NULL AND expires_at > {_NOW}
-FROM {LOCK} WHERE method_name = :key
-"""
-
-# Gives a lease that is still its owner's more time, never less. Matches one row, or none.
-_EXTEND = f"""
-UPDATE {LOCK} SET updated_at = {_NOW}, expires_at = max(expires_at, {_AFTER.format(":ttl")}),
-    available_at = max(available_at, {_AFTER.format(":ttl + :lock_delay")})
-WHERE method_name = :key AND owner = :owner AND expires_at > {_NOW}
-"""
-
-# A row if the file has tables of others, too.
+# One row if the file has tables of other apps.
 _OF_OTHERS = """
 SELECT 1 FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'
 AND name NOT LIKE 'django_distlock_%' AND name <> 'django_migrations' LIMIT 1
 """
 
-_TAKE_OVER = f"""
-UPDATE {LOCK} SET owner = :owner, holder = :holder, expires_at = {_AFTER.format(":ttl")},
-    available_at = max({_AFTER.format(":ttl + :lock_delay")},
-        strftime('%Y-%m-%d %H:%M:%f', acquired_at, :min_hold || ' seconds'))
-WHERE method_name = :key AND owner = :former AND expires_at > {_NOW}
-"""
 
-_ENQUEUE = f"""
-INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
-VALUES (:key, :owner, :channel, {_AFTER.format(PATIENCE)})
-ON CONFLICT (owner) DO UPDATE SET expires_at = excluded.expires_at RETURNING ticket
-"""
-
-
-class SQLite(Engine):
-    """One statement a verb; the file has one writer at a time, so there is nothing else to lock."""
+class SQLite(Dialect):
+    """One statement for each verb; the file has one writer at a time, so nothing else need be locked."""
 
     parameter = ":{}"
-    after = _AFTER
-    now = _NOW
+    now, after, later, left = _NOW, _AFTER, _LATER, _LEFT
+    greatest = "max"
     pauses = (0.001, 0.007)
-    release_sql, missed_sql, probe_sql, enqueue_sql = _RELEASE, _MISSED, _PROBE, _ENQUEUE
-    take_over_sql = _TAKE_OVER
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
-        self._acquire = _ACQUIRE.format(turn=_TURN if fair else "true")
+        self._acquire, self._look = self.sql(_ACQUIRE), self.sql(LOOK)
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
-        """Wait for the file in slices: this process may itself be what blocks it."""
+        """Return a short timeout for the locked file, as this process itself may have locked it."""
+        # prepare() runs them: if one fails, Django does not close what it has opened.
+        settings["init_command"] = settings["OPTIONS"].pop("init_command", "")
         return {"timeout": SLICE, "transaction_mode": "IMMEDIATE"}
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
-        """Wait for no disk where the file has locks alone: a crash of the machine ends their holders, too."""
-        if "init_command" in connection.settings_dict["OPTIONS"]:
-            return
+        """Run the init_command, or switch a file that has only lock tables to WAL, where commits do not wait for the disk.
+
+        A crash of the machine, which could lose them, ends their holders too.
+        """
         with connection.cursor() as cursor:
+            if commands := connection.settings_dict["init_command"]:
+                for command in commands.split(";"):
+                    cursor.execute(command)
+                return
             if cursor.execute(_OF_OTHERS).fetchone():
                 return
-            # Who is at work on the file is not waited for: the next connection tries again.
+            # Do not wait while others use the file: the next connection tries again.
             with suppress(OperationalError):
                 if cursor.execute("PRAGMA journal_mode = WAL").fetchone() == ("wal",):
                     cursor.execute("PRAGMA synchronous = NORMAL")
@@ -135,9 +100,9 @@ class SQLite(Engine):
         return "locked" in str(error)
 
     def stands_in_the_way(self, connection: BaseDatabaseWrapper) -> bool:
-        """Return whether it has written, or has read and keeps no write-ahead log; no waiting.
+        """Return True if its transaction has written, or has read without WAL. Does not wait.
 
-        A checkpoint is refused within a transaction that has read or written.
+        A checkpoint is refused in a transaction that has read or written.
         """
         if (raw := connection.connection) is None:
             return False
@@ -148,26 +113,23 @@ class SQLite(Engine):
             return mode != "wal" or _has_written(raw)
         return False
 
-    def is_missing_table(self, error: Exception) -> bool:
-        return "no such table" in str(error)
+    def is_refusal(self, error: Exception) -> bool:
+        return "no such table" in str(error) or "readonly" in str(error)
 
     def take(self, cursor: Any, request: Request) -> Grant | Busy:
         cursor.execute(self._acquire, parameters(request))
         row = cursor.fetchone()
         if row is not None:
             return Grant(row[0])
-        cursor.execute(_LOOK, {"key": request.key})
+        cursor.execute(self._look, {"key": request.key})
         row = cursor.fetchone()
         return Busy() if row is None else busy(*row)
-
-    def extend(self, cursor: Any, requests: Sequence[Request]) -> list[bool]:
-        return [cursor.execute(_EXTEND, parameters(each)).rowcount == 1 for each in requests]
 
     def version(self, cursor: Any) -> object:
         return cursor.execute("PRAGMA data_version").fetchone()[0]
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
-        """Write the token as it is: the caller is the file's one writer until its transaction ends."""
+        """Write the unchanged token, which makes the caller the file's only writer until its transaction ends."""
         try:
             cursor.execute(
                 f"UPDATE {LOCK} SET fencing_token = fencing_token WHERE method_name = %(key)s",
@@ -186,7 +148,7 @@ class SQLite(Engine):
 
 
 def _has_written(raw: sqlite3.Connection) -> bool:
-    """Return whether the open transaction of *raw* has written: then it cannot be copied from."""
+    """Return True if the open transaction of *raw* has written, as a backup of it is refused then."""
     outcomes: list[int] = []
 
     def stop(status: int, remaining: int, total: int) -> None:
@@ -199,4 +161,4 @@ def _has_written(raw: sqlite3.Connection) -> bool:
 
 
 class _Stop(Exception):
-    """One page is enough."""
+    """Ends the backup after one page."""

@@ -1,50 +1,47 @@
-"""The waiters of this process: what wakes them, and the places that they have in the server's queues."""
+"""The connections that wake the waiters of this process."""
 
 from __future__ import annotations
 
 import logging
 import random
 import secrets
-import threading
 import time
-from bisect import insort
-from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import Error
 
-from django_distlock.engine import clock
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.bells import ThreadBell
-from django_distlock.engine.naming import log_fields, printable
-from django_distlock.exceptions import LockBackendError
+from django_distlock.exceptions import Contended, LockBackendError
+from django_distlock.ground import clock
+from django_distlock.ground.mutexes import section
+from django_distlock.ground.naming import log_fields, printable
 
+from .base import SHORT_PAUSE
 from .connections import OwnConnections, abandon
-from .postgresql import notes
+from .postgresql import notes, notify
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_distlock.engine.bells import Bell
-    from django_distlock.engine.values import Request
 
-    from .engine import Engine
+    from .dialect import Dialect
 
 logger = logging.getLogger("django_distlock")
 
-#: Seconds between two looks whether anybody waits still, and until a listener with nobody to ring ends.
+#: Seconds between two checks for waiters, and until a listener without waiters ends.
 TICK, LINGER = 1.0, 5.0
-#: Seconds between two times that the places of those who do not look themselves are kept.
-KEEP = 0.5
-#: By how much a watcher's pause grows where nothing changes.
+#: Factor by which a watcher's pause grows while nothing changes.
 GROWTH = 1.2
 
 
 class Listener:
-    """Wakes the waiters of this process, by one connection while there are any; each also looks now and then.
+    """Wakes the waiters of this process, through one connection while there are any.
 
-    One that cannot listen costs time, not correctness.
+    Each waiter also looks now and then, so a listener that fails costs time, not correctness.
     """
 
     def __init__(self, connections: OwnConnections) -> None:
@@ -52,21 +49,21 @@ class Listener:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew with nobody waiting."""
-        self._mutex = threading.Lock()
-        #: By owner, with what it is called by.
+        """Start without waiters."""
+        self._mutex = section()
+        #: By owner: the ticket or key for which to ring, and the bell.
         self._bells: dict[str, tuple[Any, Bell]] = {}
         self._wanted_until = 0.0
         self._is_running = False
         self._connection: Any = None
 
     def expect(self, owner: str, called: Any, bell: Bell) -> None:
-        """Ring *bell* from now on when it is *called*. Once there is a connection all are rung: no call is missed."""
+        """Ring *bell* from now on for *called*. A new connection rings all bells once, so no call is missed."""
         with self._mutex:
             self._bells[owner] = (called, bell)
             was_running, self._is_running = self._is_running, True
         try:
-            # An exception that is set on this thread may stop the start for ever in Python 3.11: nobody else waits for it.
+            # An asynchronous exception may block this start for ever in Python 3.11, so it is outside the mutex.
             if not was_running:
                 start_daemon(self._run, "distlock-listen")
         except NoThreadError as error:
@@ -87,13 +84,13 @@ class Listener:
                 self._wanted_until = clock.wait_time() + LINGER
 
     def abandon(self) -> None:
-        """In a forked child: leave the connection to the parent."""
+        """Leave the connection to the parent, in a forked child."""
         if self._connection is not None:
             abandon(self._connection)
         self.forget()
 
     def close(self) -> None:
-        self._wanted_until = 0.0  # ends as soon as nobody waits
+        self._wanted_until = 0.0  # the listener ends without waiters
 
     def _run(self) -> None:
         while self._is_wanted():
@@ -104,6 +101,8 @@ class Listener:
                 finally:
                     self._connection = None
                     connection.close()
+            except Contended:
+                time.sleep(SHORT_PAUSE)
             except (LockBackendError, Error, OSError) as error:
                 logger.warning(
                     "Waiters poll, as the database cannot be listened to: %s",
@@ -116,7 +115,7 @@ class Listener:
         return self._connections.open()
 
     def _listen(self, connection: Any) -> None:
-        """Ring who is called, until _is_wanted() says that nobody waits."""
+        """Ring the bells that are called, until _is_wanted() returns False."""
         raise NotImplementedError
 
     def _is_wanted(self) -> bool:
@@ -126,12 +125,23 @@ class Listener:
 
 
 class Notified(Listener):
-    """Rings for those whose ticket PostgreSQL notifies."""
+    """Rings for the tickets in PostgreSQL's notifications."""
 
     def forget(self) -> None:
         super().forget()
-        #: Where this process is reached; made anew in a forked child.
+        #: The channel of this process; a forked child has a new one.
         self.channel = f"distlock_{secrets.token_hex(8)}"
+        #: Whether it was logged that notifications do not arrive.
+        self._has_told = False
+
+    def is_reached(self) -> bool:
+        """Return whether notifications of the server arrive here."""
+        connection = self._open()
+        try:
+            with self._connections.translated():
+                return self._hears(connection)
+        finally:
+            connection.close()
 
     def ring_for(self, owner: str, ticket: int) -> None:
         with self._mutex:
@@ -141,9 +151,23 @@ class Notified(Listener):
     def _open(self) -> BaseDatabaseWrapper:
         return self._connections.open(bounded=False)
 
-    def _listen(self, connection: Any) -> None:
+    def _hears(self, connection: Any) -> bool:
+        """Listen, and return whether notifications arrive: a pooler may have given the session to another client."""
         with connection.cursor() as cursor:
             cursor.execute(f'LISTEN "{self.channel}"')
+        if connection.distlock_is_ours:
+            return True
+        self._connections.ask(notify, self.channel)
+        with connection.wrap_database_errors:
+            return any(True for _ in notes(connection.connection, TICK))
+
+    def _listen(self, connection: Any) -> None:
+        if not self._hears(connection) and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "Waiters poll, as the pooler before the database keeps its notifications: set OPTIONS 'listen' to False",
+                extra=log_fields(None, self._connections.alias),
+            )
         self._ring(None)
         with connection.wrap_database_errors:
             while self._is_wanted():
@@ -151,7 +175,7 @@ class Notified(Listener):
                     self._ring(note.payload)
 
     def _ring(self, called: str | None) -> None:
-        """Ring whose ticket is *called*; all of them after a time when calls were not heard."""
+        """Ring the bell of the ticket *called*; None rings all, as notifications may have been missed."""
         with self._mutex:
             bells = list(self._bells.values())
         for ticket, bell in bells:
@@ -159,14 +183,21 @@ class Notified(Listener):
                 bell.ring()
 
 
-class Watcher(Listener):
-    """Rings for those whose lock has come free, where the server wakes nobody: one look for all of them.
+class _Seen(NamedTuple):
+    """The state of the locks at one look: the version of the database, and the tokens by key."""
 
-    It looks often while a lock changes hands, and less and less often while it does not.
+    version: object = None
+    tokens: Mapping[str, int] = {}
+
+
+class Watcher(Listener):
+    """Rings when a lock is free, on servers that cannot notify: it looks for all waiters of this process at once.
+
+    It looks often while a lock changes its holder, and less and less often while it does not.
     """
 
-    def __init__(self, connections: OwnConnections, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, connections: OwnConnections, dialect: Dialect) -> None:
+        self._dialect = dialect
         super().__init__(connections)
 
     def forget(self) -> None:
@@ -184,95 +215,34 @@ class Watcher(Listener):
         self._news.ring()
 
     def _listen(self, connection: Any) -> None:
-        cursor, engine = connection.distlock_cursor, self._engine
-        shortest, longest = engine.pauses
-        pause, version = shortest, None
-        tokens: dict[str, int] = {}
+        shortest, longest = self._dialect.pauses
+        seen, pause = _Seen(), shortest
         with connection.wrap_database_errors:
             while self._is_wanted():
-                with self._mutex:
-                    waiting = list(self._bells.values())
-                keys = sorted({key for key, _ in waiting})
-                seen = engine.version(cursor) if keys else None
-                if keys and (seen is None or seen != version or tokens.keys() != set(keys)):
-                    found = engine.look_at(cursor, keys)
-                    for key, bell in waiting:
-                        if key not in found or found[key][1]:
-                            bell.ring()
-                    before, tokens = tokens, {key: found.get(key, (0, True))[0] for key in keys}
-                    if any(before.get(key) != token for key, token in tokens.items()):
-                        pause = shortest
-                version = seen
-                if self._news.wait(TICK if not keys else pause * random.uniform(0.7, 1.3)):  # noqa: S311 - no secret
-                    pause = shortest
-                pause = min(longest, pause * GROWTH)
+                before = seen
+                try:
+                    seen = self._look(connection.distlock_cursor, before)
+                except Exception as error:
+                    # Others are using the file; the next look may succeed.
+                    if not self._dialect.is_contention(error):
+                        raise
+                pause = min(longest, pause * GROWTH) if seen.tokens == before.tokens else shortest
+                if self._news.wait(pause * random.uniform(0.7, 1.3) if self._bells else TICK):  # noqa: S311 - no secret
+                    # A new waiter: look at its lock, even if nothing was written since.
+                    seen = _Seen()
 
-
-class _Place(NamedTuple):
-    ticket: int
-    owner: str
-    bell: Bell
-
-
-@dataclass
-class _Line:
-    places: list[_Place] = field(default_factory=list)
-    kept_at: float = field(default_factory=clock.wait_time)
-
-
-class Places:
-    """By lock, in the order of their tickets: nobody is served before the first one of this process."""
-
-    def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin anew with nobody waiting."""
-        self._mutex = threading.Lock()
-        self._lines: dict[str, _Line] = {}
-
-    def add(self, request: Request, ticket: int, bell: Bell) -> None:
+    def _look(self, cursor: Any, before: _Seen) -> _Seen:
+        """Ring for the locks that are free; return what was seen. *before*: what was seen at the last look."""
         with self._mutex:
-            line = self._lines.setdefault(request.key, _Line())
-            line.places = [place for place in line.places if place.owner != request.owner]
-            insort(line.places, _Place(ticket, request.owner, bell), key=attrgetter("ticket"))
-
-    def drop(self, request: Request) -> None:
-        """Forget a place; who is the first one now looks from now on."""
-        with self._mutex:
-            line = self._lines.get(request.key)
-            if line is None:
-                return
-            was_first = line.places[0].owner == request.owner
-            line.places = [place for place in line.places if place.owner != request.owner]
-            if was_first:
-                self._ring_first(request.key, line)
-
-    def ring_first(self, key: str) -> None:
-        with self._mutex:
-            if line := self._lines.get(key):
-                self._ring_first(key, line)
-
-    def is_behind(self, request: Request) -> bool:
-        with self._mutex:
-            line = self._lines.get(request.key)
-            owners = [place.owner for place in line.places] if line else []
-            return request.owner in owners[1:]
-
-    def to_keep(self, request: Request) -> list[str]:
-        """Return whose places are to be kept now, if *request* is the first one."""
-        with self._mutex:
-            line = self._lines.get(request.key)
-            if line is None or line.places[0].owner != request.owner:
-                return []
-            if clock.wait_time() - line.kept_at < KEEP:
-                return []
-            line.kept_at = clock.wait_time()
-            return [place.owner for place in line.places[1:]]
-
-    def _ring_first(self, key: str, line: _Line) -> None:
-        # One whose event loop is gone is no more there.
-        while line.places and not line.places[0].bell.ring():
-            del line.places[0]
-        if not line.places:
-            del self._lines[key]
+            waiting = list(self._bells.values())
+        keys = sorted({key for key, _ in waiting})
+        if not keys:
+            return _Seen()
+        version = self._dialect.version(cursor)
+        if version is not None and version == before.version and before.tokens.keys() == {*keys}:
+            return before
+        found = self._dialect.look_at(cursor, keys)
+        for key, bell in waiting:
+            if key not in found or found[key][1]:
+                bell.ring()
+        return _Seen(version, {key: found.get(key, (0, True))[0] for key in keys})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -14,13 +12,15 @@ from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 from django_distlock.backends.base import StepsBackend
 from django_distlock.backends.cache_alias import check_clearing, own_instance
 from django_distlock.conf import BackendSettings
-from django_distlock.engine import clock
-from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
-from django_distlock.engine.naming import printable
+from django_distlock.engine.background import PATIENCE
+from django_distlock.engine.bells import TaskBell, ThreadBell, timeout
+from django_distlock.engine.leaders import Leaders
 from django_distlock.engine.steps import Steps, arun, run
-from django_distlock.engine.values import Held, Release, Request
-from django_distlock.engine.waiting import Place, Wait, Waiting, Way
-from django_distlock.exceptions import LockOutcomeUnknown
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request, batches
+from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
+from django_distlock.exceptions import Contended, LockOutcomeUnknown, NotSent
+from django_distlock.ground import clock
+from django_distlock.ground.naming import printable
 
 from .connections import (
     AsyncClusterLink,
@@ -30,9 +30,8 @@ from .connections import (
     PerLoop,
     PoolLink,
 )
-from .scripts import RETENTION
 from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
-from .verbs import BATCH, KeySpace, MakeKey, Verbs
+from .verbs import BATCH, KeySpace, MakeKey, RedisVerbs
 
 Act = Callable[[], Any]
 
@@ -46,7 +45,7 @@ LISTEN = 0.2
 CUT_OFF = 0.05
 #: Seconds between two times that the places of the others are kept: well within their patience.
 KEEP = 0.15
-#: Seconds after which another one listens, as who does may stand in an event loop that is blocked.
+#: Seconds after which another one listens, because the event loop of the first may be blocked.
 STALE = 1.0
 
 
@@ -59,27 +58,26 @@ class RedisBackend(StepsBackend):
     supports_fair = True
     supports_listing = True
     supports_detach = True
-    supports_delays = True
-    longest_lock_delay = RETENTION
+    supports_min_hold = True
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        # Who claims an order gives each waiter a place of its own on the server, from when it came.
-        self.waiting = Waiting(
-            way=Way.LISTEN,
-            place=Place.BY_TRYING,
-            in_line=not self.options.fair,
-            look_again=LISTEN,
-            writers_first=True,
-        )
+        if self.options.scripting:
+            # With an order, each waiter has its own place on the server from when it came.
+            self.waiting = Waiting(
+                way=Way.LISTEN,
+                queueing=Queueing.BY_TRYING,
+                in_line=not self.options.fair,
+                look_again=LISTEN,
+                writers_first=True,
+            )
+        self.supports_shared = self.options.scripting
         self.source = self.make_source()
         self._space = KeySpace(self.make_key())
         self.location = self.source.url, self._space.pattern
         # The locks of one script must be on one server.
         batch = 1 if self.source.is_cluster else BATCH
-        self._verbs: Verbs = Verbs(
-            self.alias, self._space, self.options, self.queue.behind, batch=batch
-        )
+        self._verbs: RedisVerbs = RedisVerbs(self.alias, self._space, self.options, batch=batch)
         self._open()
 
     def make_source(self) -> Source:
@@ -96,7 +94,7 @@ class RedisBackend(StepsBackend):
     # The verbs.
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
-        """Give them back for good, in one go where one server has them all."""
+        """Release the locks for good, with one request if one server has them all."""
         if self.source.is_cluster:
             return [self._revoke([request])[0] for request in requests]
         return self._revoke(requests)
@@ -116,21 +114,21 @@ class RedisBackend(StepsBackend):
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         run(self._sleep(self._link, request, bell, seconds), _done)
 
-    def is_behind(self, request: Request) -> bool:
-        return self._listeners.is_behind(request)
+    def has_leader(self, request: Request) -> bool:
+        return self._leaders.has_leader(request)
 
     def forget_bell(self, request: Request) -> None:
-        self._listeners.leave(request)
+        self._leaders.drop(request)
 
-    def held(self, key: str | None = None) -> Iterable[Held]:
+    def held(self, key: str | None = None) -> Iterator[Held]:
+        keys = [] if key is None else [key]
         if key is None:
             taken = self._link.keys(self._space.taken_pattern)
             records = (self._space.key_of(each.rpartition(":")[0]) for each in taken)
-            # Of a lock that is held and reserved there are two; and SCAN may return one twice.
+            # A lock that is held and reserved has two keys, and SCAN may return a key twice.
             keys = sorted(each for each in {*records} if each and self.keeps(each))
-        else:
-            keys = [key]
-        return self._run(self._verbs.held(keys))
+        for some in batches(keys, BATCH):
+            yield from self._run(self._verbs.held(some))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         return self._run(self._verbs.end_holding(key, owner_digest))
@@ -152,8 +150,28 @@ class RedisBackend(StepsBackend):
 
     # Their twins for asyncio.
 
+    async def atry_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        # The wait at the gate counts against the timeout, but not against the lease.
+        link: AsyncPoolLink | AsyncClusterLink = await self._loops.get()
+        try:
+            async with timeout(PATIENCE if left == 0 else left):
+                await link.gate_of_tries.acquire()
+        except TimeoutError:
+            problem = "other tasks have as many tries under way as may be: the request was not sent in time"
+            raise NotSent(self.alias, problem) from None
+        try:
+            start = clock.lease_time()
+            steps = self._verbs.acquire(request, queued=queued)
+            answer = await link.converse(steps, self.source.io_timeout)
+        finally:
+            link.gate_of_tries.release()
+        return Grant(answer.token, start) if isinstance(answer, Grant) else answer
+
     async def aabandon(self, request: Request) -> None:
-        await self._arun(self._verbs.leave(request))
+        if self.waiting.queueing is not Queueing.NONE:
+            await self._arun(self._verbs.leave(request))
         await self.arelease(request)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
@@ -166,30 +184,45 @@ class RedisBackend(StepsBackend):
     def _sleep(
         self, link: Any, request: Request, bell: ThreadBell | TaskBell, seconds: float
     ) -> Steps[Act, None]:
-        """Block on the doorbells that this waiter, and others of this process, have on the server, or behind who does."""
-        if not self._listeners.listens(request, bell):
-            wait = Wait(seconds)
-            while self._listeners.is_behind(request) and not wait.is_over:
-                if (yield partial(bell.wait, wait.bounded(STALE))):
-                    return
-            return
+        """Wait for up to *seconds*. Of the waiters of this process for one lock, one listens on the server for all.
+
+        It may end early: the caller then asks for the lock again, as it does when its doorbell rings.
+        """
+        if self.waiting.polls:
+            yield partial(bell.wait, seconds)
+        elif self._leaders.leads(request, bell):
+            yield from self._listen(link, request, bell, min(seconds, LISTEN))
+        else:
+            yield from self._follow(request, bell, Wait(seconds))
+
+    def _follow(
+        self, request: Request, bell: ThreadBell | TaskBell, wait: Wait
+    ) -> Steps[Act, None]:
+        """Wait until the leader rings *bell*, or leads no more."""
+        is_rung = False
+        while not (is_rung or wait.is_over) and self._leaders.has_leader(request):
+            is_rung = yield partial(bell.wait, wait.bounded(STALE))
+
+    def _listen(
+        self, link: Any, request: Request, bell: ThreadBell | TaskBell, seconds: float
+    ) -> Steps[Act, None]:
+        """Block on the doorbells of all waiters of this process, wake the one that rings, and keep their places."""
+        keys = self._space.of(request.key)
+        bells = [keys.bell(owner) for owner in self._leaders.owners(request.key)]
+        # The server looks ten times a second, so it may be a bit late, unless a deadline is waited for.
+        within = seconds + 0.3 if seconds == LISTEN else max(seconds, 0.001)
         try:
-            keys = self._space.of(request.key)
-            bells = [keys.bell(owner) for owner in self._listeners.owners(request)]
-            seconds = min(seconds, LISTEN)
-            # The server, which looks ten times a second, may be a bit late, unless a deadline is waited for.
-            within = seconds + 0.3 if seconds == LISTEN else max(seconds, 0.001)
-            heard = yield partial(link.converse, self._verbs.listen(bells, seconds), within)
-            if heard is not None:
-                self._listeners.ring(request, heard.removeprefix(keys.bells))
-            if others := self._listeners.to_keep(request):
+            rung = yield partial(link.converse, self._verbs.listen(bells, seconds), within)
+            if rung is not None:
+                self._leaders.ring(request.key, rung.removeprefix(keys.bells))
+            if others := self._leaders.to_keep(request):
                 yield partial(link.converse, self._verbs.keep(others))
-        except LockOutcomeUnknown:
-            # Only listening was broken off: the next try tells how the server is.
+        except (Contended, LockOutcomeUnknown):
+            # Only the listening failed: the next try shows how the server is.
             yield partial(bell.wait, min(seconds, CUT_OFF))
 
     def _open(self) -> None:
-        self._listeners = Listeners()
+        self._leaders = Leaders(KEEP, STALE)
         link = ClusterLink if self.source.is_cluster else PoolLink
         self._link = link(self.alias, self.source)
         self._run = self._link.converse
@@ -217,84 +250,6 @@ class CacheRedisBackend(RedisBackend):
         if databases is None:
             return check_clearing(self.alias, self.options.cache)
         return super().check(databases)
-
-
-@dataclass(slots=True)
-class _Line:
-    waiting: dict[str, tuple[Request, Bell]] = field(default_factory=dict)
-    #: Those who were rung, and have not asked again since: their places are theirs to keep.
-    called: set[str] = field(default_factory=set)
-    listener: str = ""
-    heard_at: float = 0.0
-    kept_at: float = 0.0
-
-    @property
-    def is_heard(self) -> bool:
-        is_fresh = clock.wait_time() - self.heard_at < STALE
-        return is_fresh and self.listener in self.waiting
-
-
-class Listeners:
-    """Of the waiters of this process for one lock, one listens on the server, for all, on one connection. No I/O."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._lines: dict[str, _Line] = {}
-
-    def listens(self, request: Request, bell: Bell) -> bool:
-        """Note that *bell* is waited on; return whether *request* is the one to listen."""
-        with self._mutex:
-            line = self._lines.setdefault(request.key, _Line())
-            line.waiting[request.owner] = request, bell
-            line.called.discard(request.owner)
-            if not line.is_heard:
-                line.listener = request.owner
-            if line.listener != request.owner:
-                return False
-            line.heard_at = clock.wait_time()
-            return True
-
-    def is_behind(self, request: Request) -> bool:
-        """Return whether another one listens for it."""
-        with self._mutex:
-            line = self._lines.get(request.key)
-            return line is not None and line.is_heard and line.listener != request.owner
-
-    def owners(self, request: Request) -> list[str]:
-        with self._mutex:
-            return list(self._lines[request.key].waiting)
-
-    def to_keep(self, request: Request) -> list[Request]:
-        with self._mutex:
-            line, now = self._lines[request.key], clock.wait_time()
-            if now - line.kept_at < KEEP:
-                return []
-            line.kept_at = now
-            absent = {request.owner, *line.called}
-            return [other for owner, (other, _) in line.waiting.items() if owner not in absent]
-
-    def ring(self, request: Request, owner: str) -> None:
-        with self._mutex:
-            line = self._lines[request.key]
-            if owner in line.waiting:
-                line.called.add(owner)
-                if not line.waiting[owner][1].ring():
-                    del line.waiting[owner]
-
-    def leave(self, request: Request) -> None:
-        """Wait no more; somebody else listens from now on."""
-        with self._mutex:
-            line = self._lines.get(request.key)
-            if line is None or line.waiting.pop(request.owner, None) is None:
-                return
-            line.called.discard(request.owner)
-            # Also if it had been rung to listen itself, and goes before it has done so.
-            if line.listener not in line.waiting:
-                # One whose event loop is gone cannot listen.
-                while line.waiting and not next(iter(line.waiting.values()))[1].ring():
-                    del line.waiting[next(iter(line.waiting))]
-            if not line.waiting:
-                del self._lines[request.key]
 
 
 def _done(act: Act) -> Any:

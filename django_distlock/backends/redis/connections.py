@@ -1,8 +1,8 @@
-"""Connections to one Redis, the master that Sentinels name, or a cluster, for threads and for asyncio.
+"""Connections to one Redis, to the master that Sentinels name, or to a cluster, for threads and for asyncio.
 
-redis-py makes and greets them; what is asked goes past its pools and parsers, which cost more than the
-socket. Idle connections stand in a stack: who takes or gives back needs no lock, and the oldest are
-those that nobody needs. Nothing is sent twice.
+redis-py opens them and logs in. Commands bypass its pools and parsers, which cost more time than the
+socket. Idle connections are in a stack, which needs no lock; the oldest ones are those that are not
+needed. No command is sent twice.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
 from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
@@ -37,6 +37,7 @@ from redis.connection import ConnectionPool
 from redis.exceptions import (
     AuthenticationError,
     BusyLoadingError,
+    ClusterError,
     ConnectionError as RedisConnectionError,
     ReadOnlyError,
     RedisClusterException,
@@ -47,29 +48,43 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
-from django_distlock.engine import clock
 from django_distlock.engine.bells import timeout
 from django_distlock.engine.steps import Steps, arun, run
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
+from django_distlock.engine.waiting import Wait
+from django_distlock.exceptions import (
+    Contended,
+    LockBackendError,
+    LockOutcomeUnknown,
+    first_line,
+    root_cause,
+)
+from django_distlock.ground import clock
 
-from .scripts import Call
+from .scripts import FORCE, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
 from .sources import Source
 
 _T = TypeVar("_T")
-#: What is sent: words, or a script that the server is expected to know.
+#: A command to send: its words, or the call of a script that the server is expected to have loaded.
 Command = tuple[str | int | bytes, ...] | Call
-#: Steps that send commands, all of one yield in one go, and are sent their answers; an error is an answer.
+#: Steps that yield commands, which are sent together, and get their answers; an error is an answer.
 Conversation = Generator[Sequence[Command], list[Any], _T]
 
 #: Seconds after which an idle connection is closed if there are others.
 IDLE = 60.0
-#: What drivers raise.
+#: Tries of tasks that are under way at once, and other requests of theirs. With thousands of them the event loop
+#: reads answers so late that they seem not to have come in time.
+AT_ONCE = 64
+#: Seconds for which these scripts wait while a cluster moves a lock's slot. Callers repeat the others themselves.
+MOVING = 5.0
+_PATIENT = frozenset({RELEASE, TAKE_OVER, LOOK, FORCE, LEAVE})
+#: The errors that drivers raise.
 BROKEN = (RedisError, RedisClusterException, OSError)
-_CHUNK = 65536
+#: Bytes that are read at once.
+CHUNK = 65536
 _NUMBER, _TEXT, _ERROR = b":$-"
 
 
-# What is said, without I/O.
+# The protocol, without I/O.
 
 
 def ask(command: Command) -> Conversation[Any]:
@@ -103,7 +118,7 @@ def _head(sha: str, keys: tuple[str, ...]) -> bytes:
 
 
 def parsed(data: bytes, at: int, error: Callable[[str], Exception]) -> tuple[Any, int]:
-    """Return the answer (RESP 2) that begins in *data* at *at*, and where it ends; IndexError if there is more to come."""
+    """Return the answer (RESP 2) that begins at *at* in *data*, and its end; IndexError if it is not complete."""
     if (end := data.find(b"\r\n", at)) < 0:
         raise IndexError
     kind, value, end = data[at], data[at + 1 : end], end + 2
@@ -126,7 +141,7 @@ def parsed(data: bytes, at: int, error: Callable[[str], Exception]) -> tuple[Any
 
 
 def problem(alias: str, where: str, error: BaseException) -> LockBackendError:
-    """Return what to raise for an *error* of the driver once something was asked."""
+    """Return the error to raise for an *error* of the driver after a request was sent."""
     text = first_line(error)
     if isinstance(error, BusyLoadingError):
         return LockBackendError(alias, f"{where} is not ready: {text}")
@@ -134,61 +149,72 @@ def problem(alias: str, where: str, error: BaseException) -> LockBackendError:
         error, AuthenticationError
     ):
         return LockOutcomeUnknown(alias, f"{where} did not answer: {text}")
+    if _is_on_the_move(error):
+        return Contended(alias, f"{where} is moving the lock to another server: {text}")
     return LockBackendError(alias, f"{where} refused: {text}")
 
 
 def unreachable(alias: str, where: str, error: BaseException) -> LockBackendError:
-    """Return what to raise for an *error* of the driver before anything was asked."""
+    """Return the error to raise for an *error* of the driver before a request was sent."""
     return LockBackendError(alias, f"{where} cannot be reached: {first_line(error)}")
 
 
-class _Conversing:
-    """A connection that the driver made and greeted, and what has arrived on it."""
+class Answers:
+    """The data that has arrived on a connection which the driver has opened."""
+
+    def __init__(self, driver: Any) -> None:
+        self._error = driver._parser.parse_error  # noqa: SLF001 - only the driver knows which error a text stands for
+        self._data = b""
+
+    def parse(self, data: bytes) -> list[Any]:
+        """Return the answers that are complete with *data*, in their order."""
+        if not data:
+            raise RedisConnectionError("Connection closed by server.")
+        data, at, answers = self._data + data, 0, list[Any]()
+        with suppress(IndexError):
+            while at < len(data):
+                answer, at = parsed(data, at, self._error)
+                answers.append(answer)
+        self._data = data[at:]
+        return answers
+
+
+class _Connection:
+    """A connection that the driver has opened, on which requests are answered before the next ones are sent."""
 
     def __init__(self, driver: Any, born: int) -> None:
         self.driver = driver
-        #: How often all had been closed before it was made, and when it was used last.
+        #: How many times all connections had been closed before it was made; the time of its last use.
         self.born = born
         self.used_at = 0.0
-        #: Whether all that was asked has been answered.
+        #: Whether all requests have been answered.
         self.is_whole = True
-        self._error = driver._parser.parse_error  # noqa: SLF001 - only the driver knows which error a text stands for
+        self._answers = Answers(driver)
         self._knows_master = hasattr(driver, "connection_pool")
-        self._data = b""
 
     def _read(self, data: bytes, answers: list[Any], count: int) -> bool:
-        """Take in *data*, add to *answers* those that are all here, and return whether all *count* of them are."""
-        if not data:
-            raise RedisConnectionError("Connection closed by server.")
-        data, at = self._data + data, 0
-        try:
-            while len(answers) < count:
-                answer, at = parsed(data, at, self._error)
-                if isinstance(answer, RedisConnectionError):
-                    raise answer
-                if self._knows_master and isinstance(answer, ReadOnlyError):
-                    raise RedisConnectionError("the former master is now a replica") from answer
-                answers.append(answer)
-            self.is_whole = True
-        except IndexError:
-            pass
-        self._data = data[at:]
-        return self.is_whole
+        """Append to *answers* those that are complete with *data*, and return True when all *count* are there."""
+        for answer in self._answers.parse(data):
+            if isinstance(answer, RedisConnectionError):
+                raise answer
+            if self._knows_master and isinstance(answer, ReadOnlyError):
+                raise RedisConnectionError("the former master is now a replica") from answer
+            answers.append(answer)
+        self.is_whole = len(answers) == count
+        return len(answers) >= count
 
 
-# For threads.
-
-
-class Connection(_Conversing):
+class ThreadConnection(_Connection):
     """A connection, for one thread at a time."""
 
     def __init__(self, driver: Any, born: int, limit: float) -> None:
         super().__init__(driver, born)
         self._limit = limit
-        self._socket = driver._sock  # noqa: SLF001 - the driver's own ways to it are what costs so much
-        # Not TLS, nor what gevent and eventlet make of a socket: what the kernel does itself costs less.
+        self._socket = driver._sock  # noqa: SLF001 - the driver's own methods take too long
+        self.close = driver.disconnect
+        # A socket without TLS, gevent and eventlet: the kernel's own timeouts and poll() are faster there.
         self._is_plain = sys.platform == "linux" and type(self._socket).__module__ == "socket"
-        #: Tells whether something has arrived, be it the end.
+        #: Returns whether data, or the end of the connection, has arrived.
         self._has_news: Callable[[int], object] = driver.can_read
         if self._is_plain:
             poll = select.poll()
@@ -198,23 +224,23 @@ class Connection(_Conversing):
         self._limit_to(limit)
 
     def is_fit(self) -> bool:
-        """Return whether nothing has arrived that nobody asked for, nor has the other end closed it."""
+        """Return True if the server has not closed the connection, nor sent anything without a request."""
         try:
             return not self._has_news(0)
         except BROKEN:
             return False
 
     def exchange(self, commands: Sequence[Command], within: float | None = None) -> list[Any]:
-        """Send *commands* in one go, and return their answers; an error answered is an answer.
+        """Send *commands* together, and return their answers; an error from the server is an answer.
 
-        *within*: seconds that each part of them may take, if not as long as usual.
+        *within*: timeout in seconds for each read and write, instead of the usual one.
         """
         self.is_whole, answers = False, list[Any]()
         if within is not None:
             self._limit_to(within)
         try:
             self._socket.sendall(packed(commands))
-            while not self._read(self._socket.recv(_CHUNK), answers, len(commands)):
+            while not self._read(self._socket.recv(CHUNK), answers, len(commands)):
                 pass
         except BlockingIOError:
             raise TimeoutError("timed out") from None
@@ -226,49 +252,108 @@ class Connection(_Conversing):
         if not self._is_plain:
             self._socket.settimeout(seconds)
             return
-        # 0 would be no limit.
+        # 0 would mean no limit.
         limit = struct.pack("ll", *divmod(max(1, int(seconds * 1_000_000)), 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-class PoolLink:
-    """One Redis, for threads."""
+class TaskConnection(_Connection):
+    """A connection, for one task at a time. Timeouts are our own: redis-py may swallow a cancellation (Python 3.11)."""
 
-    def __init__(self, alias: str, source: Source) -> None:
-        self._alias = alias
-        self._where = source.where
-        self._io_timeout = source.io_timeout
-        self._pool = _sync_pool(source)  # which makes connections, and keeps none
-        self._master: object = None
-        self._idle: deque[Connection] = deque()
-        self._closings = 0
-        # What is used once more after close() would be left to the garbage collector, which complains.
-        weakref.finalize(self, _close_all, self._idle, self._pool).atexit = False
+    def is_fit(self) -> bool:
+        reader = self.driver._reader  # noqa: SLF001 - as for threads
+        return not (reader.at_eof() or reader._buffer)  # noqa: SLF001 - data without a request
 
-    def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
-        """Send what it yields, each in one go and once, and return its result. *within*: see Connection.exchange()."""
-        connection = self._taken()
-        exchange = connection.exchange
+    def close(self) -> None:
+        self.driver._writer.close()  # noqa: SLF001 - as for threads; the driver's own method is a coroutine
+        self.driver._reader = self.driver._writer = None  # noqa: SLF001 - otherwise the driver warns
+
+    async def exchange(self, commands: Sequence[Command], *, within: float) -> list[Any]:
+        """Send *commands* as ThreadConnection.exchange() does; *within*: seconds for all of it."""
+        self.is_whole, answers = False, list[Any]()
+        reader, writer = self.driver._reader, self.driver._writer  # noqa: SLF001 - as for threads
         try:
-            answer = run(
-                conversation, exchange if within is None else partial(exchange, within=within)
-            )
-        except BaseException as error:
-            # What was asked may still be answered: to nobody.
-            connection.driver.disconnect()
-            if isinstance(error, BROKEN):
-                raise problem(self._alias, self._where, error) from error
-            raise
+            async with timeout(within):
+                writer.write(packed(commands))
+                while not self._read(await reader.read(CHUNK), answers, len(commands)):
+                    pass
+        except TimeoutError:
+            # An event loop that was held up ends the wait, though the answers have come meanwhile.
+            while reader._buffer and not self.is_whole:  # noqa: SLF001 - as for threads
+                self._read(await reader.read(CHUNK), answers, len(commands))
+            if not self.is_whole:
+                raise
+        return answers
+
+
+class _Link:
+    """One Redis, and the idle connections to it: the newest is used next. No I/O but to close them."""
+
+    def __init__(self, alias: str, source: Source, pool: Any) -> None:
+        self._alias = alias
+        self._source = source
+        self._pool = pool  # it makes connections, and keeps none
+        self._master: object = None
+        self._idle: deque[Any] = deque()
+        self._closings = 0
+
+    def _idle_one(self) -> Any:
+        """Return an idle connection that the server has not closed, or None."""
+        while self._idle:
+            with suppress(IndexError):  # another thread has taken the last one
+                connection = self._idle.pop()
+                if connection.is_fit():
+                    return connection
+                connection.close()
+        return None
+
+    def _keep(self, connection: Any) -> None:
+        """Keep *connection* for the next request, and close those that are not needed."""
         if not connection.is_whole:
-            connection.driver.disconnect()
-            return answer
+            connection.close()
+            return
         connection.used_at = now = clock.wait_time()
         self._idle.append(connection)
         if connection.born != self._closings:
-            self.close()
+            _close_all(self._idle)
         elif len(self._idle) > 1:
-            self._close_unneeded(now - IDLE)
+            with suppress(IndexError):
+                while (oldest := self._idle.popleft()).used_at < now - IDLE:
+                    oldest.close()
+                self._idle.appendleft(oldest)
+
+    def _follow_master(self) -> None:
+        """Close the idle connections if the Sentinels have just named another master."""
+        if (master := getattr(self._pool, "master_address", None)) != self._master:
+            self._master = master
+            _close_all(self._idle)
+
+    def _fail(self, meaning: Callable[..., Exception], error: BaseException) -> NoReturn:
+        """Raise *error*, or what it means if it is the driver's."""
+        if isinstance(error, BROKEN):
+            raise meaning(self._alias, self._source.where, error) from root_cause(error)
+        raise error
+
+
+class PoolLink(_Link):
+    """One Redis, for threads."""
+
+    def __init__(self, alias: str, source: Source) -> None:
+        super().__init__(alias, source, _sync_pool(source))
+        # Otherwise connections used after close() would be left to the garbage collector, which warns.
+        weakref.finalize(self, _close_all, self._idle, self._pool).atexit = False
+
+    def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
+        """Run *conversation*, sending each command once; return its result. *within*: see ThreadConnection.exchange()."""
+        connection = self._idle_one() or self._connected()
+        try:
+            answer = run(conversation, partial(connection.exchange, within=within))
+        except BaseException as error:  # noqa: BLE001 - raised by _fail()
+            # An answer may still come: the next request must not read it.
+            connection.close()
+            self._fail(problem, error)
+        self._keep(connection)
         return answer
 
     def keys(self, pattern: str) -> Iterator[str]:
@@ -276,108 +361,61 @@ class PoolLink:
         while True:
             answer = self.converse(ask(("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)))
             if isinstance(answer, ResponseError):
-                raise LockBackendError(self._alias, f"{self._where} refused SCAN: {answer}")
+                raise LockBackendError(self._alias, f"{self._source.where} refused SCAN: {answer}")
             cursor, found = answer
             yield from (key.decode(errors="backslashreplace") for key in found)
             if cursor == b"0":
                 return
 
     def server_of(self, key: str) -> Hashable:
-        """Tell apart the servers that keep keys: there is but one."""
+        """Return the identity of the server that keeps *key*; None, as there is only one."""
         return None
 
     def close(self) -> None:
-        """Close what is idle now, and what is in use when it is given back."""
+        """Close the idle connections now, and those in use when they are returned."""
         self._closings += 1
         _close_all(self._idle, self._pool)
 
-    def _taken(self) -> Connection:
-        while self._idle:
-            with suppress(IndexError):
-                connection = self._idle.pop()
-                if connection.is_fit():
-                    return connection
-                connection.driver.disconnect()
+    def _connected(self) -> ThreadConnection:
         born = self._closings
         driver = self._pool.connection_class(**self._pool.connection_kwargs)
         try:
             driver.connect()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by _fail()
             driver.disconnect()
-            if isinstance(error, BROKEN):
-                raise unreachable(self._alias, self._where, error) from error
-            raise
-        if (master := getattr(self._pool, "master_address", None)) != self._master:
-            self._master = master
-            _close_all(self._idle)
-        return Connection(driver, born, self._io_timeout)
-
-    def _close_unneeded(self, before: float) -> None:
-        with suppress(IndexError):
-            while (oldest := self._idle.popleft()).used_at < before:
-                oldest.driver.disconnect()
-            self._idle.appendleft(oldest)
+            self._fail(unreachable, error)
+        self._follow_master()
+        return ThreadConnection(driver, born, self._source.io_timeout)
 
 
-def _close_all(idle: deque[Connection], pool: Any = None) -> None:
+def _close_all(idle: deque[Any], pool: Any = None) -> None:
     with suppress(IndexError):
         while True:
-            idle.pop().driver.disconnect()
+            idle.pop().close()
     for sentinel in _sentinels(pool):
         sentinel.connection_pool.disconnect(inuse_connections=False)
 
 
-# For asyncio: connections belong to an event loop, and end with it.
-
-
-class AsyncConnection(_Conversing):
-    """A connection, for one task at a time. The time limits are ours: the driver's may swallow a cancellation (Python 3.11)."""
-
-    def is_fit(self) -> bool:
-        reader = self.driver._reader  # noqa: SLF001 - as for threads
-        return not (reader.at_eof() or reader._buffer)  # noqa: SLF001 - what nobody asked for
-
-    async def exchange(self, commands: Sequence[Command], *, within: float) -> list[Any]:
-        """See Connection.exchange(); all of it takes so many seconds at most."""
-        self.is_whole, answers = False, list[Any]()
-        reader, writer = self.driver._reader, self.driver._writer  # noqa: SLF001 - as for threads
-        async with timeout(within):
-            writer.write(packed(commands))
-            while not self._read(await reader.read(_CHUNK), answers, len(commands)):
-                pass
-        return answers
-
-
-class AsyncPoolLink:
-    """See PoolLink."""
+class AsyncPoolLink(_Link):
+    """One Redis, for the tasks of one event loop."""
 
     def __init__(self, alias: str, source: Source) -> None:
-        self._alias = alias
-        self._source = source
-        self._pool = _async_pool(source)
-        self._idle: deque[AsyncConnection] = deque()
-        self._closings = 0
+        super().__init__(alias, source, _async_pool(source))
+        self.gate_of_tries = asyncio.Semaphore(AT_ONCE)
+        self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
-        connection = await self._taken()
-        limit = self._source.io_timeout if within is None else within
-        try:
-            answer = await arun(conversation, partial(connection.exchange, within=limit))
-        except BaseException as error:
-            await connection.driver.disconnect(nowait=True)
-            if isinstance(error, BROKEN):
-                raise problem(self._alias, self._source.where, error) from error
-            raise
-        if not connection.is_whole:
-            await connection.driver.disconnect(nowait=True)
+        # With a limit of its own it is a try, which has passed its own gate, or it listens, maybe for long.
+        async with self._gate if within is None else nullcontext():
+            connection = self._idle_one() or await self._connected()
+            limit = self._source.io_timeout if within is None else within
+            try:
+                answer = await arun(conversation, partial(connection.exchange, within=limit))
+            except BaseException as error:  # noqa: BLE001 - raised by _fail()
+                connection.close()
+                self._fail(problem, error)
+            self._keep(connection)
             return answer
-        connection.used_at = now = clock.wait_time()
-        self._idle.append(connection)
-        if connection.born != self._closings:
-            await self.aclose()
-        elif self._idle[0].used_at < now - IDLE:
-            await self._idle.popleft().driver.disconnect(nowait=True)
-        return answer
 
     async def aclose(self) -> None:
         self._closings += 1
@@ -386,22 +424,17 @@ class AsyncPoolLink:
         for sentinel in _sentinels(self._pool):
             await sentinel.aclose()
 
-    async def _taken(self) -> AsyncConnection:
-        while self._idle:
-            if (connection := self._idle.pop()).is_fit():
-                return connection
-            await connection.driver.disconnect(nowait=True)
+    async def _connected(self) -> TaskConnection:
         born = self._closings
         driver = self._pool.connection_class(**self._pool.connection_kwargs)
         try:
-            async with timeout(self._source.connect_timeout + self._source.io_timeout):
+            async with timeout(self._source.connects_within):
                 await driver.connect()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by _fail()
             await driver.disconnect(nowait=True)
-            if isinstance(error, BROKEN):
-                raise unreachable(self._alias, self._source.where, error) from error
-            raise
-        return AsyncConnection(driver, born)
+            self._fail(unreachable, error)
+        self._follow_master()
+        return TaskConnection(driver, born)
 
 
 class PerLoop:
@@ -417,7 +450,7 @@ class PerLoop:
             for closed in [each for each in list(self._made) if each.is_closed()]:
                 self._made.pop(closed, None)
             made = self._make()
-            # The one thing that every event loop ends in order before it is closed: its generators.
+            # Async generators are the only thing that every event loop ends before it is closed.
             ending = self._close_with(loop, made)
             self._made[loop] = made, ending
             await anext(ending)
@@ -432,11 +465,11 @@ class PerLoop:
                 await made.aclose()
 
 
-# What the driver makes connections by. Its classes are only half typed.
+# The driver's pools and Sentinels. Its classes are only partly typed.
 
 
 class _AsyncMaster(AsyncMaster):
-    """Asks the Sentinels once for all tasks that connect at the moment: a thousand questions would take too long."""
+    """Asks the Sentinels once for all tasks that are connecting, in a task of its own: redis-py may swallow a cancellation."""
 
     _asking: asyncio.Task[Any] | None = None
 
@@ -450,7 +483,7 @@ class _AsyncMaster(AsyncMaster):
     def _asked(self, task: asyncio.Task[Any]) -> None:
         self._asking = None
         if not task.cancelled():
-            task.exception()  # those who wait for it are told
+            task.exception()  # retrieved; the waiting tasks raise it
 
 
 def _sync_pool(source: Source) -> Any:
@@ -473,16 +506,16 @@ def _sentinels(pool: Any) -> Sequence[Any]:
     return pool.sentinel_manager.sentinels if hasattr(pool, "sentinel_manager") else ()
 
 
-# The way to a Redis Cluster: the keys of one lock share a slot, and so one server.
+# Redis Cluster: the keys of one lock share a slot, and so a server.
 
 
 class ClusterLink:
-    """See PoolLink; commands go one after the other, each to the server of its keys."""
+    """A Redis Cluster, for threads; commands are sent one after the other, each to the server of its keys."""
 
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
         self._source = source
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._client: Any = None
 
     def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
@@ -494,7 +527,7 @@ class ClusterLink:
         try:
             return run(conversation, exchange)
         except BROKEN as error:
-            raise problem(self._alias, self._source.where, error) from error
+            raise problem(self._alias, self._source.where, error) from root_cause(error)
         finally:
             self._give_back(client)
 
@@ -504,16 +537,16 @@ class ClusterLink:
             for key in client.scan_iter(match=pattern, count=1000):
                 yield key.decode(errors="backslashreplace")
         except BROKEN as error:
-            raise problem(self._alias, self._source.where, error) from error
+            raise problem(self._alias, self._source.where, error) from root_cause(error)
         finally:
             self._give_back(client)
 
     def server_of(self, key: str) -> Hashable:
-        """See PoolLink.server_of(); by what the client knows of the cluster."""
+        """Return the identity of the server that keeps *key*, as far as the client knows the cluster."""
         try:
             node = self._connected().get_node_from_key(key)
         except BROKEN as error:
-            raise unreachable(self._alias, self._source.where, error) from error
+            raise unreachable(self._alias, self._source.where, error) from root_cause(error)
         return str(node.name) if node else None
 
     def close(self) -> None:
@@ -525,13 +558,13 @@ class ClusterLink:
         with self._mutex:
             if (client := self._client) is None:
                 try:
-                    # Asks a server for the others, at once.
+                    # This connects, and asks the server for the others.
                     client = RedisCluster.from_url(
                         self._source.url, **self._source.cluster_settings(Retry)
                     )
                 except BROKEN as error:
-                    raise unreachable(self._alias, self._source.where, error) from error
-                # What is used once more after close() would be left to the garbage collector, which complains.
+                    raise unreachable(self._alias, self._source.where, error) from root_cause(error)
+                # Otherwise connections used after close() would be left to the garbage collector, which warns.
                 weakref.finalize(self, _close_idle, client).atexit = False
                 self._client = client
             return client
@@ -542,36 +575,40 @@ class ClusterLink:
 
 
 class AsyncClusterLink:
-    """See ClusterLink."""
+    """A Redis Cluster, for asyncio."""
 
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
         self._source = source
         self._client = AsyncRedisCluster.from_url(source.url, **source.cluster_settings(AsyncRetry))
+        self.gate_of_tries = asyncio.Semaphore(AT_ONCE)
+        self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
         try:
-            async with timeout(self._source.connect_timeout + self._source.io_timeout):
+            async with timeout(self._source.connects_within):
                 await self._client.initialize()
         except BROKEN as error:
-            raise unreachable(self._alias, self._source.where, error) from error
+            raise unreachable(self._alias, self._source.where, error) from root_cause(error)
         try:
-            return await arun(conversation, self._exchange)
+            async with self._gate if within is None else nullcontext():
+                return await arun(conversation, self._exchange)
         except BROKEN as error:
-            raise problem(self._alias, self._source.where, error) from error
+            raise problem(self._alias, self._source.where, error) from root_cause(error)
 
     async def aclose(self) -> None:
         await self._client.aclose()
 
     async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
+        return await arun(_one_by_one(commands), self._execute)
+
+    async def _execute(self, words: Sequence[Any]) -> Any:
         async with timeout(self._source.io_timeout):
-            return await arun(
-                _one_by_one(commands), lambda words: self._client.execute_command(*words)
-            )
+            return await self._client.execute_command(*words)
 
 
 def _close_idle(client: Any) -> None:
-    # Its own close() leaves the connections of the pools open that it makes for a URL.
+    # The client's own close() does not close the pools that it has made for a URL.
     for node in client.get_nodes():
         if node.redis_connection:
             node.redis_connection.connection_pool.disconnect(inuse_connections=False)
@@ -581,7 +618,24 @@ def _one_by_one(commands: Sequence[Command]) -> Steps[Any, list[Any]]:
     answers = list[Any]()
     for command in commands:
         try:
-            answers.append((yield command.by_sha if isinstance(command, Call) else command))
+            answers.append((yield from _followed(command)))
         except ResponseError as error:
             answers.append(error)
     return answers
+
+
+def _followed(command: Command) -> Steps[Any, Any]:
+    """Run *command* on the server of its slot; the driver follows a moving slot for half a second only."""
+    is_patient = isinstance(command, Call) and command.script in _PATIENT
+    wait = Wait(MOVING if is_patient else 0.0)
+    while True:
+        try:
+            return (yield command.by_sha if isinstance(command, Call) else command)
+        except ClusterError as error:
+            if wait.is_over or not _is_on_the_move(error):
+                raise
+
+
+def _is_on_the_move(error: BaseException) -> bool:
+    """Return True if the driver gave up following a slot; errors from servers have other classes."""
+    return type(error) is ClusterError

@@ -4,13 +4,12 @@ Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (
 
 - *record*, a hash: ``token`` the last one given, ``mode`` x (exclusive) or s (shared), ``available``
   the instant from which others may have it, ``name``, ``ended`` the last owners that gave it back,
-  ``revoked`` the last ones that are refused from now on, for each holder ``h:OWNER``: "token acquired lock_delay holder",
-  and ``b:OWNER``: how many of its process waited behind it when it was last extended,
-  and for each waiter ``w:OWNER``: for how many callers of its process it stands in the queue;
+  ``revoked`` the last ones that are refused from now on, and for each
+  holder ``h:OWNER``: "token acquired holder";
 - *holders*, a sorted set: owner by the instant its lease ends;
 - *queue*, a sorted set: waiter (mode and owner) by ticket; *alive*: waiter by the end of its patience;
 - a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on;
-- a key ``:r`` for as long as min_hold or lock_delay refuses it to others, by which listing finds it.
+- a key ``:r`` for as long as min_hold refuses it to others, by which listing finds it.
 
 The record outlives its lock by RETENTION: so tokens rise though the clock may step back, and an
 answer can be given twice.
@@ -38,7 +37,9 @@ local function text(number) return string.format('%.0f', number) end
 local function number(value) return tonumber(value or 0) or 0 end
 """
 
-# KEYS: record, holders, queue, alive. ARGV[1]: what the names of doorbells begin with.
+# KEYS: record, holders, queue, alive, and what min_hold reserves. ARGV[1]: what the names of
+# doorbells begin with. A cluster that is moving the slot refuses a script before it has begun, by its KEYS; doorbells
+# are not among them, as only the server knows who waits: one that cannot be reached at that moment does not ring.
 # To define a function takes time in each run: here are those that are needed where nobody is in the way.
 _COMMON = f"""{CLOCK}
 local record, holders, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
@@ -52,22 +53,22 @@ local function keep(ends)
 end
 
 local function described(owner)
-  local token, acquired, lock_delay, holder =
-    string.match(redis.call('HGET', record, 'h:' .. owner) or '', '^(%d+) (%d+) (%d+) (.*)$')
-  return number(token), number(acquired), number(lock_delay), holder or ''
+  local known = redis.call('HGET', record, 'h:' .. owner) or ''
+  local token, acquired, holder = string.match(known, '^(%d+) (%d+) (.*)$')
+  return number(token), number(acquired), holder or ''
 end
 
 local function hold_back(instant)
   if instant > now and instant > number(redis.call('HGET', record, 'available')) then
     redis.call('HSET', record, 'available', instant)
-    redis.call('SET', record .. ':r', '', 'PX', math.ceil((instant - now) / 1000))
+    redis.call('SET', KEYS[5], '', 'PX', math.ceil((instant - now) / 1000))
     keep(instant)
   end
 end
 
 local function forget(owner)
   redis.call('ZREM', holders, owner)
-  redis.call('HDEL', record, 'h:' .. owner, 'b:' .. owner)
+  redis.call('HDEL', record, 'h:' .. owner)
 end
 
 -- Keeps the last eight: as many readers may give back at once, and ask again.
@@ -82,8 +83,6 @@ end
 _MORE = """
 local function expire()
   for _, owner in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', now)) do
-    local _, _, lock_delay = described(owner)
-    hold_back(number(redis.call('ZSCORE', holders, owner)) + lock_delay)
     forget(owner)
   end
 end
@@ -103,7 +102,7 @@ end
 
 local function ring(owner)
   local bell = bells .. owner
-  if redis.call('EXISTS', bell) == 0 then
+  if redis.pcall('EXISTS', bell) == 0 then
     redis.call('RPUSH', bell, 1)
     redis.call('PEXPIRE', bell, 10000)
   end
@@ -126,11 +125,8 @@ end
 
 local function leave(owner)
   local left = redis.call('ZREM', queue, 'x' .. owner, 's' .. owner)
-  if left > 0 then
-    redis.call('ZREM', alive, 'x' .. owner, 's' .. owner)
-    redis.call('HDEL', record, 'w:' .. owner)
-  end
-  redis.call('DEL', bells .. owner)
+  if left > 0 then redis.call('ZREM', alive, 'x' .. owner, 's' .. owner) end
+  redis.pcall('DEL', bells .. owner)
   return left
 end
 
@@ -141,29 +137,29 @@ end
 local function busy()
   local last = redis.call('ZREVRANGE', holders, 0, 0, 'WITHSCORES')
   local holder, ends = '', math.max(number(last[2]), number(redis.call('HGET', record, 'available')))
-  if last[1] then holder = select(4, described(last[1])) end
+  if last[1] then holder = select(3, described(last[1])) end
   return {0, holder, ends > now and ends - now or -1}
 end
 """
 
 # Asks for the lock, once.
-# ARGV: bells, owner, mode, ttl, min_hold, lock_delay (microseconds), name, holder, to stand in the queue if
-# refused: for how many callers of its process ('': not), '1' if the first in the queue is always served first.
+# ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a place in the queue if it is
+# refused, '1' if the first in the queue is always served first.
 # Returns {1, token}, or {0, holder of the lease that ends last, microseconds left or -1}.
 # The same owner again: the same token. An owner that was given back for good: refused.
 _ACQUIRE = f"""
-local owner, mode, ttl, min_hold, lock_delay = ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local owner, mode, ttl, min_hold = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked')
 local is_revoked = string.find(known[4] or '', owner, 1, true)
 
 local function grant()
   local token, instant = text(math.max(number(known[1]) + 1, now)), text(now)
-  local holding = table.concat({{token, instant, lock_delay, ARGV[8]}}, ' ')
+  local holding = table.concat({{token, instant, ARGV[7]}}, ' ')
   redis.call('HSET', record, 'token', token, 'mode', mode, 'available', mode == 's' and '0' or instant,
-    'name', ARGV[7], 'h:' .. owner, holding)
+    'name', ARGV[6], 'h:' .. owner, holding)
   redis.call('ZADD', holders, now + ttl, owner)
   if mode == 'x' then hold_back(now + min_hold) end
-  keep(now + ttl + lock_delay)
+  keep(now + ttl)
   return {{1, tonumber(token)}}
 end
 
@@ -184,7 +180,7 @@ local function is_free()
 end
 
 local function is_behind()
-  if mode == 'x' and ARGV[10] == '' then return false end
+  if mode == 'x' and ARGV[9] == '' then return false end
   local behind = false
   each_waiter(function(other, who)
     if who == owner then return true end
@@ -200,16 +196,14 @@ if is_free() and not is_behind() then
   return granted
 end
 
-if ARGV[9] ~= '' then
+if ARGV[8] ~= '' then
   local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
   redis.call('ZADD', queue, 'NX', math.max(number(last[2]) + 1, now), mode .. owner)
   redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, mode .. owner)
   for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', now - {FORGOTTEN * 1e6:.0f})) do
     redis.call('ZREM', queue, waiter)
     redis.call('ZREM', alive, waiter)
-    redis.call('HDEL', record, 'w:' .. string.sub(waiter, 2))
   end
-  redis.call('HSET', record, 'w:' .. owner, ARGV[9])
   redis.call('PEXPIRE', queue, 60000)
   redis.call('PEXPIRE', alive, 60000)
 end
@@ -254,21 +248,18 @@ return answer
 """
 
 # Lets leases live longer, never shorter, if they are still their owner's.
-# KEYS: record and holders of each lock. ARGV of each: owner, ttl (microseconds), how many of its process wait behind it.
+# KEYS: record and holders of each lock. ARGV of each: owner, ttl (microseconds).
 # Returns 1 or 0 for each. Needs nothing of the above.
 _EXTEND = f"""
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local kept = {{}}
 for i = 1, #KEYS / 2 do
-  local record, holders, owner, ttl = KEYS[2 * i - 1], KEYS[2 * i], ARGV[3 * i - 2], tonumber(ARGV[3 * i - 1])
+  local record, holders, owner, ttl = KEYS[2 * i - 1], KEYS[2 * i], ARGV[2 * i - 1], tonumber(ARGV[2 * i])
   local ends = tonumber(redis.call('ZSCORE', holders, owner) or 0)
   kept[i] = ends > now and 1 or 0
   -- Redis refuses to begin with ZADD, not to go on with it, when its memory is full: this needs none.
   if i == 1 then redis.call('ZREM', holders, '') end
-  if ends > now and (redis.call('HGET', record, 'b:' .. owner) or '0') ~= ARGV[3 * i] then
-    redis.call('HSET', record, 'b:' .. owner, ARGV[3 * i])
-  end
   if ends > now and ends < now + ttl then
     redis.call('ZADD', holders, string.format('%.0f', now + ttl), owner)
     local left = math.ceil(ttl / 1000) + {RETENTION * 1000}
@@ -288,43 +279,35 @@ local owner, former, ends = ARGV[2], ARGV[3], now + tonumber(ARGV[4])
 expire()
 if redis.call('ZSCORE', holders, owner) then return 1 end
 if not redis.call('ZSCORE', holders, former) then return 0 end
-local token, acquired, lock_delay = described(former)
+local token, acquired = described(former)
 forget(former)
-redis.call('HSET', record, 'h:' .. owner,
-  table.concat({text(token), text(acquired), text(lock_delay), ARGV[5]}, ' '))
+redis.call('HSET', record, 'h:' .. owner, table.concat({text(token), text(acquired), ARGV[5]}, ' '))
 redis.call('ZADD', holders, ends, owner)
 keep(ends)
 return 1
 """
 
-# Looks, and writes nothing. KEYS: the records of the locks.
-# Returns for each {name, token, microseconds until min_hold and lock_delay are over or less than 0, waiters, mode}
-# and then of each who holds it: owner, microseconds left, microseconds since it was acquired, holder, and how many
-# of its process wait behind it.
+# Looks, and writes nothing. KEYS: record, holders and alive of each lock.
+# Returns for each {name, token, microseconds until min_hold is over or less than 0, waiters, mode}
+# and then of each who holds it: owner, microseconds left, microseconds since it was acquired, holder.
 _LOOK = """
 local answers = {}
-for i, key in ipairs(KEYS) do
-  record = key  -- that described() looks into
+for i = 1, #KEYS, 3 do
+  record, holders, alive = KEYS[i], KEYS[i + 1], KEYS[i + 2]
   local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode')
-  local waiters = 0
-  for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', record .. ':a', '(' .. text(now), '+inf')) do
-    waiters = waiters + math.max(1, number(redis.call('HGET', record, 'w:' .. string.sub(waiter, 2))))
-  end
+  local waiters = redis.call('ZCOUNT', alive, '(' .. text(now), '+inf')
   local answer = {known[1] or '', number(known[2]), number(known[3]) - now, waiters, known[4] or 'x'}
-  local found = redis.call('ZRANGE', record .. ':h', 0, -1, 'WITHSCORES')
+  local found = redis.call('ZRANGE', holders, 0, -1, 'WITHSCORES')
   for j = 1, #found, 2 do
-    local left, _, acquired, lock_delay, holder = tonumber(found[j + 1]) - now, described(found[j])
+    local left, _, acquired, holder = tonumber(found[j + 1]) - now, described(found[j])
     if left > 0 then
       answer[#answer + 1] = found[j]
       answer[#answer + 1] = left
       answer[#answer + 1] = now - acquired
       answer[#answer + 1] = holder
-      answer[#answer + 1] = number(redis.call('HGET', record, 'b:' .. found[j]))
-    elseif left + lock_delay > 0 then
-      answer[3] = math.max(answer[3], left + lock_delay)
     end
   end
-  answers[i] = answer
+  answers[#answers + 1] = answer
 end
 return answers
 """

@@ -1,4 +1,4 @@
-"""Where a Redis is and how to log in, by a URL or by what a cache alias says; and the OPTIONS of locks there."""
+"""The address and login of a Redis, from a URL or a cache alias; and the OPTIONS of locks on Redis."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ try:
 except ImportError:  # an older redis-py
     _NAMED: dict[str, Any] = {}
 else:
-    # Made once: without it redis-py looks its own version up, on disk, for each new connection.
+    # Made once: otherwise redis-py reads its own version from disk for each new connection.
     _NAMED = {"driver_info": DriverInfo()}
 
 AnyRetry = Retry | AsyncRetry
 
-#: What a cache may set for itself and locks decide on their own: how long to wait, how often to ask.
+#: Settings of a cache that do not apply to locks, which have their own timeouts and retries.
 _OURS = frozenset(
     {
         "socket_timeout", "socket_connect_timeout", "timeout", "retry", "retry_on_timeout",
@@ -41,15 +41,15 @@ _OURS = frozenset(
     }
 )  # fmt: skip
 
-#: As many as the server allows: it says so when there are too many.
+#: No limit of ours: the server reports when there are too many.
 MOST_CONNECTIONS = 2**31
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One Redis, the master that *sentinels* name by *service*, or the cluster that *url* belongs to.
+    """One Redis, the master *service* of *sentinels*, or the cluster with the server *url*.
 
-    *settings* are redis-py's, without time limits: those are *connect_timeout* and *io_timeout*, in seconds.
+    *settings* are redis-py's, without timeouts: these are *connect_timeout* and *io_timeout*, in seconds.
     """
 
     url: str = field(repr=False)
@@ -65,7 +65,7 @@ class Source:
         try:
             database = _read_url(self.url).get("db", 0)
         except ValueError as error:
-            # Its text may have a part of the password.
+            # The text of this error may contain a part of the password.
             is_secret = "@" in self.url
             problem = "what is special in a password is quoted (%23 for #)" if is_secret else error
             msg = f"a Redis is named by a URL (redis://, rediss:// or unix://): {problem}"
@@ -81,7 +81,7 @@ class Source:
 
     @property
     def place(self) -> str:
-        """Where it, or those who know where it is, should listen."""
+        """The address of the server, or of the Sentinels."""
         if self.sentinels:
             return ", ".join(f"{host}:{port}" for host, port in self.sentinels)
         known = _read_url(self.url)
@@ -99,23 +99,34 @@ class Source:
     @property
     def async_connection(self) -> dict[str, Any]:
         tls = AsyncSSLConnection, AsyncMasterSSLConnection
-        # A crowd of tasks that connect at once keeps its event loop busy for longer than a connect may take.
+        # Many tasks that connect at once keep the event loop busy for longer than a connect may take.
         limits = {**self._limits(AsyncRetry), "socket_connect_timeout": None}
         return self._of_pool(dict(parse_async_url(self.url)), limits, tls)
 
     def cluster_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
-        return {**_NAMED, **self.settings, **self._limits(retry)}
+        limits = self._limits(retry)
+        if retry is AsyncRetry:
+            # As above; less than connects_within, so that a node that hangs is passed over.
+            limits["socket_connect_timeout"] = self.io_timeout
+        return {**_NAMED, **self.settings, **limits}
 
     def sentinel_settings(self, retry: type[AnyRetry]) -> dict[str, Any]:
-        return {**_NAMED, **self.sentinel_kwargs, **self._limits(retry)}
+        # For asyncio too, so that the next Sentinel is asked: all tasks share one request, which no task cancels.
+        limits = {**self._limits(retry), "socket_timeout": self.io_timeout}
+        return {**_NAMED, **self.sentinel_kwargs, **limits}
+
+    @property
+    def connects_within(self) -> float:
+        """Seconds that a task waits for a new connection: for its server, and for each Sentinel that may hang."""
+        return (self.connect_timeout + self.io_timeout) * (1 + len(self.sentinels))
 
     def _limits(self, retry: type[AnyRetry]) -> dict[str, Any]:
         return {
             "socket_connect_timeout": self.connect_timeout,
-            # For asyncio, whoever uses a connection sets the limits.
+            # For asyncio, the user of a connection sets the timeout.
             "socket_timeout": None if retry is AsyncRetry else self.io_timeout,
             "retry": retry(NoBackoff(), 0),
-            "protocol": 2,  # one greeting less for each connection
+            "protocol": 2,  # RESP 2 saves the HELLO of each new connection
             "max_connections": MOST_CONNECTIONS,
         }
 
@@ -127,7 +138,7 @@ class Source:
         if self.sentinels:
             if known.get("connection_class") is tls[0]:
                 known["connection_class"] = tls[1]
-            # Sentinels tell the place.
+            # The Sentinels have the address.
             known.pop("host", None)
             known.pop("port", None)
         return known
@@ -136,13 +147,13 @@ class Source:
 def source_of_cache(
     settings: Mapping[str, Any], *, is_cluster: bool, connect_timeout: float, io_timeout: float
 ) -> Source:
-    """Return where the cache with these *settings* (an alias of CACHES) keeps its keys: the master only."""
+    """Return the Source of the cache with these *settings* (an alias of CACHES); of several servers, the first one."""
     options = dict(settings.get("OPTIONS", {}))
     location = settings.get("LOCATION", "")
     servers = re.split(r"[;,]", location) if isinstance(location, str) else list(location)
     if not servers or not servers[0]:
         raise ValueError("the cache has no LOCATION")
-    # django-redis has names of its own, Django's cache passes all on to redis-py.
+    # django-redis has names of its own; Django's cache passes all options to redis-py.
     known = {
         key.lower(): options[key] for key in ("USERNAME", "PASSWORD", "DB") if options.get(key)
     }
@@ -166,7 +177,7 @@ def _read_url(url: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RedisSettings:
-    """What all ways to a Redis have in common. Times are seconds."""
+    """The common OPTIONS of backends on Redis. Times are in seconds."""
 
     fair: bool = False
     scripting: bool = True
@@ -187,6 +198,8 @@ class RedisSettings:
             raise ValueError("'wait_replicas' cannot be used with a cluster.")
         if self.cluster and not self.scripting:
             raise ValueError("'scripting' cannot be False with a cluster.")
+        if self.fair and not self.scripting:
+            raise ValueError("'fair' needs scripts: 'scripting' cannot be False.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +216,6 @@ class RedisOptions(RedisSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RedisCacheOptions(RedisSettings):
-    """The OPTIONS of CacheBackend where its alias is a Redis. *cache* is an alias of CACHES."""
+    """The OPTIONS of CacheBackend if its alias is a Redis. *cache* is an alias of CACHES."""
 
     cache: str = "default"

@@ -12,16 +12,16 @@ from redis import exceptions
 from redis.exceptions import ResponseError
 
 from django_distlock.engine import values
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import LONGEST_LISTED, printable
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request, batches
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request, Secret, batches
 from django_distlock.exceptions import LockBackendError
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import LONGEST_LISTED, printable
 
 from . import scripts
 from .connections import Command, Conversation
 from .scripts import Call, Script
 from .sources import RedisSettings
-from .transactions import transact
+from .unscripted import transact
 
 #: Locks that are renewed by one script, or looked at in one go: others wait while it runs.
 BATCH = 250
@@ -47,17 +47,17 @@ class Keys:
 
     def __init__(self, record: str) -> None:
         self.record, self.bells = record, f"{record}:b:"
-        self.all = record, f"{record}:h", f"{record}:q", f"{record}:a"
+        self.all = record, f"{record}:h", f"{record}:q", f"{record}:a", f"{record}:r"
 
     def bell(self, owner: str) -> str:
-        return self.bells + owner
+        return Secret(self.bells + owner)
 
 
 class KeySpace:
     """The keys of all the locks of one alias: those of one lock share a slot of a cluster, by what is in braces."""
 
     def __init__(self, make_key: MakeKey) -> None:
-        """ValueError if *make_key* makes keys that a lock cannot be told by."""
+        """Raise ValueError if *make_key* hides the key of a lock."""
         made = str(make_key(f"distlock:{{{_PLACE}}}"))
         self._before, place, self._after = made.partition(_PLACE)
         if not place or "{}" in made:
@@ -75,7 +75,7 @@ class KeySpace:
         return _keys(f"{self._before}{key}{self._after}")
 
     def record(self, key: str) -> str:
-        """Return the first of of(key), and remember nothing: it is asked for thousands."""
+        """Return the record's key, uncached, because listings ask for thousands."""
         return f"{self._before}{key}{self._after}"
 
     def key_of(self, record: str) -> str | None:
@@ -88,10 +88,9 @@ class KeySpace:
 _keys = lru_cache(1024)(Keys)
 
 
-class Verbs:
-    """What one alias asks of its Redis: by scripts, or by transactions where they may not be run.
+class RedisVerbs:
+    """The requests of one alias to its Redis: by scripts, or by transactions where scripts are not allowed.
 
-    *behind* returns how many of this process wait for one of it that holds a lock.
     *batch*: locks that one script may be given.
     """
 
@@ -100,11 +99,9 @@ class Verbs:
         alias: str,
         space: KeySpace,
         options: RedisSettings,
-        behind: Callable[[str], int | None],
         *,
         batch: int = BATCH,
     ) -> None:
-        self._behind = behind
         self._alias = alias
         self._space = space
         self._is_fair = "1" if options.fair else ""
@@ -116,27 +113,27 @@ class Verbs:
         self._batch = batch
         self._has_scripts = options.scripting
 
-    def acquire(self, request: Request, *, queued: int) -> Conversation[Grant | Busy]:
+    def acquire(self, request: Request, *, queued: bool) -> Conversation[Grant | Busy]:
         call = self._call(
             scripts.ACQUIRE,
             request,
             "s" if request.shared else "x",
             round(request.ttl * 1_000_000),
             round(request.min_hold * 1_000_000),
-            round(request.lock_delay * 1_000_000),
             _listed_name(request.name),
             request.holder.to_json(),
-            int(queued) or "",
+            "1" if queued else "",
             self._is_fair,
         )
         answer, *replicas = yield from self._answers(call, *self._after)
         if answer[0] != 1:
             left = _left(answer[2])
             return Busy(Holder.from_json(answer[1]), left, reserved=bool(left and not answer[1]))
-        if replicas and not (isinstance(replicas[0], int) and replicas[0] >= self._replicas):
+        try:
+            self._check_replicas(replicas)
+        except LockBackendError:
             yield from self.release(request)
-            problem = f"{replicas[0]} of {self._replicas} replicas (OPTIONS 'wait_replicas') confirmed the lock"
-            raise LockBackendError(self._alias, problem)
+            raise
         return Grant(int(answer[1]))
 
     def release(self, request: Request) -> Conversation[Release]:
@@ -144,7 +141,7 @@ class Verbs:
         return _RELEASES[answer]
 
     def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
-        """Give them back for good: whatever of these owners arrives late is refused."""
+        """Release the locks for good: later requests of these owners are refused."""
         outcomes: list[Release | Exception] = []
         for some in batches(requests, BATCH):
             calls = [self._release(request, "1") for request in some]
@@ -160,15 +157,20 @@ class Verbs:
         for some in batches(requests, self._batch):
             keys = [self._space.of(request.key) for request in some]
             names = tuple(key for each in keys for key in each.all[:2])
-            args = [(it.owner, microseconds(it.ttl), self._behind(it.key) or 0) for it in some]
+            args = [(each.owner, microseconds(each.ttl)) for each in some]
             call = Call(scripts.EXTEND, names, tuple(itertools.chain(*args)))
-            (answer,) = yield from self._answers(call)
+            answer, *replicas = yield from self._answers(call, *self._after)
+            if any(answer):
+                self._check_replicas(replicas)
             kept += [one == 1 for one in answer]
         return kept
 
     def take_over(self, request: Request, former: str) -> Conversation[bool]:
         args = former, microseconds(request.ttl), request.holder.to_json()
-        (answer,) = yield from self._answers(self._call(scripts.TAKE_OVER, request, *args))
+        call = self._call(scripts.TAKE_OVER, request, *args)
+        answer, *replicas = yield from self._answers(call, *self._after)
+        if answer == 1:
+            self._check_replicas(replicas)
         return bool(answer == 1)
 
     def probe(self, request: Request) -> Conversation[Busy | None]:
@@ -179,15 +181,13 @@ class Verbs:
         return Busy(holder, left, reserved=not holdings) if left > 0 else None
 
     def held(self, keys: Sequence[str]) -> Conversation[list[Held]]:
-        found: list[Held] = []
-        for some in batches(keys, BATCH):
-            answers = yield from self._looks(some)
-            for key, answer in zip(some, answers, strict=True):
-                found += [shown for shown, _ in _held(answer, key)]
-        return found
+        """Return the locks with these *keys*, at most BATCH."""
+        answers = yield from self._looks(keys)
+        found = zip(keys, answers, strict=True)
+        return [shown for key, answer in found for shown, _ in _held(answer, key)]
 
     def end_holding(self, key: str, owner_digest: str) -> Conversation[bool]:
-        """End a holding, or what one has reserved, for which there is no owner; tell whether it was there."""
+        """End a holding, or what one has reserved, which has no owner; return whether it was there."""
         (found,) = yield from self._looks([key])
         keys, is_ended = self._space.of(key), False
         for shown, owner in _held(found, key):
@@ -199,7 +199,8 @@ class Verbs:
 
     def keep(self, waiters: Sequence[Request]) -> Conversation[None]:
         keys = self._space.of(waiters[0].key)
-        places = [f"{'s' if waiter.shared else 'x'}{waiter.owner}" for waiter in waiters]
+        modes = ("s" if waiter.shared else "x" for waiter in waiters)
+        places = [Secret(m + waiter.owner) for m, waiter in zip(modes, waiters, strict=True)]
         yield from self._answers(Call(scripts.KEEP, keys.all, (keys.bells, *places)))
 
     def leave(self, request: Request) -> Conversation[None]:
@@ -216,6 +217,13 @@ class Verbs:
             raise LockBackendError(self._alias, f"Redis refused BLPOP: {answer}") from answer
         return answer[0].decode() if isinstance(answer, (list, tuple)) else None
 
+    def _check_replicas(self, answers: Sequence[Any]) -> None:
+        """Raise LockBackendError unless the replicas that *answers* of WAIT count are enough."""
+        for answer in answers:
+            if not isinstance(answer, int) or answer < self._replicas:
+                problem = f"{answer} of {self._replicas} replicas (OPTIONS 'wait_replicas') confirmed the lock"
+                raise LockBackendError(self._alias, problem)
+
     def _release(self, request: Request, is_final: str) -> Call:
         return self._call(scripts.RELEASE, request, is_final, microseconds(request.min_hold))
 
@@ -224,9 +232,11 @@ class Verbs:
         return Call(script, keys.all, (keys.bells, request.owner, *args))
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
-        records = tuple(map(self._space.record, keys))
-        some = batches(records, min(LOOKED_AT, self._batch))
-        found = yield from self._together([Call(scripts.LOOK, tuple(each), ()) for each in some])
+        records = map(self._space.record, keys)
+        looks = [(record, f"{record}:h", f"{record}:a") for record in records]
+        some = batches(looks, min(LOOKED_AT, self._batch))
+        calls = [Call(scripts.LOOK, tuple(itertools.chain(*each)), ()) for each in some]
+        found = yield from self._together(calls)
         return [answer for each in found for answer in self._checked(each)]
 
     def _answers(self, call: Call, *after: Command) -> Conversation[list[Any]]:
@@ -241,7 +251,7 @@ class Verbs:
         return answers
 
     def _together(self, calls: Sequence[Call]) -> Conversation[list[Any]]:
-        """Carry out calls that may be carried out twice, in one go; an error is an answer."""
+        """Send calls that may be carried out twice together; an error is an answer."""
         if not self._has_scripts:
             answers = []
             for call in calls:
@@ -275,8 +285,8 @@ def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
     name, token, reserved, waiters, mode = answer[:5]
     holdings = list(_holdings(answer))
     if is_reserved := not holdings and int(reserved) > 0:
-        holdings = [("", int(reserved) / 1e6, None, None, 0)]
-    for owner, left, age, holder, behind in holdings:
+        holdings = [("", int(reserved) / 1e6, None, None)]
+    for owner, left, age, holder in holdings:
         shown = Held(
             name=name.decode(errors="backslashreplace"),
             key=key,
@@ -287,19 +297,18 @@ def _held(answer: list[Any], key: str) -> Iterator[tuple[Held, str]]:
             if is_reserved
             else values.digest(owner),
             shared=mode == b"s" and not is_reserved,
-            waiters=int(waiters),
-            behind=behind,
+            waiters=None if waiters is None else int(waiters),
             reserved=is_reserved,
             age=age,
         )
         yield shown, owner
 
 
-def _holdings(answer: list[Any]) -> Iterator[tuple[str, float, float | None, Holder | None, int]]:
+def _holdings(answer: list[Any]) -> Iterator[tuple[str, float, float | None, Holder | None]]:
     found = iter(answer[5:])
-    for owner, left, age, holder, behind in zip(*[found] * 5, strict=True):
+    for owner, left, age, holder in zip(*[found] * 4, strict=True):
         text = owner.decode(errors="backslashreplace")
-        yield text, int(left) / 1e6, int(age) / 1e6, Holder.from_json(holder), int(behind)
+        yield text, int(left) / 1e6, int(age) / 1e6, Holder.from_json(holder)
 
 
 def _left(left: Any) -> float | None:

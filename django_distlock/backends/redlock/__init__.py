@@ -1,6 +1,6 @@
 """Locks in a majority of independent Redis servers."""
 
 from .backend import RedlockBackend
-from .verbs import RedlockOptions
+from .quorum import RedlockOptions
 
 __all__ = ["RedlockBackend", "RedlockOptions"]

@@ -22,11 +22,11 @@ from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.steps import arun, run
 from django_distlock.engine.values import Held, Release, Request
-from django_distlock.engine.waiting import Place, Wait, Waiting, Way
+from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
 from django_distlock.exceptions import LockBackendError
 
+from .quorum import RedlockOptions, RedlockVerbs, Verb
 from .servers import Servers
-from .verbs import RedlockOptions, Verb, Verbs
 from .votes import LONGEST, LONGEST_CONNECTING
 
 _T = TypeVar("_T")
@@ -34,8 +34,8 @@ _T = TypeVar("_T")
 PAUSE = (0.05, 0.2)
 
 
-class _Waiting(Waiting):
-    """Pauses that differ, so that those whose votes were split meet no more."""
+class _RandomPauses(Waiting):
+    """Random pauses, so that waiters whose votes were split do not collide again."""
 
     __slots__ = ()
 
@@ -51,7 +51,7 @@ class RedlockBackend(StepsBackend):
     supports_listing = True
     supports_detach = True
     kind = "redlock"
-    waiting = _Waiting(way=Way.LISTEN, place=Place.ENQUEUE)
+    waiting = _RandomPauses(way=Way.LISTEN, queueing=Queueing.ENQUEUE)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -87,11 +87,11 @@ class RedlockBackend(StepsBackend):
     # The verbs.
 
     def abandon(self, request: Request) -> Release:
-        """Give it back: whoever does leaves the queue."""
+        """Release the lock, which also leaves the queue."""
         return self.release(request)
 
     def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
-        """Have *bell* rung; servers learn of the waiter by its next try."""
+        """Register *bell*; the next try tells the servers about the waiter."""
         self._servers.listen(request.owner, bell)
 
     def dequeue(self, request: Request) -> None:
@@ -142,17 +142,16 @@ class RedlockBackend(StepsBackend):
         return await arun(steps, self._servers.aask)
 
     def _open(self) -> None:
-        self._servers = Servers(self.sources)
+        self._servers = Servers(self.alias, self.sources)
         self._run = partial(run, carry_out=self._servers.ask)
-        self._verbs: Verbs = Verbs(
+        self._verbs: RedlockVerbs = RedlockVerbs(
             self.alias,
             self._servers,
             self._spaces,
             self.options,
             guard=self._guard,
-            behind=self.queue.behind,
         )
-        # A backend that nobody has any more leaves no thread behind.
+        # The thread ends with its backend.
         self._close_unused = weakref.finalize(self, self._servers.close)
         self._close_unused.atexit = False
 
@@ -165,7 +164,10 @@ class RedlockBackend(StepsBackend):
         if "://" in server:
             return Source(server, **limits)
         if server not in caches.settings:
-            raise ValueError(f"'servers': CACHES has no alias {server!r}.")
+            # A URL that is mistyped may have a password.
+            is_secret = "@" in server
+            problem = "a URL needs ://" if is_secret else f"CACHES has no alias {server!r}"
+            raise ValueError(f"'servers': {problem}.")
         source = source_of_cache(caches.settings[server], is_cluster=False, **limits)
         if source.sentinels or source.is_cluster:
             msg = f"'servers': the cache {server!r} is no single server, but several that share their data."

@@ -5,15 +5,13 @@ asking process's clock. A lock has one key, its *record*, a hash:
 
 - ``owner``, ``acquired``, ``ends``, ``sent``, ``holder``, ``name``: who has it, since and until when, and when this was
   last asked for;
-- ``behind``: the owner, and how many of its process waited behind it when it was last extended;
 - ``token``: the last one that was given here, or written back by somebody who won the majority; ``agreed``:
   that which the owner wrote back, if it did;
 - ``ended``: "owner=sent" and r (released) or v (void), for the last owners that ended: what they sent
   before that counts for nothing, however late it arrives.
 
-and a *queue*, a sorted set: who waits, by the instant at which it was refused, in whole milliseconds; the microseconds
-are how many callers of its process it stands for. A waiter is "channel owner", and is woken by a message to that
-channel (PUBLISH). The queue decides nothing: without it a waiter only sleeps longer,
+and a *queue*, a sorted set: who waits, by the instant at which it was first refused. A waiter is "channel owner", and is
+woken by a message to that channel (PUBLISH). The queue decides nothing: without it a waiter only sleeps longer,
 so its commands may fail, as for a user of Redis that may not publish.
 
 Scripts are sent as text each time: measured, that costs no more than EVALSHA, and no NOSCRIPT can come back.
@@ -77,8 +75,7 @@ end
 
 # Asks for this server's vote.
 # ARGV: owner, sent, ttl (microseconds), name, holder, seconds that the server must have been up ('0': none),
-# '1' if that is not asked of a server with an append-only file, the channel of a waiter ('': does not wait),
-# and for how many callers of its process it waits.
+# '1' if that is not asked of a server with an append-only file, the channel of a waiter ('': does not wait).
 # Returns {1, token, 1 if it was agreed on}; {0, owner, microseconds left, holder, sent} if somebody has it;
 # {2, seconds} if the server started too lately.
 # The same owner again: the same token. Asked before its own release: refused, by nobody.
@@ -94,9 +91,7 @@ if left > 0 and known[2] == owner then
 end
 if left > 0 then
   if ARGV[8] ~= '' then
-    local waiter = ARGV[8] .. ' ' .. owner
-    local since = tonumber(redis.pcall('ZSCORE', queue, waiter) or now) or now
-    redis.pcall('ZADD', queue, text(math.floor(since / 1000) * 1000 + math.min(ARGV[9], 999)), waiter)
+    redis.pcall('ZADD', queue, 'NX', text(now), ARGV[8] .. ' ' .. owner)
     redis.pcall('PEXPIRE', queue, 60000)
   end
   return {0, known[2], left, known[4], known[5]}
@@ -146,20 +141,14 @@ return answer
 """
 
 # Lets leases live longer, never shorter, if they are still their owner's.
-# KEYS: the records. ARGV of each: owner, ttl (microseconds), how many of its process wait behind it.
-# Returns 1 or 0 for each.
+# KEYS: the records. ARGV of each: owner, ttl (microseconds). Returns 1 or 0 for each.
 _EXTEND = """
 local kept = {}
 for i, key in ipairs(KEYS) do
   record = key
-  local owner, ttl, behind = ARGV[3 * i - 2], tonumber(ARGV[3 * i - 1]), ARGV[3 * i]
+  local owner, ttl = ARGV[2 * i - 1], tonumber(ARGV[2 * i])
   kept[i] = has(owner) and 1 or 0
-  if kept[i] == 1 then
-    extend(ttl)
-    if behind ~= '0' or redis.call('HEXISTS', record, 'behind') == 1 then
-      redis.call('HSET', record, 'behind', owner .. ' ' .. behind)
-    end
-  end
+  if kept[i] == 1 then extend(ttl) end
 end
 return kept
 """
@@ -188,27 +177,25 @@ return 1
 
 # Looks, and writes nothing. KEYS: the records.
 # Returns for each {} or {owner, microseconds left, holder, name, token agreed on or 0, microseconds since it was acquired,
-# waiters that listen to their channels, waiters behind the holder in its own process}.
+# waiters that listen to their channels}.
 _LOOK = """
 local function waiters(queue)
-  local all, known = 0, redis.pcall('ZRANGE', queue, 0, -1, 'WITHSCORES')
-  for i = 1, #known, 2 do
-    local heard = redis.pcall('PUBSUB', 'NUMSUB', (string.match(known[i], '^%S+')))
-    if number(heard[2]) > 0 then all = all + known[i + 1] % 1000 end
+  local all = 0
+  for _, waiter in ipairs(redis.pcall('ZRANGE', queue, 0, -1)) do
+    local heard = redis.pcall('PUBSUB', 'NUMSUB', (string.match(waiter, '^%S+')))
+    if number(heard[2]) > 0 then all = all + 1 end
   end
   return all
 end
 
 local seen = {}
 for i, key in ipairs(KEYS) do
-  local known = redis.call('HMGET', key, 'owner', 'ends', 'holder', 'name', 'agreed', 'acquired', 'behind')
+  local known = redis.call('HMGET', key, 'owner', 'ends', 'holder', 'name', 'agreed', 'acquired')
   local left = number(known[2]) - now
   seen[i] = {}
   if left > 0 then
-    local age, told = now - number(known[6]), known[7] or ''
-    local is_told = string.find(told, (known[1] or '') .. ' ', 1, true) == 1
-    local behind = is_told and number(string.match(told, '%d+$')) or 0
-    seen[i] = {known[1], left, known[3], known[4], number(known[5]), age, waiters(key .. ':q'), behind}
+    local age = now - number(known[6])
+    seen[i] = {known[1], left, known[3], known[4], number(known[5]), age, waiters(key .. ':q')}
   end
 end
 return seen

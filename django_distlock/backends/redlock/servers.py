@@ -20,13 +20,14 @@ from weakref import WeakValueDictionary
 from redis.connection import ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError, RedisError
 
-from django_distlock.backends.redis.connections import packed, parsed
+from django_distlock.backends.redis.connections import CHUNK, Answers, packed
 from django_distlock.backends.redis.sources import Source
-from django_distlock.engine import clock
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
-from django_distlock.engine.naming import log_fields
-from django_distlock.exceptions import first_line
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
+from django_distlock.ground import clock
+from django_distlock.ground.mutexes import this_thread
+from django_distlock.ground.naming import log_fields
 
 from .votes import LONGEST, LONGEST_CONNECTING, Count, Question, majority
 
@@ -40,14 +41,20 @@ NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 DEBT_SECONDS, DEBT = 1.0, 64
 #: Seconds between two checks that the servers can still wake the waiters of this process.
 CHECK = 1.0
-#: Bytes that are read at once.
-CHUNK = 65536
+#: Seconds that the thread may be late with an answer, beyond the time limits of the servers.
+LATE = 10.0
 #: Seconds between two looks for work, where the thread cannot be woken.
 UNWOKEN = 0.005
+#: What errors say.
+IN_THE_THREAD = (
+    "a finalizer uses a lock in the thread that talks to the servers, which would wait for itself: "
+    "let another thread do it"
+)
+TOO_LATE = "the thread that talks to the servers is held up: it has not told their answers"
 
 
 class Query:
-    """What one server is asked of a question."""
+    """The part of a question that goes to one server."""
 
     __slots__ = ("deadline", "question", "sent_at", "server")
 
@@ -76,7 +83,7 @@ class Query:
             self.question.end_if_decided()
 
 
-class Connection:
+class ServerLink:
     """A connection to one server. All queries are sent at once, and answered in that order.
 
     A query is therefore carried out after those that were sent before it, even if nobody waits for them any more.
@@ -91,7 +98,8 @@ class Connection:
         self.is_connecting = False
         self._waiting: list[Query] = []
         self._sent: deque[Query] = deque()
-        self._unsent, self._unread = b"", b""
+        self._unsent = b""
+        self._answers: Any = None
         self._events = selectors.EVENT_READ
         self._heard_at = 0.0
         #: Whether the server sends messages for waiters on it.
@@ -132,7 +140,7 @@ class Connection:
         self._servers.selector.unregister(self._socket)
         self._driver.disconnect()
         self._driver = self._socket = None
-        self._unsent, self._unread, self.is_subscribed = b"", b"", False
+        self._unsent, self.is_subscribed = b"", False
         sent, self._sent = self._sent, deque()
         error = error or RedisConnectionError("the connection was lost")
         for query in sent:
@@ -168,6 +176,7 @@ class Connection:
             return
         self._driver, self._socket = driver, driver._sock  # noqa: SLF001 - redis-py waits for one connection only
         self._socket.setblocking(False)
+        self._answers = Answers(driver)
         self._events = selectors.EVENT_READ
         self._servers.selector.register(self._socket, self._events, self._be_ready)
         now = clock.wait_time()
@@ -204,27 +213,21 @@ class Connection:
             self._servers.selector.modify(self._socket, events, self._be_ready)
 
     def _read(self) -> None:
-        parse_error = self._driver._parser.parse_error  # noqa: SLF001 - only redis-py knows all errors
         try:
-            self._receive()
-            while self._unread:
-                answer, end = parsed(self._unread, 0, parse_error)
-                self._unread = self._unread[end:]
-                self._take(answer)
-        except IndexError:
-            pass  # the rest has not arrived yet
+            with suppress(*NOT_YET):
+                self._receive()
         except BROKEN as error:
             self.close(error)
 
     def _receive(self) -> None:
-        with suppress(*NOT_YET):
-            while data := self._socket.recv(CHUNK):
-                self._unread += data
-                self._heard_at = clock.wait_time()
-                # A selector does not see what TLS has read and not returned yet.
-                if len(data) < CHUNK and not getattr(self._socket, "pending", int)():
-                    return
-            raise RedisConnectionError("it closed the connection")
+        # A selector does not see what TLS has read and not returned yet.
+        is_more = True
+        while is_more:
+            data = self._socket.recv(CHUNK)
+            self._heard_at = clock.wait_time()
+            for answer in self._answers.parse(data):
+                self._take(answer)
+            is_more = len(data) == CHUNK or getattr(self._socket, "pending", int)() > 0
 
     def _take(self, answer: Any) -> None:
         kind = answer[0] if isinstance(answer, list) and answer else None
@@ -240,36 +243,48 @@ class Connection:
 class Servers:
     """All servers. The thread starts with the first question and ends with close(); only it uses connections."""
 
-    def __init__(self, sources: Sequence[Source]) -> None:
-        #: What they are called in errors.
+    def __init__(self, alias: str, sources: Sequence[Source]) -> None:
+        self._alias = alias
+        #: The names of the servers in errors.
         self.places = [source.where for source in sources]
         self._total = len(sources)
-        self._connections = [Connection(self, source) for source in sources]
-        #: On which messages for waiters arrive.
-        self._subscriptions = [Connection(self, source) for source in sources]
-        #: By which servers know the waiters of this process.
+        self._connections = [ServerLink(self, source) for source in sources]
+        #: Connections on which messages for waiters arrive.
+        self._subscriptions = [ServerLink(self, source) for source in sources]
+        #: The channel on which servers wake the waiters of this process.
         self.channel = f"distlock-bells:{token_hex(8)}"
         self._bells: WeakValueDictionary[str, Bell] = WeakValueDictionary()
         self._checked_at = -CHECK
-        #: Held by the one thread that does the work.
+        #: Held by the thread that talks to the servers.
         self._thread = threading.Lock()
         self._jobs: deque[Callable[[], object]] = deque()
-        self._watched: list[tuple[float, int, Connection, Query]] = []
+        self._watched: list[tuple[float, int, ServerLink, Query]] = []
         self._numbers = itertools.count()
         self._is_asleep = self._is_closing = False
         self._waker: socket.socket | None = None
 
     def ask(self, question: Question) -> Count:
-        """Return the answers, as soon as they decide the question, or when all have answered or failed."""
+        """Return the answers, as soon as they decide the question, or when all have answered or failed.
+
+        LockBackendError in the thread itself: its finalizers cannot wait for what it does after them.
+        """
+        if this_thread.serves_locks:
+            raise LockBackendError(self._alias, IN_THE_THREAD)
         bell = ThreadBell()
         self.submit(partial(self._begin, question, bell, self._connections))
-        bell.wait(None)
+        bell.wait(question.connecting + question.within + LATE)
+        if not question.is_over:
+            raise LockOutcomeUnknown(self._alias, TOO_LATE)
         return question.count
 
     async def aask(self, question: Question) -> Count:
+        if this_thread.serves_locks:
+            raise LockBackendError(self._alias, IN_THE_THREAD)
         bell = TaskBell()
         self.submit(partial(self._begin, question, bell, self._connections))
-        await bell.wait(None)
+        await bell.wait(question.connecting + question.within + LATE)
+        if not question.is_over:
+            raise LockOutcomeUnknown(self._alias, TOO_LATE)
         return question.count
 
     def listen(self, owner: str, bell: Bell) -> None:
@@ -301,7 +316,7 @@ class Servers:
 
     # For connections, in the thread.
 
-    def watch(self, connection: Connection, query: Query) -> None:
+    def watch(self, connection: ServerLink, query: Query) -> None:
         heapq.heappush(self._watched, (query.deadline, next(self._numbers), connection, query))
 
     def wake(self, owner: str) -> None:
@@ -315,7 +330,7 @@ class Servers:
                 if (bell := known()) is not None:
                     bell.ring()
 
-    def _begin(self, question: Question, bell: Bell, connections: Sequence[Connection]) -> None:
+    def _begin(self, question: Question, bell: Bell, connections: Sequence[ServerLink]) -> None:
         question.bell = bell
         question.count = Count(self._total, frozenset(question.calls))
         until = clock.wait_time() + question.connecting
@@ -337,8 +352,10 @@ class Servers:
         # Two may have been started; a job that comes while one ends is not forgotten.
         while self._jobs and self._thread.acquire(blocking=False):
             try:
+                this_thread.serves_locks = True
                 self._work()
             finally:
+                this_thread.serves_locks = False
                 self._thread.release()
 
     def _work(self) -> None:

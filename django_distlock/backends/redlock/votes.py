@@ -1,4 +1,4 @@
-"""How many votes are enough, what the servers' answers mean together, and how long a grant is good. No I/O."""
+"""The votes of servers: how many are enough, what the answers mean together, how long a grant is valid. No I/O."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from django_distlock.engine.bells import Bell
-from django_distlock.engine.clock import drift
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
+from django_distlock.ground.clock import drift
+from django_distlock.ground.holder import Holder
 
-#: Seconds that a server has for its answer: at most, and at least; and a new connection to it: at most.
+#: Seconds: the longest and shortest timeout for a server's answer, and the longest one for a new connection.
 LONGEST, SHORTEST, LONGEST_CONNECTING = 0.05, 0.005, 0.25
-#: The part of a ttl that a server may take, and that getting a new connection may take.
+#: The share of a ttl for a server's answer, and for a new connection.
 PART, CONNECTING_PART = 1 / 20, 1 / 4
 
 
@@ -24,12 +24,12 @@ def majority(servers: int) -> int:
 
 
 def server_timeout(ttl: float, wish: float | None = None) -> float:
-    """Return the seconds that one server has for its answer: a small part of the *ttl*, unless *wish* says else."""
+    """Return the seconds that a server has for its answer: *wish*, or a small part of the *ttl*."""
     return max(SHORTEST, min(LONGEST, ttl * PART)) if wish is None else wish
 
 
 def connect_timeout(ttl: float, wish: float | None = None) -> float:
-    """Return the seconds that a new connection is waited for. See server_timeout()."""
+    """Return the seconds for a new connection: *wish*, or a part of the *ttl*."""
     return max(SHORTEST, min(LONGEST_CONNECTING, ttl * CONNECTING_PART)) if wish is None else wish
 
 
@@ -50,7 +50,7 @@ YES, NO, TAKEN, GUARDED = 1, 0, 2, 2
 
 
 class Election(enum.Enum):
-    """What comes of asking for a lock."""
+    """The outcome of a request for a lock."""
 
     OPEN = "open"
     WON = "won"
@@ -77,9 +77,9 @@ def agreed(servers: int, *, yes: int, no: int) -> bool | None:
 
 @dataclass(slots=True)
 class Count:
-    """What those of *total* servers that were *asked* have answered to one question, by their numbers.
+    """The answers to one question, by the numbers of the servers; some of *total* servers were *asked*.
 
-    *failures* tells why a server gave no answer; *unsure* are those among them that were asked all the
+    *failures* says why a server gave no answer; *unsure* are those among them that were asked all the
     same. *errors* are what drivers raised.
     """
 
@@ -151,16 +151,16 @@ class Count:
             if votes >= majority(self.total):
                 seen = [answer for answer in refusals if (answer[1], answer[4]) == best]
                 return Busy(Holder.from_json(seen[0][3]), max(answer[2] for answer in seen) / 1e6)
-        return Busy()  # votes were split: nobody has it
+        return Busy()  # the votes were split, so it has no holder
 
     def favourite(self) -> list[list[Any]]:
-        """Return the answers to LOOK that name the owner whom most servers name."""
+        """Return the answers to LOOK with the owner that most servers have."""
         seen = [answer for (answer,) in self.answers.values() if answer]
         owner, _ = next(iter(Counter(answer[0] for answer in seen).most_common(1)), (b"", 0))
         return [answer for answer in seen if answer[0] == owner]
 
     def is_seen(self) -> bool:
-        """Whether it is clear if somebody has the lock."""
+        """Whether the answers show if the lock is held."""
         votes, most = len(self.favourite()), majority(self.total)
         may_be_held = votes + len(self.pending) + len(self.failures) >= most
         return votes >= most or (not may_be_held and len(self.answers) >= most)
@@ -174,12 +174,12 @@ class Count:
         return election(self.total, granted=granted, refused=refused, failed=failed)
 
     def says_yes(self) -> bool | None:
-        """Whether a majority did what it was asked; None while it is open."""
+        """Whether a majority carried the request out; None while that is open."""
         done = len(self.where(YES))
         return agreed(self.total, yes=done, no=len(self.answers) - done)
 
     def says_kept(self) -> list[bool | None]:
-        """Whether each of the locks asked for is still ours; None while it is open."""
+        """For each lock of the request whether it is still ours; None while that is open."""
         answers = [*self.answers.values()]
         return [
             agreed(self.total, yes=sum(kept), no=len(answers) - sum(kept))
@@ -189,16 +189,16 @@ class Count:
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """What each server is asked, by its number: a packed command. It is over when *is_decided*.
+    """A request to several servers: a packed command by the server's number. It ends when *is_decided*.
 
-    A server has *within* seconds for its answer, and a new connection to it *connecting* seconds before.
+    A server has *within* seconds for its answer, and before that *connecting* seconds for a new connection.
     """
 
     calls: Mapping[int, bytes]
     is_decided: Callable[[Count], bool]
     within: float
     connecting: float
-    #: Rung when it is over; its count does not change after that.
+    #: Rings at the end; the count does not change after that.
     bell: Bell = field(init=False)
     count: Count = field(init=False)
     is_over: bool = field(default=False, init=False)
@@ -206,7 +206,7 @@ class Question:
     def end_if_decided(self) -> None:
         try:
             self.is_over = self.is_decided(self.count) or not self.count.pending
-        except Exception:  # noqa: BLE001 - a server answers nonsense: the caller gets this error when it counts
+        except Exception:  # noqa: BLE001 - the answer makes no sense: the caller gets the error when it counts
             self.is_over = True
         if self.is_over:
             self.bell.ring()

@@ -1,45 +1,42 @@
-"""What RowLockBackend and AdvisoryBackend share: a session for each lock, lost with its connection."""
+"""The common part of RowLockBackend and AdvisoryBackend: a session for each lock, lost with its connection."""
 
 from __future__ import annotations
 
-import threading
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet
 
 from django.core.checks import Error
 
 from django_distlock.backends.database.base import SHORT_PAUSE, BaseDatabaseBackend
-from django_distlock.backends.database.bounds import is_cut, patient
-from django_distlock.backends.database.connections import abandon
-from django_distlock.backends.database.engine import COUNTER, LOCK
-from django_distlock.engine import clock
+from django_distlock.backends.database.bounds import cut, is_cut, patient
+from django_distlock.backends.database.connections import Unusable, abandon, is_word_of_server
+from django_distlock.backends.database.dialect import COUNTER, LOCK
 from django_distlock.engine.background import background
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import stored, warn
 from django_distlock.engine.values import Busy, Grant, RecentOwners, Release
 from django_distlock.engine.waiting import Wait, Waiting, Way
-from django_distlock.engine.waits import REASON
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
-    LockDeadlock,
     LockOutcomeUnknown,
     NotSupported,
 )
+from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.mutexes import section
+from django_distlock.ground.naming import stored
 
 from . import occupants
-from .occupants import LONGEST_NAME, busy, last_occupant, reader_key, record
-from .sessions import LOOK, STAY, Session, SessionRequest, is_victim, stay
+from .occupants import busy, last_occupant, reader_key
+from .sessions import LONGEST_NAME, LOOK, STAY, DatabaseSession, stay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from django.core.checks import CheckMessage
 
-    from django_distlock.backends.database.engine import Engine
+    from django_distlock.backends.database.dialect import Dialect
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.values import Held, Request
 
@@ -47,12 +44,8 @@ if TYPE_CHECKING:
 
 #: How many connections serve the statements beside the sessions.
 BESIDE = 4
-#: The part of its connections up to which those who could wait in the line of this process use them.
-ROOM = 0.75
-#: Where the numbers begin of errors that drivers for MariaDB and MySQL find out by themselves.
-_OF_DRIVERS = 2000
-#: Seconds until the first look for a deadlock, as servers have it; between looks; before what was seen is believed.
-FIRST, AGAIN, CONFIRM = 1.0, 2.0, 0.1
+#: What a signal handler, or a finalizer, is told that would ask on a connection in the midst of a request.
+INTERRUPTS = "this code has interrupted its own thread in the midst of a request of the same lock"
 
 
 class SessionBackend(BaseDatabaseBackend):
@@ -60,62 +53,51 @@ class SessionBackend(BaseDatabaseBackend):
 
     session_bound = True
     clock = "session"
-    request_class = SessionRequest
-    waiting = Waiting(way=Way.ON_SERVER)
     #: What is written for each kind of server.
     servers: ClassVar[dict[str, type[SessionServer]]]
     #: Whether a lock is a row, which must be there before it is locked.
     needs_row: ClassVar[bool] = False
-    #: All of this process: who holds a lock of one may wait for one of another.
-    everywhere: ClassVar[WeakSet[SessionBackend]] = WeakSet()
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self._pool, self._own = self._own, self.make_pool(self.engine, BESIDE)
+        self._pool, self._own = self._own, self.make_pool(self.dialect, BESIDE)
         fencing: bool = getattr(self.options, "fencing", True)
-        self.server = self._server_class(self.engine, fencing=fencing)
+        self.server = self._server_class(self.dialect, fencing=fencing)
         self.supports_fencing = self.supports_listing = fencing
         self.supports_shared = self.server.supports_shared
+        self.waiting = Waiting(way=Way.ON_SERVER, writers_first=self.server.writers_first)
         self._forget_sessions()
-        self.everywhere.add(self)
 
     def _forget_sessions(self) -> None:
-        self._mutex = threading.Lock()
+        self._mutex = section()
         #: By owner, those that hold and those that wait.
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, DatabaseSession] = {}
         self._released, self._interrupted = RecentOwners(), RecentOwners()
 
-    def make_engine(self, vendor: str) -> Engine:
+    def make_dialect(self, vendor: str) -> Dialect:
         if vendor not in self.servers:
             msg = f"'using' names {self.options.using!r}, which is none of PostgreSQL, MariaDB and MySQL ({vendor})."
             raise ValueError(msg)
         self._server_class = self.servers[vendor]
-        return self._server_class.engine_class(fair=False)
+        return self._server_class.dialect_class(fair=False)
 
     # The verbs.
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        if queued:
-            wait = partial(self._wait, wait=Wait(left))
-            return self._ask_on(Session(request), wait, to_wait=True)
         known = self._sessions.get(request.owner)
         if known is not None and known.grant is not None:
             return known.grant
-        session = Session(request)
+        verb = partial(self._wait, wait=Wait(left)) if queued else self._take
+        session = DatabaseSession(request)
         try:
-            return self._ask_on(session, self._take)
+            return self._ask_on(session, verb, left, to_wait=queued)
         except LockBackendError:
-            # An idle connection may have died unseen; what it did not get it does not hold.
-            if not session.was_cut:
+            # An idle connection may have died unseen, or a new one as it was opened; what it did not get it does not hold.
+            if not session.was_cut or (queued and session.is_open):
                 raise
-        return self._ask_on(Session(request), self._take)
-
-    def leaves_line(self, request: Request) -> bool:
-        """Have it seen by the deadlock watches of other processes, if it may be one of a circle."""
-        has_room = len(self._sessions) < self.options.max_connections * ROOM
-        return has_room and self._holds_any(getattr(request, "caller", ""))
+        return self._ask_on(session, verb, left, to_wait=queued)
 
     def interrupt(self, request: Request) -> None:
         """End its wait, which may only be about to begin."""
@@ -131,7 +113,7 @@ class SessionBackend(BaseDatabaseBackend):
         return request.owner not in self._released if session is None else session.is_over
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Say a word on each session, so that the server begins anew to count its silence."""
+        """Send a request on each session, so that the server counts its silence from now."""
         return [self._keep(request) for request in requests]
 
     def release(self, request: Request) -> Release:
@@ -165,25 +147,28 @@ class SessionBackend(BaseDatabaseBackend):
         return self._press(occupants.end_holding, self.server, key, owner_digest)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
-        """Say, where the server may be asked, whether it can be used, and is not reached through a pooler."""
-        if databases is None or self.options.using not in databases:
+        """Say, where the server may be asked, whether it can be used: no pooler, no Galera cluster."""
+        tables = (LOCK, COUNTER) if self.supports_fencing else ()
+        if databases is None:
+            return self.check_installed() if tables else []
+        if self.options.using not in databases:
             return []
-        if found := self.check_tables((LOCK, COUNTER) if self.supports_fencing else ()):
-            return found
-        session = Session(self.request("check", ttl=self.ttl, holder=Holder.current("check")))
+        session = DatabaseSession(
+            self.request("check", ttl=self.ttl, holder=Holder.current("check"))
+        )
         try:
             self._ask_on(session, lambda session: Busy())
         except LockBackendError as error:
-            hint = "Let OPTIONS 'using' name an alias of DATABASES that connects to the server directly."
-            return [Error(str(error), hint=hint, id="distlock.E005")]
-        return []
+            if isinstance(error.__cause__, Unusable):
+                return [Error(str(error), hint=error.__cause__.advice, id="distlock.E005")]
+        return self.check_tables(tables)
 
     def close(self) -> None:
         super().close()
         self._pool.close()
 
     def abandon_after_fork(self) -> None:
-        """Drop the parent's sessions, too, with no goodbye."""
+        """Drop the parent's sessions too, without closing them."""
         super().abandon_after_fork()
         for session in self._sessions.values():
             abandon(session.connection)
@@ -192,36 +177,23 @@ class SessionBackend(BaseDatabaseBackend):
 
     # Sessions: one on which something fails is closed.
 
-    def _holding(self, request: Request) -> Session | None:
+    def _holding(self, request: Request) -> DatabaseSession | None:
         session = self._sessions.get(request.owner)
         return session if session is not None and session.grant is not None else None
 
-    def _holds_any(self, caller: str) -> bool:
-        """Return whether *caller* holds a lock by any backend of this kind: else it is in no circle."""
-        return any(
-            session.caller == caller and session.grant is not None
-            for backend in list(self.everywhere)
-            for session in list(backend._sessions.values())  # noqa: SLF001 - our own
-        )
-
-    def _open(self, session: Session, *, to_wait: bool) -> None:
-        """Give *session* its connection; LockBackendError if there is none for it.
+    def _open(self, session: DatabaseSession, left: float | None, *, to_wait: bool) -> None:
+        """Give *session* its connection; NotSent if none comes free in the *left* seconds that its caller has.
 
         Whoever is *to_wait* gets none that died while it was idle: else that is found out by asking.
         """
-        try:
-            connection = self._pool.borrow()
-        except LockBackendError:
+        if len(self._sessions) >= self.options.max_connections:
             # Sessions that the server has ended are nobody's any more, and take places.
-            ended = [each for each in list(self._sessions.values()) if each.is_over]
-            for each in ended:
+            for each in [each for each in list(self._sessions.values()) if each.is_over]:
                 self._close(each, is_sound=False)
-            if not ended:
-                raise
-            connection = self._pool.borrow()
+        connection = self._pool.borrow(left)
         while to_wait and is_cut(connection):
             self._pool.give_back(connection, is_sound=False)
-            connection = self._pool.borrow()
+            connection = self._pool.borrow(left)
         session.connection = connection
         owner = session.request.owner
         with self._mutex:
@@ -234,8 +206,9 @@ class SessionBackend(BaseDatabaseBackend):
             #: For how many seconds the server was told to bear the session's silence.
             connection.distlock_limit = None
             self.server.begin(connection)
+        session.is_open = True
 
-    def _close(self, session: Session, *, is_sound: bool) -> None:
+    def _close(self, session: DatabaseSession, *, is_sound: bool) -> None:
         """Forget *session*; its connection is used again if it *is_sound*, else closed."""
         with self._mutex:
             if self._sessions.get(session.request.owner) is not session:
@@ -246,20 +219,22 @@ class SessionBackend(BaseDatabaseBackend):
 
     def _ask_on(
         self,
-        session: Session,
-        verb: Callable[[Session], Grant | Busy],
+        session: DatabaseSession,
+        verb: Callable[[DatabaseSession], Grant | Busy],
+        left: float | None = 0.0,
         *,
         to_wait: bool = False,
     ) -> Grant | Busy:
         """Return what *verb* answers: granted, the session holds; else it is over."""
-        start = clock.lease_time()
         try:
             # Opened in here: an exception from outside must not leave it open.
-            self._open(session, to_wait=to_wait)
+            self._open(session, left, to_wait=to_wait)
+            start = clock.lease_time()  # the wait for a connection is no part of the lease
             answer = verb(session)
             if isinstance(answer, Grant):
-                session.ends = (answer.start or start) + session.request.ttl
-                session.grant = answer
+                start = answer.start or start
+                session.ends = start + session.request.ttl
+                session.grant = answer = Grant(answer.token, start)
             else:
                 self._close(session, is_sound=True)
         except BaseException:
@@ -268,7 +243,7 @@ class SessionBackend(BaseDatabaseBackend):
                 raise
         return answer
 
-    def _take(self, session: Session) -> Grant | Busy:
+    def _take(self, session: DatabaseSession) -> Grant | Busy:
         # Of several readers each waits for the others' tokens.
         patience = STAY if session.request.shared else LOOK
         answer = self.server.take(session, patience)
@@ -278,9 +253,7 @@ class SessionBackend(BaseDatabaseBackend):
             answer = self.server.take(session, patience)
         return self._completed(session, answer, patience)
 
-    def _wait(self, session: Session, *, wait: Wait) -> Grant | Busy:
-        if self._holds_any(session.caller):
-            background.submit(self.alias, partial(self._look_for_deadlock, session), FIRST)
+    def _wait(self, session: DatabaseSession, *, wait: Wait) -> Grant | Busy:
         request, usually = session.request, self.options.io_timeout
         longest = None if wait.left is None else wait.left + usually
         with patient(session.connection, longest, usually=usually), session.waiting():
@@ -294,26 +267,9 @@ class SessionBackend(BaseDatabaseBackend):
                 answer = Grant(answer.token, start)
             return self._completed(session, answer, stay(wait))
 
-    def _look_for_deadlock(self, session: Session, *, was_seen: bool = False) -> None:
-        """End the wait of *session* if it is seen twice in a circle of such locks, which no server can see."""
-        if not session.is_waiting:
-            return
-        is_seen, name = False, session.request.name
-        try:
-            waits = self._ask(lambda cursor: [*self.server.waits(cursor)])
-            is_seen = is_victim(session.caller, waits)
-        except LockBackendError as error:
-            warn("Deadlocks cannot be looked for: %s", error, name=name, using=self.alias)
-        if is_seen and was_seen:
-            warn("Lock %s: deadlock", name, name=name, using=self.alias)
-            session.deadlock = REASON
-            session.interrupt()
-            return
-        # Holders are written down a moment after they hold: one look may join two moments.
-        again = partial(self._look_for_deadlock, session, was_seen=is_seen)
-        background.submit(self.alias, again, CONFIRM if is_seen else AGAIN)
-
-    def _completed(self, session: Session, answer: Grant | Busy, patience: float) -> Grant | Busy:
+    def _completed(
+        self, session: DatabaseSession, answer: Grant | Busy, patience: float
+    ) -> Grant | Busy:
         """Return *answer* with what stands in the tables: a new token, or who had it last."""
         request = session.request
         if not self.supports_fencing:
@@ -331,15 +287,15 @@ class SessionBackend(BaseDatabaseBackend):
         if request.shared:
             # Each is written down, since the counter has place for the last one only.
             reader = reader_key(request.key, session.owner_digest)
-            known = {"key": reader, "token": answer.token, "holder": record(session)}
+            known = {"key": reader, "token": answer.token, "holder": session.record()}
             self._insist(lambda cursor: cursor.execute(self.server.note_reader_sql, known))
         if not self.needs_row and len(stored(request.name)) > LONGEST_NAME:
             self.make_row(request.name)  # for people, beside the token
         return answer
 
-    def _count(self, session: Session, patience: float) -> int | None:
+    def _count(self, session: DatabaseSession, patience: float) -> int | None:
         """Return a new fencing token, committed; None while a guard() holds the old one."""
-        known = session.request.key, record(session), patience
+        known = session.request.key, session.record(), patience
         wait: Wait | None = None
         is_again = False
         while True:
@@ -357,10 +313,12 @@ class SessionBackend(BaseDatabaseBackend):
                 is_again = True
 
     def _keep(self, request: Request) -> bool:
-        """Have the server keep the session for its ttl from now; False if it is over."""
+        """Renew the time for which the server keeps the session; return False if it is over."""
         session = self._holding(request)
         if session is None:
             return False
+        if session.interrupts_request:
+            raise LockBackendError(self.alias, INTERRUPTS)
         with session.mutex:
             if self._sessions.get(request.owner) is not session:
                 return False  # its connection may be another session's by now
@@ -382,8 +340,13 @@ class SessionBackend(BaseDatabaseBackend):
             session.ends = start + seconds
         return True
 
-    def _free(self, session: Session) -> bool:
+    def _free(self, session: DatabaseSession) -> bool:
         """Give the lock back; False if the session had ended before."""
+        if session.interrupts_request:
+            # The lock ends with the connection; the rest is done once the interrupted request is over.
+            cut(session.connection)
+            background.submit(self.alias, partial(self._free, session), 0.0)
+            return True
         with session.mutex:
             if self._sessions.get(session.request.owner) is not session:
                 return False
@@ -399,20 +362,18 @@ class SessionBackend(BaseDatabaseBackend):
                     if not is_cut(session.connection):
                         raise
                     # It was there until it was given back, as far as anybody can know, and is free by now.
-                    is_answer_lost = not was_cut and not _is_word_of_server(error)
+                    is_answer_lost = not was_cut and not is_word_of_server(error)
             finally:
                 self._close(session, is_sound=is_freed)
         return is_freed or is_answer_lost
 
     @contextmanager
-    def _translated(self, session: Session) -> Iterator[None]:
+    def _translated(self, session: DatabaseSession) -> Iterator[None]:
         """Raise lock errors; a lock whose connection broke is not held, which is no unknown outcome."""
         try:
             with self._pool.translated():
                 yield
         except (LockOutcomeUnknown, Contended) as error:
-            if session.deadlock:
-                raise LockDeadlock(session.request.name, session.deadlock) from error
             if isinstance(error, Contended):
                 raise
             raise LockBackendError(self.alias, error.problem) from error
@@ -427,15 +388,3 @@ class SessionBackend(BaseDatabaseBackend):
         if not self.server.is_held(cursor, request.key):
             return None
         return busy(last_occupant(cursor, request.key)) if self.supports_fencing else Busy()
-
-
-def _is_word_of_server(error: BaseException | None) -> bool:
-    """Return whether the server said that it ends the session: else the line broke, and nobody knows why."""
-    while error is not None:
-        if getattr(error, "sqlstate", None) or getattr(error, "pgcode", None):
-            return True
-        number = error.args[0] if error.args else None
-        if isinstance(number, int) and not _OF_DRIVERS <= number < _OF_DRIVERS + 1000:
-            return True
-        error = error.__cause__
-    return False

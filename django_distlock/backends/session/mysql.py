@@ -1,4 +1,4 @@
-"""Rows and GET_LOCK of MariaDB and MySQL, held by a session: its limits, and what its neighbours do."""
+"""Row locks and GET_LOCK of MariaDB and MySQL, held by a session."""
 
 from __future__ import annotations
 
@@ -16,44 +16,62 @@ from django.db.utils import OperationalError
 from django_distlock.backends.database.base import SHORT_PAUSE
 from django_distlock.backends.database.bounds import keep_alive
 from django_distlock.backends.database.connections import Unusable
-from django_distlock.backends.database.engine import COUNTER, LOCK
+from django_distlock.backends.database.dialect import COUNTER, LOCK
 from django_distlock.backends.database.mysql import CREATE, MICROSECONDS, MySQL
-from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant, batches
 from django_distlock.engine.waiting import Wait
+from django_distlock.ground.naming import stored
 
-from .occupants import PREFIX, as_held, last_occupant
-from .sessions import ENDS_WITHIN, SessionServer
+from .occupants import as_held
+from .sessions import ENDS_WITHIN, PREFIX, SessionServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
     from django_distlock.engine.values import Held
 
     from .occupants import Counted
-    from .sessions import Edge, Session
+    from .sessions import DatabaseSession
 
-#: The longest limit, in seconds, that the server takes: a year.
+#: The longest timeout in seconds that the server accepts: a year.
 LONGEST = 31_536_000
 #: Names of locks in one statement.
 BATCH = 250
 
-# Raises the fencing token of %(key)s, which LAST_INSERT_ID tells; matches no row before its first use.
+# Raises the fencing token of %(key)s, and returns it as LAST_INSERT_ID; matches no row before the first use.
 _COUNT = f"""
 UPDATE {COUNTER} SET value = LAST_INSERT_ID(GREATEST(value + 1, {MICROSECONDS})), holder = %(holder)s
 WHERE method_name = %(key)s
 """
 
-# Statements that wait begin with who waits and for what: everybody sees those of the same user.
+# Waiting statements begin with a comment that names the key; a user sees all statements of its own.
 _WAITING = f"SELECT info FROM information_schema.processlist WHERE info LIKE '/*{PREFIX}%%'"
-_WAITS = re.compile(rf"/\*{PREFIX}(\w+) (\S+)\*/")
+_WAITS = re.compile(rf"/\*{PREFIX}(\S+)\*/")
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 
 
-class MySQLSessions(SessionServer):
-    """What row locks and GET_LOCK have in common."""
+class OneServer(MySQL):
+    """Refuses a cluster whose nodes do not know each other's locks."""
 
-    engine_class = MySQL
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        super().prepare(connection)
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW VARIABLES LIKE 'wsrep_on'")
+            if cursor.fetchone() not in {None, ("wsrep_on", "OFF")}:
+                problem = (
+                    f"the database {connection.alias!r} is a Galera cluster, each node of which has row locks and GET_LOCK "
+                    "of its own: callers on two nodes would hold the same lock. Use leases, by DatabaseBackend"
+                )
+                raise Unusable(problem, "Use leases: DatabaseBackend works on a Galera cluster.")
+
+
+class MySQLSessions(SessionServer):
+    """The common part of row locks and GET_LOCK."""
+
+    dialect_class = OneServer
+    writers_first = True
     now_sql = MICROSECONDS
     note_reader_sql = (
         f"INSERT IGNORE INTO {COUNTER} (method_name, value, holder)"
@@ -62,7 +80,7 @@ class MySQLSessions(SessionServer):
     is_mariadb = False
 
     def begin(self, connection: Any) -> None:
-        """Lift the limits that an operator may have set for everybody; find a dead server soon."""
+        """Remove time limits that an operator may have set for all sessions; set TCP keepalive."""
         keep_alive(connection)
         self.is_mariadb = connection.mysql_is_mariadb
         limits = (
@@ -74,19 +92,21 @@ class MySQLSessions(SessionServer):
             cursor.execute(f"SET SESSION {limits}")
         connection.distlock_number = connection.connection.thread_id()
 
-    def keep(self, session: Session, seconds: float) -> None:
+    def keep(self, session: DatabaseSession, seconds: float) -> None:
         wanted = min(LONGEST, math.ceil(seconds))
         more = f", idle_transaction_timeout = {wanted}" if self.is_mariadb else ""
         session.execute(f"SET SESSION wait_timeout = {wanted}{more}")
         session.connection.distlock_limit = seconds
 
-    def take(self, session: Session, patience: float) -> Grant | Busy:
-        self.keep_for_ttl(session)
+    def take(self, session: DatabaseSession, patience: float) -> Grant | Busy:
+        if session.connection.distlock_limit != session.request.ttl:
+            self.keep(session, session.request.ttl)
         return Grant(None) if self._try(session, 0) else Busy()
 
-    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
-        """What is less than the server can count is waited by looking again."""
-        self.keep_for_ttl(session)
+    def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
+        """Wait on the server; for fractions of a second that it cannot count, try again."""
+        if session.connection.distlock_limit != session.request.ttl:
+            self.keep(session, session.request.ttl)
         is_taken = self._try(session, LONGEST if wait.left is None else min(LONGEST, wait.left))
         while is_taken is False and not (wait.is_over or session.is_interrupted):
             time.sleep(wait.next_pause(longest=SHORT_PAUSE))
@@ -94,13 +114,13 @@ class MySQLSessions(SessionServer):
         return Grant(None) if is_taken else Busy()
 
     @abstractmethod
-    def _try(self, session: Session, seconds: float) -> bool | None:
-        """Return whether the lock was got within *seconds*, or as much of them as the server counts; None: it has no row."""
+    def _try(self, session: DatabaseSession, seconds: float) -> bool | None:
+        """Return whether the lock was acquired in *seconds*, as far as the server counts them; None: it has no row."""
 
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
-        """One statement, or three at the first use of a name."""
+        """Raise the token by one statement, or by three at the first use of a name."""
         known = {"key": key, "holder": holder}
-        # MySQL waits for a second at least: its engine says so.
+        # On MySQL innodb_lock_wait_timeout is at least one second; the dialect has set it.
         now = "SET STATEMENT innodb_lock_wait_timeout = 0 FOR" if self.is_mariadb else ""
         if not cursor.execute(now + _COUNT, known):
             cursor.execute(CREATE[1], known)
@@ -109,7 +129,7 @@ class MySQLSessions(SessionServer):
         return token
 
     def make_row(self, cursor: Any, key: str, name: str) -> bool:
-        """Look first: even an INSERT IGNORE waits for a row that is held."""
+        """Make the row, but look first: even an INSERT IGNORE waits for a locked row."""
         known = {"key": key, "name": stored(name)}
         cursor.execute(_SELECT, known)
         if cursor.fetchone() is not None:
@@ -117,14 +137,8 @@ class MySQLSessions(SessionServer):
         cursor.execute(CREATE[0], known)
         return True
 
-    def waits(self, cursor: Any) -> Iterator[Edge]:
-        """Who waits stands in the statement, who holds beside the token."""
-        for caller, key in _waiting(cursor):
-            if occupant := last_occupant(cursor, key):
-                yield caller, occupant.caller
-
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
-        """Kill the one that is written beside the token, if the lock is held still; return when it is gone."""
+        """Kill the session that is recorded beside the token, if the lock is still held, and wait for its end."""
         occupant = counted.by(owner_digest)
         if (
             occupant is None
@@ -140,33 +154,33 @@ class MySQLSessions(SessionServer):
 
 
 class MySQLRows(MySQLSessions):
-    """Rows kept locked by SELECT FOR UPDATE, with autocommit off: the first statement begins the transaction."""
+    """Rows locked by SELECT FOR UPDATE, with autocommit off: the first statement begins the transaction."""
 
     def begin(self, connection: Any) -> None:
         super().begin(connection)
         with connection.wrap_database_errors:
             connection.distlock_cursor.execute("SET SESSION autocommit = 0")
 
-    def free(self, session: Session) -> bool:
-        """Nothing is written: there is nothing to flush."""
+    def free(self, session: DatabaseSession) -> bool:
+        """Free the lock by COMMIT, which flushes nothing, as nothing was written."""
         session.execute("COMMIT")
         return True
 
     def is_held(self, cursor: Any, key: str) -> bool:
-        """Try it for a moment, in autocommit."""
+        """Try to lock the row for a moment, in autocommit."""
         try:
             cursor.execute(f"{_SELECT} FOR UPDATE NOWAIT", {"key": key})
         except OperationalError as error:
-            if not self.engine.is_wait_over(error):
+            if not self.dialect.is_wait_over(error):
                 raise
             return True
         return False
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
-        """Try each for a moment; a reader holds as long as its session is there."""
+        """Try to lock each row for a moment; a reader holds the lock as long as its session exists."""
         cursor.execute("SELECT id FROM information_schema.processlist")
         sessions = {number for (number,) in cursor.fetchall()}
-        waiters = Counter(key for _, key in _waiting(cursor))
+        waiters = Counter(_waiting(cursor))
         for key, counted in known.items():
             if (last := counted.last) is None or not self.is_held(cursor, key):
                 continue
@@ -174,8 +188,8 @@ class MySQLRows(MySQLSessions):
             for occupant in [one for one in readers if one.session in sessions] or [last]:
                 yield as_held(counted, occupant.owner_digest, waiters[key], shared=occupant.shared)
 
-    def _try(self, session: Session, seconds: float) -> bool | None:
-        """A refusal is an error, whose transaction must be ended all the same: nothing is left behind."""
+    def _try(self, session: DatabaseSession, seconds: float) -> bool | None:
+        """Lock the row; after a refusal, which is an error, end the transaction."""
         whole, how = int(seconds), "NOWAIT"
         if whole and self.is_mariadb:
             how = f"WAIT {whole}"
@@ -191,7 +205,7 @@ class MySQLRows(MySQLSessions):
             if session.execute(statement, {"key": session.request.key}).fetchone() is not None:
                 return True
         except OperationalError as error:
-            if not self.engine.is_wait_over(error):
+            if not self.dialect.is_wait_over(error):
                 raise
             is_taken = False
         session.execute("ROLLBACK")
@@ -199,12 +213,12 @@ class MySQLRows(MySQLSessions):
 
 
 class MySQLAdvisory(MySQLSessions):
-    """Locks by names, for the whole server."""
+    """Named locks of the whole server (GET_LOCK)."""
 
     supports_shared = False
 
-    def free(self, session: Session) -> bool:
-        """1: freed; 0: not ours; NULL: nobody's."""
+    def free(self, session: DatabaseSession) -> bool:
+        """Free the lock. RELEASE_LOCK returns 1: freed; 0: not ours; NULL: not held."""
         name = lock_name(session.connection.settings_dict["NAME"], session.request.key)
         return bool(session.execute("SELECT RELEASE_LOCK(%s)", [name]).fetchone()[0] == 1)
 
@@ -212,13 +226,13 @@ class MySQLAdvisory(MySQLSessions):
         return self._users(cursor, [key])[key] is not None
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
-        waiters = Counter(key for _, key in _waiting(cursor))
+        waiters = Counter(_waiting(cursor))
         for key, user in self._users(cursor, [*known]).items():
             if (last := known[key].last) and user == last.session:
                 yield as_held(known[key], last.owner_digest, waiters[key], shared=False)
 
     def _users(self, cursor: Any, keys: list[str]) -> dict[str, int | None]:
-        """Return the session that has each lock, or None."""
+        """Return by key the session that holds the lock, or None."""
         found: dict[str, int | None] = {}
         for some in batches(keys, BATCH):
             names = [lock_name(cursor.db.settings_dict["NAME"], key) for key in some]
@@ -226,8 +240,8 @@ class MySQLAdvisory(MySQLSessions):
             found |= zip(some, cursor.fetchone(), strict=True)
         return found
 
-    def _try(self, session: Session, seconds: float) -> bool | None:
-        """MariaDB knows fractions of seconds."""
+    def _try(self, session: DatabaseSession, seconds: float) -> bool | None:
+        """Wait for the lock; MariaDB counts fractions of seconds, MySQL whole seconds."""
         name = lock_name(session.connection.settings_dict["NAME"], session.request.key)
         longest = seconds if self.is_mariadb else int(seconds)
         statement = f"{_who_waits(session)}SELECT GET_LOCK(%s, %s)"
@@ -243,15 +257,15 @@ def _is_there(cursor: Any, number: int | None) -> bool:
     return cursor.fetchone() is not None
 
 
-def _waiting(cursor: Any) -> list[tuple[str, str]]:
-    """Return who waits, and for which key."""
+def _waiting(cursor: Any) -> list[str]:
+    """Return the key of each waiter."""
     cursor.execute(_WAITING)
-    return [(found[1], found[2]) for (text,) in cursor.fetchall() if (found := _WAITS.match(text))]
+    return [found[1] for (text,) in cursor.fetchall() if (found := _WAITS.match(text))]
 
 
-def _who_waits(session: Session) -> str:
-    """Return the comment that a waiting statement begins with."""
-    return f"/*{PREFIX}{session.caller} {session.request.key}*/ "
+def _who_waits(session: DatabaseSession) -> str:
+    """Return the comment at the beginning of a waiting statement."""
+    return f"/*{PREFIX}{session.request.key}*/ "
 
 
 @lru_cache(maxsize=1000)

@@ -1,4 +1,4 @@
-"""Who holds a lock by a session: kept as JSON beside its fencing token, told by the session's label; for operators."""
+"""The holders of session locks, for operators: written as JSON beside the fencing token."""
 
 from __future__ import annotations
 
@@ -7,36 +7,30 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django_distlock.backends.database.engine import COUNTER, LOCK
-from django_distlock.backends.database.portable import short_transaction
+from django_distlock.backends.database.dialect import COUNTER, LOCK, short_transaction
 from django_distlock.backends.database.records import raise_counter
-from django_distlock.engine.holder import Holder
-from django_distlock.engine.naming import shown, stored
 from django_distlock.engine.values import Busy, Held, digest
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from django.db.backends.utils import CursorWrapper
 
-    from .sessions import Session, SessionServer
+    from .sessions import SessionServer
 
-#: What labels of sessions begin with.
-PREFIX = "distlock:"
-#: What the keys of readers begin with: no other kind of lock is called that.
+#: The prefix of readers' keys; no other kind of lock has it.
 READER = "reader|"
-#: Characters of a name, for people, where there is little place.
-LONGEST_NAME = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """A holding of a lock, its token, and how many seconds ago it began: for people, and by what the server knows it."""
+    """A holding of a lock, as DatabaseSession.record() has written it: its holder, its session on the server, its token, and its age in seconds."""
 
     name: str
     holder: Holder
     owner_digest: str
-    caller: str
     session: int
     shared: bool
     token: int | None = None
@@ -44,7 +38,7 @@ class Occupant:
 
     @classmethod
     def from_json(cls, text: str | None, **counted: Any) -> Occupant | None:
-        """Return what record() has written; *counted*: its token and its age."""
+        """Return the occupant that DatabaseSession.record() has written, None if there is none; *counted*: its token and age."""
         try:
             known: dict[str, Any] = json.loads(text or "")
             return cls(holder=Holder(**known.pop("holder")), **known, **counted)
@@ -52,22 +46,8 @@ class Occupant:
             return None
 
 
-def record(session: Session) -> str:
-    """Return who holds by *session* as a short JSON object, in ASCII; that of the holder is made once."""
-    request = session.request
-    known = {
-        "name": stored(request.name)[:LONGEST_NAME],
-        "owner_digest": session.owner_digest,
-        "caller": session.caller,
-        "session": session.connection.distlock_number,
-        "shared": request.shared,
-    }
-    text = json.dumps(known, separators=(",", ":"))
-    return f'{text[:-1]},"holder":{request.holder.to_json()}}}'
-
-
 class Counted(NamedTuple):
-    """A lock that was held once: who had it last, and who are noted to read, by the digests of their owners."""
+    """A lock that was held before: its last occupant, and the recorded readers by the digests of their owners."""
 
     key: str
     name: str
@@ -75,18 +55,18 @@ class Counted(NamedTuple):
     readers: dict[str, Occupant]
 
     def by(self, owner_digest: str) -> Occupant | None:
-        """Return the one that *owner_digest* names, if it is one of them."""
+        """Return the occupant with this *owner_digest*; None if there is none."""
         is_last = self.last is not None and self.last.owner_digest == owner_digest
         return self.readers.get(owner_digest, self.last if is_last else None)
 
 
 def reader_key(key: str, owner_digest: str) -> str:
-    """Return where a reader of *key* has its token and its holder, beside those of the last one."""
+    """Return the key of the row in which a reader of *key* has its token and its holder."""
     return f"{READER}{digest(key)}|{owner_digest}"
 
 
 def as_held(counted: Counted, owner_digest: str, waiters: int, *, shared: bool) -> Held:
-    """Return *counted* as an operator sees it, held by whom *owner_digest* names."""
+    """Return *counted* as Held, with the occupant of this *owner_digest*."""
     occupant = counted.by(owner_digest)
     return Held(
         name=counted.name,
@@ -97,13 +77,13 @@ def as_held(counted: Counted, owner_digest: str, waiters: int, *, shared: bool) 
         owner_digest=owner_digest,
         shared=shared,
         waiters=waiters,
-        # Less than 0: the server's clock was set back.
+        # It is less than 0 if the server's clock was set back.
         age=occupant.age if occupant and occupant.age >= 0 else None,
     )
 
 
 def last_occupant(cursor: CursorWrapper, key: str) -> Occupant | None:
-    """Return who was the last to be granted the lock."""
+    """Return the occupant that acquired the lock last."""
     cursor.execute(f"SELECT holder FROM {COUNTER} WHERE method_name = %(key)s", {"key": key})
     row = cursor.fetchone()
     return Occupant.from_json(row[0]) if row else None
@@ -114,7 +94,7 @@ def busy(occupant: Occupant | None) -> Busy:
 
 
 def forget_readers(cursor: CursorWrapper, keys: Collection[str]) -> None:
-    """Delete what stands of readers beside a lock."""
+    """Delete the rows of readers with these *keys*."""
     for key in keys:
         cursor.execute(f"DELETE FROM {COUNTER} WHERE method_name = %(key)s", {"key": key})
 
@@ -122,7 +102,7 @@ def forget_readers(cursor: CursorWrapper, keys: Collection[str]) -> None:
 def held(
     cursor: CursorWrapper, server: SessionServer, keeps: Callable[[str], bool], key: str | None
 ) -> list[Held]:
-    """Return the locks that are held, of those whose key one *keeps*, or this one; forget readers that died."""
+    """Return the held locks with a key that one *keeps*, or the one with *key*; delete the rows of dead readers."""
     one = "" if key is None else " WHERE c.method_name = %(key)s OR c.method_name LIKE %(readers)s"
     keys = {"key": key, "readers": reader_key(key or "", "%")}
     known = _locks(cursor, server, one, keys, keeps)
@@ -133,7 +113,7 @@ def held(
 
 
 def end_holding(cursor: CursorWrapper, server: SessionServer, key: str, owner_digest: str) -> bool:
-    """End the session that holds the lock, and raise the token past it; tell whether there was one."""
+    """End the session that holds the lock, and raise the token past it; return whether there was one."""
     keys = {"key": key, "reader": reader_key(key, owner_digest)}
     locks = _locks(cursor, server, " WHERE c.method_name IN (%(key)s, %(reader)s)", keys)
     if not any(server.end(cursor, lock, owner_digest) for lock in locks.values()):
@@ -150,7 +130,7 @@ def _locks(
     keys: Mapping[str, str | None],
     keeps: Callable[[str], bool] = bool,
 ) -> dict[str, Counted]:
-    """Return the locks that *where* picks and one *keeps*, by key. A token is the instant of its grant."""
+    """Return the locks that *where* selects and one *keeps*, by key. A token is the time of its grant."""
     cursor.execute(
         f"""SELECT c.method_name, c.value, c.holder, l.description, {server.now_sql} - c.value
         FROM {COUNTER} AS c LEFT JOIN {LOCK} AS l ON l.method_name = c.method_name{where}""",

@@ -5,22 +5,22 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from django.db import DatabaseError
 from django.db.utils import OperationalError
 
+from django_distlock.backends.database.bounds import is_cut
 from django_distlock.backends.database.connections import Unusable
-from django_distlock.backends.database.engine import COUNTER, LOCK
+from django_distlock.backends.database.dialect import COUNTER, LOCK
 from django_distlock.backends.database.postgresql import MICROSECONDS, PostgreSQL
-from django_distlock.engine import clock
-from django_distlock.engine.naming import stored
 from django_distlock.engine.values import Busy, Grant, digest
+from django_distlock.ground import clock
+from django_distlock.ground.naming import stored
 
-from .occupants import PREFIX, Occupant, as_held, busy, record
-from .sessions import ENDS_WITHIN, SessionServer, stay
+from .occupants import Occupant, as_held, busy
+from .sessions import ENDS_WITHIN, PREFIX, SessionServer, stay
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from django_distlock.engine.waiting import Wait
 
     from .occupants import Counted
-    from .sessions import Edge, Session
+    from .sessions import DatabaseSession
 
 #: The longest time, in milliseconds, that a limit of the server takes; 0 stands for none.
 LONGEST = 2**31 - 1
@@ -41,9 +41,7 @@ SELECT set_config(s.name, v.value, false) FROM pg_settings AS s JOIN (VALUES
     ('statement_timeout', '0'), ('lock_timeout', '0'), ('transaction_timeout', '0'),
     ('idle_in_transaction_session_timeout', '0'), ('idle_session_timeout', '0'),
     ('tcp_keepalives_idle', '5'), ('tcp_keepalives_interval', '2'), ('tcp_keepalives_count', '3'),
-    ('default_transaction_isolation', 'read committed'),
-    ('default_transaction_read_only', 'off'), ('synchronous_commit',
-        CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END)
+    ('default_transaction_read_only', 'off')
 ) AS v (name, value) ON v.name = s.name
 """
 
@@ -56,22 +54,19 @@ _RAISE = f"""
     ON CONFLICT (method_name) DO UPDATE SET value = greatest(c.value + 1, {MICROSECONDS}), holder = excluded.holder
     RETURNING value
 """
-# By another connection: "settled" makes it durable, and impatient, as guard() may hold the row.
+# By another connection: "settled" makes it impatient, as guard() may hold the row.
 _COUNT = f"""
-WITH settled AS MATERIALIZED (
-    SELECT set_config('lock_timeout', %(patience)s, true),
-           set_config('synchronous_commit', CASE current_setting('synchronous_commit')
-               WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, true)
-){_RAISE}"""
+WITH settled AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true)){_RAISE}"""
 
 _CREATE = f"""
 INSERT INTO {LOCK} (method_name, description, fencing_token, available_at, updated_at)
 VALUES (%(key)s, %(name)s, 0, clock_timestamp(), clock_timestamp()) ON CONFLICT (method_name) DO NOTHING
 """
 
-# The sessions of this kind: process id, whom they wait for, and label. Other users' states are hidden.
+# The sessions of this kind: whether they hold, the sessions that they wait for, and label. Other users' states are hidden.
+# A label says what was asked for: a waiter has it before it blocks, and a refused session until its ROLLBACK.
 _NEIGHBOURS = f"""
-SELECT pid, CASE WHEN wait_event_type = 'Lock' OR state IS NULL THEN pg_blocking_pids(pid) END, application_name
+SELECT {{holds}}, CASE WHEN wait_event_type = 'Lock' OR state IS NULL THEN pg_blocking_pids(pid) END, application_name
 FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE '{PREFIX}%%'
 """
 
@@ -121,9 +116,9 @@ AND classid = %(high)s::bigint::oid AND objid = %(low)s::bigint::oid LIMIT 1
 
 
 class PostgreSQLSessions(SessionServer):
-    """What row locks and advisory locks have in common."""
+    """The common part of row locks and advisory locks."""
 
-    engine_class = PostgreSQL
+    dialect_class = PostgreSQL
     now_sql = MICROSECONDS
     note_reader_sql = f"""
 INSERT INTO {COUNTER} (method_name, value, holder) VALUES (%(key)s, %(token)s, %(holder)s)
@@ -131,6 +126,8 @@ ON CONFLICT (method_name) DO NOTHING"""
 
     #: The server's limit for the silence of who holds.
     silence: ClassVar[str]
+    #: Whether a session of pg_stat_activity with a label holds its lock, in SQL.
+    holds: ClassVar[str]
 
     def begin(self, connection: Any) -> None:
         """Refuse a pooler, which would hand the session with its lock to others; lift the limits."""
@@ -139,14 +136,18 @@ ON CONFLICT (method_name) DO NOTHING"""
                 f"the database {connection.alias!r} is reached through a pooler such as PgBouncer, where a session "
                 "does not stay with its holder: give an alias of DATABASES that is direct (OPTIONS 'using')"
             )
-            raise Unusable(problem)
+            advice = "Let OPTIONS 'using' name an alias of DATABASES that connects to the server directly."
+            raise Unusable(problem, advice)
         with connection.cursor() as cursor:
             cursor.execute(_SETTLE)
-            with suppress(DatabaseError):
+            try:
                 cursor.execute(_LOOK_AFTER_CLIENT)
+            except DatabaseError:
+                if is_cut(connection):
+                    raise
         connection.distlock_number = connection.connection.info.backend_pid
 
-    def keep(self, session: Session, seconds: float) -> None:
+    def keep(self, session: DatabaseSession, seconds: float) -> None:
         session.execute(f"SET {self.silence} = {milliseconds(seconds)}")
         session.connection.distlock_limit = seconds
 
@@ -160,22 +161,12 @@ ON CONFLICT (method_name) DO NOTHING"""
         cursor.execute(_CREATE, {"key": key, "name": stored(name)})
         return bool(cursor.rowcount)
 
-    def waits(self, cursor: Any) -> Iterator[Edge]:
-        """The server tells who stands in whose way, the label who they are."""
-        neighbours = _neighbours(cursor)
-        callers = {each.pid: each.caller for each in neighbours}
-        for each in neighbours:
-            for pid in each.ahead or ():
-                if pid in callers:
-                    yield each.caller, callers[pid]
-
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
-        """Who has a label and waits for nobody, holds."""
         by_digest = {digest(key): counted for key, counted in known.items()}
-        neighbours = _neighbours(cursor)
+        neighbours = _neighbours(cursor, self.holds)
         waiters = Counter(each.key_digest for each in neighbours if each.ahead)
         for each in neighbours:
-            if not each.ahead and (counted := by_digest.get(each.key_digest)):
+            if each.holds and (counted := by_digest.get(each.key_digest)):
                 waiting, is_shared = waiters[each.key_digest], each.mode == "r"
                 yield as_held(counted, each.owner_digest, waiting, shared=is_shared)
 
@@ -189,36 +180,40 @@ class PostgreSQLRows(PostgreSQLSessions):
     """Rows kept locked by SELECT FOR UPDATE: begin and lock are one round trip."""
 
     silence = "idle_in_transaction_session_timeout"  # one that is in no transaction holds nothing
+    holds = "backend_xid IS NOT NULL"  # a row is locked by a transaction's number, which is given out for that
+    writers_first = False
 
     def begin(self, connection: Any) -> None:
         super().begin(connection)
         with connection.wrap_database_errors:
             connection.distlock_cursor.execute(_PREPARE_ROWS)
 
-    def take(self, session: Session, patience: float) -> Grant | Busy:
-        """SKIP LOCKED: a refusal is no error, for which the server would keep a log."""
-        return self._lock(session, "SKIP LOCKED", "")
-
-    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
-        return self._lock(session, "", f"SET LOCAL lock_timeout = {milliseconds(wait.left)};")
-
-    def _lock(self, session: Session, how: str, limits: str) -> Grant | Busy:
-        request = session.request
-        self.keep_for_ttl(session)
+    def take(
+        self, session: DatabaseSession, patience: float, limits: str = "", how: str = "SKIP LOCKED"
+    ) -> Grant | Busy:
+        """Lock the row. With SKIP LOCKED a refusal is no error, for which the server would keep a log."""
+        request, connection = session.request, session.connection
+        if connection.distlock_limit != request.ttl:
+            self.keep(session, request.ttl)
         mode = "share" if request.shared else "update"
         # In hexadecimal, the key needs no quotes.
         key = f"convert_from(decode('{request.key.encode().hex()}', 'hex'), 'UTF8')"
-        begin = f"BEGIN; SET LOCAL application_name = '{_label(session)}'; {limits}"
+        begin = f"BEGIN; SET LOCAL application_name = '{session.label}'; {limits}"
         try:
-            if session.execute(f"{begin} EXECUTE distlock_{mode}{len(how)}({key})").fetchone():
+            answer = session.execute(f"{begin} EXECUTE distlock_{mode}{len(how)}({key})")
+            if answer.statusmessage == "SELECT 1":
                 return Grant(None)
         except OperationalError as error:
-            if not self.engine.is_wait_over(error):
+            if not self.dialect.is_wait_over(error):
                 raise
         session.execute("ROLLBACK")
         return Busy()
 
-    def free(self, session: Session) -> bool:
+    def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
+        limits = f"SET LOCAL lock_timeout = {milliseconds(wait.left)};"
+        return self.take(session, 0.0, limits, how="")
+
+    def free(self, session: DatabaseSession) -> bool:
         """A transaction that has failed is rolled back by its commit: its locks were gone before."""
         return bool(session.execute("COMMIT").statusmessage == "COMMIT")
 
@@ -235,22 +230,24 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
     """Locks by numbers of 64 bits, in one statement with the token."""
 
     silence = "idle_session_timeout"
+    holds = "pid IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted)"
+    writers_first = True
 
-    def take(self, session: Session, patience: float) -> Grant | Busy:
+    def take(self, session: DatabaseSession, patience: float) -> Grant | Busy:
         request = session.request
         known = {
             "number": str(lock_number(request.key)),
             "silence": str(milliseconds(request.ttl)),
-            "label": _label(session),
+            "label": session.label,
         }
         if self.fencing:
-            known |= {"key": request.key, "holder": record(session)}
+            known |= {"key": request.key, "holder": session.record()}
             known["patience"] = str(milliseconds(patience))
         statement = (_TAKE if self.fencing else _TAKE_BARE)[request.shared]
         try:
             is_taken, token, last = session.execute(statement, known).fetchone()
         except OperationalError as error:
-            if not self.engine.is_wait_over(error):
+            if not self.dialect.is_wait_over(error):
                 raise
             # A guard() holds the token: the statement has failed, and what it had locked is locked still.
             session.execute("ROLLBACK")
@@ -260,18 +257,18 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
             return Grant(token)
         return busy(Occupant.from_json(last))
 
-    def wait(self, session: Session, wait: Wait) -> Grant | Busy:
+    def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
         """In a transaction, whose end frees what was granted *and* timed out; then take it for the session."""
         request = session.request
         suffix = "_shared" if request.shared else ""
         limits = f"""BEGIN; SET LOCAL lock_timeout = {milliseconds(wait.left)};
             SET LOCAL idle_in_transaction_session_timeout = {milliseconds(request.ttl)};
-            SET LOCAL application_name = '{_label(session)}';"""
+            SET LOCAL application_name = '{session.label}';"""
         try:
             number = lock_number(request.key)
             session.execute(f"{limits} SELECT pg_advisory_xact_lock{suffix}({number})")
         except OperationalError as error:
-            if not self.engine.is_wait_over(error):
+            if not self.dialect.is_wait_over(error):
                 raise
             session.execute("ROLLBACK")
             return Busy()
@@ -282,7 +279,7 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         session.execute("COMMIT")
         return Grant(answer.token, start)
 
-    def free(self, session: Session) -> bool:
+    def free(self, session: DatabaseSession) -> bool:
         number = {"number": str(lock_number(session.request.key))}
         return bool(session.execute(_FREE[session.request.shared], number).fetchone()[0])
 
@@ -294,31 +291,22 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
 
 
 class Neighbour(NamedTuple):
-    """A session that holds or waits: whom it waits for, and what its label says."""
+    """A session that has asked: whether it holds, the sessions that it waits for, and what its label says."""
 
-    pid: int
+    holds: bool
     ahead: list[int] | None
     mode: str
-    caller: str
     owner_digest: str
     key_digest: str
 
 
-def _neighbours(cursor: Any) -> list[Neighbour]:
-    cursor.execute(_NEIGHBOURS, {})
-    found = [(pid, ahead, *label.split(":")[1:]) for pid, ahead, label in cursor.fetchall()]
+def _neighbours(cursor: Any, holds: str) -> list[Neighbour]:
+    cursor.execute(_NEIGHBOURS.format(holds=holds), {})
+    found = [(*known, *label.split(":")[1:]) for *known, label in cursor.fetchall()]
     return [Neighbour(*each) for each in found if len(each) == len(Neighbour._fields)]
 
 
-def _label(session: Session) -> str:
-    """Return what a session says of itself on the server: its mode, who waits or holds, and which lock.
-
-    With 63 characters it is as long as PostgreSQL's application_name may be.
-    """
-    mode = "r" if session.request.shared else "w"
-    return f"{PREFIX}{mode}:{session.caller}:{session.owner_digest}:{digest(session.request.key)}"
-
-
+@lru_cache(maxsize=1000)
 def milliseconds(seconds: float | None) -> int:
     """Return a limit as the server takes it, never too short; 0, which is none, for None or too long a time."""
     if seconds is None or seconds * 1000 > LONGEST:

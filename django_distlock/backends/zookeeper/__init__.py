@@ -1,4 +1,4 @@
-"""ZooKeeper: exclusive and shared locks in the order of arrival, which end with the session that holds them."""
+"""ZooKeeper: exclusive and shared locks, first come, first served, which end with the session of their holder."""
 
 from .backend import ZooKeeperBackend
 

@@ -1,4 +1,4 @@
-"""ZooKeeperBackend: each holder and waiter is an ephemeral node, and the first in line holds."""
+"""ZooKeeperBackend: each holder and waiter is an ephemeral node, and the first in line holds the lock."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kazoo.exceptions import AuthFailedError, KazooException
 
 from django_distlock.backends.base import StepsBackend, server_error
 from django_distlock.conf import LONGEST, BackendSettings
-from django_distlock.engine import clock
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
 from django_distlock.engine.steps import arun, run
 from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, batches
-from django_distlock.engine.waiting import Place, Waiting, Way
+from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.ground import clock
 
-from .options import ZooKeeperOptions, ZooKeeperRequest
-from .places import Places, Steps
-from .recipe import BROKEN, Recipe
-from .session import Session, Silence
+from .ensemble import EnsembleSession, Silence
+from .nodes import Nodes, Steps
+from .options import ZooKeeperOptions
+from .recipe import BROKEN, Recipe, ZooKeeperRequest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
-    from django_distlock.lease import Lease
+    from django_distlock.engine.lease import Lease
 
 
 _T = TypeVar("_T")
@@ -37,7 +37,7 @@ BATCH = 500
 
 
 class ZooKeeperBackend(StepsBackend):
-    """First come, first served, with readers and writers; a lock ends with the session that holds it."""
+    """First come, first served, with readers and writers; a lock ends with the session of its holder."""
 
     options_class = ZooKeeperOptions
     options: ZooKeeperOptions
@@ -51,7 +51,11 @@ class ZooKeeperBackend(StepsBackend):
     session_bound = True
     clock = "session"
     waiting = Waiting(
-        way=Way.LISTEN, place=Place.BY_TRYING, in_line=False, look_again=1.0, writers_first=True
+        way=Way.LISTEN,
+        queueing=Queueing.BY_TRYING,
+        in_line=False,
+        look_again=1.0,
+        writers_first=True,
     )
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -60,29 +64,29 @@ class ZooKeeperBackend(StepsBackend):
         self._begin()
 
     def _begin(self) -> None:
-        self._session = Session(
+        self._session = EnsembleSession(
             self.options, self._session_began, self._session_suspended, self._session_lost
         )
-        self._places = Places(self.alias, self._session)
-        self._verbs = Recipe(self.alias, self.options, self._session, self._places)
+        self._nodes = Nodes(self.alias, self._session)
+        self._verbs = Recipe(self.alias, self.options, self._session, self._nodes)
 
     # The verbs.
 
     def request(self, name: str, **wishes: Any) -> Request:
-        """Return a request for *name*; its ttl is the session timeout at most."""
+        """Return a request for *name*; its ttl is at most the session timeout."""
         return super().request(name, limit=self.options.session_timeout, **wishes)
 
     def try_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        ends = self._patience(request, left) if queued else self._soon()
-        return self._run(self._verbs.acquire(request, queued=queued, ends=ends), ends)
+        ends, last = self._limits(request, left if queued else 0.0)
+        return self._run(self._verbs.acquire(request, queued=queued, ends=ends), ends, last)
 
     async def atry_acquire(
-        self, request: Request, *, queued: int, left: float | None = 0.0
+        self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        ends = self._patience(request, left) if queued else self._soon()
-        return await self._arun(self._verbs.acquire(request, queued=queued, ends=ends), ends)
+        ends, last = self._limits(request, left if queued else 0.0)
+        return await self._arun(self._verbs.acquire(request, queued=queued, ends=ends), ends, last)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         if self._is_told(request, bell):
@@ -92,32 +96,37 @@ class ZooKeeperBackend(StepsBackend):
         if self._is_told(request, bell):
             await bell.wait(seconds)
 
+    def has_leader(self, request: Request) -> bool:
+        node = self._nodes.get(request.owner)
+        turn = node.turn if node and node.watched else None
+        return turn is not None and turn.ahead is not None
+
     def forget_bell(self, request: Request) -> None:
-        """Ring no more; who is not served by now has left the line."""
-        if (place := self._places.get(request.owner)) is not None:
-            place.bell = None
-            if not place.is_granted:
-                self._places.drop(place)
+        """Stop ringing its bell; a waiter that is not granted by now leaves the line."""
+        if (node := self._nodes.get(request.owner)) is not None:
+            node.bell = None
+            if not node.is_granted:
+                self._nodes.drop(node)
 
     dequeue = dequeue_later = forget_bell
 
     def abandon(self, request: Request) -> Release:
-        """See release(), which serves those who wait as well."""
+        """Release the lock; release() deletes the node of a waiter too."""
         return self.release(request)
 
     async def aabandon(self, request: Request) -> None:
         await self.arelease(request)
 
     def abandon_later(self, request: Request) -> None:
-        """Delete the node in the background, until that has worked or the session is over."""
-        if (place := self._places.get(request.owner)) is not None:
-            self._places.drop(place)
+        """Delete the node in the background; try until it works or the session has ended."""
+        if (node := self._nodes.get(request.owner)) is not None:
+            self._nodes.drop(node)
 
     def is_session_over(self, request: Request) -> bool:
-        place = self._places.get(request.owner)
-        if place is None:
-            return request.owner not in self._places.released
-        return self._places.is_dead(place)
+        node = self._nodes.get(request.owner)
+        if node is None:
+            return request.owner not in self._nodes.released
+        return self._nodes.is_dead(node)
 
     # For operators.
 
@@ -158,46 +167,51 @@ class ZooKeeperBackend(StepsBackend):
         return []
 
     def close(self) -> None:
-        """End the session: what it holds comes free at once, and its holders are told."""
+        """End the session, which frees its locks at once; their leases are lost."""
         super().close()
         self._session.close()
         self._session_lost("its session was closed")
 
-    def say_goodbye(self, seconds: float) -> None:
-        """End the session: nodes that nobody had the time to delete would last as long as it."""
-        self._session.say_goodbye(seconds)
+    def close_at_exit(self, seconds: float) -> None:
+        """End the session: otherwise nodes that were not deleted in time would last until its timeout."""
+        self._session.close_at_exit(seconds)
 
     def abandon_after_fork(self) -> None:
         self._session.abandon()
         self._begin()
 
-    # Having steps carried out.
+    # Running steps.
 
-    def _soon(self) -> float:
-        """Return when a request that is sent now is given up, in wait time."""
-        return clock.wait_time() + self.options.io_timeout
+    def _soon(self) -> tuple[float, float]:
+        """Return the times when a request sent now fails: if the ensemble is silent, and if it answers others."""
+        now = clock.wait_time()
+        return now + self.options.io_timeout, now + self.options.session_timeout
 
-    def _patience(self, request: Request, left: float | None) -> float:
-        """Return when somebody who waits anyway gives up: another server may take the session on.
+    def _limits(self, request: Request, left: float | None) -> tuple[float, float]:
+        """Return when a caller with *left* seconds gives up: if the ensemble is silent, and if it answers others.
 
-        Who stands in line has been answered before: the ensemble may be without a quorum for long.
+        A waiter waits for silent servers too, as another server may take over the session. One that was answered
+        before, and is in line, waits longest: the ensemble may be without a quorum for long.
         """
-        place = self._places.get(request.owner)
-        longest = LONGEST if place and place.looked_at else self.options.session_timeout
-        patience = longest if left is None else min(left, longest)
-        return clock.wait_time() + max(patience, self.options.io_timeout)
+        node = self._nodes.get(request.owner)
+        longest = LONGEST if node and node.looked_at else self.options.session_timeout
+        patience = LONGEST if left is None else left
+        now, soon = clock.wait_time(), self.options.io_timeout
+        return now + max(min(patience, longest), soon), now + max(patience, soon)
 
     def _run(  # type: ignore[override]  # an attribute of the base
-        self, steps: Steps[_T], ends: float | None = None, /
+        self, steps: Steps[_T], ends: float | None = None, last: float = 0.0, /
     ) -> _T:
-        ask = partial(self._session.ask, ends=self._soon() if ends is None else ends)
+        ends, last = (ends, last) if ends is not None else self._soon()
+        ask = partial(self._session.ask, ends=ends, last=last)
         try:
             return run(steps, ask)
         except (Silence, KazooException) as error:
             raise self._error(error) from error
 
-    async def _arun(self, steps: Steps[_T], ends: float | None = None) -> _T:
-        ask = partial(self._session.aask, ends=self._soon() if ends is None else ends)
+    async def _arun(self, steps: Steps[_T], ends: float | None = None, last: float = 0.0) -> _T:
+        ends, last = (ends, last) if ends is not None else self._soon()
+        ask = partial(self._session.aask, ends=ends, last=last)
         try:
             return await arun(steps, ask)
         except (Silence, KazooException) as error:
@@ -210,25 +224,25 @@ class ZooKeeperBackend(StepsBackend):
         if isinstance(error, BROKEN):
             if not self._session.is_refused:
                 return LockOutcomeUnknown(self.alias, f"the connection broke: {kind}")
-            # Credentials are refused once a session has begun: what was sent until then is broken off.
+            # Credentials are refused after a session has begun, which breaks off the requests sent until then.
             kind = AuthFailedError.__name__
         return LockBackendError(self.alias, f"the ensemble refused: {kind}")
 
     def _is_told(self, request: Request, bell: Bell) -> bool:
-        """Have *bell* rung when it is worth to try again; False if it is by now."""
-        place = self._places.get(request.owner)
-        if place is None:
+        """Arrange that *bell* rings when the waiter should try again; return False if it should do so now."""
+        node = self._nodes.get(request.owner)
+        if node is None:
             return False
-        place.bell = bell
-        return bool(place.watched)
+        node.bell = bell
+        return bool(node.watched)
 
-    # What becomes of leases. Kazoo's threads call these, and must not be blocked.
+    # Changes of the session. Kazoo's threads call these, so they must not block.
 
     def _session_began(self) -> None:
-        """Have the leases confirmed, if they are still held, and finish what was broken off."""
-        self._places.go_on()
-        if self._places.granted():
-            # By way of the clock thread: after what it is still to tell of the session before.
+        """Continue interrupted deletions, and confirm the leases that are still held."""
+        self._nodes.go_on()
+        if self._nodes.granted():
+            # Through the clock thread, to run after its pending reports on the session before.
             confirm = partial(background.submit, self.alias, self._confirm)
             background.at(clock.lease_time(), confirm)
 
@@ -251,24 +265,24 @@ class ZooKeeperBackend(StepsBackend):
         return [lease for lease in registry.leases() if lease.backend is self and lease.held]
 
     def _confirm(self) -> None:
-        """Give back what was lost by our own clock meanwhile, and confirm the rest."""
+        """Release the locks whose leases have ended by our own clock meanwhile, and confirm the others."""
         owners = {lease.request.owner for lease in registry.leases() if lease.backend is self}
-        for place in self._places.granted():
-            if place.request.owner not in owners:
-                self._places.drop(place)
+        for node in self._nodes.granted():
+            if node.request.owner not in owners:
+                self._nodes.drop(node)
         asked = [(lease, request) for lease in self._leases() if (request := _renewal(lease))]
         start = clock.lease_time()
         try:
             kept = self.extend([request for _, request in asked])
         except LockBackendError:
-            return  # the renewals go on trying
+            return  # the renewals try again
         for (lease, request), is_kept in zip(asked, kept, strict=True):
             if is_kept:
                 lease.confirm(start, request.ttl)
-            elif lease.is_entered:  # else it is being released in this very moment
+            elif lease.is_entered:  # otherwise it is being released right now
                 lease.lose("its node is gone")
 
 
 def _renewal(lease: Lease) -> Request | None:
-    """Return what confirms it: for no longer than it has, if it is not to be renewed."""
+    """Return the request that confirms *lease*; it does not prolong a lease that is not renewed."""
     return lease.renewal() if lease.renews else replace(lease.request, ttl=lease.remaining)

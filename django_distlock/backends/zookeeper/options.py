@@ -1,4 +1,4 @@
-"""The OPTIONS of ZooKeeperBackend, and a request whose deadline does not outlast the session that keeps it."""
+"""The OPTIONS of ZooKeeperBackend."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from typing import Any
 from kazoo.hosts import collect_hosts
 from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
-from django_distlock.conf import LONGEST, check_values
-from django_distlock.engine.values import Request
+from django_distlock.conf import check_values
 
 _ACLS = {"open": OPEN_ACL_UNSAFE, "creator": CREATOR_ALL_ACL}
 _FILES = ("ca", "certfile", "keyfile", "keyfile_password")
-#: Where the servers keep what is theirs.
+#: The servers' own root node.
 _RESERVED = "zookeeper"
 
 
 @dataclass(frozen=True, slots=True)
 class ZooKeeperOptions:
-    """The OPTIONS of ZooKeeperBackend; docs/reference/settings.md tells what they are. Times are seconds."""
+    """The OPTIONS of ZooKeeperBackend, described in docs/reference/settings.md. Times are in seconds."""
 
     hosts: str | Sequence[str] = "127.0.0.1:2181"
     root: str = "/distlock"
@@ -113,25 +112,3 @@ def _must(fact: object, msg: str) -> None:
 
 def _is_list(value: Any, of: type[Any] = object) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(each, of) for each in value)
-
-
-@dataclass(frozen=True, slots=True)
-class ZooKeeperRequest(Request):
-    """*ttl* is cut to *limit*, the session timeout: for no longer is a silent holder's node kept.
-
-    *wished* is the ttl before that: a session that goes on keeps the node for so long, renewed or not.
-    """
-
-    limit: float = LONGEST
-    wished: float = 0.0
-
-    def __post_init__(self) -> None:
-        # What is cut already was wished for longer; replace() comes here as well.
-        if self.ttl != self.limit or not self.wished:
-            object.__setattr__(self, "wished", self.ttl)
-        object.__setattr__(self, "ttl", min(self.ttl, self.limit))
-
-
-def wished_ttl(request: Request) -> float:
-    """Return for how long the holder would keep it without an extension, in seconds."""
-    return request.wished if isinstance(request, ZooKeeperRequest) else request.ttl

@@ -1,46 +1,72 @@
-"""The recipe: which requests take, keep, give back and list locks; Session.ask() sends them and waits."""
+"""The requests that acquire, extend, release and list locks; EnsembleSession.ask() sends them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, SessionExpiredError
 
-from django_distlock.engine import clock
+from django_distlock.backends.base import KEYS
+from django_distlock.conf import LONGEST
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
+from django_distlock.ground import clock
 
-from .line import Label, Line, label, quoted, unquoted
-from .options import ZooKeeperOptions, wished_ttl
-from .places import UNSURE, Place, Places, Steps, value
-from .session import Session, Silence
+from .children import TOKENS, Children, Label, quoted, unquoted
+from .ensemble import EnsembleSession, Silence, value
+from .nodes import UNSURE, Crowd, Node, Nodes, Steps, Turn
+from .options import ZooKeeperOptions
 
-#: The connection or the session went; the next one may do better.
+#: Errors of a lost connection or session; the request may succeed on the next one.
 BROKEN = (*UNSURE, SessionExpiredError)
-#: How often a line that changes while it is read is read again before the next try.
+#: How many times children that change while they are read are read again.
 ROUNDS = 5
-#: Seconds after which a waiter looks for itself, though nobody has rung.
+#: Seconds after which a waiter that was not rung looks again.
 LOOK_AGAIN = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ZooKeeperRequest(Request):
+    """A request whose *ttl* is at most *limit*, the session timeout: the node of a silent holder lasts no longer.
+
+    *wished* is the ttl before that: while the session lasts, the node is kept for so long without a renewal.
+    """
+
+    limit: float = LONGEST
+    wished: float = 0.0
+
+    def __post_init__(self) -> None:
+        # A copy by replace() has a cut ttl already, and keeps its *wished*.
+        if self.ttl != self.limit or not self.wished:
+            object.__setattr__(self, "wished", self.ttl)
+        object.__setattr__(self, "ttl", min(self.ttl, self.limit))
+
+
+def wished_ttl(request: Request) -> float:
+    """Return for how many seconds the holder keeps the lock without an extension."""
+    return request.wished if isinstance(request, ZooKeeperRequest) else request.ttl
 
 
 class Recipe:
     """The steps of each verb, over one session."""
 
     def __init__(
-        self, alias: str, options: ZooKeeperOptions, session: Session, places: Places
+        self, alias: str, options: ZooKeeperOptions, session: EnsembleSession, nodes: Nodes
     ) -> None:
         self._alias = alias
         self._options = options
+        #: Returns the path of the node for a key, whose children are the lock's holders and waiters.
+        self.folder = lru_cache(KEYS)(lambda key: f"{options.root}/{quoted(key)}")
         self._session = session
-        self._places = places
-
-    def folder(self, key: str) -> str:
-        return f"{self._options.root}/{quoted(key)}"
+        self._nodes = nodes
+        #: The session that has read the offset of tokens, and that offset.
+        self._offset: tuple[int | None, int] = 0, 0
 
     def _connected(self) -> Steps[Any]:
-        """Return the client once it is connected; LockBackendError if it is not in time."""
+        """Return the client when it is connected; LockBackendError if it is not in time."""
         if (client := self._session.client) is None:
             [client] = yield [self._session.ready]
             if isinstance(client, Exception):
@@ -54,140 +80,218 @@ class Recipe:
             raise LockBackendError(self._alias, self._session.problem)
         return client
 
-    # Taking.
+    # Acquiring.
 
-    def acquire(self, request: Request, *, queued: int, ends: float = 0.0) -> Steps[Grant | Busy]:
-        """Stand in line, and tell whether we are served; if not, stay there only if *queued*.
+    def acquire(self, request: Request, *, queued: bool, ends: float = 0.0) -> Steps[Grant | Busy]:
+        """Make a node, and return whether the lock is ours; if not, keep the node only if *queued*.
 
-        *ends*: until when to try again if the connection breaks, in wait time.
+        *ends*: the time (wait time) until which to try again if the connection breaks.
         """
-        place = self._places.get(request.owner)
-        if queued and place and self._is_unchanged(place):
-            return place.busy
+        node = self._nodes.get(request.owner)
+        if queued and node and self._is_unchanged(node):
+            return node.busy
         while True:
-            place = self._places.open(request, self.folder(request.key))
-            # Before it is granted: what has no end yet would be taken for over.
-            place.ends = max(place.ends, clock.lease_time() + wished_ttl(request))
+            node = self._nodes.get(request.owner) or self._open(request)
+            # Before it is granted, as a node without an end would count as ended.
+            node.ends = max(node.ends, clock.lease_time() + wished_ttl(request))
             try:
                 client = yield from self._connected()
-                return (yield from self._stand_in_line(client, place, queued=queued))
+                return (yield from self._stand_in_line(client, node, queued=queued))
             except BROKEN:
                 if clock.wait_time() >= ends:
                     raise
             except LockBackendError as error:
-                if place.is_unsure or place.creating:
+                if node.is_unsure or node.creating:
                     raise LockOutcomeUnknown(*error.args) from error.__cause__
                 raise
 
-    def _is_unchanged(self, place: Place) -> bool:
-        """Return whether what was found last still stands: nobody has rung since."""
-        is_fresh = clock.wait_time() - place.looked_at < LOOK_AGAIN
-        is_watched = bool(place.watched) and self._session.client is not None
-        return is_watched and is_fresh and not self._places.is_dead(place)
+    def _open(self, request: Request) -> Node:
+        nodes, folder = self._nodes, self.folder(request.key)
+        with nodes.mutex:
+            crowd = nodes.crowds.setdefault(folder, Crowd())
+            node = nodes.by_owner[request.owner] = Node(request, folder, crowd)
+            crowd.size += 1
+        return node
 
-    def _stand_in_line(self, client: Any, place: Place, *, queued: int) -> Steps[Grant | Busy]:
+    def _is_unchanged(self, node: Node) -> bool:
+        """Return True if the last answer is still valid: the watched node has not changed since."""
+        is_fresh = clock.wait_time() - node.looked_at < LOOK_AGAIN
+        is_watched = bool(node.watched) and self._session.client is not None
+        return is_watched and is_fresh and not self._nodes.is_dead(node)
+
+    def _stand_in_line(self, client: Any, node: Node, *, queued: bool) -> Steps[Grant | Busy]:
         for _ in range(ROUNDS):
-            line = yield from self._line(client, place)
-            ahead = line.before(place.node)
-            if ahead is None:
-                self._places.grant(place)
-                return Grant(place.token)
-            first = partial(client.get_async, f"{place.folder}/{line.nodes[0].name}")
+            if queued and node.crowd.size > 1 and not node.request.shared:
+                is_served = yield from self._follow(client, node)
+                if is_served is not None:
+                    return (yield from self._grant(client, node)) if is_served else node.busy
+            names = yield from self._names(client, node)
+            children = Children(names) if len(names) > 1 else None  # alone is the common case
+            if children is None or (ahead := children.before(node.name)) is None:
+                return (yield from self._grant(client, node))
+            first = partial(client.get_async, f"{node.folder}/{children.all[0].name}")
             if not queued:
-                self._places.drop(place)
+                self._nodes.drop(node)
                 return _busy(*(yield [first]))
-            path = f"{place.folder}/{ahead.name}"
-            place.watched = path  # before the request, whose watch may end at once
-            watching = partial(client.get_async, path, self._places.changed)
-            outcomes = yield [watching] if ahead is line.nodes[0] else [watching, first]
+            path = f"{node.folder}/{ahead.name}"
+            node.watched = path  # before the request, because its watch may fire at once
+            watching = partial(client.get_async, path, self._nodes.changed)
+            outcomes = yield [watching] if ahead is children.all[0] else [watching, first]
             if not isinstance(outcomes[0], Exception):
-                place.busy, place.looked_at = _busy(outcomes[-1]), clock.wait_time()
-                return place.busy
-            place.watched = ""
-            if not isinstance(outcomes[0], NoNodeError):  # else it has gone since it was listed
+                node.busy, node.looked_at = _busy(outcomes[-1]), clock.wait_time()
+                node.crowd.busy = node.busy
+                return node.busy
+            node.watched = ""
+            if not isinstance(outcomes[0], NoNodeError):  # else it has gone since the list
                 raise outcomes[0]
         return Busy()
 
-    def _line(self, client: Any, place: Place) -> Steps[Line]:
-        yield from self._places.know(client, place)
-        if place.node:
-            names = yield from self._places.names(client, place.folder)
-            if place.node in names:
-                return Line(names)
-            place.leave()  # somebody has deleted it
-        creating = partial(self._places.create, client, place, label(place.request))
+    def _grant(self, client: Any, node: Node) -> Steps[Grant]:
+        offset = yield from self._token_offset(client, node.czxid, node.made_at)
+        node.watched, node.is_granted = "", True
+        node.crowd.busy = Busy(node.request.holder)
+        if node.turn is not None:
+            node.turn.has_held, node.turn.ahead = not node.request.shared, None
+        # Its ttl is not known to the ensemble, where it would last with the session.
+        if node.ends < self._nodes.alarm.due:
+            self._nodes.alarm.at(node.ends)
+        return Grant(node.czxid + offset)
+
+    def _follow(self, client: Any, node: Node) -> Steps[bool | None]:
+        """Return whether a writer has the lock, judged by the node right before it; None if the children must be read.
+
+        Otherwise many waiters of one process would each read all children, on arrival and again at their turn.
+        """
+        yield from self._nodes.know(client, node)
+        if not node.name:
+            creating = partial(self._nodes.create, client, node)
+            if isinstance((yield [creating])[0], NoNodeError):
+                yield from self._make_folder(client, node.folder)
+                yield [creating]
+        while node.turn is not None and (ahead := node.turn.ahead) is not None:
+            node.watched = ahead.path  # as below
+            [outcome] = yield [partial(client.get_async, ahead.path, self._nodes.changed)]
+            if not isinstance(outcome, Exception):
+                node.busy, node.looked_at = node.crowd.busy, clock.wait_time()
+                return False
+            node.watched = ""
+            if not isinstance(outcome, NoNodeError):
+                raise outcome
+            if ahead.has_held:
+                return (yield from self._is_first(client, node, ahead))
+            node.turn.ahead = ahead.ahead  # it has given up
+        return None
+
+    def _is_first(self, client: Any, node: Node, last: Turn) -> Steps[bool | None]:
+        """Return True if *node* still exists, in the same folder that *last* was in; else None."""
+        paths = node.path, node.folder
+        own, folder = map(value, (yield [partial(client.exists_async, path) for path in paths]))
+        is_there = own and own.ephemeralOwner == self._session.id and folder.czxid < last.czxid
+        return True if is_there else None
+
+    def _token_offset(self, client: Any, czxid: int, made_at: int) -> Steps[int]:
+        """Return the offset between czxid and token, by which tokens begin at the clock as on other backends.
+
+        The first holder writes it, so that its own token is its time in microseconds.
+        """
+        session, offset = self._offset
+        if session != self._session.id:
+            session, path = self._session.id, f"{self._options.root}/{TOKENS}"
+            first = str(made_at * 1000 - czxid).encode()
+            reading = partial(client.get_async, path)
+            [found] = yield [reading]
+            while isinstance(found, NoNodeError):
+                made, found = yield [partial(client.create_async, path, first), reading]
+                if not isinstance(made, NodeExistsError):
+                    value(made)
+            offset = int(value(found)[0])
+            self._offset = session, offset
+        return offset
+
+    def _names(self, client: Any, node: Node) -> Steps[list[str]]:
+        """Return the names of all children in the folder of *node*, which is made if it does not exist."""
+        names: list[str]
+        if node.name or node.creating or node.is_unsure:
+            yield from self._nodes.know(client, node)
+        if node.name:
+            names = yield from self._nodes.names(client, node.folder)
+            if node.name in names:
+                return names
+            node.leave()  # another client has deleted it
+        creating = partial(self._nodes.create, client, node)
         for _ in range(ROUNDS):
-            created, names = yield [creating, partial(client.get_children_async, place.folder)]
+            created, listed = yield [creating, partial(client.get_children_async, node.folder)]
             if isinstance(created, NoNodeError):
-                yield from self._make_folder(client, place.folder)
+                yield from self._make_folder(client, node.folder)
                 continue
             value(created)
-            # Whoever was deleted in this very moment is none of those who are listed.
-            if place.node in value(names):
-                return Line(names)
-            place.leave()
-        raise LockBackendError(self._alias, f"{place.folder} is deleted as often as it is made")
+            # A node that was deleted right after it was made is not in the list.
+            names = value(listed)
+            if node.name in names:
+                return names
+            node.leave()
+        raise LockBackendError(self._alias, f"{node.folder} is deleted as often as it is made")
 
     def _make_folder(self, client: Any, folder: str) -> Steps[None]:
         parts = folder.split("/")
         paths = ["/".join(parts[:length]) for length in range(2, len(parts) + 1)]
         for outcome in (yield [partial(client.create_async, path) for path in paths]):
             if isinstance(outcome, NoNodeError):
-                raise self._places.no_chroot(client) from outcome
+                raise self._nodes.no_chroot(client) from outcome
             if not isinstance(outcome, NodeExistsError):
                 value(outcome)
 
-    # Giving back.
+    # Releasing.
 
     def release(self, request: Request) -> Steps[Release]:
-        place = self._places.get(request.owner)
-        if place is None and request.owner in self._places.released:
+        node = self._nodes.get(request.owner)
+        if node is None and request.owner in self._nodes.released:
             return Release.RELEASED
         ends = clock.wait_time() + self._options.io_timeout
         while True:
             try:
                 client = yield from self._connected()
-                if place is not None and (yield from self._places.delete(client, place)):
+                if node is not None and (yield from self._nodes.delete(client, node)):
                     return Release.RELEASED
-                names = yield from self._places.names(client, self.folder(request.key))
+                names = yield from self._nodes.names(client, self.folder(request.key))
             except BROKEN:
                 if clock.wait_time() >= ends:
                     raise
             else:
-                return Release.TAKEN if Line(names).nodes else Release.GONE
+                return Release.TAKEN if Children(names).all else Release.GONE
 
-    # Keeping, and looking.
+    # Extending and probing.
 
     def extend(self, requests: Sequence[Request]) -> Steps[list[bool]]:
-        """Look whether the node of each is still there, and of this session."""
+        """Check for each request that its node still exists and belongs to this session."""
         began = clock.lease_time()
         client = yield from self._connected()
-        places = [self._places.get(request.owner) for request in requests]
-        held = [p for p in places if p and p.is_granted and not self._places.is_dead(p)]
-        outcomes = yield [partial(client.exists_async, place.path) for place in held]
+        nodes = [self._nodes.get(request.owner) for request in requests]
+        held = [p for p in nodes if p and p.is_granted and not self._nodes.is_dead(p)]
+        outcomes = yield [partial(client.exists_async, node.path) for node in held]
         stats = dict(zip(held, map(value, outcomes), strict=True))
         return [
-            place in stats and self._is_kept(place, stats[place], began + wished_ttl(request))
-            for place, request in zip(places, requests, strict=True)
+            node in stats and self._is_kept(node, stats[node], began + wished_ttl(request))
+            for node, request in zip(nodes, requests, strict=True)
         ]
 
-    def _is_kept(self, place: Place, stat: Any, ends: float) -> bool:
-        if stat is None and place.is_ending:
-            return True  # gone by our own will: the release tells how it went
+    def _is_kept(self, node: Node, stat: Any, ends: float) -> bool:
+        if stat is None and node.is_ending:
+            return True  # deleted by our own release, which returns the result
         if stat is None or stat.ephemeralOwner != self._session.id:
-            self._places.forget(place)
+            self._nodes.forget(node)
             return False
-        # An extension never shortens.
-        place.ends = max(place.ends, ends)
+        # An extension never shortens a lease.
+        node.ends = max(node.ends, ends)
         return True
 
     def probe(self, request: Request) -> Steps[Busy | None]:
         client = yield from self._connected()
         folder = self.folder(request.key)
-        nodes = Line((yield from self._places.names(client, folder))).nodes
-        if not nodes:
+        children = Children((yield from self._nodes.names(client, folder))).all
+        if not children:
             return None
-        return _busy(*(yield [partial(client.get_async, f"{folder}/{nodes[0].name}")]))
+        return _busy(*(yield [partial(client.get_async, f"{folder}/{children[0].name}")]))
 
     def take_over(self, request: Request, former: str) -> Steps[bool]:
         raise NotSupported(self._alias, "Lease.attach()", "The lock is bound to its process.")
@@ -196,7 +300,7 @@ class Recipe:
 
     def keys(self) -> Steps[list[str]]:
         client = yield from self._connected()
-        names = yield from self._places.names(client, self._options.root)
+        names = yield from self._nodes.names(client, self._options.root)
         return sorted(key for key in map(unquoted, names) if key is not None)
 
     def holders(self, keys: Sequence[str]) -> Steps[list[Held]]:
@@ -206,31 +310,34 @@ class Recipe:
         shown = []
         for key, folder, outcome in zip(keys, folders, outcomes, strict=True):
             if not isinstance(outcome, NoNodeError):
-                line = Line(value(outcome))
-                waiters = len(line.nodes) - len(line.holders)
-                shown += [(key, f"{folder}/{node.name}", node, waiters) for node in line.holders]
+                children = Children(value(outcome))
+                waiters = len(children.all) - len(children.holders)
+                shown += [
+                    (key, f"{folder}/{child.name}", child, waiters) for child in children.holders
+                ]
         if not shown:
             return []
-        # A write is what tells the time by the clock of the ensemble.
+        # A write returns the time of the ensemble's clock.
         *outcomes, root = yield [
             *(partial(client.get_async, path) for _, path, _, _ in shown),
             partial(client.set_async, self._options.root, b""),
         ]
         now = None if isinstance(root, Exception) else root.mtime
-        found = []
-        for (key, _, node, waiters), outcome in zip(shown, outcomes, strict=True):
+        found: list[Held] = []
+        for (key, _, child, waiters), outcome in zip(shown, outcomes, strict=True):
             if isinstance(outcome, NoNodeError):
-                continue  # one that has released meanwhile is not held
+                continue  # it was released meanwhile
             data, stat = value(outcome)
+            offset = yield from self._token_offset(client, stat.czxid, stat.ctime)
             said = Label.read(data)
             held = Held(
                 name=said.name or key,
                 key=key,
                 holder=said.holder,
                 remaining=None,
-                token=stat.czxid,
-                owner_digest=node.owner_digest,
-                shared=node.shared,
+                token=stat.czxid + offset,
+                owner_digest=child.owner_digest,
+                shared=child.shared,
                 waiters=waiters,
                 age=now and max(0.0, (now - stat.ctime) / 1000),
             )
@@ -240,18 +347,22 @@ class Recipe:
     def end_holding(self, key: str, owner_digest: str) -> Steps[bool]:
         client = yield from self._connected()
         folder = self.folder(key)
-        line = Line((yield from self._places.names(client, folder, newest=True)))
-        paths = [f"{folder}/{n.name}" for n in line.holders if n.owner_digest == owner_digest]
+        children = Children((yield from self._nodes.names(client, folder, newest=True)))
+        paths = [
+            f"{folder}/{child.name}"
+            for child in children.holders
+            if child.owner_digest == owner_digest
+        ]
         return any(map(_is_deleted, (yield [partial(client.delete_async, path) for path in paths])))
 
     def now(self) -> Steps[float]:
-        """Return the time by the clock of the ensemble, which a write tells; 0 before the first lock."""
+        """Return the time of the ensemble's clock, which a write returns; 0 before the first lock."""
         client = yield from self._connected()
         [outcome] = yield [partial(client.set_async, self._options.root, b"")]
         return 0.0 if isinstance(outcome, NoNodeError) else value(outcome).mtime / 1000
 
     def purge(self, keys: Sequence[str], before: float, *, dry_run: bool) -> Steps[int]:
-        """Delete the nodes of *keys* from before then where nobody holds or waits; tell how many."""
+        """Delete the nodes of *keys* that are older than *before*, without holders and waiters; return how many."""
         client = yield from self._connected()
         folders = [self.folder(key) for key in keys]
         outcomes = yield [partial(client.exists_async, folder) for folder in folders]
@@ -267,7 +378,7 @@ class Recipe:
 
 
 def _busy(outcome: Any) -> Busy:
-    """Return what the node of a holder says; of one that is gone nothing is known."""
+    """Return the holder in the data of its node; a Busy without holder if the node is gone."""
     if isinstance(outcome, NoNodeError):
         return Busy()
     data, _ = value(outcome)

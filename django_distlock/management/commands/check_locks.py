@@ -1,4 +1,4 @@
-"""``manage.py check_locks``: does it work here? One real lock on each alias, step by step."""
+"""``manage.py check_locks``: tries one real lock on each alias, step by step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, lock, locks
-from django_distlock.engine import clock
-from django_distlock.engine.holder import Holder
 from django_distlock.engine.values import Busy
+from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 from django_distlock.management.base import LockCommand, add_options, wanted_aliases, write_rows
 from django_distlock.operators import holdings
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Iterator
 
-HEADINGS = "alias", "acquire", "contend", "extend", "list", "release", "cannot"
-#: What not every backend supports.
-FEATURES = "fencing", "shared", "fair", "delays", "detach", "listing"
+HEADINGS = "alias", "acquire", "contend", "extend", "list", "release", "notes"
+#: Features that not every backend supports.
+FEATURES = "fencing", "shared", "fair", "min_hold", "detach", "listing"
 PURPOSE = "check_locks"
 
 
@@ -46,7 +46,7 @@ class Command(LockCommand):
 
 
 def _check(alias: str) -> dict[str, Any]:
-    """Return the milliseconds of each step that worked, and the *error* of the one that did not."""
+    """Return the milliseconds of each step that worked, and the *error* of the step that failed."""
     report: dict[str, Any] = {"alias": alias, "milliseconds": {}, "cannot": []}
     try:
         _try_out(alias, report)
@@ -73,7 +73,7 @@ def _try_out(alias: str, report: dict[str, Any]) -> None:
             own = lock(name, using=alias, timeout=0, renew=False, purpose=PURPOSE)
             lease = stack.enter_context(own)
         with timed("contend"):
-            # As another process would.
+            # Try as another process would.
             other = backend.request(name, ttl=backend.ttl, holder=Holder.current(PURPOSE))
             if not isinstance(backend.try_acquire(other, queued=False), Busy):
                 backend.release(other)
@@ -91,4 +91,4 @@ def _try_out(alias: str, report: dict[str, Any]) -> None:
 def _cells(report: dict[str, Any]) -> list[str]:
     spent = (report["milliseconds"].get(step) for step in HEADINGS[1:-1])
     times = ["-" if each is None else f"{each:.2f} ms" for each in spent]
-    return [report["alias"], *times, ", ".join(report["cannot"]) or "-"]
+    return [report["alias"], *times, ", ".join(f"no {each}" for each in report["cannot"]) or "-"]

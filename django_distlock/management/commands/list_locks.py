@@ -1,9 +1,10 @@
-"""``manage.py list_locks``: who holds which lock, of every alias that can tell."""
+"""``manage.py list_locks``: the held locks and their holders, of every alias that can list them."""
 
 from __future__ import annotations
 
 import json
 import time
+from argparse import ArgumentTypeError
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
@@ -14,7 +15,8 @@ from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, NotSupported
-from django_distlock.engine import clock
+from django_distlock.ground import clock
+from django_distlock.ground.naming import printable
 from django_distlock.management.base import (
     LockCommand,
     add_options,
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 HEADINGS = "alias", "state", "name", "holder", "since", "remaining", "waiters"
 STATES = "held", "stale", "reserved"
+#: Seconds between two listings.
+SHORTEST_PAUSE = 0.1
 
 
 class Command(LockCommand):
@@ -46,7 +50,7 @@ class Command(LockCommand):
         add("--name", metavar="PATTERN", default="*", help=text)
         add("--state", choices=STATES, help=_("only locks in this state"))
         text = _("list them again so often, until Ctrl-C (default: each %(const)s s)")
-        add("--watch", nargs="?", type=duration, const="2", metavar="TIME", help=text)
+        add("--watch", nargs="?", type=_pause, const="2", metavar="TIME", help=text)
 
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = wanted_aliases(options["using"])
@@ -87,6 +91,12 @@ class Command(LockCommand):
         self.tell_failed(failed, _("Not listed: %s."))
 
 
+def _pause(text: str) -> float:
+    if (seconds := duration(text)) < SHORTEST_PAUSE:
+        raise ArgumentTypeError(_("%r is too short: at least %s seconds.") % (text, SHORTEST_PAUSE))
+    return seconds
+
+
 def _cells(alias: str, held: Held) -> tuple[str, ...]:
     left = held.remaining
     if left is None:
@@ -99,7 +109,7 @@ def _cells(alias: str, held: Held) -> tuple[str, ...]:
         since = f"{clock.time_of_day(began)} ({clock.in_words(held.age)} ago)"
     state = f"{held.state}, shared" if held.shared else held.state
     waiters = "-" if held.waiters is None else str(held.waiters)
-    return alias, state, held.name, str(held.holder or "-"), since, remaining, waiters
+    return alias, state, printable(held.name), str(held.holder or "-"), since, remaining, waiters
 
 
 def _as_json(alias: str, held: Held) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``manage.py purge_stale_locks``, for cron: deletes rows and nodes that locks have left behind."""
+"""``manage.py purge_stale_locks``, for cron: deletes old rows and nodes of locks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from django.core.management.base import CommandError
 from django.utils.translation import gettext as _, ngettext
 
 from django_distlock import locks
-from django_distlock.engine import clock
 from django_distlock.exceptions import InvalidLockBackend, LockError
+from django_distlock.ground import clock
 from django_distlock.management.base import (
     WRONG_ARGUMENTS,
     LockCommand,
@@ -70,7 +70,7 @@ class Command(LockCommand):
         self.tell_failed(failed, _("Not purged: %s."))
 
     def _purge(self, alias: str, options: dict[str, Any], *, shows: bool) -> dict[str, Any]:
-        """Purge one alias, and return for --json what became of it."""
+        """Purge one alias, and return the result for --json."""
         size, dry_run = options["batch_size"], options["dry_run"]
         shows_bar = shows and self.stdout.isatty()
         looked_at = deleted = 0
@@ -83,7 +83,7 @@ class Command(LockCommand):
                 self.stdout.write(f"\r{alias}: [{bar:.<{WIDTH}}] {batch.progress:4.0%}", ending="")
                 self.stdout.flush()
             if batch.deleted:
-                # SQLite gives the file to whoever asks next, not to the longest waiter.
+                # SQLite gives the file to the next request, not to the longest waiter, so pause for the others.
                 time.sleep(clock.wait_time() - asked)
             asked = clock.wait_time()
         spent = clock.wait_time() - began

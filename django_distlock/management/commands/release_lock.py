@@ -1,4 +1,4 @@
-"""``manage.py release_lock NAME``: take a lock away from its holder."""
+"""``manage.py release_lock NAME``: takes a lock away from its holder."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, locks
-from django_distlock.engine import clock
+from django_distlock.ground import clock
+from django_distlock.ground.naming import printable
 from django_distlock.management.base import (
-    WRONG_ARGUMENTS,
     LockCommand,
     add_lock,
+    add_question,
+    check_can_ask,
     command_error,
+    is_agreed,
 )
 from django_distlock.operators import holdings
 
@@ -35,37 +37,36 @@ class Command(LockCommand):
             "held it or the answer was no, 2 wrong arguments, 69 the server does not answer."
         )
         add_lock(parser)
-        parser.add_argument("--yes", action="store_true", help=_("do not ask"))
-        text = _("print one JSON object; needs --yes")
-        parser.add_argument("--json", action="store_true", help=text)
+        add_question(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        if not options["yes"] and (options["json"] or not sys.stdin.isatty()):
-            text = _("Nobody can be asked here: add --yes.")
-            raise CommandError(text, returncode=WRONG_ARGUMENTS)
+        check_can_ask(options)
         try:
             released = self._release(options)
         except (InvalidLockBackend, LockError, ValueError) as error:
             raise command_error(error) from error
         if options["json"]:
             self.stdout.write(json.dumps({"released": released}))
-        elif options["verbosity"]:
-            self.stdout.write(_("Released: %d") % released)
         if not released:
             sys.exit(NOT_HELD)
 
     def _release(self, options: dict[str, Any]) -> int:
-        """Return how many of the holdings that were shown were ended."""
+        """Show the holdings, end them after the question, and return how many were ended."""
         backend = locks[options["using"]]
         found = holdings(options["using"], options["name"])
-        for held in found if not options["json"] and options["verbosity"] else ():
-            self.stdout.write(_line(held))
-        if found and not options["yes"] and input(_("Release it? [y/N] ")).strip().lower() != "y":
+        shows = options["verbosity"] and not options["json"]
+        if shows:
+            nobody = _("Nobody holds '%s'.") % printable(options["name"])
+            self.stdout.write("\n".join(map(_line, found)) or nobody)
+        if found and not options["yes"] and not is_agreed(_("Release it? [y/N] ")):
             return 0
-        return sum(backend.force_release(held.key, held.owner_digest) for held in found)
+        released = sum(backend.force_release(held.key, held.owner_digest) for held in found)
+        if shows and found:
+            self.stdout.write(_("Released: %d") % released)
+        return released
 
 
 def _line(held: Held) -> str:
     by = f" by {held.holder}" if held.holder else ""
     left = "" if held.remaining is None else f", {clock.in_words(max(0, held.remaining))} left"
-    return f"{held.name}: {held.state}{by}{left}"
+    return f"{printable(held.name)}: {held.state}{by}{left}"

@@ -7,34 +7,32 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
-from django_distlock import InvalidLockBackend, LockError, lock
-from django_distlock.management import launch
+from django_distlock import InvalidLockBackend, LockError, LockNotHeld, lock
+from django_distlock.management import supervisor
 from django_distlock.management.base import (
     BUSY,
+    WRONG_ARGUMENTS,
     LockCommand,
     add_lock,
     command_error,
     duration,
 )
+from django_distlock.management.supervisor import END, FROM_TERMINAL, PASSED_ON
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
-    from collections.abc import Callable
     from types import FrameType
 
     from django_distlock import Lease
-
-#: Signals that a terminal sends itself.
-FROM_TERMINAL = signal.SIGINT, signal.SIGQUIT
-#: Signals that are passed on to the command.
-PASSED_ON = (*FROM_TERMINAL, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Command(LockCommand):
@@ -43,7 +41,8 @@ class Command(LockCommand):
             "Run a command while holding a lock, so that of many machines one runs it at a time. "
             "Signals are passed on to it; it is ended if the lock is lost. Exit codes: the command's "
             "own (128 + N after signal N, 127 if there is no such command), 75 somebody else has the "
-            "lock, 69 no lock server answers, 76 the lock was lost while the command ran, 2 wrong arguments."
+            "lock, 69 no lock server answers, 76 the lock was lost or --max-hold was over while the command ran, "
+            "2 wrong arguments."
         )
         add_lock(parser)
         text = _("what to run, after --")
@@ -64,38 +63,73 @@ class Command(LockCommand):
         )
         add_time("--min-hold", default="0", help=text)
         text = _(
-            "after the lock was lost, kill the command so long after SIGTERM (default: %(default)s)"
+            "end a command that takes so long: the lock is held no longer, and SIGTERM comes --grace earlier"
+        )
+        add_time("--max-hold", help=text)
+        text = _(
+            "when the command is to end, kill it, and what it has started, so long after SIGTERM "
+            "(default: %(default)s)"
         )
         add_time("--grace", default="10", help=text)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        words = "using", "timeout", "ttl", "min_hold"
+        if problem := _problem(options):
+            raise CommandError(problem, returncode=WRONG_ARGUMENTS)
+        words = "using", "timeout", "ttl", "min_hold", "max_hold"
         terms = {word: options[word] for word in words if options[word] is not None}
-        program = Path(options["command"][0]).name
+        command, grace, limit = options["command"], options["grace"], options["max_hold"]
+        code: int | None = None
         try:
-            # Only its name: arguments may be secret.
-            with lock(options["name"], **terms, purpose=f"run_locked {program}") as lease:
-                code = run(options["command"], lease, options["grace"])
+            # Only the command's name, because arguments may be secret.
+            with lock(
+                options["name"], **terms, purpose=f"run_locked {Path(command[0]).name}"
+            ) as lease:
+                code = run(command, lease, grace, None if limit is None else limit - grace)
         except (InvalidLockBackend, LockError, ValueError) as error:
             failed = command_error(error)
             if failed.returncode == BUSY and not options["verbosity"]:
                 sys.exit(BUSY)
-            raise failed from error
+            if code is None or isinstance(error, LockNotHeld):
+                raise failed from error
+            if options["verbosity"]:
+                text = _("The command has ended; its lock was not released: %s") % error
+                self.stderr.write(self.style.WARNING(text))
         if code:
             sys.exit(code)
 
 
-def run(command: list[str], lease: Lease, grace: float) -> int:
-    """Return the exit code of *command*, as a shell would tell it; it is ended if *lease* is lost."""
+def _problem(options: dict[str, Any]) -> str:
+    """Return the error in *options*, for people; "" if there is none."""
+    if not hasattr(os, "posix_spawnp"):
+        return _(
+            "run_locked needs a POSIX system, such as Linux or macOS: its signals and process groups."
+        )
+    if not options["command"][0]:
+        return _("The command is empty: write what to run after --.")
+    if options["max_hold"] is not None and options["max_hold"] <= options["grace"]:
+        return _("--max-hold must be more than --grace, which is part of it.")
+    return ""
+
+
+def run(command: list[str], lease: Lease, grace: float, limit: float | None) -> int:
+    """Run *command* and return its exit code, as a shell does; end it if *lease* is lost, or *limit* seconds after its begin."""
+    # A moment, not seconds: the supervisor begins later than the lease.
+    spent = lease.ttl - lease.remaining
+    due = None if limit is None else time.monotonic() + limit - spent
     environment = {**os.environ, "DISTLOCK_NAME": lease.name}
     if lease.fencing_token is not None:
         environment["DISTLOCK_FENCING_TOKEN"] = str(lease.fencing_token)
-    program = [sys.executable, "-I", launch.__file__, str(os.getpid()), *command]
-    # A terminal sends its signals to the group in its foreground: the command must stay in it. Elsewhere
+    # A terminal sends signals to its foreground group, so there the command must stay in that. Elsewhere
     # it gets a group of its own, so that signals reach its children, too.
     has_terminal = sys.stdin is not None and sys.stdin.isatty()
-    early: list[int] = []
-    send: Callable[[int], object] = early.append
+    # The end of file in this pipe tells the supervisor that this process was killed.
+    heard, writable = os.pipe()
+    control = os.fdopen(writable, "wb", buffering=0)
+
+    def send(number: int) -> None:
+        # The command may have ended; ValueError: the pipe is already closed on this side.
+        with suppress(BrokenPipeError, ValueError):
+            control.write(bytes([number]))
 
     def pass_on(number: int, _: FrameType | None) -> None:
         if not (has_terminal and number in FROM_TERMINAL):
@@ -105,32 +139,27 @@ def run(command: list[str], lease: Lease, grace: float) -> int:
     ours = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in ours}
     try:
+        terms = str(heard), str(grace), "" if due is None else str(due)
         child = subprocess.Popen(  # noqa: S603 - no shell
-            program, env=environment, process_group=None if has_terminal else 0
+            [sys.executable, "-I", supervisor.__file__, *terms, *command],
+            env=environment,
+            pass_fds=[heard],
+            process_group=None if has_terminal else 0,
         )
-        send = partial(_signal, os.kill if has_terminal else os.killpg, child.pid)
-        for number in early:
-            send(number)
-        kill = threading.Timer(grace, send, [signal.SIGKILL])
-
-        def end(_: str) -> None:
-            send(signal.SIGTERM)
-            kill.start()
-
-        lease.on_lost(end)
-        # Python handles a signal that comes just before a wait begins once the wait is over: no long one here.
+        os.close(heard)
+        lease.on_lost(lambda _: send(END))
+        # Python handles a signal that comes just before a wait only after the wait, so no wait here is long.
         waiter = threading.Thread(target=child.wait, daemon=True)
         waiter.start()
         while waiter.is_alive():
             waiter.join(0.25)
         code = child.wait()
-        kill.cancel()
+        if code < 0 and not has_terminal:
+            # The supervisor itself was killed.
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        control.close()
     return 128 - code if code < 0 else code
-
-
-def _signal(kill: Callable[[int, int], None], pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        kill(pid, number)

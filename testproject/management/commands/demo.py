@@ -60,7 +60,7 @@ class Command(BaseCommand):
 
 
 class Show:
-    """What is seen of the demo."""
+    """The output of the demo."""
 
     def __init__(self, size: Size) -> None:
         self._size = size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager
 from datetime import timedelta
 from decimal import Decimal
@@ -14,11 +13,11 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand
 from django.utils import timezone
 
-from django_distlock import history, lock
+from django_distlock import lock
 from django_distlock.models import MethodLock
 from testproject.models import Account
 from testproject.servers import let_go, read_line, start
-from testproject.services import WORK, open_account
+from testproject.services import open_account
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -66,10 +65,9 @@ def make_accounts() -> None:
 
 @contextmanager
 def some_locks() -> Iterator[None]:
-    """Have locks that are free, reserved and left behind by a crash; one that is held, one waited for."""
-    history.start()  # as DISTLOCK_HISTORY = True does in a project
+    """Make locks that are free, reserved and left behind by a crash; hold one, and wait for one."""
     with lock("newsletter", purpose="sending the newsletter"):
-        time.sleep(WORK)  # something for the picture of the last hour
+        pass
     reserved = lock("reminders:daily", timeout=0, min_hold=timedelta(hours=1))
     if reserved.acquire():
         reserved.release()

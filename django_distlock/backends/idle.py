@@ -1,0 +1,41 @@
+"""Idle connections, kept to be used again."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from django_distlock.ground import clock
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Kept(Protocol):
+    """A connection with the time (clock.wait_time()) of its last use."""
+
+    used_at: float
+
+
+_T = TypeVar("_T", bound=Kept)
+
+
+class IdleStack(deque[_T]):
+    """Take a connection by pop(), and put it back by append(): single steps, which need no lock.
+
+    As the one that was used last is taken first, those that are not needed stay at the other end.
+    """
+
+    def close_all(self, close: Callable[[_T], object]) -> None:
+        with suppress(IndexError):
+            while True:
+                close(self.pop())
+
+    def close_unused(self, close: Callable[[_T], object], seconds: float) -> None:
+        """Close the connections that were not used for so many *seconds*."""
+        before = clock.wait_time() - seconds
+        with suppress(IndexError):
+            while (oldest := self.popleft()).used_at < before:
+                close(oldest)
+            self.appendleft(oldest)

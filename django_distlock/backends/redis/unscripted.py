@@ -1,0 +1,238 @@
+"""Exclusive locks without scripts: WATCH, read, decide here, and write if nobody wrote meanwhile (MULTI, EXEC).
+
+No I/O. The keys and the answers are those of the scripts, but there are no readers, queues or doorbells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from .connections import Command, Conversation
+from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RELEASE, RETENTION, TAKE_OVER, Call, Script
+
+#: Attempts, each of which fails only because another client has changed the lock.
+ROUNDS = 100
+#: A holder in the record: its token, when it acquired the lock, and its description.
+_HOLDING = re.compile(rb"(\d+) (\d+) (.*)", re.DOTALL)
+
+
+def transact(call: Call, *after: Command) -> Conversation[list[Any]]:
+    """Do in two round trips what the script of *call* does; return its answer and those to *after*.
+
+    An error of Redis is an answer: nothing was written then.
+    """
+    parts = list(_parts(call))
+    reads: list[Command] = []
+    for (record, holders), _ in parts:
+        reads += ("HGETALL", record), ("ZRANGE", holders, 0, -1, "WITHSCORES"), ("PTTL", record)
+    keys = [key for pair, _ in parts for key in pair]
+    # MULTI already here: if it were refused among the writes, they would be carried out unguarded.
+    # No read after it: Redis queues nothing when its memory is full.
+    begin: tuple[Command, ...] = ("WATCH", *keys), ("TIME",), *reads, ("MULTI",)
+    for _ in range(ROUNDS):
+        found = yield begin
+        answer: Any = None
+        error = _first_error(found)
+        if error is None:
+            answers, writes = list[Any](), list[Command]()
+            for i, (pair, args) in enumerate(parts):
+                lock = _LockRecord(pair, found[1], *found[2 + 3 * i : 5 + 3 * i])
+                answers.append(_VERBS[call.script](lock, *args))
+                writes += lock.writes
+            answer = answers if call.script in {EXTEND, LOOK} else answers[0]
+            told = yield (*writes, ("EXEC",), *after)
+            done = told[len(writes)]
+            error = _first_error([*told[: len(writes) + 1], *(done if type(done) is list else ())])
+            if error is None and done is not None:
+                return [answer, *told[len(writes) + 1 :]]
+        if error is not None:
+            return (yield from _refused(error, call, answer))
+    return [ResponseError(f"others wrote meanwhile, {ROUNDS} times in a row")]
+
+
+def _refused(error: ResponseError, call: Call, answer: Any) -> Conversation[list[Any]]:
+    """End the transaction. If the memory is full, remove this owner unguarded: nobody else has it."""
+    removals: list[Command] = []
+    if isinstance(error, OutOfMemoryError) and call.script in {RELEASE, FORCE} and answer == 1:
+        record, holders, *_ = call.keys
+        owner = str(call.args[1])
+        freed = ("available",) if call.script is FORCE else ()
+        removals = [("ZREM", holders, owner), ("HDEL", record, f"h:{owner}", *freed)]
+    # One of the first two fails: it is not known whether MULTI was carried out.
+    _, _, *answers = yield (("DISCARD",), ("UNWATCH",), *removals)
+    return [(_first_error(answers) or answer) if removals else error]
+
+
+def _first_error(answers: Sequence[Any]) -> ResponseError | None:
+    return next((answer for answer in answers if isinstance(answer, ResponseError)), None)
+
+
+def _parts(call: Call) -> Iterator[tuple[tuple[str, ...], tuple[Any, ...]]]:
+    """Yield the record and the holders of each lock, and the arguments for it."""
+    if call.script not in {EXTEND, LOOK}:
+        yield call.keys[:2], call.args[1:]  # the first one is for doorbells
+        return
+    size = 2 if call.script is EXTEND else 3
+    count = len(call.keys) // size
+    width = len(call.args) // count
+    for i in range(count):
+        yield call.keys[size * i : size * i + 2], call.args[width * i : width * (i + 1)]
+
+
+class _LockRecord:
+    """One lock, as it was read, and the *writes* that change it."""
+
+    def __init__(
+        self,
+        keys: tuple[str, ...],
+        time: Sequence[bytes],
+        fields: Sequence[bytes],
+        holders: Sequence[bytes],
+        kept: int,
+    ) -> None:
+        self.record, self.key = keys
+        self.now = int(time[0]) * 1_000_000 + int(time[1])
+        self.fields = dict(_pairs(fields))
+        ends = {owner.decode(): int(float(end)) for owner, end in _pairs(holders)}
+        self.holders = {owner: end for owner, end in ends.items() if end > self.now}
+        self.expired = ends.keys() - self.holders.keys()
+        #: Milliseconds for which the record is kept.
+        self.kept = kept
+        self.writes: list[Command] = []
+
+    def acquire(self, owner: str, mode: str, ttl: int, *more: Any) -> list[Any]:
+        min_hold, name, holder, *_ = more
+        self.forget(*self.expired)
+        if owner in self.holders:
+            self.hold(owner, ttl)
+            return [1, self.described(owner)[0]]
+        available = self.number("available")
+        if self.holders or available > self.now or self.is_noted("revoked", owner):
+            last = max(self.holders, key=lambda each: self.holders[each], default="")
+            ends = max(self.holders.get(last, 0), available)
+            return [0, self.described(last)[2], ends - self.now if ends > self.now else -1]
+        token = max(self.number("token") + 1, self.now)
+        self.set(token=token, mode=mode, available=self.now, name=name)
+        self.describe(owner, token, self.now, holder)
+        self.hold_back(self.now + min_hold)
+        self.hold(owner, ttl)
+        return [1, token]
+
+    def release(self, owner: str, is_final: str, min_hold: int) -> int:
+        self.forget(*self.expired)
+        if was_held := owner in self.holders:
+            self.hold_back(self.described(owner)[1] + min_hold)
+            self.forget(owner)
+            self.note("ended", owner)
+        if is_final and not self.is_noted("revoked", owner):
+            self.note("revoked", owner)
+            self.keep(self.now)
+        return 1 if was_held or self.is_noted("ended", owner) else 2 if self.holders else 0
+
+    def extend(self, owner: str, ttl: int) -> int:
+        if owner not in self.holders:
+            return 0
+        self.hold(owner, ttl)
+        return 1
+
+    def take_over(self, owner: str, former: str, ttl: int, holder: str) -> int:
+        self.forget(*self.expired)
+        if owner in self.holders:
+            return 1
+        if former not in self.holders:
+            return 0
+        token, acquired, _ = self.described(former)
+        self.forget(former)
+        self.describe(owner, token, acquired, holder)
+        self.hold(owner, ttl)
+        return 1
+
+    def look(self) -> list[Any]:
+        mode, available = self.fields.get(b"mode", b"x"), self.number("available") - self.now
+        answer = [self.fields.get(b"name", b""), self.number("token"), available, None, mode]
+        for owner, ends in self.holders.items():
+            _, acquired, holder = self.described(owner)
+            answer += owner.encode(), ends - self.now, self.now - acquired, holder
+        return answer
+
+    def force(self, owner: str, token: str) -> int:
+        self.forget(*self.expired)
+        is_reserved = not (owner or self.holders) and f"{self.number('token')}" == token
+        if not is_reserved and owner not in self.holders:
+            return 0
+        self.forget(owner)
+        self.set(token=max(self.number("token") + 1, self.now))
+        if not self.holders:
+            self.writes.append(("HDEL", self.record, "available"))
+        self.keep(self.now)
+        return 1
+
+    # The parts of the verbs.
+
+    def number(self, name: str) -> int:
+        return int(self.fields.get(name.encode(), b"0"))
+
+    def described(self, owner: str) -> tuple[int, int, bytes]:
+        found = _HOLDING.fullmatch(self.fields.get(f"h:{owner}".encode(), b""))
+        return (int(found[1]), int(found[2]), found[3]) if found else (0, 0, b"")
+
+    def describe(self, owner: str, token: int, acquired: int, holder: str) -> None:
+        self.set(**{f"h:{owner}": f"{token} {acquired} {holder}"})
+
+    def set(self, **fields: str | int) -> None:
+        for name, value in fields.items():
+            self.fields[name.encode()] = str(value).encode()
+            self.writes.append(("HSET", self.record, name, value))
+
+    def hold(self, owner: str, ttl: int) -> None:
+        """Extend the holding until *ttl* from now, and never shorten it."""
+        ends = self.holders[owner] = max(self.holders.get(owner, 0), self.now + ttl)
+        self.writes.append(("ZADD", self.key, ends, owner))
+        self.keep(ends)
+
+    def hold_back(self, instant: int) -> None:
+        """Reserve the lock until *instant*, if it is not yet: ``min_hold``."""
+        if instant > max(self.now, self.number("available")):
+            self.set(available=instant)
+            left = -((self.now - instant) // 1000)
+            self.writes.append(("SET", f"{self.record}:r", "", "PX", left))
+            self.keep(instant)
+
+    def keep(self, ends: int) -> None:
+        """Keep the keys until *ends* and RETENTION after it, or longer."""
+        self.kept = max(self.kept, -((self.now - ends) // 1000) + RETENTION * 1000)
+        self.writes += [("PEXPIRE", key, self.kept) for key in (self.record, self.key)]
+
+    def forget(self, *owners: str) -> None:
+        if not owners:
+            return
+        fields = (f"h:{owner}" for owner in owners)
+        self.writes += ("ZREM", self.key, *owners), ("HDEL", self.record, *fields)
+        for owner in owners:
+            self.holders.pop(owner, None)
+
+    def note(self, place: str, owner: str) -> None:
+        """Remember *owner* among the last eight."""
+        noted = f"{owner} {self.fields.get(place.encode(), b'').decode()}"
+        self.set(**{place: noted[: 8 * (len(owner) + 1)]})
+
+    def is_noted(self, place: str, owner: str) -> bool:
+        return owner.encode() in self.fields.get(place.encode(), b"")
+
+
+_VERBS: dict[Script, Callable[..., Any]] = {
+    ACQUIRE: _LockRecord.acquire,
+    RELEASE: _LockRecord.release,
+    EXTEND: _LockRecord.extend,
+    TAKE_OVER: _LockRecord.take_over,
+    LOOK: _LockRecord.look,
+    FORCE: _LockRecord.force,
+}
+
+
+def _pairs(flat: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    return zip(flat[::2], flat[1::2], strict=True)

@@ -1,0 +1,42 @@
+"""Sending the signals of locks to their receivers."""
+
+from __future__ import annotations
+
+from asyncio import _get_running_loop
+from contextvars import copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from .background import background
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from django.dispatch import Signal
+
+    from .lease import Lease
+
+#: The background lane in which receivers run; no alias can have this name.
+_RECEIVERS = ("receivers",)
+
+
+def announce(signal: Signal, lease: Lease, /, **facts: Any) -> None:
+    """Send *signal* about this lease to its receivers."""
+    if signal.receivers:
+        known = {"name": lease.name, "using": lease.using, "template": lease.template}
+        send(signal, type(lease.backend), **known, **facts)
+
+
+def send(signal: Signal, sender: Hashable, **facts: Any) -> None:
+    """Send *signal* to its receivers; Django logs their errors.
+
+    In an event loop it is sent by a background thread: a receiver may block, and the one thread in which
+    Django runs synchronous code may be waiting for this lock.
+    """
+    if not signal.has_listeners(sender):
+        return
+    deliver = partial(signal.send_robust, sender, **facts)
+    if _get_running_loop() is None:
+        deliver()
+    else:
+        background.submit(_RECEIVERS, partial(copy_context().run, deliver))

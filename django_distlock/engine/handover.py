@@ -1,0 +1,97 @@
+"""The steps of Lease.detach() and Lease.attach(): one process hands its lease to another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from django.core import signing
+
+from django_distlock.conf import LEAST_TTL
+from django_distlock.exceptions import LockLost, NotSupported
+from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import checked_name, printable
+
+from .registry import note_held_here, registry
+from .steps import Steps
+from .values import Request, Secret
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from django_distlock.backends.base import BaseLockBackend
+
+    from .lease import Lease
+
+#: Returns the backend of an alias. handler.py, which is above the engine, sets it; until then there is none.
+backend_of: Callable[[str], BaseLockBackend] = dict[str, "BaseLockBackend"]().__getitem__
+#: Salt of the text that detach() signs.
+SALT = "django_distlock.lease"
+
+
+class TakeOver(NamedTuple):
+    """The request of attach() to a backend: the owner of *request* takes over what *former* holds."""
+
+    backend: BaseLockBackend
+    request: Request
+    former: str
+
+
+def detaching(lease: Lease, ttl: float | timedelta | None) -> Steps[list[Request], str]:
+    if not lease.backend.supports_detach:
+        raise NotSupported(lease.using, "detach()", "The lock is bound to this process.")
+    own_ttl = lease.request.ttl
+    yield from lease.extending(ttl)
+    lease.end_here()
+    request = lease.request
+    known = {
+        "renew": lease.renews,
+        "max_hold": lease.max_hold_left,
+        "postmark": clock.postmark(),
+        "using": lease.using,
+        "name": request.name,
+        "owner": request.owner,
+        "ttl": own_ttl,
+        "shared": request.shared,
+        "min_hold": request.min_hold,
+        "hold_on_success": lease.hold_on_success,
+        "token": lease.fencing_token,
+    }
+    return signing.dumps(known, salt=SALT)
+
+
+def attaching(make: type[Lease], text: str, purpose: str) -> Steps[TakeOver, Lease]:
+    """Return the lease, held by a new owner; LockLost if it had ended, or another process has attached it."""
+    if not isinstance(text, str):
+        what = type(text).__name__
+        raise TypeError(f"Lease.attach() takes the text that detach() returned, not {what}.")
+    try:
+        known = signing.loads(text, salt=SALT)
+    except (signing.BadSignature, UnicodeError) as error:
+        # Django's error repeats the end of the text unescaped, and so would the cause.
+        raise signing.BadSignature(printable(error)) from None
+    backend, former = backend_of(known.pop("using")), Secret(known.pop("owner"))
+    token = known.pop("token")
+    own = {key: known.pop(key) for key in ("renew", "max_hold", "hold_on_success")}
+    name = checked_name(known.pop("name"))
+    start, on_its_way = clock.lease_time(), clock.travelled(*known.pop("postmark"))
+    if own["max_hold"] is not None:
+        own["max_hold"] -= on_its_way
+        known["ttl"] = min(known["ttl"], own["max_hold"])
+        if own["max_hold"] < LEAST_TTL:
+            raise LockLost(name, "its max_hold is over")
+    request = backend.request(name, **known, holder=Holder.current(purpose))
+    lease = make(backend, request, **own)
+    try:
+        registry.add(lease)
+        is_ours = yield TakeOver(backend, request, former)
+    except BaseException:
+        lease.give_up()
+        backend.abandon_later(request)
+        raise
+    if is_ours and lease.grant(start, token):
+        note_held_here(lease.using, lease.name, lease.ref)
+        return lease
+    lease.give_up()
+    raise LockLost(name, "it had ended, or was attached elsewhere, before")

@@ -1,0 +1,52 @@
+"""Mutexes for short sections of code, which code that interrupts their own thread can enter again.
+
+A signal handler, or a finalizer that the garbage collector runs, may acquire a lock in the middle of a
+section; a plain lock would then wait for its own thread for ever. So every section must stay correct if
+another one runs at any of its calls. Such code must not wait: all other threads would wait with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from _thread import RLock
+
+#: The keys only. A WeakSet cannot be read while another thread adds to it; keyrefs() reads this in one step.
+_sections: WeakKeyDictionary[RLock, None] = WeakKeyDictionary()
+
+
+class _ThisThread(threading.local):
+    #: Whether this thread carries out the requests of a backend, so that all its locks stop while it waits.
+    serves_locks = False
+
+
+this_thread = _ThisThread()
+
+
+def section() -> RLock:
+    """Return a new mutex for sections that never wait.
+
+    It is written in C: there is no Python code between taking it and the ``with`` block in which an
+    asynchronous exception could be raised.
+    """
+    made = threading.RLock()
+    _sections[made] = None
+    return made
+
+
+def owned(mutex: RLock) -> bool:
+    """Return whether the running thread is inside a section of *mutex*."""
+    is_owned: bool = mutex._is_owned()  # type: ignore[attr-defined]  # noqa: SLF001 - as threading.Condition asks
+    return is_owned
+
+
+def has_interrupted_a_section() -> bool:
+    """Return True if this code, a signal handler or finalizer, has interrupted its thread in a section.
+
+    A thread that carries out the requests of others counts as always in a section.
+    """
+    known = [each() for each in _sections.keyrefs()]
+    return this_thread.serves_locks or any(owned(each) for each in known if each is not None)

@@ -1,0 +1,93 @@
+"""``manage.py reset_fences MODEL``: makes rows whose fence is ahead of all tokens claimable again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from django.apps import apps
+from django.core.management.base import CommandError
+from django.db import DEFAULT_DB_ALIAS
+from django.utils.translation import gettext as _, ngettext
+
+from django_distlock import InvalidLockBackend, LockError, locks
+from django_distlock.engine import fencing
+from django_distlock.management.base import (
+    BUSY,
+    WRONG_ARGUMENTS,
+    LockCommand,
+    add_question,
+    check_can_ask,
+    command_error,
+    is_agreed,
+    wanted_aliases,
+)
+from django_distlock.models import FencedModel
+from django_distlock.operators import holdings
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser
+
+NOT_AGREED = 1
+
+
+class Command(LockCommand):
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.description = _(
+            "Set the fences of all rows of a FencedModel to 0, after a question, so that every "
+            "lease can claim them. Needed only if they are ahead of all tokens, after a change of "
+            "the backend, its server or the data. Nobody may hold a lock meanwhile. Exit codes: "
+            "0 done, 1 the answer was no, 2 wrong arguments, 69 a server does not answer, 75 a "
+            "lock is held."
+        )
+        parser.add_argument("model", help=_("the model, such as shop.Account"))
+        text = _("the alias in DATABASES (default: %(default)s)")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, metavar="ALIAS", help=text)
+        add_question(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        check_can_ask(options)
+        rows = fencing.fenced(_model(options["model"]), options["database"])
+        _check_nobody_holds()
+        if not options["yes"]:
+            question = _(
+                "A holder that was paused before this can then claim the rows once more. "
+                "Set %(number)d fences of %(model)s to 0? [y/N] "
+            )
+            if not is_agreed(question % {"number": rows.count(), "model": options["model"]}):
+                sys.exit(NOT_AGREED)
+            _check_nobody_holds()
+        number = rows.update(fence=0)
+        if options["json"]:
+            self.stdout.write(json.dumps({"reset": number}))
+        elif options["verbosity"]:
+            self.stdout.write(_("Reset: %d") % number)
+
+
+def _model(label: str) -> type[FencedModel]:
+    try:
+        model = apps.get_model(label)
+    except (LookupError, ValueError) as error:
+        text = _("There is no model %r: write its app and its name, such as shop.Account.")
+        raise CommandError(text % label, returncode=WRONG_ARGUMENTS) from error
+    if not issubclass(model, FencedModel):
+        text = _("%s is not a FencedModel: its rows have no fence.") % label
+        raise CommandError(text, returncode=WRONG_ARGUMENTS)
+    return model
+
+
+def _check_nobody_holds() -> None:
+    """Raise CommandError if a lock with a fencing token is held, or a server does not answer."""
+    try:
+        aliases = [alias for alias in wanted_aliases(None) if locks[alias].supports_fencing]
+        found = [held for alias in aliases for held in holdings(alias) if held.state == "held"]
+    except (InvalidLockBackend, LockError) as error:
+        raise command_error(error) from error
+    if found:
+        text = ngettext(
+            "%(number)d lock is held, such as %(name)r: stop what holds it.",
+            "%(number)d locks are held, such as %(name)r: stop what holds them.",
+            len(found),
+        )
+        raise CommandError(text % {"number": len(found), "name": found[0].name}, returncode=BUSY)

@@ -1,0 +1,49 @@
+"""Windows and macOS, for development: a Python that lacks what it lacks there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.contract.profiles import PROFILES, Profile
+from tests.fixtures.pages import ROOT
+
+BY_NAME = {profile.name: profile for profile in PROFILES}
+BACKENDS = "locmem", "sqlite", "postgres", "postgres-rowlock", "mariadb", "redis"
+
+
+def run(*arguments: str) -> str:
+    """Return what tests/integration/other_system.py prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.integration.other_system", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "testproject.settings"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("system", ["windows", "macos"])
+@pytest.mark.parametrize("profile", [pytest.param(BY_NAME[name], id=name) for name in BACKENDS])
+def test_locks_work_there(request: pytest.FixtureRequest, profile: Profile, system: str) -> None:
+    for fixture in profile.fixtures:
+        request.getfixturevalue(fixture)
+
+    assert run(system, "work", json.dumps(profile.settings)) == ""
+
+
+@pytest.mark.parametrize("system", ["windows", "macos"])
+def test_the_whole_package_can_be_imported_there(system: str) -> None:
+    assert run(system, "import_all") == ""
+
+
+def test_run_locked_says_that_it_needs_posix() -> None:
+    assert run("windows", "run_locked").startswith("run_locked needs a POSIX system")

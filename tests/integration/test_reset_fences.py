@@ -1,0 +1,121 @@
+"""``reset_fences``: rows whose fence is ahead of all tokens can be claimed again."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.test import override_settings
+
+from django_distlock import StaleFencingToken, lock
+from django_distlock.management.base import BUSY, NO_SERVER, WRONG_ARGUMENTS
+from django_distlock.management.commands.reset_fences import NOT_AGREED
+from testproject.models import Account
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.fixtures.processes import Spawn
+
+LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
+DOWN = {
+    "BACKEND": "django_distlock.backends.redis.RedisBackend",
+    "OPTIONS": {"location": "redis://127.0.0.1:1"},
+}
+
+
+@pytest.fixture(autouse=True)
+def aliases(settings: Any) -> None:
+    settings.DISTLOCK = {"default": LOCMEM}
+
+
+@pytest.fixture
+def ahead() -> Iterator[Account]:
+    """A row whose fence comes from a server whose clock is a day ahead."""
+    Account.objects.update(fence=0)  # of rows that other tests have left
+    fence = (time.time_ns() // 1000) + 86_400_000_000
+    made = Account.objects.create(name=uuid.uuid4().hex, balance=1, opening_balance=1, fence=fence)
+    yield made
+    Account.objects.filter(pk=made.pk).delete()
+
+
+def test_rows_that_refused_every_claim_can_be_claimed_again(ahead: Account) -> None:
+    with lock("fee") as lease, pytest.raises(StaleFencingToken, match="ahead of ours by 2"):
+        lease.claim(ahead)
+    out = io.StringIO()
+
+    call_command("reset_fences", "testproject.Account", "--yes", stdout=out)
+
+    assert out.getvalue() == "Reset: 1\n"
+    with lock("fee") as lease:
+        assert lease.claim(ahead).fence == lease.fencing_token
+
+
+def test_it_waits_until_nobody_holds_a_lock(ahead: Account) -> None:
+    with lock("fee"), pytest.raises(CommandError, match="1 lock is held, such as 'fee'") as refused:
+        call_command("reset_fences", "testproject.Account", "--yes")
+
+    assert refused.value.returncode == BUSY
+    assert Account.objects.get(pk=ahead.pk).fence == ahead.fence
+
+
+def test_it_needs_every_server_that_gives_tokens(settings: Any, ahead: Account) -> None:
+    settings.DISTLOCK = {"default": LOCMEM, "down": DOWN}
+
+    with pytest.raises(CommandError) as refused:
+        call_command("reset_fences", "testproject.Account", "--yes")
+
+    assert refused.value.returncode == NO_SERVER
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", NOT_AGREED)])
+def test_it_asks_and_says_what_it_risks(
+    spawn: Spawn, ahead: Account, answer: str, code: int
+) -> None:
+    child = spawn(f"{__name__}:reset_at_a_terminal", answer=answer)
+
+    assert child.wait() == code
+    assert "A holder that was paused before this can then claim" in child.stderr
+    assert "Set 1 fences of testproject.Account to 0? [y/N]" in child.stderr
+    assert (Account.objects.get(pk=ahead.pk).fence == 0) is (answer == "y")
+
+
+def reset_at_a_terminal(answer: str) -> None:
+    ours, theirs = pty.openpty()
+    os.dup2(theirs, 0)
+    os.write(ours, f"{answer}\n".encode())
+    with override_settings(DISTLOCK={"default": LOCMEM}):
+        call_command("reset_fences", "testproject.Account")
+
+
+def test_programs_get_an_object_and_v0_nothing(ahead: Account) -> None:
+    out, silent = io.StringIO(), io.StringIO()
+
+    call_command("reset_fences", "testproject.Account", "--yes", "--json", stdout=out)
+    call_command("reset_fences", "testproject.Account", "--yes", verbosity=0, stdout=silent)
+
+    assert json.loads(out.getvalue()) == {"reset": 1}
+    assert silent.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["testproject.Account"], "add --yes"),
+        (["testproject.Fee", "--yes"], "is not a FencedModel"),
+        (["testproject.Nothing", "--yes"], "There is no model"),
+        (["Account", "--yes"], "There is no model"),
+    ],
+)
+def test_wrong_arguments_have_a_code_of_their_own(arguments: list[str], text: str) -> None:
+    with pytest.raises(CommandError, match=text) as refused:
+        call_command("reset_fences", *arguments)
+
+    assert refused.value.returncode == WRONG_ARGUMENTS
