@@ -37,6 +37,8 @@ FORGIVING: dict[str, Any] = {
     "visibility_timeout": 1,
     "unacked_restore_interval": 0.2,
     "unacked_restore_throttle": 1,
+    # A worker killed while it brings back would keep others from that for five minutes.
+    "unacked_mutex_expire": 1,
 }
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("celery_connections")]
 
