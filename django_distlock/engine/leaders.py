@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from django_distlock.ground import clock
@@ -83,9 +84,10 @@ class Leaders:
             leader = group.leader if group and not self._is_silent(group) else None
             return leader not in {None, request.owner}
 
-    def owners(self, key: str) -> list[str]:
+    def owners(self, key: str, most: int) -> list[str]:
+        """Return the owners of the first waiters, at most so many."""
         with self._mutex:
-            return [*self._groups[key].waiters]
+            return [*islice(self._groups[key].waiters, most)]
 
     def to_keep(self, request: Request) -> list[Request]:
         """Return the waiters whose places must be kept now, if *request* leads them."""

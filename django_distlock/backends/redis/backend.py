@@ -41,6 +41,8 @@ _T = TypeVar("_T")
 OLDEST = (6, 0)
 #: Seconds for which a waiter listens without a look: less than half its patience.
 LISTEN = 0.2
+#: Doorbells that one waiter listens to for all: the server rings them in about the order in which they came.
+LISTENED = 256
 #: Seconds until a waiter whose connection broke tries again.
 CUT_OFF = 0.05
 #: Seconds between two times that the places of the others are kept: well within their patience.
@@ -208,7 +210,7 @@ class RedisBackend(StepsBackend):
     ) -> Steps[Act, None]:
         """Block on the doorbells of all waiters of this process, wake the one that rings, and keep their places."""
         keys = self._space.of(request.key)
-        bells = [keys.bell(owner) for owner in self._leaders.owners(request.key)]
+        bells = [keys.bell(owner) for owner in self._leaders.owners(request.key, LISTENED)]
         # The server looks ten times a second, so it may be a bit late, unless a deadline is waited for.
         within = seconds + 0.3 if seconds == LISTEN else max(seconds, 0.001)
         try:
