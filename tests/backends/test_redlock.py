@@ -8,6 +8,7 @@ import os
 import random
 import re
 import resource
+import selectors
 import statistics
 import threading
 import time
@@ -49,7 +50,7 @@ from django_distlock.ground.holder import Holder
 from django_distlock.handler import make_backend
 from tests.contract.crew import start
 from tests.fixtures.certificate import tls_server
-from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.eventually import aeventually, eventually, never
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
 
@@ -464,6 +465,34 @@ def test_a_connection_that_is_used_after_the_close_is_closed_with_its_backend(
     gc.collect()
 
     eventually(lambda: not connections_to(servers) - before)
+
+
+def test_a_question_that_comes_while_the_thread_ends_keeps_its_connections(
+    servers: list[Redis], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_ending, may_end = threading.Event(), threading.Event()
+
+    class LateSelector(selectors.PollSelector):
+        def close(self) -> None:
+            is_ending.set()
+            may_end.wait(10)
+            super().close()
+
+    before = connections_to(servers)
+    monkeypatch.setattr("django_distlock.backends.redlock.servers._selector", LateSelector)
+    backend = _made([_url(each) for each in servers])
+    _take(backend, name)
+    backend.close()
+    assert is_ending.wait(10)
+
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(_take, backend, f"{name}:again")
+        eventually(lambda: backend._servers._jobs)
+        may_end.set()
+        taking.result(20)
+
+    never(lambda: not connections_to(servers) - before, 0.3)
+    backend.close()
 
 
 async def test_nor_is_it_for_a_task(servers: list[Redis], asking: Servers) -> None:

@@ -271,7 +271,7 @@ class Servers:
         if this_thread.serves_locks:
             raise LockBackendError(self._alias, IN_THE_THREAD)
         bell = ThreadBell()
-        self.submit(partial(self._begin, question, bell, self._connections))
+        self._put(question, bell)
         bell.wait(question.connecting + question.within + LATE)
         if not question.is_over:
             raise LockOutcomeUnknown(self._alias, TOO_LATE)
@@ -281,11 +281,15 @@ class Servers:
         if this_thread.serves_locks:
             raise LockBackendError(self._alias, IN_THE_THREAD)
         bell = TaskBell()
-        self.submit(partial(self._begin, question, bell, self._connections))
+        self._put(question, bell)
         await bell.wait(question.connecting + question.within + LATE)
         if not question.is_over:
             raise LockOutcomeUnknown(self._alias, TOO_LATE)
         return question.count
+
+    def _put(self, question: Question, bell: Bell) -> None:
+        self._is_closing = False  # a thread that is about to end goes on
+        self.submit(partial(self._begin, question, bell, self._connections))
 
     def listen(self, owner: str, bell: Bell) -> None:
         self._bells[owner] = bell
