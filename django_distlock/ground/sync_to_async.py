@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import inspect
 import sys
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 from asgiref.sync import AsyncToSync, SyncToAsync
 
+from . import clock
 from .caller import Caller, current_task
 
 #: The code of a task that awaits a thread, and of that thread: both frames have the call's ``task_context``.
@@ -25,14 +26,10 @@ _AWAITS_TASK = {
     AsyncToSync.__call__.__code__: "awaitable",
     asyncio.Runner.run.__code__: "coro",
 }
-_COROUTINE = (
-    inspect.CO_COROUTINE
-    | inspect.CO_ITERABLE_COROUTINE
-    | inspect.CO_GENERATOR
-    | inspect.CO_ASYNC_GENERATOR
-)
 #: One step of an async generator, as ``anext()`` returns it: the generator is no attribute, but its first referent.
 _OF_GENERATOR = {"async_generator_asend", "async_generator_athrow", "anext_awaitable"}
+#: Seconds that a running task has to begin to await the thread that it has called, and between two looks.
+LATE, PAUSE = 1.0, 0.0005
 
 
 def waits_for_us(caller: Caller) -> bool:
@@ -43,22 +40,32 @@ def waits_for_us(caller: Caller) -> bool:
     """
     if caller.is_gone:
         return False
-    # This thread's stack starts at our caller: a function that refers to its own frame makes a cycle.
-    stacks = {**sys._current_frames(), threading.get_ident(): sys._getframe(1)}  # noqa: SLF001
+    # From our caller on: a function that refers to its own frame makes a cycle.
+    here = sys._getframe(1)  # noqa: SLF001
     task = caller.task
-    work = task.get_coro() if task else _awaited_by_thread(stacks.get(caller.ident))
+    is_here = caller.ident == threading.get_ident()
+    top = here if is_here else None if task else _stacks().get(caller.ident)
+    work = task.get_coro() if task else _awaited_by_thread(top)
     while work is not None and not _is_run_by_us(work):
-        if (call := _awaited_by(work)) is None:
+        if (call := _awaited_by(work, here)) is None:
             return False
-        where = ((ident, _standing_in(top, call)) for ident, top in stacks.items())
-        ident, frame = next((found for found in where if found[1]), (0, None))
+        if (frame := _standing_in(here, call)) is not None and frame.f_code is _RUNS_IN_THREAD:
+            return current_task() is None  # in no other task: the call is the running code
+        if frame is None:
+            # Last, as frames of threads that run change meanwhile.
+            others = (_standing_in(top, call) for top in _stacks().values())
+            frame = next((found for found in others if found is not None), None)
         if frame is None or frame.f_code is _RUNS_IN_THREAD:
-            # The call itself is running, or no thread has begun it. If it runs in this thread and in no
-            # other task, it is the running code.
-            is_here = frame is not None and ident == threading.get_ident()
-            return is_here and current_task() is None
+            return False  # another thread runs it, or none has begun it
         work = frame.f_locals.get(_AWAITS_TASK[frame.f_code])
     return work is not None
+
+
+def _stacks() -> dict[int, FrameType]:
+    """Return the innermost frames of all other threads."""
+    stacks = sys._current_frames()  # noqa: SLF001
+    stacks.pop(threading.get_ident(), None)
+    return stacks
 
 
 def _awaited_by_thread(frame: FrameType | None) -> Any:
@@ -70,11 +77,26 @@ def _awaited_by_thread(frame: FrameType | None) -> Any:
     return None
 
 
-def _awaited_by(work: Any) -> Any:
-    """Return the identity of the call in a thread that the coroutine *work* awaits, or None."""
-    # The thread may have begun before the task awaits it; the third look finds it then.
-    frame = _suspended_in(work) or _running_in(work) or _suspended_in(work)
-    return None if frame is None else frame.f_locals.get("task_context")
+def _awaited_by(work: Any, here: FrameType) -> Any:
+    """Return the identity of the call in a thread that the coroutine *work* awaits, or None.
+
+    *here*: the innermost frame of this thread. If it runs a call, it may have begun before the task awaits it.
+    """
+    until = clock.wait_time() + LATE
+    while True:
+        is_running = getattr(work, "cr_running", False)
+        if (frame := _suspended_in(work)) is not None:
+            return frame.f_locals.get("task_context")
+        if not (is_running and _runs_call(here)) or clock.wait_time() >= until:
+            return None
+        time.sleep(PAUSE)
+
+
+def _runs_call(here: FrameType) -> bool:
+    frame: FrameType | None = here
+    while frame is not None and frame.f_code is not _RUNS_IN_THREAD:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _suspended_in(work: Any) -> FrameType | None:
@@ -92,20 +114,6 @@ def _inside(work: Any) -> Any:
     for attribute in ("cr_await", "gi_yieldfrom", "ag_await"):
         if (inner := getattr(work, attribute, None)) is not None:
             return inner
-    return None
-
-
-def _running_in(work: Any) -> FrameType | None:
-    """Return the frame in which *work* is about to await a thread; only coroutines are between the two."""
-    for ident, top in sys._current_frames().items():  # noqa: SLF001
-        frame = None if ident == threading.get_ident() else top
-        while frame is not None and frame.f_code is not _AWAITS_THREAD:
-            frame = frame.f_back
-        outer = frame
-        while outer is not None and outer.f_code.co_flags & _COROUTINE:
-            if outer is work.cr_frame:
-                return frame
-            outer = outer.f_back
     return None
 
 

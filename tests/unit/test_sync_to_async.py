@@ -7,11 +7,15 @@ task and the thread that it awaits are two callers, and the second waits for the
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from types import CodeType
+from typing import Any
 
-from asgiref.sync import AsyncToSync, SyncToAsync
+import pytest
+from asgiref.sync import AsyncToSync, SyncToAsync, sync_to_async
 
+from django_distlock import lock
 from django_distlock.ground.sync_to_async import _inside
 
 
@@ -42,6 +46,27 @@ def test_the_steps_of_an_async_generator_lead_to_it() -> None:
     assert _inside(_inside(whole)) is generator
     for step in [*steps, whole]:
         step.close()
+
+
+async def test_a_thread_may_begin_long_before_its_task_awaits_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = asyncio.get_running_loop()
+    at_once = loop.run_in_executor
+
+    def late(*call: Any) -> Any:
+        running = at_once(*call)
+        time.sleep(0.1)
+        return running
+
+    def enter() -> bool:
+        with lock("late", using="locmem", timeout=0):
+            return True
+
+    monkeypatch.setattr(loop, "run_in_executor", late)
+
+    async with lock("late", using="locmem"):
+        assert await sync_to_async(enter)()
 
 
 def _variables(code: CodeType) -> set[str]:
