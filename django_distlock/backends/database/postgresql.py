@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ try:
         is_psycopg3 as _is_psycopg3,
     )
 except ImportError:
+    if {"psycopg", "psycopg2"} & {*sys.modules}:
+        raise  # a signal handler has interrupted its import, and the next use finds it complete
     _is_psycopg3 = False
 
 from django_distlock.engine.values import Busy, Grant, Request, Secret
