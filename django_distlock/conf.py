@@ -11,6 +11,7 @@ from typing import Any
 from django.conf import settings
 
 from .exceptions import InvalidLockBackend
+from .ground.naming import MOST_PLACES
 
 DEFAULT_ALIAS = "default"
 DEFAULT_BACKEND = "django_distlock.backends.database.DatabaseBackend"
@@ -99,6 +100,15 @@ def checked_ttl(value: object, what: str = "ttl") -> float:
     if ttl < LEAST_TTL:
         raise ValueError(f"{what} must be at least {LEAST_TTL} seconds, not {ttl!r}.")
     return ttl
+
+
+def checked_limit(value: object, what: str) -> int:
+    """Return *value* if so many may hold a lock at once; ValueError or TypeError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be a whole number, not {value!r}.")
+    if not 1 <= value <= MOST_PLACES:
+        raise ValueError(f"{what} must be from 1 to {MOST_PLACES:,}, not {value!r}.")
+    return value
 
 
 def optional_seconds(value: object, what: str) -> float | None:

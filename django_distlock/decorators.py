@@ -18,7 +18,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.template.response import TemplateResponse
 from django.utils.translation import gettext_lazy
 
-from .conf import seconds
+from .conf import checked_limit, seconds
 from .exceptions import LockNotAcquired
 from .ground.naming import NameTemplate, signature_of, title_of
 
@@ -169,6 +169,9 @@ class _Locked:
     def lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
         """Return the lock for one call; its purpose is the request of a view, or the function's name."""
         name, terms = self._name_for(args, kwargs), self._terms
+        if terms.limit_for is not None:
+            what = f"the limit of {title_of(self.function)}()"
+            terms = replace(terms, limit=checked_limit(terms.limit_for(*args, **kwargs), what))
         if self._shows_request and (request := find_request(args)) is not None:
             terms = replace(terms, purpose=f"{request.method} {request.path}")
         return terms.lock(name)

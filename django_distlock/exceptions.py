@@ -30,19 +30,21 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
     """The lock was busy until the caller's timeout was over.
 
     *waited* and *remaining* (the rest of the holder's lease, if known) are seconds. With *reserved_until*
-    nobody holds the lock, but its min_hold refuses it to others until that time.
+    nobody holds the lock, but its min_hold refuses it to others until that time. With a *limit* all its
+    places were held or reserved; the rest is of the one that is known to end first.
     It ends a management command with one line, as any CommandError does.
     """
 
     returncode = 1
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - pickle and Celery make it again from its arguments
         self,
         name: str,
         waited: float = 0.0,
         holder: Holder | str | None = None,
         remaining: float | None = None,
         reserved_until: datetime | str | None = None,
+        limit: int | None = None,
     ) -> None:
         self.name = name
         self.waited = waited
@@ -51,11 +53,12 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
         if isinstance(reserved_until, str):
             reserved_until = datetime.fromisoformat(reserved_until)
         self.reserved_until = reserved_until
+        self.limit = limit
         # Only texts and numbers, because Celery writes the arguments as JSON.
         text = self.holder and self.holder.to_json()
         until = reserved_until and reserved_until.isoformat()
         # OSError would take these arguments for (errno, strerror, filename) and drop the rest.
-        Exception.__init__(self, name, waited, text, remaining, until)
+        Exception.__init__(self, name, waited, text, remaining, until, limit)
 
     def __str__(self) -> str:
         left = ""
@@ -66,6 +69,8 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
             if self.remaining is not None:
                 left = f"; its lease has {in_words(self.remaining)} left"
         waited = in_words(self.waited)
+        if self.limit is not None:
+            state = f"taken at all of its {self.limit} places, the first to end {state}"
         return f"Lock {printable(self.name)!r} is {state}: gave up after {waited}{left}."
 
 

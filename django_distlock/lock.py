@@ -25,12 +25,12 @@ from typing import (
 from asgiref.sync import markcoroutinefunction
 
 from . import transactions
-from .conf import DEFAULT_ALIAS, checked_ttl, flag, optional_seconds, seconds
+from .conf import DEFAULT_ALIAS, checked_limit, checked_ttl, flag, optional_seconds, seconds
 from .decorators import Decorator, decorated
-from .engine.acquisition import aacquire, acquire, check_asyncio
+from .engine.acquisition import aacquire, acquire, check_asyncio, taken
 from .engine.lease import Lease
 from .engine.registry import Awaited, all_held_here, held_here, note_held_here, registry
-from .engine.steps import asettled, settled
+from .engine.steps import arun, asettled, run, settled
 from .engine.waiting import Wait
 from .exceptions import (
     LockDeadlock,
@@ -76,6 +76,7 @@ _ADVICE = {
     "use transaction_lock()": "xact",
     "use on_busy of distributed_lock()": "side_effect policy graceful suppress_acquisition_exceptions",
     "use KEY_PREFIX in DISTLOCK": "namespace prefix key_prefix version",
+    "use limit": "max_leases limits maximum max_concurrent concurrency permits slots count max_holders value",
     "leave it out: waiters are woken": "sleep sleep_time interval poll_interval retry_interval retry_delay",
     "leave it out: every lease has a secret owner": "id token owner identifier",
     "leave it out: fencing tokens refuse late writes": "lock_delay",
@@ -89,6 +90,9 @@ class LockTerms(TypedDict, total=False):
     using: the alias in DISTLOCK.
     timeout: how long to wait; 0 tries once, None waits for ever. Default: TIMEOUT of the alias.
     ttl: how long the lease lives on the server unless extended. Default: TTL of the alias.
+    limit: how many may hold it at once, from 1 to 1,000: each has a numbered place. None: one, without a number.
+        With a limit, it is another lock than the one of the same name without.
+        For distributed_lock() it may be a function, which is called with the arguments of the call.
     shared: hold it together with other readers; writers are excluded.
     reentrant: let the same thread or task enter again; True unless said otherwise.
     renew: extend the lease in the background at a third of its ttl; True unless said otherwise.
@@ -103,6 +107,7 @@ class LockTerms(TypedDict, total=False):
     using: str
     timeout: Seconds | None
     ttl: Seconds
+    limit: int | Callable[..., int] | None
     shared: bool
     reentrant: bool
     renew: bool
@@ -115,11 +120,16 @@ class LockTerms(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """LockTerms, checked. A timeout of -1 and a ttl of None come from the settings of the alias."""
+    """LockTerms, checked. A timeout of -1 and a ttl of None come from the settings of the alias.
+
+    *limit_for* returns the limit of one call of a decorated function.
+    """
 
     using: str = DEFAULT_ALIAS
     timeout: float | None = -1
     ttl: float | None = None
+    limit: int | None = None
+    limit_for: Callable[..., object] | None = None
     shared: bool = False
     reentrant: bool = True
     renew: bool = True
@@ -136,6 +146,8 @@ class Terms:
         if not wishes:
             return _NO_WISHES
         known: dict[str, Any] = {**wishes}
+        if call == "distributed_lock()" and callable(known.get("limit")):
+            known["limit_for"] = known.pop("limit")
         for name, check in _CHECKS.items():
             if name in known:
                 known[name] = check(known[name], name)
@@ -143,11 +155,14 @@ class Terms:
             msg = f'release must be "auto", "at_exit" or "on_commit", not {known["release"]!r}.'
             raise ValueError(msg)
         try:
-            return cls(**known)
+            terms = cls(**known)
         except TypeError:
             unknown = next(word for word in wishes if word not in _WORDS)
             words = _WORDS | {"on_busy"} if call == "distributed_lock()" else _WORDS
             raise unknown_word(call, unknown, words) from None
+        if terms.shared and "limit" in wishes and wishes["limit"] is not None:
+            raise NotSupported(terms.using, "shared=True with a limit", "A place has one holder.")
+        return terms
 
     def lock(self, name: str) -> Lock:
         """Return the lock *name* on these terms."""
@@ -181,6 +196,7 @@ _CHECKS: dict[str, Callable[[object, str], object]] = {
     "free_on_error": flag,
     "timeout": optional_seconds,
     "ttl": checked_ttl,
+    "limit": lambda value, what: None if value is None else checked_limit(value, what),
     "max_hold": lambda value, what: None if value is None else seconds(value, what),
     "min_hold": partial(seconds, zero=True),
 }
@@ -301,14 +317,18 @@ class Lock:
         return self.recall().arelease()
 
     def locked(self) -> bool:
-        """Return whether anybody holds the lock now; this can change at any moment."""
+        """Return whether anybody holds the lock now, with a limit, whether all its places are held.
+
+        This can change at any moment.
+        """
         backend = self._backend()
-        return settled(partial(backend.probe, self._request(backend))) is not None
+        return run(taken(backend, self._request(backend), backend.probe), settled) is not None
 
     async def alocked(self) -> bool:
         backend = self._backend()
         check_asyncio(backend.alias)
-        return await asettled(partial(backend.aprobe, self._request(backend))) is not None
+        look = taken(backend, self._request(backend), backend.aprobe)
+        return await arun(look, asettled) is not None
 
     def __enter__(self) -> Lease:
         return self.take(self.terms.timeout, self._note_entry)
@@ -446,13 +466,14 @@ class Lock:
         ttl = backend.ttl if terms.ttl is None else terms.ttl
         if terms.max_hold is not None:
             ttl = min(ttl, terms.max_hold)
-        return backend.request(
+        request = backend.request(
             self.name,
             ttl=ttl,
             holder=Holder.current(terms.purpose),
             shared=terms.shared,
             min_hold=0.0 if terms.free_on_error else terms.min_hold,
         )
+        return request if terms.limit is None else request.with_limit(terms.limit)
 
     def _pending(self, backend: BaseLockBackend) -> Lease:
         terms = self.terms
@@ -478,7 +499,7 @@ class Lock:
     def _reentered(self) -> Lease | None:
         """Return the lease that this context holds already, and may enter once more."""
         for lease in held_here(self.terms.using, self.name):
-            if not self.terms.reentrant and not lease.is_left:
+            if not self._is_of(lease) or (not self.terms.reentrant and not lease.is_left):
                 continue
             if lease.is_mine():
                 if lease.shared and not self.terms.shared:
@@ -490,6 +511,12 @@ class Lock:
                     lease.release_on_commit()
                 return lease
         return None
+
+    def _is_of(self, lease: Lease) -> bool:
+        """Return whether *lease*, of the same name, is of this lock: with a limit, whether it has one of its places."""
+        if self.terms.limit is None or lease.place is None:
+            return self.terms.limit is lease.place
+        return lease.place < self.terms.limit
 
     def _remember(self, lease: Lease) -> None:
         for known in [*self._acquired]:

@@ -17,7 +17,7 @@ from .engine.steps import settled
 from .engine.values import LockState
 from .exceptions import first_line
 from .ground import clock
-from .ground.naming import checked_name
+from .ground.naming import checked_name, line_key, line_of
 from .handler import locks
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class Row:
     def state(self) -> str:
         """The state in the language of the page."""
         text = str(LockState(self.held.state).label)
+        if self.held.place is not None:
+            place = {"state": text, "place": self.held.place + 1, "limit": self.held.limit or "?"}
+            return _("%(state)s, place %(place)s of %(limit)s") % place
         return _("%s, shared") % text if self.held.shared else text
 
     @property
@@ -90,18 +93,31 @@ def read_value(value: str) -> tuple[str, str, str]:
 
 
 def holdings(using: str, name: str | None = None) -> list[Held]:
-    """Return the holdings of all locks of the alias *using*, or of the lock *name*.
+    """Return the holdings of all locks of the alias *using*, or of the lock *name*, with a limit or without.
 
     NotSupported if the alias cannot list its locks, LockBackendError if its server does not answer.
     """
     backend = locks[using]
-    key = None if name is None else backend.key_of(checked_name(name))
     # Read the whole result: an open query blocks writers.
-    return settled(lambda: [*backend.held(key)])
+    if name is None:
+        return grouped(settled(lambda: [*backend.held()]))
+    key = backend.key_of(checked_name(name))
+    alone = settled(lambda: [*backend.held(key)])
+    return alone or [each for each in holdings(using) if line_of(each.key) == line_key(key)]
+
+
+def grouped(found: Iterable[Held]) -> list[Held]:
+    """Return what was found in the same order, but with all places of a lock together."""
+    lines: dict[str, list[Held]] = {}
+    for held in found:
+        lines.setdefault(line_of(held.key), []).append(held)
+    return [
+        held for line in lines.values() for held in sorted(line, key=lambda each: each.place or 0)
+    ]
 
 
 def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:
-    """Free the lock *name*, held or reserved by min_hold; return how many holdings were ended.
+    """Free the lock *name*, held or reserved by min_hold, with a limit all its places; return how many holdings were ended.
 
     The holder is not stopped: its lease is lost at its next renewal, or at once if it is in this process.
     NotSupported if the alias cannot list its locks.
@@ -215,7 +231,7 @@ def _rows(
         if listing.error:
             problems[alias] = first_line(listing.error).removeprefix(f"DISTLOCK[{alias!r}]: ")
             continue
-        for held in [*listing.held]:
+        for held in grouped([*listing.held]):
             known = locks[alias].location, held.owner_digest, held.key
             before = rows[known].aliases if known in rows else ()
             rows[known] = Row(held, (*before, alias))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
 from django.test.utils import override_settings
 
 from .backends.dummy import DummyBackend
-from .conf import DEFAULT_ALIAS
+from .conf import DEFAULT_ALIAS, checked_limit
 from .engine.registry import registry
 from .engine.values import Busy, Grant
 from .exceptions import LockNotAcquired
@@ -65,27 +65,36 @@ class override_locks(override_settings):  # noqa: N801 - as Django's override_se
 
 @contextmanager
 def held_elsewhere(
-    name: str, using: str = DEFAULT_ALIAS, *, shared: bool = False, ttl: float = 600.0
+    name: str,
+    using: str = DEFAULT_ALIAS,
+    *,
+    shared: bool = False,
+    ttl: float = 600.0,
+    limit: int | None = None,
 ) -> Iterator[None]:
-    """Make another holder hold the lock *name* in the block, so that it is busy, for this thread too.
+    """Make another holder hold the lock *name* in the block, with a *limit* all its places: it is busy, for this thread too.
 
     AssertionError if it is held already.
     """
     backend = locks[using]
-    request = backend.request(checked_name(name), ttl=ttl, holder=SOMEBODY_ELSE, shared=shared)
-    answer = backend.try_acquire(request, queued=False)
-    if not isinstance(answer, Grant):
-        msg = f"Lock {name!r} is held already, by {answer.holder}."
-        raise AssertionError(msg)  # noqa: TRY004 - the test is wrong, not a type
-    try:
+    with ExitStack() as stack:
+        for place in range(limit or 1):
+            request = backend.request(
+                checked_name(name), ttl=ttl, holder=SOMEBODY_ELSE, shared=shared
+            )
+            if limit is not None:
+                request = request.with_limit(checked_limit(limit, "limit")).at(place)
+            answer = backend.try_acquire(request, queued=False)
+            if not isinstance(answer, Grant):
+                msg = f"Lock {name!r} is held already, by {answer.holder}."
+                raise AssertionError(msg)  # noqa: TRY004 - the test is wrong, not a type
+            stack.callback(backend.release, request)
         yield
-    finally:
-        backend.release(request)
 
 
 def assert_held(name: str, using: str = DEFAULT_ALIAS) -> None:
-    """Raise AssertionError unless somebody holds the lock *name*."""
-    if not lock(name, using=using).locked():
+    """Raise AssertionError unless somebody holds the lock *name*, or one of its places."""
+    if not lock(name, using=using).locked() and name not in _held(using):
         msg = f"Nobody holds lock {name!r}. Held: {', '.join(_held(using)) or 'none'}."
         raise AssertionError(msg)
 
@@ -94,7 +103,8 @@ def assert_not_held(name: str | None = None, using: str = DEFAULT_ALIAS) -> None
     """Raise AssertionError if somebody holds the lock *name*, or any lock of the alias."""
     found = _held(using)
     if name is not None:
-        found = [name] if lock(name, using=using).locked() else []
+        is_held = lock(name, using=using).locked() or name in found
+        found = [name] if is_held else []
     if found:
         msg = f"Held: {', '.join(map(repr, found))}."
         raise AssertionError(msg)

@@ -6,6 +6,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from secrets import token_hex
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -64,6 +65,9 @@ class BaseLockBackend(ABC):
     supports_purge: bool = False
     supports_detach: ClassVar[bool] = False
     supports_min_hold: ClassVar[bool] = False
+    #: Whether try_acquire() and probe() find a free place themselves, for a request with a limit; otherwise each
+    #: place is asked for as a lock of its own.
+    finds_place: bool = False
     #: Whether extend() prolongs a lease; otherwise it only returns whether the lease is still held.
     supports_extend: ClassVar[bool] = True
     #: Whether a lock ends with the connection or session that holds it, not with a ttl alone.
@@ -77,6 +81,8 @@ class BaseLockBackend(ABC):
 
     #: How waiters wait; in some backends it depends on the server or the OPTIONS.
     waiting: Waiting = Waiting()
+    #: How they wait for one of several places, unless try_acquire() finds it: the queue has the key ``Request.line``.
+    waiting_for_place: Waiting = Waiting()
 
     def __init__(self, settings: BackendSettings) -> None:
         """Make the backend of one alias; ValueError or TypeError for wrong OPTIONS."""
@@ -308,7 +314,7 @@ class BaseLockBackend(ABC):
             start = clock.lease_time()
             answer = self.try_acquire(request, queued=queued, left=wait.left)
             if isinstance(answer, Grant) and answer.start is None:
-                return Grant(answer.token, start)
+                return replace(answer, start=start)
             return answer
 
         waits = queued and self.waiting.way is Way.ON_SERVER

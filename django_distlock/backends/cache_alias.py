@@ -18,7 +18,7 @@ from django_distlock.engine.values import Busy, RecentOwners, Secret
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import printable
+from django_distlock.ground.naming import LONGEST_MARK, printable
 
 from .base import BaseLockBackend
 
@@ -121,8 +121,11 @@ def own_instance(name: str) -> BaseCache:
 
 
 def plain_key(key: str, room: int = LONGEST_KEY) -> str:
-    """Return *key* if it has only plain characters, at most *room*; else a readable stub and its SHA-256."""
-    if len(key) <= room and _PLAIN.fullmatch(key):
+    """Return *key* if it has only plain characters, at most *room*; else a readable stub and its SHA-256.
+
+    The key of a place, which is longer, fits too.
+    """
+    if len(key) <= room - LONGEST_MARK and _PLAIN.fullmatch(key):
         return key
     digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{_UNSAFE.sub('-', key)[:_STUB]}#{digest}"

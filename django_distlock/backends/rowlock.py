@@ -115,9 +115,9 @@ class Taker(ABC):
                 wait_graph.begin(waiter)
             with self.backend._own.translated():  # noqa: SLF001 - our own
                 self.check_isolation()
-                self.backend.make_row(self.name)
+                self.backend.make_row(self.key, self.name)
                 while not self._lock_row():
-                    self.backend.make_row(self.name)
+                    self.backend.make_row(self.key, self.name)
         finally:
             wait_graph.end(waiter)
         _note(self.connection, self._lock, waiter.caller)

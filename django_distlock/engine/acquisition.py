@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import random
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -32,12 +33,14 @@ from .bells import TaskBell, ThreadBell
 from .deadlocks import LockId, Waiter, wait_graph
 from .registry import registry
 from .steps import Steps, arun, asking_again, is_worth_asking_again, run
-from .values import Busy, Grant, Request
+from .values import Busy, Grant, Request, first_to_end
 from .waiting import Queueing, Wait, Way
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import FrameType
 
+    from django_distlock.backends.base import BaseLockBackend
     from django_distlock.engine.lease import Lease
 
     Answer = Grant | Busy | LockBackendError
@@ -89,7 +92,7 @@ def acquire(lease: Lease, timeout: float | None) -> None:
             except LockBackendError as error:
                 # With its frames, which have the lease, it would keep that alive.
                 answer = error.with_traceback(None)
-        is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
+        is_granted = isinstance(answer, Grant) and lease.grant(answer, start)
         if not is_granted:
             calls = Calls(
                 backend.try_acquire, backend.probe, backend.abandon, backend.enqueue, backend.sleep
@@ -132,7 +135,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
             except LockBackendError as error:
                 # With its frames, which have the lease, it would keep that alive.
                 answer = error.with_traceback(None)
-        is_granted = isinstance(answer, Grant) and lease.grant(answer.start or start, answer.token)
+        is_granted = isinstance(answer, Grant) and lease.grant(answer, start)
         if not is_granted:
             calls = Calls(
                 backend.atry_acquire,
@@ -154,6 +157,8 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
 def _may_ask_at_once(lease: Lease) -> bool:
     """Return whether nobody of this process is in the way; then, in the line of this process, the lease is first."""
     backend, request = lease.backend, lease.request
+    if _tries_places(backend, request):
+        return False  # there are several to ask for
     if request.shared or not backend.waiting.in_line:
         return True
     if request.key in backend.queue.turns.wanted:
@@ -164,6 +169,33 @@ def _may_ask_at_once(lease: Lease) -> bool:
         return True
     lease.leave_line()
     return False
+
+
+def _tries_places(backend: BaseLockBackend, request: Request) -> bool:
+    """Return whether each place of the lock must be asked for, as a lock of its own."""
+    return request.limit is not None and not backend.finds_place
+
+
+def _places(limit: int) -> Iterator[int]:
+    """Give all places, from a random one on, so that callers rarely ask for the same one."""
+    first = random.randrange(limit)  # noqa: S311 - no secret
+    return ((first + number) % limit for number in range(limit))
+
+
+def taken(
+    backend: BaseLockBackend, request: Request, probe: Callable[[Request], Any]
+) -> Steps[Act, Busy | None]:
+    """Return the holder of the lock, with a limit, the one of all places whose lease ends first; None if it is free."""
+    if not _tries_places(backend, request):
+        found: Busy | None = yield partial(probe, request)
+        return found
+    all_found: list[Busy] = []
+    for each in request.holdings:
+        found = yield partial(probe, each)
+        if found is None:
+            return None
+        all_found.append(found)
+    return first_to_end(all_found)
 
 
 def _tell_acquired(lease: Lease, waited: float) -> None:
@@ -198,7 +230,7 @@ def _refuse_to_wait_for_oneself(lease: Lease) -> None:
     """Raise LockDeadlock to code that would wait for what its own thread does: a signal handler, a finalizer, a task of trio."""
     if has_interrupted_a_section() or _has_interrupted(lease):
         raise LockDeadlock(lease.name, INTERRUPTS)
-    if runs_foreign_tasks():
+    if runs_foreign_tasks() and lease.request.limit is None:
         mine = (each for each in registry.leases() if each.held and each.is_of_caller())
         if any(_lock_of(each) == _lock_of(lease) for each in mine):
             raise LockDeadlock(lease.name, STOPS_HOLDER)
@@ -266,9 +298,14 @@ class Attempt:
         self.busy = _UNKNOWN
         # An asynchronous exception may have ended the first try after the server carried it out.
         self.on_server = OnServer.UNKNOWN
-        self._way = backend.waiting.way
+        self._tries_places = _tries_places(backend, lease.request)
+        self._waiting = backend.waiting_for_place if self._tries_places else backend.waiting
+        self._way = self._waiting.way
+        #: Of the lock; the request may become that for one of its places.
+        self._key = lease.request.key
         self._came = wait_graph.arrive() if lease.request.shared else 0
         self._waiter: Waiter | None = None
+        self._has_waited = False
 
     @property
     def request(self) -> Request:
@@ -299,9 +336,9 @@ class Attempt:
             this = self._begin_try(is_first=False)
         self._wait_no_more()
         self.backend.forget_bell(self.request)
+        self.backend.queue.turns.granted(self._key, clock.wait_time())
         if self.lease.is_in_line:
-            self.backend.queue.hold(self.request.key, self.bell, self.lease.ref)
-            self.backend.queue.turns.granted(self.request.key, clock.wait_time())
+            self.backend.queue.hold(self._key, self.bell, self.lease.ref)
 
     def _rest(self, act: Callable[..., Any], *args: Any) -> Act:
         """Return *act* as one in which this caller waits, and asks the server for nothing."""
@@ -311,7 +348,7 @@ class Attempt:
     # The line of this process.
 
     def _take_turn(self) -> Steps[Act, None]:
-        queue, key = self.backend.queue, self.request.key
+        queue, key = self.backend.queue, self._key
         # A single try of a lock that nobody here holds needs no place in the line.
         needs_place = not self.wait.is_over or queue.held_by(key) is not None
         if needs_place:
@@ -330,7 +367,7 @@ class Attempt:
 
         LockBackendError if those who asked before were told that the server fails.
         """
-        queue, key = self.backend.queue, self.request.key
+        queue, key = self.backend.queue, self._key
         if (failure := queue.failure(self.bell)) is not None:
             raise failure
         if queue.has_turn(key, self.bell):
@@ -352,13 +389,15 @@ class Attempt:
 
     def _try(self, this: Try, answer: Answer | None) -> Steps[Act, bool]:
         """Return whether the lease is granted; LockNotAcquired if there was time for this try only."""
-        gets_place = self.backend.waiting.queueing is Queueing.BY_TRYING and not this.is_last
+        gets_place = self._waiting.queueing is Queueing.BY_TRYING and not this.is_last
         queued = gets_place or self.on_server is OnServer.PLACE
-        if not isinstance(answer, (Grant, Busy)):
+        if self._tries_places:
+            answer = yield from self._ask_places(this, queued=queued)
+        elif not isinstance(answer, (Grant, Busy)):
             answer = yield from self._ask(this, answer, queued=queued)
         if isinstance(answer, Busy):
             self.on_server, self.busy = OnServer.PLACE if queued else OnServer.NOTHING, answer
-        elif self.lease.grant(answer.start or this.start, answer.token):
+        elif self.lease.grant(answer, this.start):
             return True
         # A server that let it wait has looked until the last moment.
         if this.is_last or (self._waits_on_server(this) and self.wait.is_over):
@@ -379,7 +418,7 @@ class Attempt:
         self, this: Try, failed: LockBackendError | None, *, queued: bool
     ) -> Steps[Act, Grant | Busy]:
         """Ask, or ask again after the first try *failed*: the same owner gets the same grant."""
-        if self._way is Way.LOOK and not this.is_first:
+        if self.backend.waiting.way is Way.LOOK and not this.is_first:
             busy: Busy | None = yield from self._settled(partial(self.calls.probe, self.request))
             if busy is not None:
                 return busy
@@ -399,9 +438,22 @@ class Attempt:
                 # It did not reach the server, which has what it had before.
                 self.on_server = OnServer.PLACE if had_place else OnServer.NOTHING
             if self.lease.is_in_line and not isinstance(error, (Contended, NotSent)):
-                self.backend.queue.failed(self.request.key, error)
+                self.backend.queue.failed(self._key, error)
             raise
         return answer
+
+    def _ask_places(self, this: Try, *, queued: bool) -> Steps[Act, Grant | Busy]:
+        """Ask for each place, until one is granted; else return the one whose lease ends first."""
+        refused: list[Busy] = []
+        for place in _places(self.request.limit or 0):
+            self.lease.ask_for(place)
+            start = clock.lease_time()
+            answer = yield from self._ask(this._replace(start=start), None, queued=queued)
+            if isinstance(answer, Grant):
+                return Grant(answer.token, answer.start or start)
+            self.on_server = OnServer.PLACE if queued else OnServer.NOTHING
+            refused.append(answer)
+        return first_to_end(refused) or _UNKNOWN
 
     def _settled(
         self, ask: Act, failed: LockBackendError | None = None, began: float = 0.0
@@ -420,11 +472,11 @@ class Attempt:
     # Between two tries.
 
     def _wait(self) -> Steps[Act, None]:
-        queue, waiting = self.backend.queue, self.backend.waiting
+        queue, waiting = self.backend.queue, self._waiting
         if self.lease.is_in_line:
-            queue.contest(self.request.key)
+            queue.contest(self._key)
             if waiting.polls:
-                queue.turns.refused(self.request.key)
+                queue.turns.refused(self._key)
         if self.on_server is not OnServer.PLACE and waiting.queueing is not Queueing.NONE:
             # The next try follows at once: a release may have slipped in.
             self.on_server = OnServer.PLACE
@@ -441,13 +493,19 @@ class Attempt:
                 seconds = self.wait.bounded(LED)
             else:
                 seconds = waiting.pause(self.wait, self.busy.remaining)
-            yield self._rest(self.calls.sleep, self.request, self.bell, seconds)
+            if self._tries_places and waiting.queueing is Queueing.NONE:
+                yield self._rest(self.bell.wait, seconds)
+            else:
+                yield self._rest(self.calls.sleep, self.request, self.bell, seconds)
 
     def _begin_to_wait(self, *, has_place: bool) -> None:
         """Be known to wait, with a place on the server or without; LockDeadlock if it would be for ourselves."""
-        if self._waiter is None:
+        if self._waiter is None and not self._has_waited:
+            self._has_waited = True
             _refuse_to_wait_for_oneself(self.lease)
-        if self._waiter is None and (caller := self.lease.caller) is not None:
+        # With a limit, there may always be another holder, who goes on.
+        may_be_deadlock = self._waiter is None and self.request.limit is None
+        if may_be_deadlock and (caller := self.lease.caller) is not None:
             self._waiter = Waiter(
                 self.lease.name,
                 _lock_of(self.lease),
@@ -457,7 +515,7 @@ class Attempt:
                 self._came,
             )
             wait_graph.begin(self._waiter)
-        if has_place and self._waiter is not None and self.backend.waiting.writers_first:
+        if has_place and self._waiter is not None and self._waiting.writers_first:
             self._waiter.stand_before_readers()
 
     def _wait_no_more(self) -> None:
@@ -481,7 +539,14 @@ class Attempt:
         busy, until = self.busy, None
         if busy.reserved and busy.remaining is not None:
             until = datetime.now(UTC) + timedelta(seconds=busy.remaining)
-        raise LockNotAcquired(self.lease.name, self.wait.waited, busy.holder, busy.remaining, until)
+        raise LockNotAcquired(
+            self.lease.name,
+            self.wait.waited,
+            busy.holder,
+            busy.remaining,
+            until,
+            self.request.limit,
+        )
 
     def abandon(self) -> None:
         """Leave nothing: what the server has, or may have, is given back in the background."""

@@ -14,7 +14,7 @@ from django_distlock.ground.naming import checked_name, printable
 
 from .registry import note_held_here, registry
 from .steps import Steps
-from .values import Request, Secret
+from .values import Grant, Request, Secret
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +57,8 @@ def detaching(lease: Lease, ttl: float | timedelta | None) -> Steps[list[Request
         "min_hold": request.min_hold,
         "hold_on_success": lease.hold_on_success,
         "token": lease.fencing_token,
+        "limit": request.limit,
+        "place": request.place,
     }
     return signing.dumps(known, salt=SALT)
 
@@ -81,7 +83,10 @@ def attaching(make: type[Lease], text: str, purpose: str) -> Steps[TakeOver, Lea
         known["ttl"] = min(known["ttl"], own["max_hold"])
         if own["max_hold"] < LEAST_TTL:
             raise LockLost(name, "its max_hold is over")
+    limit, place = known.pop("limit"), known.pop("place")
     request = backend.request(name, **known, holder=Holder.current(purpose))
+    if limit is not None:
+        request = request.with_limit(limit).at(place)
     lease = make(backend, request, **own)
     try:
         registry.add(lease)
@@ -90,7 +95,7 @@ def attaching(make: type[Lease], text: str, purpose: str) -> Steps[TakeOver, Lea
         lease.give_up()
         backend.abandon_later(request)
         raise
-    if is_ours and lease.grant(start, token):
+    if is_ours and lease.grant(Grant(token), start):
         note_held_here(lease.using, lease.name, lease.ref)
         return lease
     lease.give_up()

@@ -56,7 +56,7 @@ class Leaders:
     def add(self, request: Request, bell: Bell, ticket: int = 0) -> None:
         """Add a waiter, which *bell* wakes; lower tickets come first, and among equal ones who came first."""
         with self._mutex:
-            group = self._groups.setdefault(request.key, _Group())
+            group = self._groups.setdefault(request.line, _Group())
             last = next(reversed(group.waiters.values()), None)
             comes_last = request.owner not in group.waiters and (not last or last.ticket <= ticket)
             group.waiters[request.owner] = _Sleeper(ticket, request, bell)
@@ -67,7 +67,7 @@ class Leaders:
     def leads(self, request: Request, bell: Bell) -> bool:
         """Note that a waiter sleeps from now on, and add it if it is new; return whether it is the leader."""
         with self._mutex:
-            group = self._groups.setdefault(request.key, _Group())
+            group = self._groups.setdefault(request.line, _Group())
             group.rung.discard(request.owner)
             known = group.waiters.setdefault(request.owner, _Sleeper(0, request, bell))
             if self._is_silent(group):
@@ -80,7 +80,7 @@ class Leaders:
     def has_leader(self, request: Request) -> bool:
         """Return whether another waiter leads this one."""
         with self._mutex:
-            group = self._groups.get(request.key)
+            group = self._groups.get(request.line)
             leader = group.leader if group and not self._is_silent(group) else None
             return leader not in {None, request.owner}
 
@@ -92,7 +92,7 @@ class Leaders:
     def to_keep(self, request: Request) -> list[Request]:
         """Return the waiters whose places must be kept now, if *request* leads them."""
         with self._mutex:
-            group, now = self._groups.get(request.key), clock.wait_time()
+            group, now = self._groups.get(request.line), clock.wait_time()
             if group is None or group.leader != request.owner or now - group.kept_at < self._keep:
                 return []
             group.kept_at = now
@@ -116,7 +116,7 @@ class Leaders:
     def drop(self, request: Request) -> None:
         """Remove a waiter; if it was the leader, wake the next one, which leads from now on."""
         with self._mutex:
-            if group := self._groups.get(request.key):
+            if group := self._groups.get(request.line):
                 self._drop(group, request)
 
     def _drop(self, group: _Group, request: Request) -> None:
@@ -124,7 +124,7 @@ class Leaders:
         group.waiters.pop(request.owner, None)
         group.rung.discard(request.owner)
         if was_leader:
-            self._ring_leader(request.key, group)
+            self._ring_leader(request.line, group)
 
     def _is_silent(self, group: _Group) -> bool:
         return clock.wait_time() - group.led_at >= self._stale

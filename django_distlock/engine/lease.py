@@ -30,7 +30,7 @@ from .announcements import announce
 from .background import background
 from .registry import forget_here, held_here, note_held_here, registry
 from .steps import Steps, arun, asettled, run, settled
-from .values import Release, Request, new_owner
+from .values import Grant, Release, Request, new_owner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -65,7 +65,8 @@ class State(enum.Enum):
 
 #: What dir() and help() show of a lease. The other names are for this package.
 _FOR_USERS = {
-    *("name", "using", "template", "fencing_token", "ttl", "holder", "shared", "state", "held"),
+    *("name", "using", "template", "fencing_token", "ttl", "holder", "place", "shared", "state"),
+    "held",
     *("lost", "in_jeopardy", "reason", "remaining", "deadline", "check", "on_lost"),
     *("release", "arelease", "extend", "aextend", "detach", "adetach", "attach", "aattach"),
     *("guard", "claim", "save", "update", "checked_token"),
@@ -103,7 +104,7 @@ class Lease(metaclass=_Shown):
     _holds_until: float | None = None
     _is_in_jeopardy = False
     _is_waiting = False
-    _line: tuple[LocalQueue, LocalPlace] | None = None
+    _line: tuple[LocalQueue, str, LocalPlace] | None = None
     #: The callers that have entered it and not left it yet, the innermost last. Each change makes a new list.
     entries: list[Caller] | tuple[()] = ()
     _on_lost: list[Callable[[str], object]] | tuple[()] = ()
@@ -156,6 +157,11 @@ class Lease(metaclass=_Shown):
     def holder(self) -> Holder:
         """The holder, as it is shown to people."""
         return self.request.holder
+
+    @property
+    def place(self) -> int | None:
+        """The number of the place that it has, from 0 to below its limit; None for a lock without a limit."""
+        return self.request.place
 
     @property
     def shared(self) -> bool:
@@ -349,7 +355,12 @@ class Lease(metaclass=_Shown):
         return fencing.update(self, queryset, values)
 
     def checked_token(self) -> int:
-        """Return the fencing token; NotSupported where the backend gives none."""
+        """Return the fencing token; NotSupported where the backend gives none, or the lock has a limit."""
+        if self.request.limit is not None:
+            what = "fencing by a lock with a limit"
+            raise NotSupported(
+                self.using, what, "Its tokens do not order the holders of several places."
+            )
         if self.fencing_token is None:
             raise NotSupported(self.using, "fencing tokens", "Guard the data by another backend.")
         return self.fencing_token
@@ -399,9 +410,9 @@ class Lease(metaclass=_Shown):
 
     # All that follows is for this package: first, who has it.
 
-    def grant(self, start: float, token: int | None) -> bool:
-        """Become held, by a grant asked for at *start*; False if it is past its deadline already, or was abandoned."""
-        ttl = self.request.ttl
+    def grant(self, granted: Grant, asked: float) -> bool:
+        """Become held, as *granted* to a request of *asked*; False if it is past its deadline already, or was abandoned."""
+        ttl, start = self.request.ttl, granted.start or asked
         ends = start + ttl - drift(ttl)
         now = clock.lease_time()
         if now >= ends:
@@ -410,10 +421,14 @@ class Lease(metaclass=_Shown):
             if self._state is not State.PENDING:
                 return False
             self.entries = [self.caller or current_caller()]
-            self.fencing_token, self._deadline, self._granted_at = token, ends, now
+            self.fencing_token, self._deadline, self._granted_at = granted.token, ends, now
+            if granted.place is not None:
+                self.request = self.request.at(granted.place)
             self._holds_until = None if self._max_hold is None else start + self._max_hold
             self._state = State.HELD
         self.due = registry.granted(self, start, now)
+        if self.request.limit is not None:
+            self.leave_line()  # the next one may find another place
         return True
 
     def enter(self) -> Self:
@@ -680,7 +695,11 @@ class Lease(metaclass=_Shown):
         if not is_committed:
             self.note_failure()
 
-    # Its place in the line of this process.
+    # The place that it asks for, and its place in the line of this process.
+
+    def ask_for(self, place: int) -> None:
+        """Ask for this place of the lock from now on."""
+        self.request = self.request.at(place)
 
     @property
     def is_asking(self) -> bool:
@@ -699,13 +718,13 @@ class Lease(metaclass=_Shown):
 
     def stand_in(self, queue: LocalQueue, place: LocalPlace) -> None:
         """Keep *place* in the line of this process until it ends."""
-        self._line = queue, place
+        self._line = queue, self.request.key, place
 
     def leave_line(self) -> None:
         """Give up its place in the line of this process; does nothing the second time."""
         if self._line is not None:
-            queue, place = self._line
-            queue.leave(self.request.key, place)
+            queue, key, place = self._line
+            queue.leave(key, place)
             self._line = None
 
     # Its end.
@@ -782,6 +801,8 @@ class Lease(metaclass=_Shown):
     def _tell_of_the_end(self) -> None:
         registry.discard(self)
         self.leave_line()
+        if self.request.limit is not None:
+            self.backend.queue.look_again(self.request.line)
 
     @property
     def _held_for(self) -> float:

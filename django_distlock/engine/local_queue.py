@@ -100,6 +100,15 @@ class LocalQueue:
             elif line is place:
                 self.lines.pop(key, None)
 
+    def look_again(self, key: str) -> None:
+        """Ring the first in the line of a lock with a limit: one of its places has come free."""
+        with self._mutex:
+            self.turns.released(key, clock.wait_time())
+            line = self.lines.get(key)
+            first = line.places[0] if isinstance(line, _Line) and line.places else None
+            if first is not None and not isinstance(first, ref):
+                first.ring()
+
     def hold(self, key: str, bell: Bell, lease: ref[Lease]) -> None:
         """Note that *bell*, which has the turn, holds the lock by *lease*; do nothing if it has left already."""
         with self._mutex:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 import secrets
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from django.db.models import TextChoices
 from django.utils.translation import gettext_lazy as _
 
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import LONGEST_LISTED, printable
+from django_distlock.ground.naming import LONGEST_LISTED, line_key, place_key, place_of, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 #: How many owners RecentOwners keeps.
 REMEMBERED = 1000
@@ -71,7 +72,8 @@ def digest_of_reservation(token: int) -> str:
 class Request:
     """A request to hold one lock. Its owner is made with it, before anything is sent.
 
-    *ttl* and *min_hold* are seconds. *key* is the lock's name on the server.
+    *ttl* and *min_hold* are seconds. *key* is the lock's name on the server. With a *limit*, it is a request
+    for one of so many places, and *key* is that of all of them; at() returns the request for one *place*.
     """
 
     name: str
@@ -81,6 +83,29 @@ class Request:
     shared: bool = False
     min_hold: float = 0.0
     owner: str = field(default_factory=new_owner, repr=False)
+    limit: int | None = None
+    place: int | None = None
+
+    def with_limit(self, limit: int) -> Self:
+        """Return a request for one of *limit* places under this name."""
+        holder = replace(self.holder, limit=limit)
+        return replace(self, key=line_key(self.key), holder=holder, limit=limit)
+
+    @property
+    def holdings(self) -> list[Self]:
+        """The requests that may hold a lock for it: itself, or one for each place while it has none."""
+        if self.limit is None or self.place is not None:
+            return [self]
+        return [self.at(place) for place in range(self.limit)]
+
+    @property
+    def line(self) -> str:
+        """The key of its queue: with a limit, that of all places."""
+        return self.key if self.place is None else place_key(self.key, "")
+
+    def at(self, place: int) -> Self:
+        """Return the request for this *place*: a lock of its own."""
+        return replace(self, key=place_key(self.key, place), place=place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +113,13 @@ class Grant:
     """The lock is ours; *token* is None where the backend has no fencing.
 
     *start* (``clock.lease_time()``): the earliest start of its ttl, if that is later than the request:
-    a server that lets the request wait starts the ttl at the end of the wait.
+    a server that lets the request wait starts the ttl at the end of the wait. *place*: the one that was found
+    for a request with a limit.
     """
 
     token: int | None
     start: float | None = None
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +134,15 @@ class Busy:
     remaining: float | None = None
     mark: object = field(default=None, repr=False, compare=False)
     reserved: bool = False
+
+
+def first_to_end(places: Iterable[Busy | None]) -> Busy | None:
+    """Return the holding of all *places* that ends first, as far as that is known; None if one is free."""
+    found = [*places]
+    known = [busy for busy in found if busy is not None]
+    if len(known) < len(found):
+        return None
+    return min(known, key=lambda busy: math.inf if busy.remaining is None else busy.remaining)
 
 
 class Release(enum.Enum):
@@ -144,6 +180,16 @@ class Held:
     waiters: int | None = None
     reserved: bool = False
     age: float | None = None
+
+    @property
+    def place(self) -> int | None:
+        """The place that is held, of a lock with a limit."""
+        return place_of(self.key)
+
+    @property
+    def limit(self) -> int | None:
+        """How many places the holder's lock has."""
+        return self.holder.limit if self.holder else None
 
     def __post_init__(self) -> None:
         # Other programs that write to the server may have written any text.

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from .caller import current_task, forks, here, thread_name
-from .naming import printable
+from .naming import MOST_PLACES, printable
 
 #: Most characters of each part: a holder with parts of this length still fits the database columns.
 _LONGEST = 110
@@ -33,13 +33,17 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class Holder(_Written):
-    """The holder of a lock, for people: where it runs, and for what purpose (view path, command)."""
+    """The holder of a lock, for people: where it runs, and for what purpose (view path, command).
+
+    *limit*: how many may hold that lock at once, if there is a limit.
+    """
 
     host: str
     pid: int
     thread: str
     task: str = ""
     purpose: str = ""
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         """Escape and cut the texts, which may come from a server; TypeError for values of a wrong type."""
@@ -47,6 +51,8 @@ class Holder(_Written):
             object.__setattr__(self, part, _short(getattr(self, part)))
         if not isinstance(self.pid, int):
             raise TypeError(f"A pid is a number, not {type(self.pid).__name__}.")
+        if self.limit is not None and self.limit not in range(1, MOST_PLACES + 1):
+            raise TypeError(f"No lock has {printable(self.limit)} places.")
 
     @classmethod
     def current(cls, purpose: str = "") -> Holder:
@@ -76,7 +82,9 @@ class Holder(_Written):
             return self._json
         except AttributeError:
             known = {"host": self.host, "pid": self.pid, "thread": self.thread}
-            more = {"task": self.task, "purpose": self.purpose}
+            more: dict[str, Any] = {"task": self.task, "purpose": self.purpose}
+            if self.limit is not None:
+                more["limit"] = self.limit
             text = json.dumps({**known, **more}, separators=(",", ":"))
             object.__setattr__(self, "_json", text)
             return text

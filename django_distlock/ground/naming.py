@@ -25,6 +25,8 @@ _STUB = 40
 _FIELD = re.compile(r"[^\W\d]\w*(\.[^\W\d_]\w*)*")
 #: Characters of a name.
 LONGEST_NAME = 10_000
+#: Most places of a lock, and the characters by which the key of a place is longer than that of its name.
+MOST_PLACES, LONGEST_MARK = 1000, len("~999")
 #: Most bytes of a text in a log or an error, and of a name in a listing.
 LONGEST_SHOWN, LONGEST_LISTED = 1_000, 100_000
 
@@ -51,6 +53,27 @@ def server_key(name: str, *, prefix: str = "", kind: str = "") -> str:
     """
     parts = [kind, prefix, name] if kind else [prefix, name] if prefix else [name]
     return "|".join(map(_plain, parts))
+
+
+def line_key(key: str) -> str:
+    """Return the key of all places of the lock with this *key*: no key of a lock without a limit has a ``~``."""
+    return f"{key}~"
+
+
+def place_key(key: str, place: int | str) -> str:
+    """Return the key of one *place*, or of all places for ""; *key* is that of all or of one."""
+    return f"{key[: key.rindex('~') + 1]}{place}"
+
+
+def line_of(key: str) -> str:
+    """Return the key of the queue for *key*: for a place, that of all places."""
+    return key if place_of(key) is None else place_key(key, "")
+
+
+def place_of(key: str) -> int | None:
+    """Return the place that *key* names; None if it is of a lock without a limit."""
+    _, mark, place = key.rpartition("~")
+    return int(place) if mark and place.isdecimal() else None
 
 
 def printable(text: object, most: int = LONGEST_SHOWN) -> str:

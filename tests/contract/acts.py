@@ -133,10 +133,11 @@ def raise_balance(aliases: dict[str, Any], name: str, path: str, rounds: int, **
     hear_word("go")
     with Path(path).open("r+b", buffering=0) as file:
         for _ in range(rounds):
-            with lock(name, **terms):
-                balance = int(os.pread(file.fileno(), WIDTH, 0))
+            with lock(name, **terms) as lease:
+                at = WIDTH * (lease.place or 0)
+                balance = int(os.pread(file.fileno(), WIDTH, at))
                 time.sleep(WORK)
-                os.pwrite(file.fileno(), b"%0*d" % (WIDTH, balance + 1), 0)
+                os.pwrite(file.fileno(), b"%0*d" % (WIDTH, balance + 1), at)
 
 
 def attach(aliases: dict[str, Any], text: str) -> int | None:

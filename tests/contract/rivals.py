@@ -24,17 +24,28 @@ class Rival:
 
     @classmethod
     def of(
-        cls, backend: BaseLockBackend, name: str, *, shared: bool = False, ttl: float = 20.0
+        cls,
+        backend: BaseLockBackend,
+        name: str,
+        *,
+        shared: bool = False,
+        ttl: float = 20.0,
+        limit: int | None = None,
     ) -> Rival:
-        """Return a rival for the lock *name*; see Request for the times."""
+        """Return a rival for the lock *name*, with a *limit* for its first place; see Request for the times."""
         holder = dataclasses.replace(Holder.current(), thread="rival")
-        return cls(backend, backend.request(name, ttl=ttl, holder=holder, shared=shared))
+        request = backend.request(name, ttl=ttl, holder=holder, shared=shared)
+        if limit is not None:
+            request = request.with_limit(limit)
+        return cls(backend, request if backend.finds_place or limit is None else request.at(0))
 
     def tries(self) -> bool:
         """Ask once, and tell whether it is ours."""
         answer = self._backend.try_acquire(self.request, queued=False)
         if isinstance(answer, Grant):
             self.token = answer.token
+            if answer.place is not None:
+                self.request = self.request.at(answer.place)
             return True
         self.refused = answer
         return False

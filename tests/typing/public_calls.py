@@ -88,6 +88,7 @@ def take_a_lock(account: Account) -> None:
         release="on_commit",
         purpose="the yearly report",
     )
+    lock("a", limit=4)
     lock("a", timeout=None, ttl=timedelta(minutes=1), max_hold=timedelta(hours=1))
 
     with lock("a") as lease:
@@ -134,6 +135,7 @@ def use_a_lease(lease: Lease, account: Account, accounts: QuerySet[Account]) -> 
     assert_type(lease.using, str)
     assert_type(lease.ttl, float)
     assert_type(lease.shared, bool)
+    assert_type(lease.place, int | None)
     assert_type(lease.holder, Holder)
     assert_type(lease.fencing_token, int | None)
     assert_type(lease.checked_token(), int)

@@ -125,8 +125,10 @@ def test_a_text_that_fits_is_whole() -> None:
 
 
 def test_a_holder_is_harmless_wherever_it_comes_from() -> None:
-    parts = dict.fromkeys(("host", "thread", "task", "purpose"), HOSTILE)
+    parts: dict[str, Any] = dict.fromkeys(("host", "thread", "task", "purpose"), HOSTILE)
 
+    for limit in (0, -1, 1001, "4", 1.5, HOSTILE):
+        assert Holder.from_json(json.dumps({"pid": 1, **parts, "limit": limit})) is None
     for holder in (Holder(pid=1, **parts), Holder.from_json(json.dumps({"pid": 1, **parts}))):
         assert holder is not None
         assert str(holder).isprintable()

@@ -103,7 +103,7 @@ def test_names_of_nodes_that_are_none_of_ours_are_no_keys() -> None:
 
 
 def request(**terms: Any) -> ZooKeeperRequest:
-    known = {"name": "n", "key": "k", "ttl": 30.0, "holder": Holder.current(), "limit": 10.0}
+    known = {"name": "n", "key": "k", "ttl": 30.0, "holder": Holder.current(), "longest": 10.0}
     return ZooKeeperRequest(**{**known, **terms})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,8 @@ class DatabaseBackend(BaseDatabaseBackend):
             queueing=Queueing.ENQUEUE if listens or is_fair else Queueing.NONE,
             in_line=not is_fair,
         )
+        way = Way.LISTEN if listens else Way.POLL
+        self.waiting_for_place = replace(self.waiting, way=way)
 
     def make_dialect(self, vendor: str) -> Dialect:
         options = self.options
@@ -140,7 +142,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     def release(self, request: Request) -> Release:
         released: Release = self._persist(request.ttl, self._own.ask, self.dialect.release, request)
         if self.options.fair:
-            self._leaders.ring_leader(request.key)
+            self._leaders.ring_leader(request.line)
         return released
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
@@ -264,5 +266,7 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def _watch(self, request: Request, bell: Bell) -> None:
         """Ask the watcher to ring the bell when the lock is free, unless another waiter leads this one."""
-        if self._watcher is not None and not self._leaders.has_leader(request):
+        if self._watcher is None or request.limit is not None:
+            return  # one place may be free while another one is watched
+        if not self._leaders.has_leader(request):
             self._watcher.expect(request.owner, request.key, bell)

@@ -69,7 +69,7 @@ _PROBE = f"{LOOK} AND available_at > {{now}}"
 
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
-VALUES (%(key)s, %(owner)s, %(channel)s, {{until}})
+VALUES (%(line)s, %(owner)s, %(channel)s, {{until}})
 """
 _DEQUEUE = f"DELETE FROM {WAITER} WHERE owner = %(owner)s"
 
@@ -84,7 +84,7 @@ _KEEP_PLACES = (
 
 # A condition: no valid place in the queue is before ours.
 _TURN = f"""NOT EXISTS (
-    SELECT 1 FROM {WAITER} AS w WHERE w.method_name = %(key)s AND w.expires_at > {{now}} AND w.owner <> %(owner)s
+    SELECT 1 FROM {WAITER} AS w WHERE w.method_name = %(line)s AND w.expires_at > {{now}} AND w.owner <> %(owner)s
       AND w.ticket < coalesce((SELECT m.ticket FROM {WAITER} AS m WHERE m.owner = %(owner)s), 9223372036854775807))"""
 
 # Rows for a name that is used for the first time.
@@ -199,8 +199,7 @@ class Dialect(ABC):
         raise NotImplementedError
 
     def release(self, cursor: Any, request: Request) -> Release:
-        known = {"key": request.key, "owner": request.owner, "min_hold": request.min_hold}
-        cursor.execute(self.release_sql, known)
+        cursor.execute(self.release_sql, parameters(request))
         if (row := cursor.fetchone()) is not None:
             return Release.RELEASED if row[0] else Release.GONE
         return self.missed(cursor, request)
@@ -245,7 +244,7 @@ class Dialect(ABC):
 
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
         """Take a place in the queue and return its ticket; *channel*: where to notify the waiter."""
-        known = {"key": request.key, "owner": request.owner, "channel": channel}
+        known = {**parameters(request), "channel": channel}
         cursor.execute(self.enqueue_sql, known)
         ticket: int = cursor.fetchone()[0]
         return ticket
@@ -342,6 +341,7 @@ def parameters(request: Request) -> dict[str, Any]:
     """Return the parameters of an acquire; *taken_for*: seconds until others can acquire it, if it is not released."""
     return {
         "key": request.key,
+        "line": request.line,
         "name": stored(request.name),
         "owner": request.owner,
         "holder": request.holder.to_json(),

@@ -141,14 +141,13 @@ class MySQL(Dialect):
         raise Crowded
 
     def release(self, cursor: Any, request: Request) -> Release:
-        known = {"key": request.key, "owner": request.owner, "min_hold": request.min_hold}
-        _run(cursor, self.release_sql, known)
+        _run(cursor, self.release_sql, parameters(request))
         if cursor.lastrowid:
             return Release.RELEASED if cursor.lastrowid == 2 else Release.GONE
         return self.missed(cursor, request)
 
     def enqueue(self, cursor: Any, request: Request, channel: str) -> int:
-        known = {"key": request.key, "owner": request.owner, "channel": channel}
+        known = {**parameters(request), "channel": channel}
         cursor.execute(self.enqueue_sql, known)
         ticket: int = cursor.lastrowid
         return ticket

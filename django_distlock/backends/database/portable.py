@@ -137,7 +137,7 @@ class Portable(Dialect):
         return row.busy(now) if row.available > now else None
 
     def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
-        known: dict[str, Any] = {"key": request.key, "owner": request.owner, "channel": channel}
+        known = {**parameters(request), "channel": channel}
         cursor.execute(_TICKET, known)
         if (row := cursor.fetchone()) is not None:
             self.keep_places(cursor, [request.owner])

@@ -13,7 +13,7 @@ try:
         is_psycopg3 as _is_psycopg3,
     )
 except ImportError:
-    if {"psycopg", "psycopg2"} & {*sys.modules}:
+    if sys.modules.get("psycopg") or sys.modules.get("psycopg2"):
         raise  # a signal handler has interrupted its import, and the next use finds it complete
     _is_psycopg3 = False
 
@@ -126,9 +126,14 @@ _QUEUE = f""", gone AS (
 
 # Notifies the first valid waiter. Without a waiter there is no NOTIFY, as that takes a lock on the whole server
 # at commit.
-RING_NEXT = f"""
+_RING = f"""
 SELECT pg_notify(channel, ticket::text) FROM {WAITER}
-WHERE method_name = %(key)s AND expires_at > clock_timestamp() AND channel <> '' ORDER BY ticket LIMIT 1"""
+WHERE method_name = %(line)s AND expires_at > clock_timestamp() AND channel <> ''{{more}} ORDER BY ticket LIMIT 1"""
+RING_NEXT = _RING.format(more="")
+
+# For a place: more than one may be free, so who is granted one wakes the next waiter.
+_OTHERS = " AND owner <> %(owner)s AND EXISTS (SELECT FROM granted)"
+_QUEUE_OF_PLACES = f"{_QUEUE}, woken AS ({_RING.format(more=_OTHERS)})"
 
 # Extends each lease that its owner still holds, never shortens one, and is as durable as the grant. Returns the owners.
 _EXTEND = f"""
@@ -265,6 +270,9 @@ class PostgreSQL(Dialect):
         super().__init__(fair=fair)
         self._acquire = self.sql(_ACQUIRE, queue="")
         self._acquire_queued = self.sql(_ACQUIRE, queue=_QUEUE)
+        self._acquire_place = self.sql(
+            _ACQUIRE + ", (SELECT count(*) FROM woken)", queue=_QUEUE_OF_PLACES
+        )
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
         """Return options that find a dead server soon; remove the application's isolation level."""
@@ -302,9 +310,11 @@ class PostgreSQL(Dialect):
         return "statement pooling mode" in str(error)  # of PgBouncer
 
     def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        known = parameters(request)
-        cursor.execute(self._acquire_queued if queued else self._acquire, known)
-        token, holder, remaining, is_free = cursor.fetchone()
+        statement = self._acquire
+        if queued:
+            statement = self._acquire_queued if request.limit is None else self._acquire_place
+        cursor.execute(statement, parameters(request))
+        token, holder, remaining, is_free, *_ = cursor.fetchone()
         if token is not None:
             return Grant(token)
         if is_free:

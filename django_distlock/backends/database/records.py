@@ -23,7 +23,7 @@ from django.db.models.functions import Coalesce, Now
 
 from django_distlock.engine.values import Held, LockState, digest, digest_of_reservation
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import shown
+from django_distlock.ground.naming import line_of, place_of, shown
 
 from .dialect import COUNTER, LOCK, short_transaction
 from .postgresql import RING_NEXT
@@ -117,14 +117,16 @@ def is_reserved(row: Any) -> bool:
 def as_held(row: Any) -> Held:
     """Return *row*, one of described() that is not free, as Held."""
     name, key, token = shown(row.description), row.method_name, row.fencing_token
+    # Who waits for any of several places waits for none of them.
+    waiters = row.waiters if place_of(key) is None else None
     if is_reserved(row):
         left = (row.available_at - row.server_now).total_seconds()
-        mark, waiters = digest_of_reservation(token), row.waiters
+        mark = digest_of_reservation(token)
         return Held(name, key, None, left, token, mark, waiters=waiters, reserved=True)
     left = (row.expires_at - row.server_now).total_seconds()
     age = row.acquired_at and max(0.0, (row.server_now - row.acquired_at).total_seconds())
     mark = digest(row.owner)
-    return Held(name, key, holder_of(row), left, token, mark, waiters=row.waiters, age=age)
+    return Held(name, key, holder_of(row), left, token, mark, waiters=waiters, age=age)
 
 
 def holder_of(row: Any) -> Holder | None:
@@ -146,7 +148,8 @@ def free(cursor: CursorWrapper, row: Any) -> bool:
 
     The token is raised, so that guard() and fenced rows refuse the old holder from now on.
     """
-    known = {"key": row.method_name, "owner": row.owner, "token": row.fencing_token}
+    key = row.method_name
+    known = {"key": key, "line": line_of(key), "owner": row.owner, "token": row.fencing_token}
     is_same = _IS_RESERVED if is_reserved(row) else _IS_HELD
     # Write first: SQLite may refuse writes in a transaction that began with a read.
     cursor.execute((_CLEAR_OWNER + is_same).format(now=clock(cursor)), known)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -73,7 +74,7 @@ class RedisBackend(StepsBackend):
                 look_again=LISTEN,
                 writers_first=True,
             )
-        self.supports_shared = self.options.scripting
+        self.supports_shared = self.finds_place = self.options.scripting
         self.source = self.make_source()
         self._space = KeySpace(self.make_key())
         self.location = self.source.url, self._space.pattern
@@ -169,7 +170,7 @@ class RedisBackend(StepsBackend):
             answer = await link.converse(steps, self.source.io_timeout)
         finally:
             link.gate_of_tries.release()
-        return Grant(answer.token, start) if isinstance(answer, Grant) else answer
+        return replace(answer, start=start) if isinstance(answer, Grant) else answer
 
     async def aabandon(self, request: Request) -> None:
         if self.waiting.queueing is not Queueing.NONE:

@@ -11,6 +11,9 @@ Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (
 - a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on;
 - a key ``:r`` for as long as min_hold refuses it to others, by which listing finds it.
 
+Each place of a lock with a limit has a record, holders and ``:r`` of its own; the queue, ``alive`` and the doorbells are
+those of all its places.
+
 The record outlives its lock by RETENTION: so tokens rise though the clock may step back, and an
 answer can be given twice.
 """
@@ -41,9 +44,8 @@ local function number(value) return tonumber(value or 0) or 0 end
 # doorbells begin with. A cluster that is moving the slot refuses a script before it has begun, by its KEYS; doorbells
 # are not among them, as only the server knows who waits: one that cannot be reached at that moment does not ring.
 # To define a function takes time in each run: here are those that are needed where nobody is in the way.
-_COMMON = f"""{CLOCK}
-local record, holders, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
-
+_OF_LOCK = "local record, holders, queue, alive, reserved, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], ARGV[1]"
+_FUNCTIONS = f"""
 local function keep(ends)
   local left = math.max(0, math.ceil((ends - now) / 1000)) + {RETENTION * 1000}
   for _, key in ipairs({{record, holders}}) do
@@ -61,7 +63,7 @@ end
 local function hold_back(instant)
   if instant > now and instant > number(redis.call('HGET', record, 'available')) then
     redis.call('HSET', record, 'available', instant)
-    redis.call('SET', KEYS[5], '', 'PX', math.ceil((instant - now) / 1000))
+    redis.call('SET', reserved, '', 'PX', math.ceil((instant - now) / 1000))
     keep(instant)
   end
 end
@@ -79,6 +81,7 @@ end
 
 """
 
+_COMMON = CLOCK + _OF_LOCK + _FUNCTIONS
 # What only locks need that somebody holds or waits for.
 _MORE = """
 local function expire()
@@ -142,6 +145,21 @@ local function busy()
 end
 """
 
+# Gives whoever is refused a place in the queue, if it is to have one, and returns who has the lock.
+_QUEUE = f"""
+if ARGV[8] ~= '' then
+  local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
+  redis.call('ZADD', queue, 'NX', math.max(number(last[2]) + 1, now), ARGV[3] .. owner)
+  redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, ARGV[3] .. owner)
+  for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', now - {FORGOTTEN * 1e6:.0f})) do
+    redis.call('ZREM', queue, waiter)
+    redis.call('ZREM', alive, waiter)
+  end
+  redis.call('PEXPIRE', queue, 60000)
+  redis.call('PEXPIRE', alive, 60000)
+end
+"""
+
 # Asks for the lock, once.
 # ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a place in the queue if it is
 # refused, '1' if the first in the queue is always served first.
@@ -196,18 +214,72 @@ if is_free() and not is_behind() then
   return granted
 end
 
-if ARGV[8] ~= '' then
-  local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
-  redis.call('ZADD', queue, 'NX', math.max(number(last[2]) + 1, now), mode .. owner)
-  redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, mode .. owner)
-  for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', now - {FORGOTTEN * 1e6:.0f})) do
-    redis.call('ZREM', queue, waiter)
-    redis.call('ZREM', alive, waiter)
-  end
-  redis.call('PEXPIRE', queue, 60000)
-  redis.call('PEXPIRE', alive, 60000)
-end
+{_QUEUE}
 return busy()
+"""
+
+# Asks for one of several places, once.
+# KEYS: queue, alive, and for each place record, holders and what min_hold reserves.
+# ARGV: as for one lock, and the place to begin with. Returns {1, token, place}, or as for one lock, of the place
+# that is free first. The same owner again: the same place.
+_ACQUIRE_PLACE = f"""
+local owner, ttl, limit = ARGV[2], ARGV[4], (#KEYS - 2) / 3
+local known, free, soonest, is_revoked
+local numbers_free = 0
+
+local function look_at(place)
+  record, holders, reserved = KEYS[3 * place + 3], KEYS[3 * place + 4], KEYS[3 * place + 5]
+  known = redis.call('HMGET', record, 'token', 'available', 'revoked')
+end
+
+for i = 0, limit - 1 do
+  local place = (tonumber(ARGV[10]) + i) % limit
+  look_at(place)
+  expire()
+  local ends = redis.call('ZSCORE', holders, owner)
+  if ends then
+    redis.call('ZADD', holders, math.max(tonumber(ends), now + ttl), owner)
+    return {{1, (described(owner)), place}}
+  end
+  is_revoked = is_revoked or string.find(known[3] or '', owner, 1, true)
+  if number(known[2]) <= now and redis.call('ZCARD', holders) == 0 then
+    free, numbers_free = free or place, numbers_free + 1
+  else
+    local found = busy()
+    if not soonest or found[3] < soonest[3] then soonest = found end
+  end
+end
+if is_revoked then return soonest or {{0, '', -1}} end
+
+local is_behind = false
+if ARGV[9] ~= '' then
+  each_waiter(function(_, who)
+    is_behind = who ~= owner
+    return true
+  end)
+end
+
+if free and not is_behind then
+  look_at(free)
+  local instant, token = text(now), text(math.max(now, number(known[1]) + 1))
+  redis.call('HSET', record, 'token', token, 'mode', 'x', 'available', instant, 'name', ARGV[6],
+    'h:' .. owner, table.concat({{token, instant, ARGV[7]}}, ' '))
+  redis.call('ZADD', holders, now + ttl, owner)
+  hold_back(now + ARGV[5])
+  keep(now + ttl)
+  if redis.call('EXISTS', queue) == 1 then
+    leave(owner)
+    if numbers_free > 1 then
+      each_waiter(function(_, who)
+        ring(who)
+        return true
+      end)
+    end
+  end
+  return {{1, tonumber(token), free}}
+end
+{_QUEUE}
+return soonest or {{0, '', -1}}
 """
 
 # Gives back what an owner holds, and wakes who is next.
@@ -365,6 +437,13 @@ class Script:
 
 
 ACQUIRE = Script("acquire", _COMMON + _ACQUIRE)
+ACQUIRE_PLACE = Script(
+    "acquire_place",
+    f"{CLOCK}local record, holders, reserved, queue, alive, bells = nil, nil, nil, KEYS[1], KEYS[2], ARGV[1]\n"
+    + _FUNCTIONS
+    + _MORE
+    + _ACQUIRE_PLACE,
+)
 RELEASE = Script("release", _COMMON + _RELEASE)
 EXTEND = Script("extend", _EXTEND)
 TAKE_OVER = Script("take_over", _COMMON + _MORE + _TAKE_OVER)
@@ -372,7 +451,7 @@ LOOK = Script("look", _COMMON + _LOOK)
 FORCE = Script("force", _COMMON + _MORE + _FORCE)
 LEAVE = Script("leave", _COMMON + _MORE + _LEAVE)
 KEEP = Script("keep", _COMMON + _MORE + _KEEP)
-SCRIPTS = (ACQUIRE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE, KEEP)
+SCRIPTS = (ACQUIRE, ACQUIRE_PLACE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE, KEEP)
 
 
 class Call(NamedTuple):

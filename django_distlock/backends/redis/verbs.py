@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -12,10 +13,19 @@ from redis import exceptions
 from redis.exceptions import ResponseError
 
 from django_distlock.engine import values
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request, Secret, batches
+from django_distlock.engine.values import (
+    Busy,
+    Grant,
+    Held,
+    Release,
+    Request,
+    Secret,
+    batches,
+    first_to_end,
+)
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import LONGEST_LISTED, printable
+from django_distlock.ground.naming import LONGEST_LISTED, line_of, place_of, printable
 
 from . import scripts
 from .connections import Command, Conversation
@@ -43,11 +53,14 @@ _PLACE = "distlock-place"
 
 
 class Keys:
-    """The keys of one lock: *all* that scripts are given, in their order, and what doorbells begin with."""
+    """The keys of one lock: *all* that scripts are given, in their order, and what doorbells begin with.
 
-    def __init__(self, record: str) -> None:
-        self.record, self.bells = record, f"{record}:b:"
-        self.all = record, f"{record}:h", f"{record}:q", f"{record}:a", f"{record}:r"
+    *line* is the record whose queue it has: its own, or for a place, that of all places.
+    """
+
+    def __init__(self, record: str, line: str) -> None:
+        self.record, self.bells = record, f"{line}:b:"
+        self.all = record, f"{record}:h", f"{line}:q", f"{line}:a", f"{record}:r"
 
     def bell(self, owner: str) -> str:
         return Secret(self.bells + owner)
@@ -67,22 +80,27 @@ class KeySpace:
             re.sub(r"([*?\[\]\\])", r"\\\1", part) for part in (self._before, self._after)
         )
         #: What SCAN finds all records by, and other keys of locks; and a key or two of all that are not free.
-        self.pattern = f"{before}*{after}"
+        self.pattern = f"{before}*{after}*"
         self.taken_pattern = f"{self.pattern}:[hr]"
 
     def of(self, key: str) -> Keys:
         """Return the keys of the lock that servers know as *key*: it has no braces in it."""
-        return _keys(f"{self._before}{key}{self._after}")
+        return _keys(self.record(key), self.record(line_of(key)))
 
     def record(self, key: str) -> str:
-        """Return the record's key, uncached, because listings ask for thousands."""
-        return f"{self._before}{key}{self._after}"
+        """Return the record's key, uncached, because listings ask for thousands.
+
+        The number of a place comes last, outside the braces: all places of a lock share its slot.
+        """
+        place = place_of(key)
+        return f"{self._before}{line_of(key)}{self._after}{'' if place is None else place}"
 
     def key_of(self, record: str) -> str | None:
         """Return what servers know a lock by; None if *record* is no record of this alias."""
-        key = record[len(self._before) : len(record) - len(self._after)]
+        line, _, place = record[len(self._before) :].partition(self._after)
+        key = f"{line}{place}"
         is_record = record == self.record(key) and not {"{", "}"} & {*key}
-        return key if is_record and key else None
+        return key if is_record and line else None
 
 
 _keys = lru_cache(1024)(Keys)
@@ -125,6 +143,8 @@ class RedisVerbs:
             "1" if queued else "",
             self._is_fair,
         )
+        if request.limit is not None and request.place is None:
+            call = self._for_places(call, request)
         answer, *replicas = yield from self._answers(call, *self._after)
         if answer[0] != 1:
             left = _left(answer[2])
@@ -134,22 +154,19 @@ class RedisVerbs:
         except LockBackendError:
             yield from self.release(request)
             raise
-        return Grant(int(answer[1]))
+        return Grant(int(answer[1]), place=int(answer[2]) if len(answer) > 2 else None)
 
     def release(self, request: Request) -> Conversation[Release]:
-        (answer,) = yield from self._answers(self._release(request, ""))
-        return _RELEASES[answer]
+        (outcome,) = yield from self._release([request], "")
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
         """Release the locks for good: later requests of these owners are refused."""
         outcomes: list[Release | Exception] = []
         for some in batches(requests, BATCH):
-            calls = [self._release(request, "1") for request in some]
-            for answer in (yield from self._together(calls)):
-                try:
-                    outcomes.append(_RELEASES[self._checked(answer)])
-                except LockBackendError as error:
-                    outcomes.append(error)
+            outcomes += yield from self._release(some, "1")
         return outcomes
 
     def extend(self, requests: Sequence[Request]) -> Conversation[list[bool]]:
@@ -174,11 +191,8 @@ class RedisVerbs:
         return bool(answer == 1)
 
     def probe(self, request: Request) -> Conversation[Busy | None]:
-        (found,) = yield from self._looks([request.key])
-        holdings = list(_holdings(found))
-        left = max([_left(found[2]) or 0.0, *(left for _, left, *_ in holdings)])
-        holder = holdings[-1][3] if holdings else None
-        return Busy(holder, left, reserved=not holdings) if left > 0 else None
+        looks = yield from self._looks([each.key for each in request.holdings])
+        return first_to_end(map(_busy, looks))
 
     def held(self, keys: Sequence[str]) -> Conversation[list[Held]]:
         """Return the locks with these *keys*, at most BATCH."""
@@ -224,12 +238,40 @@ class RedisVerbs:
                 problem = f"{answer} of {self._replicas} replicas (OPTIONS 'wait_replicas') confirmed the lock"
                 raise LockBackendError(self._alias, problem)
 
-    def _release(self, request: Request, is_final: str) -> Call:
-        return self._call(scripts.RELEASE, request, is_final, microseconds(request.min_hold))
+    def _release(
+        self, requests: Sequence[Request], is_final: str
+    ) -> Conversation[list[Release | Exception]]:
+        """Release each lock; a request that has no place yet, at all places."""
+        calls = [
+            self._call(scripts.RELEASE, each, is_final, microseconds(request.min_hold))
+            for request in requests
+            for each in request.holdings
+        ]
+        answers = iter((yield from self._together(calls)))
+        outcomes: list[Release | Exception] = []
+        for request in requests:
+            told = [self._released(next(answers)) for _ in request.holdings]
+            outcomes.append(next((each for each in told if each is Release.RELEASED), told[0]))
+        return outcomes
+
+    def _released(self, answer: Any) -> Release | Exception:
+        try:
+            return _RELEASES[self._checked(answer)]
+        except LockBackendError as error:
+            return error
 
     def _call(self, script: Script, request: Request, *args: Any) -> Call:
         keys = self._space.of(request.key)
         return Call(script, keys.all, (keys.bells, request.owner, *args))
+
+    def _for_places(self, call: Call, request: Request) -> Call:
+        """Return the *call* of ACQUIRE as one for any of the places of *request*, from a random one on."""
+        places = [self._space.of(each.key).all for each in request.holdings]
+        names = [
+            key for record, holders, _, _, reserved in places for key in (record, holders, reserved)
+        ]
+        first = random.randrange(len(places))  # noqa: S311 - no secret
+        return Call(scripts.ACQUIRE_PLACE, (*call.keys[2:4], *names), (*call.args, first))
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
         records = map(self._space.record, keys)
@@ -270,6 +312,14 @@ class RedisVerbs:
             f": {hint}" for kind, word, hint in _HINTS if isinstance(answer, kind) or word in text
         )
         raise LockBackendError(self._alias, f"Redis refused: {text}{next(hints, '')}") from answer
+
+
+def _busy(answer: list[Any]) -> Busy | None:
+    """Return who has the lock that LOOK has seen; None if it is free."""
+    holdings = list(_holdings(answer))
+    left = max([_left(answer[2]) or 0.0, *(left for _, left, *_ in holdings)])
+    holder = holdings[-1][3] if holdings else None
+    return Busy(holder, left, reserved=not holdings) if left > 0 else None
 
 
 def microseconds(seconds: float) -> int:

@@ -249,7 +249,7 @@ class SessionBackend(BaseDatabaseBackend):
         answer = self.server.take(session, patience)
         if isinstance(answer, Busy) and self.needs_row:
             # Whoever made it: what was not there, or only looked at, may be free.
-            self.make_row(session.request.name)
+            self.make_row(session.request.key, session.request.name)
             answer = self.server.take(session, patience)
         return self._completed(session, answer, patience)
 
@@ -258,7 +258,11 @@ class SessionBackend(BaseDatabaseBackend):
         longest = None if wait.left is None else wait.left + usually
         with patient(session.connection, longest, usually=usually), session.waiting():
             answer = self.server.wait(session, wait)
-            while isinstance(answer, Busy) and self.needs_row and self.make_row(request.name):
+            while (
+                isinstance(answer, Busy)
+                and self.needs_row
+                and self.make_row(request.key, request.name)
+            ):
                 answer = self.server.wait(session, wait)
             if isinstance(answer, Grant) and answer.start is None:
                 # From when on the server cannot have ended a session that was just granted: it hears a word.
@@ -290,7 +294,7 @@ class SessionBackend(BaseDatabaseBackend):
             known = {"key": reader, "token": answer.token, "holder": session.record()}
             self._insist(lambda cursor: cursor.execute(self.server.note_reader_sql, known))
         if not self.needs_row and len(stored(request.name)) > LONGEST_NAME:
-            self.make_row(request.name)  # for people, beside the token
+            self.make_row(request.key, request.name)  # for people, beside the token
         return answer
 
     def _count(self, session: DatabaseSession, patience: float) -> int | None:
@@ -380,9 +384,9 @@ class SessionBackend(BaseDatabaseBackend):
 
     # What stands in the tables, by other connections.
 
-    def make_row(self, name: str) -> bool:
+    def make_row(self, key: str, name: str) -> bool:
         """Make the lock's row if there is none, in a transaction of its own; tell whether there was none."""
-        return self._insist(self.server.make_row, self.key_of(name), name)
+        return self._insist(self.server.make_row, key, name)
 
     def _look(self, cursor: Any, request: Request) -> Busy | None:
         if not self.server.is_held(cursor, request.key):

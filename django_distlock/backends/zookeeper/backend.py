@@ -74,7 +74,7 @@ class ZooKeeperBackend(StepsBackend):
 
     def request(self, name: str, **wishes: Any) -> Request:
         """Return a request for *name*; its ttl is at most the session timeout."""
-        return super().request(name, limit=self.options.session_timeout, **wishes)
+        return super().request(name, longest=self.options.session_timeout, **wishes)
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0

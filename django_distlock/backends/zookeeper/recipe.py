@@ -30,19 +30,19 @@ LOOK_AGAIN = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ZooKeeperRequest(Request):
-    """A request whose *ttl* is at most *limit*, the session timeout: the node of a silent holder lasts no longer.
+    """A request whose *ttl* is at most *longest*, the session timeout: the node of a silent holder lasts no longer.
 
     *wished* is the ttl before that: while the session lasts, the node is kept for so long without a renewal.
     """
 
-    limit: float = LONGEST
+    longest: float = LONGEST
     wished: float = 0.0
 
     def __post_init__(self) -> None:
         # A copy by replace() has a cut ttl already, and keeps its *wished*.
-        if self.ttl != self.limit or not self.wished:
+        if self.ttl != self.longest or not self.wished:
             object.__setattr__(self, "wished", self.ttl)
-        object.__setattr__(self, "ttl", min(self.ttl, self.limit))
+        object.__setattr__(self, "ttl", min(self.ttl, self.longest))
 
 
 def wished_ttl(request: Request) -> float:

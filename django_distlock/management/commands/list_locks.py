@@ -108,12 +108,14 @@ def _cells(alias: str, held: Held) -> tuple[str, ...]:
         began = datetime.now(UTC) - timedelta(seconds=held.age)
         since = f"{clock.time_of_day(began)} ({clock.in_words(held.age)} ago)"
     state = f"{held.state}, shared" if held.shared else held.state
+    if held.place is not None:
+        state = f"{state}, place {held.place + 1} of {held.limit or '?'}"
     waiters = "-" if held.waiters is None else str(held.waiters)
     return alias, state, printable(held.name), str(held.holder or "-"), since, remaining, waiters
 
 
 def _as_json(alias: str, held: Held) -> dict[str, Any]:
-    words = "name", "key", "state", "shared", "age", "remaining", "waiters"
+    words = "name", "key", "state", "shared", "place", "limit", "age", "remaining", "waiters"
     facts = {word: getattr(held, word) for word in words}
     holder = held.holder and asdict(held.holder)
     return {"alias": alias, **facts, "holder": holder, "fencing_token": held.token}

@@ -53,6 +53,8 @@ class Command(LockCommand):
             "(default: %(default)s, try once)"
         )
         add_time("--timeout", default="0", help=text)
+        text = _("how many may run it at the same time (default: one)")
+        parser.add_argument("--limit", type=int, metavar="NUMBER", help=text)
         text = _(
             "how long the lock outlives this process if it is killed (default: TTL of the alias)"
         )
@@ -75,16 +77,16 @@ class Command(LockCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         if problem := _problem(options):
             raise CommandError(problem, returncode=WRONG_ARGUMENTS)
-        words = "using", "timeout", "ttl", "min_hold", "max_hold"
+        words = "using", "timeout", "ttl", "limit", "min_hold", "max_hold"
         terms = {word: options[word] for word in words if options[word] is not None}
-        command, grace, limit = options["command"], options["grace"], options["max_hold"]
+        command, grace, longest = options["command"], options["grace"], options["max_hold"]
         code: int | None = None
         try:
             # Only the command's name, because arguments may be secret.
             with lock(
                 options["name"], **terms, purpose=f"run_locked {Path(command[0]).name}"
             ) as lease:
-                code = run(command, lease, grace, None if limit is None else limit - grace)
+                code = run(command, lease, grace, None if longest is None else longest - grace)
         except (InvalidLockBackend, LockError, ValueError) as error:
             failed = command_error(error)
             if failed.returncode == BUSY and not options["verbosity"]:
@@ -116,9 +118,8 @@ def run(command: list[str], lease: Lease, grace: float, limit: float | None) -> 
     # A moment, not seconds: the supervisor begins later than the lease.
     spent = lease.ttl - lease.remaining
     due = None if limit is None else time.monotonic() + limit - spent
-    environment = {**os.environ, "DISTLOCK_NAME": lease.name}
-    if lease.fencing_token is not None:
-        environment["DISTLOCK_FENCING_TOKEN"] = str(lease.fencing_token)
+    told = {"NAME": lease.name, "FENCING_TOKEN": lease.fencing_token, "PLACE": lease.place}
+    known = {f"DISTLOCK_{word}": str(value) for word, value in told.items() if value is not None}
     # A terminal sends signals to its foreground group, so there the command must stay in that. Elsewhere
     # it gets a group of its own, so that signals reach its children, too.
     has_terminal = sys.stdin is not None and sys.stdin.isatty()
@@ -142,7 +143,7 @@ def run(command: list[str], lease: Lease, grace: float, limit: float | None) -> 
         terms = str(heard), str(grace), "" if due is None else str(due)
         child = subprocess.Popen(  # noqa: S603 - no shell
             [sys.executable, "-I", supervisor.__file__, *terms, *command],
-            env=environment,
+            env={**os.environ, **known},
             pass_fds=[heard],
             process_group=None if has_terminal else 0,
         )

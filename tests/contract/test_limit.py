@@ -1,0 +1,396 @@
+"""At most so many at once: numbered places under one name, each a lease of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from django_distlock import (
+    Lease,
+    Lock,
+    LockNotAcquired,
+    LockNotHeld,
+    LockNotOwned,
+    NotSupported,
+    distributed_lock,
+    lock,
+    lock_all,
+    locks,
+)
+from django_distlock.engine.registry import registry
+from django_distlock.operators import force_release, holdings
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.processes import Child
+
+from .acts import WIDTH
+from .crew import elsewhere, start
+from .profiles import lacks, needs
+from .rivals import Rival
+
+LIMIT = 3
+
+
+class Taker:
+    """Takes places of one lock, each time another one, and gives back what it still has."""
+
+    def __init__(self, using: str, name: str) -> None:
+        self._using, self._name = using, name
+        self._taken: list[Lease] = []
+
+    def lock(self, limit: int = LIMIT, **terms: Any) -> Lock:
+        terms = {"timeout": 0, **terms}
+        return lock(self._name, using=self._using, limit=limit, reentrant=False, **terms)
+
+    def __call__(self, limit: int = LIMIT, **terms: Any) -> Lease | None:
+        """Return a lease, or None if all places are taken."""
+        lease = self.lock(limit, **terms).acquire()
+        if lease is not None:
+            self._taken.append(lease)
+        return lease
+
+    def all(self, limit: int = LIMIT, **terms: Any) -> list[Lease]:
+        leases = [self(limit, **terms) for _ in range(limit)]
+        assert all(leases)
+        return [lease for lease in leases if lease is not None]
+
+    def give_back(self) -> None:
+        for lease in self._taken:
+            if lease.is_entered:
+                with suppress(LockNotHeld):
+                    lease.release()
+
+
+@pytest.fixture
+def take(using: str, name: str) -> Iterator[Taker]:
+    taker = Taker(using, name)
+    yield taker
+    taker.give_back()
+
+
+def test_so_many_hold_it_at_once_and_no_more(take: Taker) -> None:
+    leases = take.all()
+
+    assert sorted(lease.place or 0 for lease in leases) == [0, 1, 2]
+    with pytest.raises(LockNotAcquired) as caught:
+        take.lock().__enter__()
+    assert caught.value.limit == LIMIT
+
+    leases.pop(1).release()
+    with take.lock() as again:
+        assert again.place not in {lease.place for lease in leases}
+
+
+def test_a_place_is_held_by_its_own_lease(take: Taker) -> None:
+    first, *others = take.all()
+
+    first.release()
+    with pytest.raises(LockNotHeld):
+        first.release()
+
+    for lease in others:
+        lease.extend()
+        lease.check()
+    assert take() is not None
+    assert take() is None
+
+
+def test_a_name_with_a_limit_is_another_name(using: str, name: str, take: Taker) -> None:
+    with lock(name, using=using, timeout=0) as alone:
+        take.all()
+        assert alone.place is None
+
+
+def test_a_lower_limit_takes_only_places_below_it(take: Taker) -> None:
+    leases = take.all()
+    low = next(lease for lease in leases if lease.place == 0)
+
+    assert take(1) is None
+    low.release()
+
+    again = take(1)
+    assert again is not None
+    assert again.place == 0
+
+
+def test_the_caller_enters_its_place_again(using: str, name: str) -> None:
+    with lock(name, using=using, limit=2) as outer, lock(name, using=using, limit=2) as inner:
+        assert inner is outer
+        with lock(name, using=using) as alone:
+            assert alone is not outer
+
+
+def test_it_is_locked_once_all_places_are_held(take: Taker) -> None:
+    recipe = take.lock()
+    first, *_ = take.all()
+
+    assert recipe.locked()
+    first.release()
+    assert not recipe.locked()
+
+
+def test_a_waiter_gets_the_place_that_comes_free(using: str, name: str, take: Taker) -> None:
+    leases = take.all()
+    waiter = start(lambda: take(timeout=20))
+    eventually(lambda: _waits(using, name))
+
+    freed = leases.pop()
+    freed.release()
+
+    got = waiter.result(20)
+    assert got is not None
+    assert got.place == freed.place
+    got.release()
+
+
+def _waits(using: str, name: str) -> bool:
+    """Return whether somebody of this process has been refused, and waits."""
+    return any(lease.name == name and not lease.is_granted for lease in registry.leases())
+
+
+def test_a_waiter_gives_up_in_time(take: Taker, tick: float) -> None:
+    take.all()
+
+    with pytest.raises(LockNotAcquired) as caught:
+        take.lock(timeout=3 * tick).__enter__()
+
+    assert caught.value.waited >= 3 * tick
+
+
+def test_many_threads_are_never_more_than_the_limit(using: str, name: str) -> None:
+    inside: Counter[int | None] = Counter()
+    most: list[int] = []
+    mutex = threading.Lock()
+
+    def work() -> None:
+        for _ in range(4):
+            with lock(name, using=using, limit=LIMIT, timeout=60) as lease:
+                with mutex:
+                    inside[lease.place] += 1
+                    most.append(sum(inside.values()))
+                    assert inside[lease.place] == 1
+                lease.check()
+                with mutex:
+                    inside[lease.place] -= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(work) for _ in range(8)]:
+            done.result(120)
+    assert max(most) <= LIMIT
+
+
+async def test_many_tasks_are_never_more_than_the_limit(using: str, name: str) -> None:
+    inside, most = 0, 0
+
+    async def work() -> None:
+        nonlocal inside, most
+        async with lock(name, using=using, limit=LIMIT, timeout=60) as lease:
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0.01)
+            inside -= 1
+            lease.check()
+
+    await asyncio.gather(*(work() for _ in range(12)))
+    assert 1 < most <= LIMIT
+
+
+@needs("cross_process")
+def test_processes_never_share_a_place(
+    child: Callable[..., Child], using: str, name: str, tmp_path: Path
+) -> None:
+    balances = tmp_path / "balances"
+    balances.write_text("0" * WIDTH * LIMIT)
+    terms = {"using": using, "name": name, "limit": LIMIT, "timeout": 60}
+    spawned = [child("raise_balance", path=str(balances), rounds=12, **terms) for _ in range(5)]
+    for each in spawned:
+        each.expect("ready")
+    for each in spawned:
+        each.tell("go")
+    for each in spawned:
+        each.result(90)
+
+    text = balances.read_text()
+    assert sum(int(text[at : at + WIDTH]) for at in range(0, len(text), WIDTH)) == 5 * 12
+
+
+@lacks("whole_seconds")
+@needs("cross_process")
+def test_the_places_of_killed_processes_come_free(
+    child: Callable[..., Child], using: str, name: str, take: Taker, tick: float
+) -> None:
+    terms = {"using": using, "name": name, "limit": LIMIT, "ttl": 15 * tick}
+    holders = [child("hold", **terms) for _ in range(LIMIT)]
+    for holder in holders:
+        holder.expect("held")
+    assert take() is None
+    waiting = start(lambda: take(timeout=200 * tick))
+    eventually(lambda: _waits(using, name))
+
+    for holder in holders:
+        holder.kill()
+
+    assert waiting.result(30)
+    # All of them: none is lost for ever.
+    assert [take(timeout=200 * tick) is not None for _ in range(LIMIT - 1)] == [True] * (LIMIT - 1)
+    assert take() is None
+
+
+@lacks("whole_seconds")
+@needs("cross_process", "leased")
+def test_a_frozen_holder_loses_its_place_and_frees_nobody(
+    child: Callable[..., Child], using: str, name: str, take: Taker, tick: float
+) -> None:
+    holder = child("wake_up_late", using=using, name=name, limit=1, ttl=10 * tick)
+    holder.expect("held")
+    holder.stop()
+    assert take(1, timeout=20)
+    holder.tell("go on")
+    holder.cont()
+
+    told = holder.result(20)
+
+    assert told["check"] == "LockLost"
+    assert told["release"] in {"LockLost", "LockNotOwned"}
+    assert take(1) is None
+
+
+@needs("cross_process", "wakes_waiters")
+def test_a_release_in_another_process_wakes_the_waiter(
+    child: Callable[..., Child], using: str, name: str, take: Taker
+) -> None:
+    holders = [child("hold", using=using, name=name, limit=2) for _ in range(2)]
+    for holder in holders:
+        holder.expect("held")
+    waiting = start(lambda: take(2, timeout=30))
+    eventually(lambda: _waits(using, name))
+    never(waiting.done, 0.2)
+
+    holders[0].tell("leave")
+
+    assert waiting.result(10)
+
+
+@needs("leased")
+def test_a_place_comes_free_when_its_lease_ends(using: str, take: Taker, tick: float) -> None:
+    ttl = max(3 * tick, 2.0) if _counts_seconds(using) else 3 * tick
+    leases = take.all(ttl=ttl, renew=False)
+
+    got = elsewhere(lambda: take(timeout=20))
+
+    assert got is not None
+    assert all(lease.lost for lease in leases if lease.place == got.place)
+    got.release()
+
+
+def _counts_seconds(using: str) -> bool:
+    try:
+        locks[using].check_ttl(0.5)
+    except ValueError:
+        return True
+    return False
+
+
+def test_two_owners_never_have_one_place(take: Taker, rival: Callable[..., Rival]) -> None:
+    lease = take(1)
+    assert lease is not None
+    other = rival(limit=1)
+
+    assert not other.tries()
+    lease.release()
+    other.takes()
+    assert take(1) is None
+
+
+@needs("min_hold")
+def test_a_rate_is_a_limit_with_min_hold(take: Taker, tick: float) -> None:
+    for _ in range(LIMIT):
+        with take.lock(min_hold=8 * tick):
+            pass
+
+    assert take() is None
+    with take.lock(timeout=20):
+        pass
+
+
+@needs("listing")
+def test_places_are_listed_and_freed_by_operators(using: str, name: str, take: Taker) -> None:
+    leases = take.all(2)
+
+    shown = holdings(using, name)
+
+    assert sorted(held.place or 0 for held in shown) == [0, 1]
+    assert {held.name for held in shown} == {name}
+    assert force_release(name, using) == 2
+    assert not any(lease.held for lease in leases)
+    release_quietly(leases)
+    with take.lock():
+        pass
+
+
+def release_quietly(leases: list[Lease]) -> None:
+    for lease in leases:
+        with pytest.raises((LockNotHeld, LockNotOwned)):
+            lease.release()
+
+
+@needs("listing", "leased")
+def test_a_listing_tells_the_limit(using: str, name: str, take: Taker) -> None:
+    with take.lock(4):
+        [held] = holdings(using, name)
+        assert held.limit == 4
+
+
+@needs("detach")
+def test_a_place_is_handed_to_another_process(take: Taker) -> None:
+    first, second = take.all(2)
+    text = first.detach()
+
+    attached = elsewhere(lambda: Lease.attach(text))
+
+    assert attached.place == first.place
+    assert take(2) is None
+    attached.release()
+    second.release()
+
+
+def test_data_is_not_fenced_by_one_of_several(using: str, name: str, take: Taker) -> None:
+    with take.lock() as lease, pytest.raises(NotSupported, match="with a limit"):
+        lease.checked_token()
+    with pytest.raises(NotSupported, match="shared=True with a limit"):
+        lock(name, using=using, shared=True, limit=2)
+
+
+def test_a_decorated_function_has_a_limit_of_its_own(using: str, name: str) -> None:
+    @distributed_lock(
+        name, using=using, timeout=0, limit=lambda workers, inside=None: workers, reentrant=False
+    )
+    def work(workers: int, inside: Callable[[], object] = lambda: None) -> object:
+        return inside()
+
+    with pytest.raises(LockNotAcquired):
+        work(1, lambda: work(1))
+    work(2, lambda: work(2))
+    with pytest.raises(TypeError, match="whole number"):
+        work("three")  # type: ignore[arg-type]
+
+
+def test_several_names_with_a_limit(using: str, name: str) -> None:
+    names = [f"{name}:a", f"{name}:b"]
+    with lock_all(*names, using=using, limit=2) as leases:
+        assert [lease.name for lease in leases] == names
+        assert all(lease.place in {0, 1} for lease in leases)
+
+
+@lacks("session_bound")
+def test_nobody_else_has_a_place_that_is_kept(using: str, take: Taker, tick: float) -> None:
+    take.all(2, ttl=5 * tick if not _counts_seconds(using) else 2)
+
+    never(lambda: elsewhere(lambda: take(2)), 8 * tick)

@@ -1,0 +1,186 @@
+"""Places: their keys, and what a semaphore of threading and asyncio promises."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from django_distlock import LockNotAcquired, distributed_lock, lock, locks
+from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.engine.values import Busy, first_to_end
+from django_distlock.ground.naming import line_key, line_of, place_key, place_of, server_key
+from django_distlock.testing import assert_held, assert_not_held, held_elsewhere
+from tests.contract.crew import elsewhere, start
+from tests.fixtures.eventually import eventually
+
+
+@pytest.mark.parametrize("name", ["a", "a~", "a~3", "~", "x" * 10_000, "Ärger"])
+def test_no_name_has_the_key_of_a_place(name: str) -> None:
+    key = server_key(name)
+
+    assert place_of(key) is None
+    assert line_of(key) == key
+    place = place_key(line_key(key), 12)
+    assert place_of(place) == 12
+    assert place_key(place, 7) == place_key(line_key(key), 7)
+    assert line_of(place) == line_of(line_key(key)) == line_key(key)
+    assert len(place_key(line_key(server_key(name, prefix=name, kind="kind")), 999)) <= 255
+
+
+def test_the_place_that_is_free_first_is_told() -> None:
+    late, soon, unknown = Busy(remaining=9.0), Busy(remaining=1.0), Busy()
+
+    assert first_to_end([unknown, late, soon]) is soon
+    assert first_to_end([unknown, unknown]) is unknown
+    assert first_to_end([late, None, soon]) is None
+
+
+def test_a_refusal_says_that_all_places_are_taken(memory: LocMemBackend) -> None:
+    with held_elsewhere("a", limit=2), pytest.raises(LockNotAcquired) as caught:
+        lock("a", limit=2, timeout=0).__enter__()
+
+    assert "is taken at all of its 2 places, the first to end held by elsewhere" in str(
+        caught.value
+    )
+    again: Any = type(caught.value)(*caught.value.args)
+    assert (again.limit, str(again)) == (2, str(caught.value))
+
+
+def test_places_are_asserted_by_their_name(memory: LocMemBackend) -> None:
+    with lock("a", limit=2):
+        assert_held("a")
+        with pytest.raises(AssertionError):
+            assert_not_held("a")
+    assert_not_held("a")
+
+
+def test_a_limit_may_depend_on_the_call(memory: LocMemBackend) -> None:
+    @distributed_lock("a", timeout=0, reentrant=False, limit=lambda number: number)
+    def work(number: object) -> bool:
+        return lock("a", limit=1, timeout=0, reentrant=False).locked()
+
+    assert work(1)
+    for wrong in (None, 0, True, "4"):
+        with pytest.raises((TypeError, ValueError), match=r"the limit of .*work\(\) must be"):
+            work(wrong)
+    with pytest.raises(TypeError, match="limit must be a whole number"):
+        lock("a", limit=lambda: 1)  # only a function has calls
+
+
+# The rest is tried on the semaphores of Python too.
+
+
+@pytest.fixture(params=["ours", "threading's"])
+def three(request: pytest.FixtureRequest, memory: LocMemBackend) -> Any:
+    """At most three at once."""
+    if request.param == "ours":
+        return lock("a", limit=3, timeout=None, reentrant=False)
+    return threading.Semaphore(3)
+
+
+def test_so_many_acquire_at_once(three: Any) -> None:
+    assert [bool(three.acquire(blocking=False)) for _ in range(5)] == [True] * 3 + [False] * 2
+    three.release()
+    assert three.acquire()
+    assert not three.acquire(blocking=False)
+    for _ in range(3):
+        three.release()
+
+
+def test_a_release_lets_one_waiter_in(three: Any) -> None:
+    for _ in range(3):
+        three.acquire()
+    inside: list[int] = []
+
+    def wait(number: int) -> None:
+        with three:
+            inside.append(number)
+            leave.acquire()
+
+    leave = threading.Semaphore(0)
+    waiters = [start(lambda number=number: wait(number)) for number in range(4)]  # type: ignore[misc]
+    three.release()
+    eventually(lambda: len(inside) == 1)
+    three.release()
+    three.release()
+    eventually(lambda: len(inside) == 3)
+    for _ in waiters:
+        leave.release()
+    for waiter in waiters:
+        waiter.result(10)
+
+
+def test_a_timeout_ends_the_wait(three: Any) -> None:
+    for _ in range(3):
+        three.acquire()
+    assert not elsewhere(lambda: three.acquire(timeout=0.05))
+    for _ in range(3):
+        three.release()
+
+
+def test_it_holds_for_many_threads(three: Any) -> None:
+    inside, most, mutex = 0, 0, threading.Lock()
+
+    def work() -> None:
+        nonlocal inside, most
+        for _ in range(20):
+            with three:
+                with mutex:
+                    inside += 1
+                    most = max(most, inside)
+                with mutex:
+                    inside -= 1
+
+    for worker in [start(work) for _ in range(8)]:
+        worker.result(30)
+    assert most <= 3
+
+
+@pytest.fixture(params=["ours", "asyncio's"])
+def two(request: pytest.FixtureRequest, memory: LocMemBackend) -> Any:
+    """At most two tasks at once, as a function that enters."""
+    if request.param == "ours":
+        return lambda: lock("a", limit=2, timeout=None)
+    semaphore = asyncio.Semaphore(2)
+    return lambda: semaphore
+
+
+async def test_tasks_come_in_the_order_in_which_they_waited(two: Any) -> None:
+    order: list[int] = []
+
+    async def work(number: int) -> None:
+        async with two():
+            order.append(number)
+            await asyncio.sleep(0.01)
+
+    await asyncio.gather(*(work(number) for number in range(8)))
+    assert order == [*range(8)]
+
+
+async def test_a_cancelled_waiter_takes_no_place(two: Any) -> None:
+    async def hold() -> None:
+        async with two():
+            await leave.wait()
+
+    leave = asyncio.Event()
+    holders = [asyncio.create_task(hold()) for _ in range(2)]
+    await asyncio.sleep(0.02)
+    waiters = [asyncio.create_task(hold()) for _ in range(3)]
+    await asyncio.sleep(0.02)
+    waiters[0].cancel()
+    leave.set()
+
+    await asyncio.wait_for(asyncio.gather(*holders, *waiters[1:]), 10)
+    async with two():
+        pass
+
+
+def test_a_limited_lock_is_left_empty(memory: LocMemBackend) -> None:
+    with lock("a", limit=5), lock("a", limit=5, reentrant=False):
+        pass
+
+    assert not locks["default"].queue.lines
+    assert [*locks["default"].held()] == []
