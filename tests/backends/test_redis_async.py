@@ -446,21 +446,20 @@ async def test_tries_of_a_crowd_wait_for_each_other_within_their_timeout_and_not
     server: Redis, proxy: Proxy, settings: Settings, name: str
 ) -> None:
     configure(settings, server, proxy.port, io_timeout=5.0)
-    proxy.delay(0.1)
-    begun = time.monotonic()
+    proxy.delay(0.2)  # so that the last ones wait for longer than the ttl
 
     async def work(number: int, timeout: float | None) -> bool:
-        async with lock(f"{name}:{number}", ttl=2, timeout=timeout) as lease:
+        async with lock(f"{name}:{number}", ttl=4, timeout=timeout) as lease:
             return lease.held
 
-    patient = asyncio.gather(*(work(number, None) for number in range(2_000)))
+    patient = [asyncio.ensure_future(work(number, None)) for number in range(2_000)]
     hasty = asyncio.gather(
         *(work(number, 0.5) for number in range(2_000, 2_050)), return_exceptions=True
     )
 
     assert {type(each) for each in await hasty} == {NotSent}
-    assert time.monotonic() - begun < 2.5
-    assert all(await patient)
+    assert sum(each.done() for each in patient) < 1_000
+    assert all(await asyncio.gather(*patient))
 
 
 async def test_a_release_does_not_wait_behind_the_tries_of_others(
@@ -469,14 +468,14 @@ async def test_a_release_does_not_wait_behind_the_tries_of_others(
     lease = await lock(name).aacquire()
     assert lease
     proxy.delay(0.1)
-    crowd = asyncio.gather(*(lock(f"{name}:{number}").aacquire() for number in range(2_000)))
+    names = (f"{name}:{number}" for number in range(2_000))
+    crowd = [asyncio.ensure_future(lock(each).aacquire()) for each in names]
     await asyncio.sleep(0)
 
-    begun = time.monotonic()
     await lease.arelease()
 
-    assert time.monotonic() - begun < 1
+    assert sum(each.done() for each in crowd) < 1_000
     proxy.delay(0)
-    granted = await crowd
+    granted = await asyncio.gather(*crowd)
     await asyncio.gather(*(each.arelease() for each in granted if each))
     assert all(granted)

@@ -106,6 +106,8 @@ def test_programs_get_an_object(name: str) -> None:
         "key": name,
         "state": "held",
         "shared": False,
+        "place": None,
+        "limit": None,
     }
     assert report["failed"] == []
 
