@@ -284,7 +284,7 @@ def test_and_gives_way_to_a_later_one_in_words(start_workers: StartWorkers, diar
     diary.let_go(2)
     lost = send_to(worker, "once", diary)
     eventually(lambda: is_free(diary), LEASE + 2)
-    later = send_to(worker, "once", diary, expires=60)
+    later = send_to(worker, "once_within_a_minute", diary)
     assert later.id != lost.id
 
     worker.launch()

@@ -25,6 +25,11 @@ def once(page: str) -> str:
     return body(page)
 
 
+@unique(lease=60)
+def once_within_a_minute(page: str) -> str:
+    return body(page)
+
+
 @unique(bind=True)
 def retried(self: Any, page: str) -> str:
     if self.request.retries == 0:
