@@ -27,8 +27,8 @@ def check_servers(
     app_configs: Any = None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """Run the checks that ask servers; only with ``manage.py check --database``."""
-    # migrate runs these checks too, before it creates the tables that they look for.
-    if not databases or sys.argv[1:2] == ["migrate"]:
+    # These commands run the checks too, before they create the tables that are looked for.
+    if not databases or sys.argv[1:2] in (["migrate"], ["migrate_locked"]):
         return []
     found = _found(list(databases))
     return _told(message for message in found if message.id not in _OF_SETTINGS)

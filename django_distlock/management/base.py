@@ -8,7 +8,7 @@ import sys
 from argparse import ArgumentTypeError
 from contextlib import suppress
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from django.core.management.base import BaseCommand, CommandError
 from django.utils.translation import gettext as _
@@ -48,7 +48,7 @@ CODES = (
 class LockCommand(BaseCommand):
     """Base class of the commands. They skip system checks, so wrong settings of one alias do not block others."""
 
-    requires_system_checks = ()
+    requires_system_checks: list[str] | tuple[str, ...] | Literal["__all__"] = ()
 
     def run_from_argv(self, argv: list[str]) -> None:
         # Some terminals cannot show every character of a name.

@@ -1,0 +1,1 @@
+"""An app that makes plain ``manage.py migrate`` the same as ``manage.py migrate_locked``."""

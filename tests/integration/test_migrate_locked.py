@@ -1,0 +1,266 @@
+"""``manage.py migrate_locked``: processes that start together, on databases without any table."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.conf import settings
+from django.core.management import call_command
+
+from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMENTS
+from tests.fixtures.eventually import eventually
+from tests.fixtures.launch import launch
+from tests.fixtures.mariadb import MariaDB
+from tests.fixtures.pgbouncer import PgBouncer
+from tests.fixtures.postgres import PostgreSQL
+from tests.fixtures.warm import ROOT
+
+WAITS = "Somebody else migrates this database: waiting."
+DATABASES = ["sqlite", "postgres", "mariadb"]
+
+
+class Pods:
+    """Processes that migrate one new database."""
+
+    def __init__(self, folder: Path, database: dict[str, Any]) -> None:
+        self.folder = folder
+        self.databases = {"default": database}
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, *arguments: str, apps: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        """Run manage.py with *arguments* and these *apps* more; its output is in a file."""
+        environment = {
+            **os.environ,
+            "DJANGO_SETTINGS_MODULE": "tests.integration.pods.settings",
+            "PODS_FOLDER": str(self.folder),
+            "PODS_DATABASES": json.dumps(self.databases),
+            "PODS_APPS": json.dumps(apps),
+        }
+        with self._output(len(self.started)).open("w") as output:
+            pod = launch(
+                [sys.executable, "-m", "django", *arguments],
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.started.append(pod)
+        return pod
+
+    def migrate(self, *arguments: str) -> subprocess.Popen[str]:
+        return self.start("migrate_locked", *arguments)
+
+    def _output(self, number: int) -> Path:
+        return self.folder / f"output-{number}"
+
+    def output(self, pod: subprocess.Popen[str]) -> str:
+        return self._output(self.started.index(pod)).read_text()
+
+    def began(self, number: int = 1) -> list[int]:
+        """Return who has begun the first migration, once they are as many."""
+
+        def found() -> list[int]:
+            diary = self.folder / "diary"
+            pids = [int(line) for line in diary.read_text().split()] if diary.exists() else []
+            if len(pids) < number and all(pod.poll() is not None for pod in self.started):
+                pytest.fail("\n".join(map(self.output, self.started)))
+            return pids if len(pids) >= number else []
+
+        return eventually(found, 50)
+
+    def let_go(self) -> None:
+        (self.folder / "go").touch()
+
+    def wait(self) -> list[int]:
+        """Return their exit codes."""
+        return [pod.wait(60) for pod in self.started]
+
+
+@pytest.fixture
+def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
+    name = f"pods_{uuid.uuid4().hex}"
+    kind = getattr(request, "param", "sqlite")
+    with _sqlite(tmp_path / name) if kind == "sqlite" else _server(request, kind, name) as database:
+        pods = Pods(tmp_path, database)
+        yield pods
+        for pod in pods.started:
+            pod.kill()
+            pod.wait()
+
+
+@contextmanager
+def _sqlite(path: Path) -> Iterator[dict[str, Any]]:
+    yield {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}
+
+
+@contextmanager
+def _server(request: pytest.FixtureRequest, kind: str, name: str) -> Iterator[dict[str, Any]]:
+    """Make an empty database."""
+    server: PostgreSQL | MariaDB = request.getfixturevalue(kind)
+    _execute(server, f"CREATE DATABASE {name}")
+    if isinstance(server, MariaDB):
+        _execute(server, f"GRANT ALL ON {name}.* TO distlock@'127.0.0.1'")
+    else:
+        _execute(server, f"ALTER DATABASE {name} OWNER TO distlock")
+    yield {**settings.DATABASES[kind], "NAME": name}
+    _execute(server, f"DROP DATABASE {name}")
+
+
+def _execute(server: PostgreSQL | MariaDB, statement: str) -> None:
+    connection: Any = server.admin()
+    connection.cursor().execute(statement)
+    connection.close()
+
+
+@pytest.mark.parametrize("pods", DATABASES, indirect=True)
+def test_of_eight_that_start_together_one_migrates_and_all_succeed(pods: Pods) -> None:
+    started = [pods.migrate() for _ in range(8)]
+    [first] = pods.began()
+    others = [pod for pod in started if pod.pid != first]
+    eventually(lambda: all(WAITS in pods.output(pod) for pod in others), 60)
+
+    pods.let_go()
+
+    assert pods.wait() == [0] * 8
+    assert pods.began() == [first]
+    assert all(pods.output(pod).endswith("Nothing to migrate.\n") for pod in others)
+
+
+@pytest.mark.parametrize("pods", DATABASES, indirect=True)
+def test_without_the_lock_two_migrate_and_one_fails(pods: Pods) -> None:
+    pods.start("migrate")
+    pods.began(1)
+    pods.start("migrate")
+    pods.began(2)
+
+    pods.let_go()
+
+    assert sorted(pods.wait()) == [0, 1]
+
+
+@pytest.mark.parametrize("pods", DATABASES, indirect=True)
+def test_when_one_is_killed_the_next_goes_on(pods: Pods) -> None:
+    first = pods.migrate()
+    pods.began()
+    second = pods.migrate()
+    eventually(lambda: WAITS in pods.output(second), 60)
+
+    first.kill()
+    assert pods.began(2)[1] == second.pid
+    pods.let_go()
+
+    assert pods.wait() == [-signal.SIGKILL, 0]
+
+
+@pytest.mark.parametrize("pods", DATABASES, indirect=True)
+def test_one_that_waits_no_longer_says_so_in_a_line(pods: Pods) -> None:
+    pods.migrate()
+    pods.began()
+
+    second = pods.migrate("--wait", "0")
+
+    assert second.wait(60) == BUSY
+    [line] = pods.output(second).splitlines()
+    assert line.startswith("CommandError: Lock 'migrate:")
+    assert "is held: gave up after" in line
+
+
+@pytest.mark.parametrize("pods", DATABASES, indirect=True)
+def test_who_finds_nothing_to_do_does_not_wait(pods: Pods) -> None:
+    pods.let_go()
+    assert pods.migrate().wait(60) == 0
+    (pods.folder / "go").unlink()
+    pods.migrate("pods", "zero").wait(60)
+    pods.migrate()
+    pods.began(2)
+
+    other = pods.migrate("django_distlock")
+    looks = [pods.start("migrate_locked", option) for option in ("--plan", "--check")]
+
+    assert other.wait(60) == 0
+    assert pods.output(other) == "Nothing to migrate.\n"
+    assert [look.wait(60) for look in looks] == [0, 1]
+    assert "Create model Parcel" in pods.output(looks[0])
+
+
+def test_the_app_makes_it_the_plain_command(pods: Pods) -> None:
+    apps = ("django_distlock.contrib.migrate",)
+    pods.start("migrate", apps=apps)
+    pods.began()
+    second = pods.start("migrate", apps=apps)
+    eventually(lambda: WAITS in pods.output(second), 60)
+
+    pods.let_go()
+
+    assert pods.wait() == [0, 0]
+    assert len(pods.began()) == 1
+
+
+def test_the_lock_of_an_alias_serves_as_well(pods: Pods) -> None:
+    name = str(pods.folder / "elsewhere")
+    pods.databases["elsewhere"] = {"ENGINE": "django.db.backends.sqlite3", "NAME": name}
+    assert pods.migrate("--database", "elsewhere", "django_distlock").wait(60) == 0
+    pods.migrate("--using", "elsewhere")
+    pods.began()
+    second = pods.migrate("--using", "elsewhere", "--wait", "0")
+
+    assert second.wait(60) == BUSY
+    assert "is held by" in pods.output(second)
+    unknown = pods.migrate("--using", "nowhere")
+    assert unknown.wait(60) == WRONG_ARGUMENTS
+    assert "DISTLOCK has no alias 'nowhere'" in pods.output(unknown)
+    assert not (pods.folder / f"{pods.databases['default']['NAME']}.migrate-lock").exists()
+
+
+def test_a_folder_without_place_for_the_lock_is_an_error_in_a_line(pods: Pods) -> None:
+    Path(f"{pods.databases['default']['NAME']}.migrate-lock").mkdir()
+
+    pod = pods.migrate()
+
+    assert pod.wait(60) == NO_SERVER
+    [line] = pods.output(pod).splitlines()
+    assert "unable to open database file" in line
+
+
+@pytest.mark.parametrize("pods", ["postgres"], indirect=True)
+def test_a_lock_lost_while_it_migrates_is_told(pods: Pods, postgres: PostgreSQL) -> None:
+    pod = pods.migrate()
+    pods.began()
+    name = pods.databases["default"]["NAME"]
+    _execute(
+        postgres,
+        f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}' "
+        "AND application_name LIKE 'distlock%'",
+    )
+    pods.let_go()
+
+    assert pod.wait(60) == LOST
+    assert pods.output(pod).splitlines()[-1].startswith("CommandError: Lock 'migrate:")
+
+
+def test_a_pooler_is_refused(pods: Pods, pgbouncer: PgBouncer) -> None:
+    pods.databases["default"] = settings.DATABASES["pgbouncer"]
+
+    pod = pods.migrate()
+
+    assert pod.wait(60) == NO_SERVER
+    assert "is reached through a pooler" in pods.output(pod)
+    assert "direct" in pods.output(pod)
+
+
+def test_databases_of_tests_need_no_lock(tmp_path: Path) -> None:
+    lock = Path(f"{settings.DATABASES['default']['NAME']}.migrate-lock")
+
+    call_command("migrate_locked", verbosity=0)
+
+    assert not lock.exists()
