@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from .backends.base import BaseLockBackend
     from .decorators import Policy, Skip, SkippingDecorator
     from .engine.registry import Known
-    from .engine.values import Request
+    from .engine.values import Busy, Request
 
     Seconds = float | timedelta
     Note = Callable[[Lease], object]
@@ -321,14 +321,32 @@ class Lock:
 
         This can change at any moment.
         """
-        backend = self._backend()
-        return run(taken(backend, self._request(backend), backend.probe), settled) is not None
+        return self._look() is not None
 
     async def alocked(self) -> bool:
+        return await self._alook() is not None
+
+    def holder(self) -> Holder | None:
+        """Return who holds the lock now: of several, with a limit or *shared*, one of them.
+
+        None if it is free, is only reserved by min_hold, or its server does not say who holds it.
+        This can change at any moment.
+        """
+        found = self._look()
+        return None if found is None else found.holder
+
+    async def aholder(self) -> Holder | None:
+        found = await self._alook()
+        return None if found is None else found.holder
+
+    def _look(self) -> Busy | None:
+        backend = self._backend()
+        return run(taken(backend, self._request(backend), backend.probe), settled)
+
+    async def _alook(self) -> Busy | None:
         backend = self._backend()
         check_asyncio(backend.alias)
-        look = taken(backend, self._request(backend), backend.aprobe)
-        return await arun(look, asettled) is not None
+        return await arun(taken(backend, self._request(backend), backend.aprobe), asettled)
 
     def __enter__(self) -> Lease:
         return self.take(self.terms.timeout, self._note_entry)

@@ -25,7 +25,7 @@ from tests.fixtures.eventually import eventually
 
 from .crew import elsewhere
 from .faults import Faulty
-from .profiles import lacks, needs
+from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
 
@@ -48,6 +48,27 @@ def test_a_released_lock_is_free_for_others_at_once(
 
     assert lease.state is State.RELEASED
     assert rival().tries()
+
+
+def test_who_holds_it_is_told_without_trying(
+    using: str, name: str, rival: Callable[..., Rival], profile: Profile
+) -> None:
+    assert lock(name, using=using).holder() is None
+    with lock(name, using=using, purpose="the yearly report") as lease:
+        found = lock(name, using=using).holder()
+        assert found == (lease.holder if profile.names_holder else None)
+    assert lock(name, using=using).holder() is None
+
+    assert rival().tries()
+    found = lock(name, using=using).holder()
+    assert (found is not None) is profile.names_holder
+
+
+async def test_a_task_is_told_who_holds_it(using: str, name: str, profile: Profile) -> None:
+    async with lock(name, using=using, purpose="the yearly report") as lease:
+        found = await lock(name, using=using).aholder()
+        assert found == (lease.holder if profile.names_holder else None)
+    assert await lock(name, using=using).aholder() is None
 
 
 def test_leaving_the_with_releases(using: str, name: str) -> None:
