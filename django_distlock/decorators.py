@@ -88,10 +88,13 @@ def decorated(
     if on_busy is not None:
         _check_policy(on_busy, function)
     locked = _Locked(function, name, terms, on_busy)
-    for is_kind, wrap in _KINDS:
-        if is_kind(function):
-            return functools.wraps(function)(wrap(locked))  # type: ignore[return-value]
-    wrapped = functools.wraps(function)(_sync(locked))
+    wrap = next((wrap for is_kind, wrap in _KINDS if is_kind(function)), _sync)
+    if terms.cancel_when_lost and wrap is not _async:
+        msg = f"cancel_when_lost=True is for coroutine functions, which {title_of(function)}() is not."
+        raise TypeError(msg)
+    wrapped = functools.wraps(function)(wrap(locked))
+    if wrap is not _sync:
+        return wrapped  # type: ignore[return-value]
     # Stops Django from beginning the transactions of ATOMIC_REQUESTS.
     wrapped._non_atomic_requests = locked.transactions.exempt  # type: ignore[attr-defined]  # noqa: SLF001 - its marker
     return wrapped  # type: ignore[return-value]  # all four wrappers keep the signature
@@ -210,8 +213,9 @@ def _async(locked: _Locked) -> Callable[..., Any]:
     async def call(*args: Any, **kwargs: Any) -> Any:
         locked.transactions.refuse_async(args)
         async with AsyncExitStack() as stack:
+            lock = locked.lock(args, kwargs)
             try:
-                lease = await stack.enter_async_context(locked.lock(args, kwargs))
+                lease = await stack.enter_async_context(lock)
             except LockNotAcquired as busy:
                 refused = locked.refuse(busy, args, kwargs)
                 return await refused if inspect.isawaitable(refused) else refused
@@ -219,6 +223,7 @@ def _async(locked: _Locked) -> Callable[..., Any]:
             if getattr(result, "status_code", 200) >= BAD_REQUEST:
                 lease.note_failure()
             if getattr(result, "streaming", False):
+                await lock.end_cancelling()
                 stack.pop_all()
                 # It may be closed in the event loop, and release() would block that.
                 hold_until_closed(result, lease, lease.release_later)

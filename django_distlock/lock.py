@@ -28,6 +28,7 @@ from . import transactions
 from .conf import DEFAULT_ALIAS, checked_limit, checked_ttl, flag, optional_seconds, seconds
 from .decorators import Decorator, decorated
 from .engine.acquisition import aacquire, acquire, check_asyncio, taken
+from .engine.cancelling import Cancelling
 from .engine.lease import Lease
 from .engine.registry import Awaited, all_held_here, held_here, note_held_here, registry
 from .engine.steps import arun, asettled, run, settled
@@ -101,6 +102,8 @@ class LockTerms(TypedDict, total=False):
     free_on_error: do not apply min_hold if the block or function raised, or the view answered 400 or more.
     release: "auto": at the exit, or after the end of the transaction that it was acquired in, if that
         is still open; "on_commit": after the end of all transactions that are open at the exit; "at_exit".
+    cancel_when_lost: cancel the body of ``async with``, or the coroutine function, when the lease is lost:
+        LockLost comes out. The rules are those of ``asyncio.timeout()``.
     purpose: what it is held for, shown to people.
     """
 
@@ -115,6 +118,7 @@ class LockTerms(TypedDict, total=False):
     min_hold: Seconds
     free_on_error: bool
     release: Literal["auto", "at_exit", "on_commit"]
+    cancel_when_lost: bool
     purpose: str
 
 
@@ -137,6 +141,7 @@ class Terms:
     min_hold: float = 0.0
     free_on_error: bool = False
     release: str = "auto"
+    cancel_when_lost: bool = False
     purpose: str = ""
     template: str = ""
 
@@ -194,6 +199,7 @@ _CHECKS: dict[str, Callable[[object, str], object]] = {
     "reentrant": flag,
     "renew": flag,
     "free_on_error": flag,
+    "cancel_when_lost": flag,
     "timeout": optional_seconds,
     "ttl": checked_ttl,
     "limit": lambda value, what: None if value is None else checked_limit(value, what),
@@ -231,6 +237,7 @@ class _EnteredWith(NamedTuple):
 
     lease: Lease
     frame: int
+    cancelling: Cancelling | None
 
 
 def _frame_of_with() -> int:
@@ -365,20 +372,23 @@ class Lock:
             raise
 
     async def __aenter__(self) -> Lease:
-        return await self.atake(self.terms.timeout, self._note_entry)
+        return await self.aenter(self.terms.timeout)
 
     async def __aexit__(self, *error: Any) -> None:
-        block = entries = None
+        block = entries = lost = None
         try:
             block = self._innermost()
             entries = block.lease.entries
             self._blocks.remove(block)
-            await block.lease.aleave(error[1])
+            lost = block.cancelling and await block.cancelling.end(block.lease, *error)
+            await block.lease.aleave(lost or error[1])
         except (LockError, asyncio.CancelledError, GeneratorExit):
             raise  # cancelled, the release goes on in the background
         except BaseException:
             self._finish_leaving(block, entries)
             raise
+        if lost:
+            raise lost from error[1]
 
     def __repr__(self) -> str:
         return f"<Lock {printable(self.name)!r} using={self.terms.using!r}>"
@@ -397,7 +407,18 @@ class Lock:
         return self.take(timeout, self._note_entry)
 
     async def aenter(self, timeout: float | None, *, caller: Caller | None = None) -> Lease:
-        return await self.atake(timeout, self._note_entry, caller)
+        if not self.terms.cancel_when_lost:
+            return await self.atake(timeout, self._note_entry, caller)
+        cancelling = Cancelling()
+        await cancelling.begin()
+        note = partial(self._note_entry, cancelling=cancelling)
+        return await self.atake(timeout, note, caller)
+
+    async def end_cancelling(self) -> None:
+        """Do not cancel this task when the lease is lost, which goes on after the body: it streams a response."""
+        block = self._innermost()
+        if block.cancelling is not None:
+            await block.cancelling.end(block.lease, None, None, None)
 
     def keep_acquired(self, lease: Lease) -> None:
         """Keep *lease*, which enter() brought, until release(): the end of a block does not release it."""
@@ -409,6 +430,7 @@ class Lock:
 
         -1 stands for the timeout of the alias. LockLost if it has ended since its grant, LockNotHeld if it was released.
         """
+        self.refuse_to_cancel("with")
         backend = self._backend()
         entered = self._reentered()
         lease = entered or self._pending(backend)
@@ -455,6 +477,12 @@ class Lock:
             raise
         return lease
 
+    def refuse_to_cancel(self, what: str) -> None:
+        """Raise ValueError for *what* is no block of a task, if that was to be cancelled."""
+        if self.terms.cancel_when_lost:
+            msg = f'cancel_when_lost=True is for "async with" and coroutine functions, not for {what}.'
+            raise ValueError(msg)
+
     def default_timeout(self) -> float | None:
         """Return how long to wait when the call does not say."""
         timeout = self.terms.timeout
@@ -463,6 +491,7 @@ class Lock:
     def _patience(
         self, timeout: Seconds | None, blocking: bool, unknown: dict[str, Any]
     ) -> float | None:
+        self.refuse_to_cancel("acquire()")
         for word in unknown:
             raise unknown_word(
                 "Lock.acquire()", word, {"blocking", "timeout"}, _WORDS - {"timeout"}
@@ -551,8 +580,11 @@ class Lock:
                 return lease
         raise LockNotHeld(self.name)
 
-    def _note_entry(self, lease: Lease) -> None:
-        self._blocks.append(_EnteredWith(lease, _frame_of_with() if self.terms.shared else 0))
+    def _note_entry(self, lease: Lease, cancelling: Cancelling | None = None) -> None:
+        frame = _frame_of_with() if self.terms.shared else 0
+        self._blocks.append(_EnteredWith(lease, frame, cancelling))
+        if cancelling is not None:
+            cancelling.watch(lease)
 
     def _innermost(self) -> _EnteredWith:
         """Return the block that is left now: the last one of its frame, or else of this caller, or else of all.
@@ -707,6 +739,8 @@ class LockSet:
 
     async def _aacquire(self, caller: Caller, awaited: list[Awaited]) -> tuple[Lease, ...] | None:
         try:
+            for lock in self._locks.values():
+                lock.refuse_to_cancel("acquire()")
             leases = await self._aenter(caller)
             self._keep_acquired(leases)
             for each, lease in zip(awaited, leases, strict=True):

@@ -230,6 +230,11 @@ class Lease(metaclass=_Shown):
         if self._state is State.LOST:
             callback(self._reason)
 
+    def off_lost(self, callback: Callable[[str], object]) -> None:
+        """Do not call *callback* any more, which was given to on_lost()."""
+        with self._mutex:
+            self._on_lost = [each for each in self._on_lost if each != callback]
+
     # What its holder does.
 
     def release(self) -> None:
@@ -591,6 +596,8 @@ class Lease(metaclass=_Shown):
     def _add_note(self, error: BaseException | None, problem: LockError) -> None:
         if error is None:
             raise problem
+        if str(error) == str(problem):
+            return  # check() has told it
         error.add_note(f"django_distlock: {problem}")
         warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
 

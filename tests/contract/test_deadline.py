@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -84,6 +85,22 @@ def test_a_lease_is_lost_on_time_though_renewals_fail(
     assert lease.remaining == 0
     with pytest.raises(LockLost):
         lease.check()
+
+
+@lacks("whole_seconds")
+@pytest.mark.parametrize("trouble", ["hang", "fail"])
+async def test_a_body_that_wants_it_so_is_cancelled_when_its_lease_is_lost(
+    faulty: Faulty, using: str, name: str, tick: float, trouble: str
+) -> None:
+    getattr(faulty, trouble)("extend")
+
+    with pytest.raises(LockLost) as caught:
+        async with lock(name, using=using, ttl=10 * tick, cancel_when_lost=True) as lease:
+            deadline = lease.deadline
+            await asyncio.Event().wait()
+
+    assert clock.lease_time() >= deadline
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
 
 
 @lacks("whole_seconds")

@@ -1,0 +1,48 @@
+"""Cancelling the body of an ``async with`` when its lease is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from django_distlock.exceptions import LockNotHeld
+
+if TYPE_CHECKING:
+    from .lease import Lease
+
+
+class Cancelling:
+    """One block. It is an ``asyncio.timeout()`` that ends when the lease does, so its rules for cancellation are kept."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timeout = asyncio.timeout(None)
+
+    async def begin(self) -> None:
+        """Begin in the task that will run the body; nothing has to be undone if the body never begins."""
+        await self._timeout.__aenter__()
+
+    def watch(self, lease: Lease) -> None:
+        lease.on_lost(self._on_lost)
+
+    async def end(self, lease: Lease, *error: Any) -> LockNotHeld | None:
+        """End the block, of whose body *error* has come out; return what is to be raised in its place, if it was cancelled."""
+        lease.off_lost(self._on_lost)
+        try:
+            await self._timeout.__aexit__(*error)
+        except TimeoutError:
+            try:
+                lease.check()
+            except LockNotHeld as lost:
+                return lost
+        return None
+
+    def _on_lost(self, reason: str) -> None:
+        """Called by the thread that notices the loss; the loop may be closed by then."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        with suppress(RuntimeError):  # the block has ended
+            self._timeout.reschedule(self._loop.time())
