@@ -22,6 +22,7 @@ from .exceptions import (
 )
 from .ground.holder import Holder
 from .handler import locks
+from .leading import alead, lead
 from .lock import Lock, LockTerms, current_lease, distributed_lock, lock, lock_all
 from .operators import force_release
 
@@ -48,9 +49,11 @@ __all__ = [
     "ReleasedBeforeCommit",
     "SnapshotBeforeLock",
     "StaleFencingToken",
+    "alead",
     "current_lease",
     "distributed_lock",
     "force_release",
+    "lead",
     "lock",
     "lock_all",
     "locks",

@@ -89,6 +89,11 @@ def duration(text: str) -> float:
     return seconds
 
 
+def patience(text: str) -> float | None:
+    """Return what duration() does, or None, which is no limit, for "forever"."""
+    return None if text.strip().lower() == "forever" else duration(text)
+
+
 def add_options(parser: ArgumentParser, which: str) -> None:
     """Add --json, and --using, which can be given several times; *which* describes the default aliases."""
     parser.add_argument("--json", action="store_true", help=_("print one JSON object"))

@@ -21,7 +21,7 @@ from django_distlock.backends.database import records
 from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMENTS
 from django_distlock.management.commands.run_locked import Command
 from django_distlock.models import MethodLock
-from tests.fixtures.eventually import eventually
+from tests.fixtures.eventually import eventually, never
 from tests.fixtures.launch import launch, state
 from tests.fixtures.processes import Child, Spawn
 from tests.fixtures.proxy import Proxy
@@ -55,16 +55,30 @@ def run(
 ) -> None:
     # Tests may themselves run under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL if hangs_up else signal.SIG_IGN)
-    given = [f"--{option}={value}" for option, value in options.items()]
+    given = [
+        f"--{option.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for option, value in options.items()
+    ]
     Command().run_from_argv(["manage.py", "run_locked", *given, name, "--", *command])
 
 
 def pid_of_command(child: Child) -> int:
-    return int(eventually(lambda: re.findall(r"^runs (\d+)$", child.stderr, re.MULTILINE))[0])
+    return eventually(lambda: pids(child))[0]
+
+
+def pids(child: Child) -> list[int]:
+    return [int(pid) for pid in re.findall(r"^runs (\d+)$", child.stderr, re.MULTILINE)]
 
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def heeds_sigterm(pid: int) -> bool:
+    [caught] = re.findall(
+        r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+    )
+    return bool(int(caught, 16) >> signal.SIGTERM - 1 & 1)
 
 
 def has_ended(pid: int) -> bool:
@@ -104,6 +118,67 @@ def test_it_waits_as_long_as_it_is_told(start: Start, name: str) -> None:
         assert start("echo done").wait() == BUSY
 
     assert waiter.wait() == 0
+
+
+def test_a_daemon_waits_for_ever_and_runs_again_after_a_loss(start: Start, name: str) -> None:
+    daemon = start(TICK, timeout="forever", restart=True, ttl=1)
+    first = pid_of_command(daemon)
+
+    free(name)
+
+    eventually(lambda: len(pids(daemon)) == 2, 30)
+    assert has_ended(first)
+    assert "was lost" in daemon.stderr
+    daemon.terminate()
+    assert daemon.wait() == 128 + signal.SIGTERM
+    assert not lock(name).locked()
+    assert len(pids(daemon)) == 2
+
+
+def test_of_two_daemons_one_runs_until_it_is_killed(start: Start, name: str) -> None:
+    first = start(TICK, timeout="forever", restart=True, ttl=1)
+    pid_of_command(first)
+    second = start(TICK, timeout="forever", restart=True, ttl=1)
+    never(lambda: pids(second), 1)
+
+    os.kill(first.pid, signal.SIGKILL)
+
+    pid_of_command(second)
+    assert has_ended(pids(first)[0])
+    second.terminate()
+    assert second.wait() == 128 + signal.SIGTERM
+
+
+def test_a_daemon_that_waits_ends_at_once_and_leaves_nothing(start: Start, name: str) -> None:
+    with lock(name):
+        daemon = start(TICK, timeout="forever", restart=True)
+        eventually(lambda: heeds_sigterm(daemon.pid))
+
+        daemon.terminate()
+
+        assert daemon.wait() == 128 + signal.SIGTERM
+        assert not pids(daemon)
+    assert not lock(name).locked()
+
+
+def test_a_daemon_lets_others_run_after_max_hold(start: Start, name: str) -> None:
+    first = start(TICK, timeout="forever", restart=True, max_hold=2, grace=1)
+    pid_of_command(first)
+    second = start(TICK, timeout="forever", restart=True)
+
+    pid_of_command(second)
+
+    eventually(lambda: has_ended(pids(first)[0]))
+    for daemon in (first, second):
+        daemon.terminate()
+    assert {first.wait(), second.wait()} == {128 + signal.SIGTERM}
+
+
+def test_a_daemon_that_ends_by_itself_is_not_run_again(start: Start) -> None:
+    daemon = start("echo done; exit 3", timeout="forever", restart=True)
+
+    assert daemon.wait() == 3
+    assert daemon.stderr == "done\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])

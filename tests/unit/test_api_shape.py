@@ -50,9 +50,11 @@ def test_the_public_names_are_these() -> None:
             "ReleasedBeforeCommit",
             "SnapshotBeforeLock",
             "StaleFencingToken",
+            "alead",
             "current_lease",
             "distributed_lock",
             "force_release",
+            "lead",
             "lock",
             "lock_all",
             "locks",
@@ -72,7 +74,7 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "verbs"),
     [
-        (Lock, ["acquire", "release", "locked"]),
+        (Lock, ["acquire", "release", "locked", "holder"]),
         (LockSet, ["acquire", "release"]),
         (Lease, ["release", "extend", "detach", "attach"]),
         (acquisition, ["acquire"]),

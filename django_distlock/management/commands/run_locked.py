@@ -1,4 +1,4 @@
-"""``manage.py run_locked NAME -- COMMAND``: a cron job that runs on one machine at a time."""
+"""``manage.py run_locked NAME -- COMMAND``: a cron job, or a daemon, that runs on one machine at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,19 +17,25 @@ from django.core.management.base import CommandError
 from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, LockNotHeld, lock
+from django_distlock.engine.waiting import Wait
+from django_distlock.leading import LONGEST_PAUSE
 from django_distlock.management import supervisor
 from django_distlock.management.base import (
     BUSY,
+    LOST,
+    NO_SERVER,
     WRONG_ARGUMENTS,
     LockCommand,
     add_lock,
     command_error,
     duration,
+    patience,
 )
 from django_distlock.management.supervisor import END, FROM_TERMINAL, PASSED_ON
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
+    from collections.abc import Iterator
     from types import FrameType
 
     from django_distlock import Lease
@@ -49,10 +55,15 @@ class Command(LockCommand):
         parser.add_argument("command", nargs="+", metavar="COMMAND", help=text)
         add_time = partial(parser.add_argument, type=duration, metavar="TIME")
         text = _(
-            "how long to wait for the lock: seconds, or a number with s, m, h, d or w "
+            "how long to wait for the lock: seconds, a number with s, m, h, d or w, or forever "
             "(default: %(default)s, try once)"
         )
-        add_time("--timeout", default="0", help=text)
+        parser.add_argument("--timeout", type=patience, default="0", metavar="TIME", help=text)
+        text = _(
+            "if the lock is lost, or no lock server answers, begin again instead of ending: "
+            "for daemons, with --timeout forever"
+        )
+        parser.add_argument("--restart", action="store_true", help=text)
         text = _("how many may run it at the same time (default: one)")
         parser.add_argument("--limit", type=int, metavar="NUMBER", help=text)
         text = _(
@@ -77,27 +88,68 @@ class Command(LockCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         if problem := _problem(options):
             raise CommandError(problem, returncode=WRONG_ARGUMENTS)
-        words = "using", "timeout", "ttl", "limit", "min_hold", "max_hold"
+        code, pauses = 0, Wait(None)
+        #: The signals that were to end the command.
+        ended_by: list[int] = []
+        with _ended_by_sigterm():
+            while True:
+                try:
+                    code = self._run_once(ended_by, options)
+                    if ended_by or not options["restart"] or code != LOST:
+                        break
+                except CommandError as failed:
+                    if (
+                        ended_by
+                        or not options["restart"]
+                        or failed.returncode not in {LOST, NO_SERVER}
+                    ):
+                        raise
+                    self._warn(str(failed), options)
+                time.sleep(pauses.next_pause(longest=LONGEST_PAUSE))
+        if code:
+            sys.exit(code)
+
+    def _run_once(self, ended_by: list[int], options: dict[str, Any]) -> int:
+        """Run the command under the lock and return its exit code; CommandError if that was lost, or not to be had."""
+        words = "using", "ttl", "limit", "min_hold", "max_hold"
         terms = {word: options[word] for word in words if options[word] is not None}
         command, grace, longest = options["command"], options["grace"], options["max_hold"]
+        longest = None if longest is None else longest - grace
+        # Only the command's name, because arguments may be secret.
+        terms |= {"timeout": options["timeout"], "purpose": f"run_locked {Path(command[0]).name}"}
         code: int | None = None
         try:
-            # Only the command's name, because arguments may be secret.
-            with lock(
-                options["name"], **terms, purpose=f"run_locked {Path(command[0]).name}"
-            ) as lease:
-                code = run(command, lease, grace, None if longest is None else longest - grace)
+            with lock(options["name"], **terms) as lease:
+                code = run(command, lease, grace, longest, ended_by)
         except (InvalidLockBackend, LockError, ValueError) as error:
             failed = command_error(error)
             if failed.returncode == BUSY and not options["verbosity"]:
                 sys.exit(BUSY)
             if code is None or isinstance(error, LockNotHeld):
                 raise failed from error
-            if options["verbosity"]:
-                text = _("The command has ended; its lock was not released: %s") % error
-                self.stderr.write(self.style.WARNING(text))
-        if code:
-            sys.exit(code)
+            text = _("The command has ended; its lock was not released: %s") % error
+            self._warn(text, options)
+        return code
+
+    def _warn(self, text: str, options: dict[str, Any]) -> None:
+        if options["verbosity"]:
+            self.stderr.write(self.style.WARNING(text))
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM, so that a wait for the lock leaves nothing on the server."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _problem(options: dict[str, Any]) -> str:
@@ -113,8 +165,13 @@ def _problem(options: dict[str, Any]) -> str:
     return ""
 
 
-def run(command: list[str], lease: Lease, grace: float, limit: float | None) -> int:
-    """Run *command* and return its exit code, as a shell does; end it if *lease* is lost, or *limit* seconds after its begin."""
+def run(
+    command: list[str], lease: Lease, grace: float, limit: float | None, ended_by: list[int]
+) -> int:
+    """Run *command* and return its exit code, as a shell does; end it if *lease* is lost, or *limit* seconds after its begin.
+
+    *ended_by* gets the signals that this process was sent to end the command.
+    """
     # A moment, not seconds: the supervisor begins later than the lease.
     spent = lease.ttl - lease.remaining
     due = None if limit is None else time.monotonic() + limit - spent
@@ -133,6 +190,8 @@ def run(command: list[str], lease: Lease, grace: float, limit: float | None) -> 
             control.write(bytes([number]))
 
     def pass_on(number: int, _: FrameType | None) -> None:
+        if number not in {signal.SIGUSR1, signal.SIGUSR2}:
+            ended_by.append(number)
         if not (has_terminal and number in FROM_TERMINAL):
             send(number)
 

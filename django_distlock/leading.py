@@ -1,0 +1,82 @@
+"""lead() and alead(): work that one process of many does, for as long as it has the lock."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, TypeVar, Unpack
+
+from .engine.waiting import Wait
+from .exceptions import LockBackendError, LockNotAcquired, LockNotHeld
+from .lock import Lock
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from .engine.lease import Lease
+    from .lock import LockTerms
+
+_T = TypeVar("_T")
+#: Most seconds between two looks whether to stop.
+LOOK = 1.0
+#: Most seconds until a server that has failed is asked again.
+LONGEST_PAUSE = 10.0
+
+
+def lead(
+    name: str,
+    work: Callable[[Lease], _T],
+    *,
+    stop: threading.Event | None = None,
+    **terms: Unpack[LockTerms],
+) -> _T | None:
+    """Wait for the lock *name*, call *work* with its lease, and return what that returns.
+
+    If the lease was lost meanwhile, wait for the lock and call *work* again: it must look at ``lease.lost``, or
+    call ``lease.check()``. Its exceptions come out, but for the LockLost of this lease. While the server fails,
+    ask again after pauses, of at most 10 seconds.
+
+    *stop* ends the wait, within a second: then return None. *terms* are those of lock(), without *timeout*.
+    """
+    never = stop is None
+    stop = stop or threading.Event()
+    candidate = Lock(name, timeout=None if never else LOOK, **terms)  # type: ignore[misc]  # twice is once too often
+    pauses = Wait(None)
+    while not stop.is_set():
+        lease = None
+        try:
+            with candidate as lease:
+                pauses = Wait(None)
+                return work(lease)
+        except LockNotAcquired:
+            if lease is not None:
+                raise
+        except LockNotHeld:
+            if lease is not None and not lease.lost:
+                raise
+        except LockBackendError:
+            if lease is not None:
+                raise
+            stop.wait(pauses.next_pause(longest=LONGEST_PAUSE))
+    return None
+
+
+async def alead(
+    name: str, work: Callable[[Lease], Awaitable[_T]], **terms: Unpack[LockTerms]
+) -> _T:
+    """Do what lead() does, and cancel *work* when its lease is lost. To stop, cancel the task that awaits this."""
+    candidate = Lock(name, timeout=None, cancel_when_lost=True, **terms)  # type: ignore[misc]  # as above
+    pauses = Wait(None)
+    while True:
+        lease = None
+        try:
+            async with candidate as lease:
+                pauses = Wait(None)
+                return await work(lease)
+        except LockNotHeld:
+            if lease is not None and not lease.lost:
+                raise
+        except LockBackendError:
+            if lease is not None:
+                raise
+            await asyncio.sleep(pauses.next_pause(longest=LONGEST_PAUSE))

@@ -1,0 +1,166 @@
+"""lead() and alead(): work again after a loss, end with the work, go on when a server has failed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Never
+
+import pytest
+
+from django_distlock import (
+    Lease,
+    LockBackendError,
+    LockLost,
+    LockNotAcquired,
+    alead,
+    force_release,
+    lead,
+    lock,
+)
+from django_distlock.backends.locmem import LocMemBackend
+from tests.contract.crew import elsewhere, held_in_thread, start
+from tests.fixtures.eventually import aeventually, eventually
+
+pytestmark = pytest.mark.usefixtures("memory")
+
+
+async def for_ever() -> Never:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def test_it_returns_what_the_work_returns_and_frees_the_lock() -> None:
+    assert lead("poller", lambda lease: (lease.name, lease.held)) == ("poller", True)
+    assert not lock("poller").locked()
+
+
+def test_after_a_loss_it_leads_again() -> None:
+    led: list[Lease] = []
+
+    def work(lease: Lease) -> str:
+        led.append(lease)
+        if len(led) == 1:
+            elsewhere(lambda: force_release("poller"))
+        if len(led) == 2:
+            elsewhere(lambda: force_release("poller"))
+            lease.check()
+        return "done"
+
+    assert lead("poller", work) == "done"
+    assert len({lease.fencing_token for lease in led}) == 3
+
+
+def test_it_waits_while_somebody_else_leads_and_stops_when_it_is_told() -> None:
+    stop = threading.Event()
+    with held_in_thread(lock("poller")):
+        leading = start(lambda: lead("poller", lambda lease: "led", stop=stop))
+        waiting = start(lambda: lead("poller", lambda lease: "led too"))
+        stop.set()
+        assert leading.result(20) is None
+        assert not waiting.done()
+    assert waiting.result(20) == "led too"
+    assert lead("poller", lambda lease: "led", stop=stop) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("so it is"), LockNotAcquired("b"), LockLost("b", "it is"), LockBackendError("b", "it is down")],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_an_error_of_the_work_comes_out(error: Exception) -> None:
+    def work(lease: Lease) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        lead("poller", work)
+    assert caught.value is error
+
+    async def awork(lease: Lease) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        asyncio.run(alead("poller", awork))
+    assert caught.value is error
+    assert not lock("poller").locked()
+
+
+def test_a_server_that_fails_is_asked_again(
+    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, tries = memory.try_acquire, []
+
+    def fail(*args: object, **kwargs: object) -> object:
+        tries.append(args)
+        if len(tries) % 4:
+            raise LockBackendError("default", "it is down")
+        return real(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(memory, "try_acquire", fail)
+    assert lead("poller", lambda lease: "led") == "led"
+    tried = len(tries)
+    assert tried > 1
+
+    async def work(lease: Lease) -> str:
+        return "led"
+
+    assert asyncio.run(alead("poller", work)) == "led"
+    assert len(tries) > tried + 1
+
+
+async def test_a_task_is_cancelled_at_a_loss_and_leads_again() -> None:
+    led: list[Lease] = []
+
+    async def work(lease: Lease) -> str:
+        led.append(lease)
+        if len(led) < 3:
+            await for_ever()
+        return "done"
+
+    leading = asyncio.create_task(alead("poller", work))
+    for number in (1, 2):
+        await aeventually(lambda: len(led) == number)  # noqa: B023 - it is called at once
+        await asyncio.to_thread(force_release, "poller")
+
+    assert await leading == "done"
+    assert not await lock("poller").alocked()
+
+
+async def test_a_task_that_waits_or_leads_ends_when_it_is_cancelled() -> None:
+    led: list[Lease] = []
+
+    async def work(lease: Lease) -> None:
+        led.append(lease)
+        await for_ever()
+
+    first = asyncio.create_task(alead("poller", work))
+    await aeventually(lambda: led)
+    second = asyncio.create_task(alead("poller", work))
+    for task in (second, first):
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert len(led) == 1
+    await aeventually(lambda: not lock("poller").locked())
+
+
+def test_it_waits_for_ever_so_a_timeout_is_an_error() -> None:
+    with pytest.raises(TypeError, match="timeout"):
+        lead("poller", lambda lease: None, timeout=3)
+
+
+def test_several_may_lead_with_a_limit() -> None:
+    go = threading.Event()
+    led: list[int | None] = []
+
+    def work(lease: Lease) -> None:
+        led.append(lease.place)
+        go.wait(20)
+
+    both = [start(lambda: lead("poller", work, limit=2)) for _ in range(2)]
+    eventually(lambda: len(led) == 2)
+    go.set()
+    for each in both:
+        each.result(20)
+    assert sorted(map(str, led)) == ["0", "1"]
