@@ -24,6 +24,7 @@ from .ground.holder import Holder
 from .handler import locks
 from .leading import alead, lead
 from .lock import Lock, LockTerms, current_lease, distributed_lock, lock, lock_all
+from .objects import locked
 from .operators import force_release
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ __all__ = [
     "lead",
     "lock",
     "lock_all",
+    "locked",
     "locks",
     "respond",
     "retry",

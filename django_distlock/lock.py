@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from types import FrameType
 
+    from django.db.models import Model
+
     from .backends.base import BaseLockBackend
     from .decorators import Policy, Skip, SkippingDecorator
     from .engine.registry import Known
@@ -169,7 +171,7 @@ class Terms:
             raise NotSupported(terms.using, "shared=True with a limit", "A place has one holder.")
         return terms
 
-    def lock(self, name: str) -> Lock:
+    def lock(self, name: str | Model) -> Lock:
         """Return the lock *name* on these terms."""
         lock = Lock(name)
         lock.terms = self
@@ -232,6 +234,10 @@ def _too_many(name: object, extra: tuple[object, ...]) -> TypeError:
     return TypeError(f"A lock has one name; write {extra[0]!r} as timeout=... or ttl=...")
 
 
+#: Modules whose frames stand between a ``with`` and its lock.
+_OF_WITH = {__name__, "contextlib", f"{__package__}.objects"}
+
+
 class _EnteredWith(NamedTuple):
     """A ``with`` that has been entered. *frame* tells in which frame it stands; 0 where that is of no interest."""
 
@@ -243,7 +249,7 @@ class _EnteredWith(NamedTuple):
 def _frame_of_with() -> int:
     """Return what tells the frame of the ``with`` that is entered or left now from all others that live."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - nothing else tells one block from another
-    while frame and frame.f_globals.get("__name__") in (__name__, "contextlib"):
+    while frame and frame.f_globals.get("__name__") in _OF_WITH:
         frame = frame.f_back
     return id(frame)
 
@@ -257,7 +263,7 @@ class Lock:
     """
 
     @_lists_terms
-    def __init__(self, name: str, *extra: Never, **terms: Unpack[LockTerms]) -> None:
+    def __init__(self, name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> None:
         """*terms* are those of LockTerms."""
         # Lists change by single steps, which no thread or exception can divide.
         # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
@@ -615,15 +621,15 @@ class Lock:
 
 
 @_lists_terms
-def lock(name: str, *extra: Never, **terms: Unpack[LockTerms]) -> Lock:
-    """Return the lock called *name*, for ``with``, ``async with`` or acquire().
+def lock(name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> Lock:
+    """Return the lock called *name*, or that of a saved model instance, for ``with``, ``async with`` or acquire().
 
     See LockTerms for *terms*. TypeError or ValueError for wrong ones; nothing is opened yet.
     """
     return Lock(name, *extra, **terms)
 
 
-def current_lease(name: str | None = None) -> Lease | None:
+def current_lease(name: str | Model | None = None) -> Lease | None:
     """Return the lease that the running thread or task holds: the last that it acquired, or that of *name*.
 
     A decorated function gets its lease from it. None if nothing is held.
@@ -709,7 +715,7 @@ def distributed_lock(
 class LockSet:
     """Several locks, acquired in the order of their names, so two sets never deadlock."""
 
-    def __init__(self, names: tuple[str, ...], terms: Terms) -> None:
+    def __init__(self, names: tuple[str | Model, ...], terms: Terms) -> None:
         """Raise ValueError if there are no *names*."""
         if not names:
             raise ValueError("lock_all() takes at least one name.")
@@ -839,7 +845,7 @@ class LockSet:
 
 
 @_lists_terms
-def lock_all(*names: str, **terms: Unpack[LockTerms]) -> LockSet:
+def lock_all(*names: str | Model, **terms: Unpack[LockTerms]) -> LockSet:
     """Return an object that acquires all locks or none, within one timeout.
 
     The block begins only while all of them are held: if a lease ends while another lock is waited

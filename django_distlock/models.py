@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import models
 from django.utils import timezone
 from django.utils.text import Truncator
 from django.utils.translation import gettext_lazy as _
 
+from .exceptions import LockNotHeld
 from .ground.naming import printable, shown
+from .ground.objects import CLAIM, object_name
 
 #: Characters of a name where there is little space.
 LONGEST_SHOWN = 60
+#: The positional arguments of Model.save(), which Django 6.0 has no more, and of Model.delete().
+_SAVE = "force_insert", "force_update", "using", "update_fields"
+_DELETE = "using", "keep_parents"
 
 
 class MethodLock(models.Model):
@@ -107,8 +112,12 @@ class LockWaiter(models.Model):
 class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
     """Base class for models whose rows must refuse late writers.
 
-    Call ``lease.claim(row)``, which returns the row read again, then ``lease.save(row)``.
+    ``lease.claim(row)`` returns the row read again; its ``save()`` and ``delete()`` then raise StaleFencingToken
+    if a later holder has claimed the row. A row that was never claimed is saved as ever.
     """
+
+    #: True: save() of a row that is neither new nor claimed raises LockNotHeld.
+    must_be_claimed: ClassVar[bool] = False
 
     # db_default: servers that still run the release before insert rows without it.
     fence = models.BigIntegerField(default=0, db_default=0, editable=False)
@@ -118,3 +127,19 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
 
         class Meta:
             abstract = True
+
+        def save(self, *args: Any, **kwargs: Any) -> None:
+            kwargs |= dict(zip(_SAVE, args, strict=False))
+            if claim := self.__dict__.get(CLAIM):
+                claim.save(self, super().save, **kwargs)
+                return
+            if self.must_be_claimed and not self._state.adding:
+                problem = "its row must be claimed before it is saved, by locked() or lease.claim()"
+                raise LockNotHeld(object_name(self), problem)
+            super().save(**kwargs)
+
+        def delete(self, *args: Any, **kwargs: Any) -> Any:
+            kwargs |= dict(zip(_DELETE, args, strict=False))
+            if claim := self.__dict__.get(CLAIM):
+                return claim.delete(self, super().delete, **kwargs)
+            return super().delete(**kwargs)

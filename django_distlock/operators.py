@@ -23,6 +23,8 @@ from .handler import locks
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from django.db.models import Model
+
     from .engine.values import Held
 
 #: Seconds for which a page waits for all servers together.
@@ -92,7 +94,7 @@ def read_value(value: str) -> tuple[str, str, str]:
     return unquote(alias), owner_digest, key
 
 
-def holdings(using: str, name: str | None = None) -> list[Held]:
+def holdings(using: str, name: str | Model | None = None) -> list[Held]:
     """Return the holdings of all locks of the alias *using*, or of the lock *name*, with a limit or without.
 
     NotSupported if the alias cannot list its locks, LockBackendError if its server does not answer.
@@ -116,7 +118,7 @@ def grouped(found: Iterable[Held]) -> list[Held]:
     ]
 
 
-def force_release(name: str, using: str = DEFAULT_ALIAS) -> int:
+def force_release(name: str | Model, using: str = DEFAULT_ALIAS) -> int:
     """Free the lock *name*, held or reserved by min_hold, with a limit all its places; return how many holdings were ended.
 
     The holder is not stopped: its lease is lost at its next renewal, or at once if it is in this process.

@@ -8,52 +8,134 @@ read, the old one can write after that, and the new one then overwrites it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from django.db import connections, models, router, transaction
+from django.db.models.query import ModelIterable
 
 from django_distlock.exceptions import StaleFencingToken
+from django_distlock.ground.objects import CLAIM
 
 from .values import batches
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .lease import Lease
 
+_T = TypeVar("_T")
 #: Rows in one statement: older SQLite takes at most 999 parameters.
 BATCH = 500
 _NEWER = "a later holder has claimed this data"
 _UNCLAIMED = "this data is not claimed by this lease: call lease.claim() before reading it"
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The lock and the token by which an instance was claimed: its save() and delete() compare the fence."""
+
+    name: str
+    token: int
+
+    @classmethod
+    def of(cls, lease: Lease) -> Claim:
+        return cls(lease.name, lease.checked_token())
+
+    def save(self, instance: models.Model, write: Callable[..., object], **kwargs: Any) -> None:
+        """Call *write*, which saves *instance*, if its fence is our token."""
+        using = kwargs.get("using") or router.db_for_write(type(instance), instance=instance)
+        rows: models.QuerySet[Any] = models.QuerySet(type(instance), using=using)
+        key = _written_key(instance)
+        with transaction.atomic(using=using):
+            # This locks the row that has the fence until it is written.
+            if key is not None and not _pass_fences(self, rows, [key]):
+                kwargs = _with_insert(instance, kwargs)
+            instance.fence = self.token  # type: ignore[attr-defined]  # a FencedModel
+            if kwargs.get("update_fields") is not None:
+                kwargs = {**kwargs, "update_fields": {*kwargs["update_fields"], "fence"}}
+            instance.__dict__[CLAIM] = _Passed()
+            try:
+                write(**kwargs)
+            finally:
+                instance.__dict__[CLAIM] = self
+
+    def delete(self, instance: models.Model, delete: Callable[..., _T], **kwargs: Any) -> _T:
+        """Call *delete*, which deletes *instance*, if its fence is our token."""
+        using = kwargs.get("using") or router.db_for_write(type(instance), instance=instance)
+        rows: models.QuerySet[Any] = models.QuerySet(type(instance), using=using)
+        with transaction.atomic(using=using):
+            _pass_fences(self, rows, [_written_key(instance)])
+            return delete(**kwargs)
+
+
+class _Passed:
+    """A claim whose fence has been compared: the instance is being written."""
+
+    def save(self, instance: object, write: Callable[..., object], **kwargs: Any) -> None:
+        write(**kwargs)
+
+
 def claim(lease: Lease, target: Any) -> Any:
     """Raise the fences of *target*, an instance or a queryset, and return it read again."""
     if isinstance(target, models.QuerySet):
-        return _claim_rows(lease, target)
-    model = type(target)
+        return _claim_rows(Claim.of(lease), target)
+    with _claimed_row(target, Claim.of(lease)) as row:
+        found = row.get()
+    found.__dict__[CLAIM] = Claim.of(lease)
+    return found
+
+
+def read_again(lease: Lease, instance: models.Model) -> None:
+    """Read *instance* again, in its place; one of a FencedModel is claimed by that."""
+    mine = Claim.of(lease) if hasattr(instance, "must_be_claimed") else None
+    with _claimed_row(instance, mine) as row:
+        instance.refresh_from_db(using=row.db, from_queryset=row)
+    if mine is not None:
+        instance.__dict__[CLAIM] = mine
+
+
+@contextmanager
+def _claimed_row(instance: models.Model, claim: Claim | None) -> Iterator[models.QuerySet[Any]]:
+    """Give the row of *instance*, to be read in a transaction that has raised its fence, if there is a *claim*."""
+    model = type(instance)
     # The base manager: a custom manager may hide the row.
-    using = router.db_for_write(model, instance=target)
-    mine = model._base_manager.using(using).filter(pk=target.pk)
+    using = router.db_for_write(model, instance=instance)
+    mine = model._base_manager.using(using).filter(pk=instance.pk)
     with transaction.atomic(using=mine.db):
-        keys = [target.pk] if _shares_key(model) else _keys(mine)
-        if not _pass_fences(lease, mine, keys, claims=True):
-            raise _deleted(model)
+        if claim is not None:
+            keys = [instance.pk] if _shares_key(model) else _keys(mine)
+            if not _pass_fences(claim, mine, keys, claims=True):
+                raise _deleted(model)
         # FOR UPDATE reads the newest data, even if the transaction has an older snapshot.
-        return mine.select_for_update().get()
+        yield mine.select_for_update()
 
 
-def _claim_rows(lease: Lease, queryset: models.QuerySet[Any]) -> models.QuerySet[Any]:
+class _Claiming(ModelIterable):  # type: ignore[type-arg]  # generic in the stubs alone
+    """The instances of a claimed queryset, each of which remembers its claim."""
+
+    claim: ClassVar[Claim]
+
+    def __iter__(self) -> Iterator[Any]:
+        for instance in super().__iter__():
+            instance.__dict__[CLAIM] = self.claim
+            yield instance
+
+
+def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet[Any]:
     rows = queryset.using(_database(queryset))
     connection = connections[rows.db]
     is_in_transaction = not connection.get_autocommit()
     with transaction.atomic(using=rows.db):
         keys = _keys(rows)
         for batch in batches(keys, BATCH):
-            _pass_fences(lease, rows, batch, claims=True)
+            _pass_fences(claim, rows, batch, claims=True)
     # By key: other rows may match by now, whose fences were not raised.
     rows.query.clear_limits()
     claimed = rows.filter(**{f"{_owner(rows.model)._meta.pk.name}__in": keys})
+    if claimed._iterable_class is ModelIterable:  # else it gives no instances
+        claimed._iterable_class = type("Claiming", (_Claiming,), {"claim": claim})
     if is_in_transaction and connection.vendor == "mysql":
         # As for an instance. The other servers refuse the claim if their snapshot is older.
         claimed = claimed.select_for_update()
@@ -63,18 +145,7 @@ def _claim_rows(lease: Lease, queryset: models.QuerySet[Any]) -> models.QuerySet
 
 def save(lease: Lease, instance: models.Model, **kwargs: Any) -> None:
     """Save *instance* if its fence is the token of *lease*; see Lease.save()."""
-    token = lease.checked_token()
-    using = kwargs.get("using") or router.db_for_write(type(instance), instance=instance)
-    rows: models.QuerySet[Any] = models.QuerySet(type(instance), using=using)
-    key = _written_key(instance)
-    with transaction.atomic(using=using):
-        # This locks the row that has the fence until save() below has written.
-        if key is not None and not _pass_fences(lease, rows, [key]):
-            kwargs = _with_insert(instance, kwargs)
-        instance.fence = token  # type: ignore[attr-defined]  # a FencedModel
-        if kwargs.get("update_fields") is not None:
-            kwargs = {**kwargs, "update_fields": {*kwargs["update_fields"], "fence"}}
-        instance.save(**kwargs)
+    Claim.of(lease).save(instance, instance.save, **kwargs)
 
 
 def update(lease: Lease, queryset: models.QuerySet[Any], values: dict[str, Any]) -> int:
@@ -86,7 +157,7 @@ def update(lease: Lease, queryset: models.QuerySet[Any], values: dict[str, Any])
     key, updated = _owner(rows.model)._meta.pk.name, 0
     with transaction.atomic(using=rows.db):
         for keys in batches(_keys(rows), BATCH):
-            _pass_fences(lease, rows, keys)
+            _pass_fences(Claim.of(lease), rows, keys)
             # Filter again: only now can no other holder change these rows.
             updated += rows.filter(**{f"{key}__in": keys}).update(**values)
     return updated
@@ -98,7 +169,7 @@ def fenced(model: type[models.Model], using: str) -> models.QuerySet[Any]:
 
 
 def _pass_fences(
-    lease: Lease, rows: models.QuerySet[Any], keys: Sequence[Any], *, claims: bool = False
+    claim: Claim, rows: models.QuerySet[Any], keys: Sequence[Any], *, claims: bool = False
 ) -> int:
     """Write our token into the fences with these keys, and return the number of them.
 
@@ -106,7 +177,7 @@ def _pass_fences(
     One statement compares and writes, on the table that has the fence. Django itself would first
     read the keys, and then update a column of a parent model without comparing.
     """
-    token = lease.checked_token()
+    token = claim.token
     owned: models.QuerySet[Any] = models.QuerySet(_owner(rows.model), using=rows.db)
     fences = owned.filter(pk__in=keys)
     ours = fences.filter(fence__lte=token) if claims else fences.filter(fence=token)
@@ -115,7 +186,7 @@ def _pass_fences(
         fence = fences.exclude(fence=token).aggregate(highest=models.Max("fence"))["highest"]
         if fence is not None:
             problem = _NEWER if fence > token else _UNCLAIMED
-            raise StaleFencingToken(lease.name, token, problem, fence)
+            raise StaleFencingToken(claim.name, token, problem, fence)
     return passed
 
 

@@ -67,7 +67,7 @@ class State(enum.Enum):
 _FOR_USERS = {
     *("name", "using", "template", "fencing_token", "ttl", "holder", "place", "shared", "state"),
     "held",
-    *("lost", "in_jeopardy", "reason", "remaining", "deadline", "check", "on_lost"),
+    *("lost", "in_jeopardy", "reason", "remaining", "deadline", "check", "on_lost", "off_lost"),
     *("release", "arelease", "extend", "aextend", "detach", "adetach", "attach", "aattach"),
     *("guard", "claim", "save", "update", "checked_token"),
 }

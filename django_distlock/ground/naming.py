@@ -15,6 +15,10 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
+from django.db.models import Model
+
+from .objects import object_name
+
 logger = logging.getLogger("django_distlock")
 
 #: Text that is used in a key unchanged. No upper case, spaces or accents: some collations ignore them.
@@ -32,7 +36,9 @@ LONGEST_SHOWN, LONGEST_LISTED = 1_000, 100_000
 
 
 def checked_name(name: object) -> str:
-    """Return *name* in its normal form (NFC); ValueError or TypeError if it can name no lock."""
+    """Return *name*, a text or a saved model instance, in its normal form (NFC); ValueError or TypeError if it can name no lock."""
+    if isinstance(name, Model):
+        name = object_name(name)
     if not isinstance(name, str):
         raise TypeError(f"A lock's name must be text, not {type(name).__name__}.")
     if not name:
@@ -193,6 +199,8 @@ class NameTemplate:
         key = getattr(value, "pk", value)
         if key is None or (isinstance(key, tuple) and None in key):
             filled = ""
+        elif isinstance(value, Model) and not form and not conversion:
+            filled = object_name(value)
         else:
             filled = format(str(value) if conversion else value, form)
         if not filled:

@@ -57,6 +57,7 @@ def test_the_public_names_are_these() -> None:
             "lead",
             "lock",
             "lock_all",
+            "locked",
             "locks",
             "respond",
             "retry",

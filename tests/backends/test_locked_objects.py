@@ -1,0 +1,234 @@
+"""locked(), and claimed instances: read again, saved through the fence, on each database."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import uuid
+from typing import TYPE_CHECKING
+
+import pytest
+from django.db import connections, transaction
+
+from django_distlock import (
+    LockNotAcquired,
+    LockNotHeld,
+    StaleFencingToken,
+    current_lease,
+    lock,
+    locked,
+)
+from testproject.models import Account, Fee
+from tests.backends.test_fencing import paused_and_next
+from tests.contract.crew import elsewhere
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def account(database: str) -> Iterator[Account]:
+    made = Account.objects.using(database).create(
+        name=uuid.uuid4().hex, balance=100, opening_balance=100
+    )
+    yield made
+    Fee.objects.using(database).filter(account_id=made.pk).delete()
+    Account.objects.using(database).filter(pk=made.pk).delete()
+
+
+@pytest.fixture
+def fee(database: str, account: Account) -> Fee:
+    return Fee.objects.using(database).create(account=account, amount=3)
+
+
+def test_the_instance_itself_is_read_again(database: str, account: Account, fee: Fee) -> None:
+    Account.objects.using(database).filter(pk=account.pk).update(balance=50)
+    Fee.objects.using(database).filter(pk=fee.pk).update(amount=5)
+
+    with locked(account, using=database) as found:
+        assert found is account
+        assert account.balance == 50
+        lease = current_lease(account)
+        assert lease
+        assert account.fence == lease.fencing_token
+    with locked(fee, using=database, timeout=5):
+        assert fee.amount == 5
+    assert not lock(fee, using=database).locked()
+
+
+@pytest.mark.parametrize("database", ["default"])
+async def test_a_task_does_the_same(account: Account, database: str) -> None:
+    await Account.objects.using(database).filter(pk=account.pk).aupdate(balance=50)
+
+    async with locked(account, using=database) as found:
+        assert found is account
+        assert account.balance == 50
+        account.balance -= 10
+        await account.asave()
+
+    assert (await Account.objects.using(database).aget(pk=account.pk)).balance == 40
+
+
+def test_no_update_is_lost(database: str, account: Account) -> None:
+    def charge() -> None:
+        for _ in range(5):
+            mine = Account.objects.using(database).get(pk=account.pk)
+            with locked(mine, using=database, timeout=60):
+                mine.balance -= 3
+                mine.save()
+        connections[database].close()
+
+    threads = [threading.Thread(target=charge) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+
+    account.refresh_from_db()
+    assert account.balance == 40
+
+
+def test_an_inner_block_keeps_what_the_outer_one_has_changed(
+    database: str, account: Account
+) -> None:
+    with locked(account, using=database):
+        account.balance -= 3
+        with locked(account, using=database):
+            account.balance -= 3
+            account.save()
+        assert account.balance == 94
+
+    Account.objects.using(database).filter(pk=account.pk).update(balance=50)
+    with locked(account, using=database):
+        assert account.balance == 50
+
+
+def test_a_busy_or_deleted_one_is_refused_and_nothing_stays_held(
+    database: str, account: Account, fee: Fee
+) -> None:
+    with locked(account, using=database):
+
+        def refused() -> bool:
+            with pytest.raises(LockNotAcquired), locked(account, using=database, timeout=0):
+                pytest.fail("it is held")
+            return True
+
+        assert elsewhere(refused)
+
+    Fee.objects.using(database).filter(pk=fee.pk).delete()
+    with pytest.raises(Fee.DoesNotExist), locked(fee, using=database):
+        pytest.fail("it was deleted")
+    assert not lock(fee, using=database).locked()
+
+
+def test_the_save_of_a_claimed_instance_goes_through_its_fence(
+    database: str, name: str, account: Account
+) -> None:
+    first, second = paused_and_next(name, database)
+    stale = first.claim(account)
+    fresh = second.claim(account)
+
+    stale.balance = 1
+    for write in (stale.save, stale.delete, lambda: stale.save(update_fields=["balance"])):
+        with pytest.raises(StaleFencingToken, match="a later holder has claimed this data"):
+            write()
+    fresh.balance = 60
+    fresh.save()
+
+    account.refresh_from_db()
+    assert [account.balance, account.fence] == [60, second.fencing_token]
+    fresh.delete()
+    assert not Account.objects.using(database).filter(pk=account.pk).exists()
+    second.release()
+
+
+def test_so_does_that_of_each_instance_of_a_claimed_queryset(
+    database: str, name: str, account: Account
+) -> None:
+    rows = Account.objects.using(database).filter(pk=account.pk)
+    first, second = paused_and_next(name, database)
+    [stale] = first.claim(rows)
+    again = first.claim(rows).filter(balance=100).get()
+    assert list(first.claim(rows).values_list("balance", flat=True)) == [100]
+    [fresh] = second.claim(rows)
+
+    for each in (stale, again, pickle.loads(pickle.dumps(stale))):
+        with pytest.raises(StaleFencingToken):
+            each.save()
+    fresh.save()
+    second.release()
+
+
+def test_after_the_release_it_is_saved_until_somebody_else_has_claimed_it(
+    database: str, name: str, account: Account
+) -> None:
+    with lock(name, using=database) as lease:
+        claimed = lease.claim(account)
+    claimed.balance = 70
+    claimed.save()
+
+    with lock(name, using=database) as lease:
+        lease.claim(account)
+    claimed.balance = 80
+    with pytest.raises(StaleFencingToken):
+        claimed.save()
+    account.refresh_from_db()
+    assert account.balance == 70
+
+
+def test_one_that_was_never_claimed_is_saved_as_ever(
+    database: str, name: str, account: Account
+) -> None:
+    account.balance = 90
+    account.save()
+    account.refresh_from_db()
+    assert [account.balance, account.fence] == [90, 0]
+
+
+def test_a_model_can_demand_the_claim(
+    database: str, account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Account, "must_be_claimed", True)
+
+    with pytest.raises(LockNotHeld, match="must be claimed before it is saved"):
+        account.save()
+    with locked(account, using=database):
+        account.balance = 10
+        account.save()
+    made = Account(name="new", balance=1, opening_balance=1)
+    made.save(using=database)
+    made.delete()
+
+
+def test_what_is_saved_in_a_transaction_that_is_rolled_back_stays_claimed(
+    database: str, account: Account
+) -> None:
+    with locked(account, using=database):
+        account.balance = 10
+        with pytest.raises(RuntimeError), transaction.atomic(using=database):
+            account.save()
+            raise RuntimeError
+        account.save()
+    assert Account.objects.using(database).get(pk=account.pk).balance == 10
+
+
+def test_a_save_method_of_its_own_runs_once(
+    database: str, account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves: list[str] = []
+    plain = Account.save
+
+    def save(self: Account, *args: object, **kwargs: object) -> None:
+        saves.append(self.name)
+        plain(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Account, "save", save)
+    with locked(account, using=database):
+        account.save()
+        assert len(saves) == 1
+        lease = current_lease()
+        assert lease
+        lease.save(account)
+        assert len(saves) == 2
+        account.save()
+    assert len(saves) == 3

@@ -1,0 +1,115 @@
+"""The lock of a model instance: what it is called, and who else has the same one."""
+
+from __future__ import annotations
+
+import uuid
+from typing import TypeVar
+
+import pytest
+from django.contrib.auth.models import AnonymousUser, User
+from django.db import models
+from django.test.utils import isolate_apps
+from django.utils.functional import SimpleLazyObject
+
+from django_distlock import current_lease, distributed_lock, force_release, lock, lock_all, locked
+from django_distlock.models import FencedModel
+from testproject.models import Account
+
+_M = TypeVar("_M", bound=models.Model)
+pytestmark = pytest.mark.usefixtures("memory")
+
+with isolate_apps("testproject"):
+
+    class Purse(FencedModel):
+        class Meta:
+            app_label = "testproject"
+
+    class Savings(Purse):
+        class Meta:
+            app_label = "testproject"
+
+    class Treasure(Savings):
+        class Meta:
+            app_label = "testproject"
+            proxy = True
+
+    class Beside(Purse):
+        """Its own key, and a link that is no key."""
+
+        key = models.UUIDField(primary_key=True)
+        purse = models.OneToOneField(Purse, models.CASCADE, parent_link=True)
+
+        class Meta:
+            app_label = "testproject"
+
+
+def saved(instance: _M) -> _M:
+    instance._state.adding = False
+    return instance
+
+
+def test_it_is_called_like_the_model_and_the_key() -> None:
+    assert lock(saved(Account(pk=7))).name == "testproject.account:7"
+    assert lock(saved(Account(pk="7"))).name == "testproject.account:7"
+    assert locked(saved(Account(pk=7))).__repr__() == (
+        "<LockedObject <Lock 'testproject.account:7' using='default'>>"
+    )
+
+
+def test_a_lazy_user_is_the_user() -> None:
+    lazy = SimpleLazyObject(lambda: saved(User(pk=3)))
+    assert lock(lazy).name == "auth.user:3"  # type: ignore[arg-type]  # as request.user is typed
+
+
+@pytest.mark.parametrize("model", [Purse, Savings, Treasure])
+def test_a_row_has_one_lock_through_whichever_model_it_is_seen(model: type[models.Model]) -> None:
+    assert lock(saved(model(pk=7))).name == "testproject.purse:7"
+
+
+def test_a_model_with_a_key_of_its_own_is_another() -> None:
+    key = uuid.uuid4()
+    assert lock(saved(Beside(key=key, purse_id=7))).name == f"testproject.beside:{key}"
+    assert lock(saved(Beside(key=key.hex, purse_id=7))).name == f"testproject.beside:{key}"
+
+
+@pytest.mark.parametrize("instance", [Account(), Account(pk=7), saved(Account())])
+def test_what_is_not_saved_has_none(instance: Account) -> None:
+    with pytest.raises(ValueError, match=r"testproject\.Account is not saved"):
+        lock(instance)
+    with pytest.raises(ValueError, match="not saved"):
+        locked(instance)
+    with pytest.raises(TypeError, match="not AnonymousUser"):
+        lock(AnonymousUser())  # type: ignore[arg-type]
+
+
+def test_all_that_takes_a_name_takes_an_instance() -> None:
+    ada, bob = saved(Account(pk=1)), saved(Account(pk=2))
+    with lock_all(ada, bob) as (first, second):
+        assert [first.name, second.name] == ["testproject.account:1", "testproject.account:2"]
+        assert current_lease(ada) is first
+    with lock(ada) as lease:
+        assert lock("testproject.account:1").locked()
+        assert force_release(ada) == 1
+        assert lease.lost
+        lease.abandon()
+
+
+def test_a_field_of_a_decorators_name_may_be_an_instance() -> None:
+    names = []
+
+    @distributed_lock("fee:{account}:{year}")
+    def charge(account: Account, year: int) -> None:
+        lease = current_lease()
+        assert lease
+        names.append(lease.name)
+
+    charge(saved(Account(pk=7, name="Ada")), 2026)
+
+    @distributed_lock("fee:{account!s}")
+    def charge_by_name(account: Account) -> None:
+        lease = current_lease()
+        assert lease
+        names.append(lease.name)
+
+    charge_by_name(saved(Account(pk=7, name="Ada")))
+    assert names == ["fee:testproject.account:7:2026", "fee:Ada"]
