@@ -282,7 +282,7 @@ def test_whatever_fails_while_it_gives_up_it_holds_up_nobody(
         ("graceful", "use on_busy of distributed_lock()"),
         (
             "colour",
-            "it takes free_on_error, limit, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
+            "it takes cancel_when_lost, free_on_error, limit, max_hold, min_hold, purpose, reentrant, release, renew, shared, timeout, ttl, using",
         ),
     ],
 )
