@@ -62,6 +62,8 @@ def take_away(system: str) -> None:
     vars(selectors)["DefaultSelector"] = SELECTORS[system]
     for name in LIBRARIES:
         importlib.import_module(name)
+    # Python 3.14 chooses the kind of loop by the platform at its first use.
+    importlib.import_module("asyncio").new_event_loop().close()
     assert "django_distlock" not in sys.modules
     sys.platform = PLATFORMS[system]
     for module in (os, select, selectors, signal, socket, time):
