@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from celery import Task, current_task, shared_task
 from celery.contrib.django.task import DjangoTask
@@ -25,7 +25,16 @@ from django_distlock.ground.holder import Holder, task_text
 from django_distlock.ground.naming import log_fields, printable
 from django_distlock.lock import Lock
 
-from .once import HEADER, LEASE, Once, brought, check_is_of, checked_lease, checked_task, task_id
+from .once import (
+    HEADER,
+    LEASE,
+    Once,
+    brought,
+    check_is_of,
+    checked_lease,
+    checked_task,
+    task_id,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +55,8 @@ def unique_task(
     *,
     lease: float | timedelta = LEASE,
     using: str = DEFAULT_ALIAS,
+    until: Literal["start", "end"] = "end",
+    again: bool = False,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Make a shared task that is under way once: it is locked when it is sent, and until it has ended.
@@ -54,6 +65,9 @@ def unique_task(
     fields for arguments, ``"import:{shop_id}"``, or be a lambda that is called with them. *lease*: seconds
     for which a message that is never run keeps the name, counted from its eta; while the task runs, its
     lease is renewed. *options* are those of ``shared_task()``.
+
+    *until*: "start" frees the name when the body begins, so that several bodies may run at once. *again* frees it
+    then, too, but the next body waits until this one has ended: what is sent meanwhile runs after it, once.
     """
     seconds = checked_lease(name, lease)
 
@@ -61,7 +75,8 @@ def unique_task(
         if isinstance(function, (Proxy, Task)):
             msg = "unique_task() makes the task itself; leave @shared_task out and give its arguments to unique_task()."
             raise TypeError(msg)
-        once = Once(function, name, seconds, using, is_bound=bool(options.get("bind")))
+        is_bound = bool(options.get("bind"))
+        once = Once(function, name, seconds, using, is_bound=is_bound, until=until, again=again)
         base = options.get("base")
         kind = type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask
         # Celery logs errors in `throws` in one line, without a traceback.
@@ -130,20 +145,25 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         request = self.request
         lock = Lock(self.once.name_for(args, kwargs), **self.once.terms(self.name))
-        if request.called_directly or request.get("distlock_lease"):
-            with lock.take(0):  # called as a function, maybe by itself
+        body = self.once.body_lock(lock)
+        if request.called_directly or request.get("distlock_begun"):
+            # Called as a function, maybe by itself.
+            with nullcontext() if body is None else body.take(0):
                 return super().__call__(*args, **kwargs)
-        lease = request.distlock_lease = self._arrive(lock)
-        check_is_of(lease, lock)
+        request.distlock_begun = True
+        arrived = request.distlock_lease = self._arrive(lock)
+        check_is_of(arrived, lock)
+        lease = arrived if body is lock else self._begin(arrived, body)
+        request.distlock_lease = lease
         try:
             result = super().__call__(*args, **kwargs)
         except BaseException as error:
-            if lease.lost:
+            if lease is not None and lease.lost:
                 error.add_note(f"django_distlock: {LockLost(lease.name, lease.reason)}")
             raise
         finally:
             request.distlock_ended = lease
-        if lease.lost:
+        if lease is not None and lease.lost:
             lease.check()
         return result
 
@@ -171,7 +191,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             is_copy = self._id_of(busy.holder) == request.id
             if request.is_eager or not (is_step or is_copy or request.chain is not None):
                 raise
-            wait = min(busy.remaining or LOOK_AGAIN, LOOK_AGAIN) * random.uniform(0.5, 1)  # noqa: S311
+            wait = _pause(busy)
         else:
             # Checked under the lock, because the first copy stores its result before it releases the lock.
             self._leave_out_copy(lock)
@@ -179,6 +199,22 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         again = self.signature_from_request(request)
         super().apply_async(again.args, again.kwargs, **{**again.options, "countdown": wait})
         raise Ignore
+
+    def _begin(self, lease: Lease, body: Lock | None) -> Lease | None:
+        """Free the name of *lease*, and return the lease of *body*; if that must wait, send the message again, with the name."""
+        request, held = self.request, None
+        if body is not None:
+            try:
+                held = body.take(0)
+            except LockNotAcquired as busy:
+                if request.is_eager:
+                    raise
+                later = self.signature_from_request(request)
+                options = {**later.options, "countdown": _pause(busy)}
+                self.apply_async(later.args, later.kwargs, **options)
+                raise Ignore from None
+        lease.leave(Ignore())  # a failed release can only be logged
+        return held
 
     def _leave_out_copy(self, lock: Lock) -> None:
         """Ignore a second copy of a message if the first one has succeeded; only with a result backend."""
@@ -214,6 +250,11 @@ def attached(task: Any) -> Lease:
         msg = f"{task.name} brought no lease; send it with headers=handover(lease)."
         raise LookupError(msg)
     return Lease.attach(text)
+
+
+def _pause(busy: LockNotAcquired) -> float:
+    """Return the seconds after which a task that waits for its turn tries again."""
+    return min(busy.remaining or LOOK_AGAIN, LOOK_AGAIN) * random.uniform(0.5, 1)  # noqa: S311
 
 
 def _give_way(name: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from django.core.signing import BadSignature
 
-from django_distlock.conf import checked_ttl
+from django_distlock.conf import checked_ttl, flag
 from django_distlock.engine.lease import Lease
 from django_distlock.exceptions import LockLost, LockNotAcquired, NotSupported
 from django_distlock.ground.holder import task_text
@@ -17,7 +19,7 @@ from django_distlock.ground.naming import NameTemplate, checked_name, log_fields
 from django_distlock.handler import locks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable, Iterator
     from datetime import timedelta
 
     from django_distlock.lock import Lock
@@ -44,10 +46,29 @@ class Once:
     """The arguments of unique_task(), for one task."""
 
     def __init__(
-        self, function: Callable[..., Any], name: Name, lease: float, using: str, *, is_bound: bool
+        self,
+        function: Callable[..., Any],
+        name: Name,
+        lease: float,
+        using: str,
+        *,
+        is_bound: bool,
+        until: str = "end",
+        again: bool = False,
     ) -> None:
-        """Fields of *name* are arguments of *function*, except the first one if it *is_bound*."""
+        """Fields of *name* are arguments of *function*, except the first one if it *is_bound*.
+
+        TypeError or ValueError if *until* and *again* do not go together.
+        """
         self.lease, self.using = lease, using
+        if until not in {"start", "end"}:
+            raise ValueError(f'until must be "start" or "end", not {until!r}.')
+        if flag(again, "again") and until == "start":
+            raise ValueError(
+                'again=True waits for the body that runs; with until="start", both run.'
+            )
+        #: Whether the name is free while the body runs; and whether bodies then wait for each other.
+        self.frees_at_start, self.again = again or until == "start", again
         if isinstance(name, str):
             # The sender of the task passes no first argument.
             called = MethodType(function, object()) if is_bound else function
@@ -67,6 +88,34 @@ class Once:
         # While the task runs, its lease is renewed.
         ttl = min(backend.ttl, self.lease)
         return {"using": self.using, "ttl": ttl, "purpose": purpose}
+
+    def body_lock(self, lock: Lock) -> Lock | None:
+        """Return what is held while the body runs, when the name, that of *lock*, may be free; None for nothing."""
+        if not self.frees_at_start:
+            return lock
+        return (
+            replace(lock.terms, timeout=None).lock(f"{lock.name}:running") if self.again else None
+        )
+
+    @contextmanager
+    def begun(self, held: Lease, lock: Lock) -> Iterator[None]:
+        """Hold what the body needs, waiting for it, once *held* is that of *lock*; else ValueError."""
+        check_is_of(held, lock)
+        body = self.body_lock(lock)
+        with nullcontext() if body in {None, lock} else body:
+            if self.frees_at_start:
+                held.release()
+            yield
+
+    @asynccontextmanager
+    async def abegun(self, held: Lease, lock: Lock) -> AsyncIterator[None]:
+        """Do what begun() does, in a task."""
+        check_is_of(held, lock)
+        body = self.body_lock(lock)
+        async with nullcontext() if body in {None, lock} else body:
+            if self.frees_at_start:
+                await held.arelease()
+            yield
 
     def note_under_way(self, busy: LockNotAcquired) -> None:
         """Log that a message was not sent, because the task is under way."""

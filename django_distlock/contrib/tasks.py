@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial, wraps
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from asgiref.sync import sync_to_async
 from django.core.signing import BadSignature
@@ -28,7 +28,6 @@ from .once import (
     LEASE,
     Once,
     brought,
-    check_is_of,
     checked_lease,
     note_unreadable,
     task_id,
@@ -50,6 +49,8 @@ def unique_task(
     *,
     lease: float | timedelta = LEASE,
     using: str = DEFAULT_ALIAS,
+    until: Literal["start", "end"] = "end",
+    again: bool = False,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], UniqueTask]:
     """Make a task that is under way once: it is locked when it is enqueued, and until it has ended.
@@ -58,6 +59,10 @@ def unique_task(
     ``"import:{shop_id}"``, or be a lambda that is called with them. *lease*: seconds for which a message
     that is never run keeps the name, counted from its ``run_after``; while the task runs, its lease is
     renewed. *options* are those of ``django.tasks.task()``.
+
+    *until*: "start" frees the name when the body begins, so that several bodies may run at once. *again* frees it
+    then, too, but the next body waits, in its worker, until this one has ended: what is enqueued meanwhile
+    runs after it, once.
     """
     seconds = checked_lease(name, lease)
 
@@ -66,7 +71,7 @@ def unique_task(
             msg = "unique_task() makes the task itself; leave @task out and give its arguments to unique_task()."
             raise TypeError(msg)
         has_context = bool(options.get("takes_context"))
-        once = Once(function, name, seconds, using, is_bound=has_context)
+        once = Once(function, name, seconds, using, is_bound=has_context, until=until, again=again)
 
         def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
             started, task_id = _started.get()
@@ -81,8 +86,7 @@ def unique_task(
             async def run(*args: Any, **kwargs: Any) -> Any:
                 text = kwargs.pop(HEADER, "")
                 lock = lock_for(args, kwargs)
-                async with await _aarrive(text, lock) as held:
-                    check_is_of(held, lock)
+                async with await _aarrive(text, lock) as held, once.abegun(held, lock):
                     return await function(*args, **kwargs)
         else:
 
@@ -91,8 +95,8 @@ def unique_task(
                 text = kwargs.pop(HEADER, "")
                 lock = lock_for(args, kwargs)
                 # The message waited for longer than its lease, is a second copy, or it is called as a function.
-                with (text and brought(text, lock)) or lock.take(0) as held:
-                    check_is_of(held, lock)
+                arrived = (text and brought(text, lock)) or lock.take(0)
+                with arrived as held, once.begun(held, lock):
                     return function(*args, **kwargs)
 
         run.once = once  # type: ignore[attr-defined]

@@ -37,6 +37,11 @@ async def aonce(context: Any, folder: str) -> str:
     return body(folder)
 
 
+@unique(again=True)
+def once_more(folder: str) -> str:
+    return body(folder)
+
+
 @unique()
 def failing(folder: str) -> None:
     raise OSError(body(folder))

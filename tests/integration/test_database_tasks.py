@@ -114,6 +114,22 @@ def test_while_it_waits_or_runs_it_is_not_sent_again(
     assert len(began(folder)) == 2
 
 
+def test_what_is_sent_while_it_runs_is_run_after_it_once(worker: Worker, folder: str) -> None:
+    first = tasks.once_more.enqueue(folder)
+    worker()
+    worker()
+    began(folder)
+
+    second = tasks.once_more.enqueue(folder)
+
+    assert second
+    never(lambda: tasks.once_more.enqueue(folder) is not None, LEASE + 2)
+    assert len(began(folder)) == 1
+    let_go(folder)
+    assert ended(first).return_value == ended(second).return_value == "done"
+    assert len(began(folder)) == 2
+
+
 def test_a_task_that_failed_is_free_at_once(worker: Worker, folder: str) -> None:
     let_go(folder)
     result = tasks.failing.enqueue(folder)

@@ -297,6 +297,124 @@ def test_and_gives_way_to_a_later_one_in_words(start_workers: StartWorkers, diar
     worker.stop()
 
 
+# What is sent while it runs.
+
+
+def is_running(diary: Diary) -> bool:
+    return lock(f"once:{diary.page}:running", using="redis").locked()
+
+
+def test_what_is_sent_while_it_runs_is_run_once_more_after_it(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    first = send_to(worker, "once_more", diary)
+    began(diary, 1)
+
+    second, *others = [send_to(worker, "once_more", diary) for _ in range(5)]
+
+    assert second.id != first.id
+    assert {each.id for each in others} == {second.id}
+    never(lambda: len(events(diary)) > 1, LEASE + 2)  # and its turn is not lost meanwhile
+    assert send_to(worker, "once_more", diary).id == second.id
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+    began(diary, 2)
+    assert events(diary) == ["began", "ended", "began"]
+    third = send_to(worker, "once_more", diary)
+    assert third.id not in {first.id, second.id}
+    diary.let_go(2)
+    assert [second.get(timeout=30), third.get(timeout=30)] == ["done", "done"]
+    assert events(diary) == ["began", "ended"] * 3
+    eventually(lambda: is_free(diary) and not is_running(diary))
+
+
+def test_of_those_no_two_run_at_once_and_no_change_is_missed(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    diary.let_go(100)
+    last = None
+    for _ in range(30):
+        last = send_to(worker, "once_more", diary)
+
+    assert last is not None
+    assert last.get(timeout=60) == "done"
+    found = events(diary)
+    assert found == ["began", "ended"] * (len(found) // 2)
+    eventually(lambda: is_free(diary) and not is_running(diary))
+
+
+def test_one_whose_worker_was_killed_lets_the_next_run(
+    start_workers: StartWorkers, diary: Diary
+) -> None:
+    [worker] = start_workers(children=2, include=TASKS)
+    send_to(worker, "once_more", diary)
+    [entry] = began(diary, 1)
+    second = send_to(worker, "once_more", diary)
+
+    os.kill(entry.pid, signal.SIGKILL)
+
+    began(diary, 2)
+    diary.let_go()
+    assert second.get(timeout=60) == "done"
+    worker.stop()
+
+
+def test_a_retry_of_it_gives_way_to_what_was_sent_meanwhile(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    first = send_to(worker, "retried_while_others_wait", diary)
+    eventually(lambda: events(diary) == ["tried"], 20)
+    second = send_to(worker, "retried_while_others_wait", diary)
+    assert second.id != first.id
+    diary.let_go(5)
+
+    assert second.get(timeout=60) == "done"
+    assert events(diary).count("ended") >= 1
+    eventually(first.ready, 30)
+    eventually(lambda: is_free(diary) and not is_running(diary))
+
+
+def test_a_name_that_is_free_at_the_start_lets_several_run(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    first = send_to(worker, "free_at_start", diary)
+    assert send_to("nobody-works-here", "free_at_start", diary).id == first.id
+    began(diary, 1)
+    assert is_free(diary)
+
+    second = send_to(worker, "free_at_start", diary)
+
+    assert second.id != first.id
+    began(diary, 2)
+    diary.let_go(2)
+    assert [first.get(timeout=30), second.get(timeout=30)] == ["done", "done"]
+
+
+def test_called_as_functions_they_hold_what_their_bodies_hold(diary: Diary) -> None:
+    with lock(f"once:{diary.page}:running", using="redis"), ThreadPoolExecutor(1) as elsewhere:
+        refused = elsewhere.submit(unique_tasks.once_more, diary.page)
+        assert isinstance(refused.exception(30), LockNotAcquired)
+    diary.let_go(2)
+    assert unique_tasks.once_more(diary.page) == "done"
+    with lock(f"once:{diary.page}", using="redis"), ThreadPoolExecutor(1) as elsewhere:
+        assert elsewhere.submit(unique_tasks.free_at_start, diary.page).result(30) == "done"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ({"until": "now"}, "until must be"),
+        ({"until": "start", "again": True}, "again=True waits"),
+        ({"again": "yes"}, "again"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(words: dict[str, Any], problem: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=problem):
+
+        @unique_task("x", **words)
+        def task() -> None: ...
+
+
 # What dies.
 
 

@@ -30,6 +30,26 @@ def once_within_a_minute(page: str) -> str:
     return body(page)
 
 
+@unique(again=True)
+def once_more(page: str) -> str:
+    return body(page)
+
+
+@unique(until="start")
+def free_at_start(page: str) -> str:
+    return body(page)
+
+
+@unique(bind=True, again=True)
+def retried_while_others_wait(self: Any, page: str) -> str:
+    if self.request.retries == 0:
+        diary = Diary(page)
+        diary.write("tried")
+        diary.wait()
+        raise self.retry(countdown=0)
+    return body(page)
+
+
 @unique(bind=True)
 def retried(self: Any, page: str) -> str:
     if self.request.retries == 0:

@@ -24,7 +24,7 @@ from django_distlock import (
     locks,
     skip,
 )
-from tests.contract.crew import held_in_thread, together
+from tests.contract.crew import held_in_thread, start, together
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.pages import ROOT
 
@@ -158,6 +158,26 @@ def failing(number: int) -> None:
     raise OSError(number)
 
 
+@unique_task("once:{number}", again=True)
+def once_more(number: int) -> list[bool]:
+    return [lock(f"once:{number}{part}").locked() for part in ("", ":running")]
+
+
+@unique_task("once:{number}", again=True)
+async def aonce_more(number: int) -> list[bool]:
+    return [await lock(f"once:{number}{part}").alocked() for part in ("", ":running")]
+
+
+@unique_task("once:{number}", until="start")
+def free_at_start(number: int) -> list[bool]:
+    return [lock(f"once:{number}{part}").locked() for part in ("", ":running")]
+
+
+@unique_task("once:{number}", until="start")
+async def afree_at_start(number: int) -> list[bool]:
+    return [await lock(f"once:{number}{part}").alocked() for part in ("", ":running")]
+
+
 def run(message: Any) -> Any:
     """Do what a worker does with a message of the queue."""
     return message.task.call(*message.args, **message.kwargs)
@@ -218,6 +238,39 @@ def test_while_it_runs_it_is_not_sent_by_itself_either() -> None:
 
     assert result.status == "SUCCESSFUL"
     assert result.return_value is None
+
+
+@pytest.mark.parametrize(
+    ("task", "held"),
+    [
+        (once_more, [False, True]),
+        (aonce_more, [False, True]),
+        (free_at_start, [False, False]),
+        (afree_at_start, [False, False]),
+    ],
+)
+def test_the_name_may_be_free_while_it_runs(task: Any, held: list[bool]) -> None:
+    in_queue = task.using(backend="queue")
+    assert task.enqueue(7).return_value == held
+    assert in_queue.enqueue(7)
+    assert in_queue.enqueue(7) is None
+    assert run(queued()[0]) == held
+    assert not lock("once:7").locked()
+    assert not lock("once:7:running").locked()
+
+
+@pytest.mark.parametrize("task", [once_more, aonce_more])
+def test_what_is_sent_while_it_runs_waits_for_its_end_and_is_sent_once(task: Any) -> None:
+    in_queue = task.using(backend="queue")
+    with held_in_thread(lock("once:7:running")):
+        assert in_queue.enqueue(7)
+        assert in_queue.enqueue(7) is None
+        [message] = queued()
+        running = start(lambda: run(message))
+        never(running.done, 0.2)
+        assert in_queue.enqueue(7) is None
+    assert running.result(20) == [False, True]
+    assert in_queue.enqueue(7)
 
 
 @pytest.mark.parametrize("task", [tells, atells])
