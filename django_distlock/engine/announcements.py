@@ -5,6 +5,7 @@ from __future__ import annotations
 from asyncio import _get_running_loop
 from contextvars import copy_context
 from functools import partial
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from .background import background
@@ -40,3 +41,10 @@ def send(signal: Signal, sender: Hashable, **facts: Any) -> None:
         deliver()
     else:
         background.submit(_RECEIVERS, partial(copy_context().run, deliver))
+
+
+def wait_for_receivers(seconds: float) -> None:
+    """Return once what was sent before in event loops has been received, or after so many *seconds*."""
+    received = Event()
+    background.submit(_RECEIVERS, received.set)
+    received.wait(seconds)

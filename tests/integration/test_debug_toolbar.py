@@ -1,0 +1,49 @@
+"""The panel of django-debug-toolbar: real requests through its middleware."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tests.fixtures.warm import ROOT
+
+
+def recorded(address: str) -> Any:
+    """Return what the panel records of a request."""
+    command = [sys.executable, "-m", "tests.integration.toolbar_site", address]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_it_lists_the_locks_of_the_request() -> None:
+    told = recorded("/view")
+
+    assert [(row["name"], row["using"], row["state"]) for row in told["rows"]] == [
+        ("fee:7", "default", "released"),
+        ("<b>", "default", "busy"),
+        ("lost", "default", "lost"),
+    ]
+    released, busy, lost = told["rows"]
+    assert all(time.endswith(" ms") for time in released["times"])
+    assert "pid" in busy["about"]
+    assert "operator" in lost["about"]
+    assert told["subtitle"].startswith("3 locks in ")
+    assert "&lt;b&gt;" in told["page"]
+    assert "<b>" not in told["page"]
+
+
+def test_and_those_of_an_async_view() -> None:
+    told = recorded("/aview")
+
+    assert [row["state"] for row in told["rows"]] == ["released"]
+    assert told["subtitle"].startswith("1 lock in ")
+
+
+def test_a_request_without_locks_says_so() -> None:
+    told = recorded("/idle")
+
+    assert told["rows"] == []
+    assert "This request used no locks." in told["page"]
