@@ -234,6 +234,8 @@ def _too_many(name: object, extra: tuple[object, ...]) -> TypeError:
     return TypeError(f"A lock has one name; write {extra[0]!r} as timeout=... or ttl=...")
 
 
+#: A lock, its block that is left, and the entries of its lease before.
+_Left = tuple["Lock", "_EnteredWith", object]
 #: Modules whose frames stand between a ``with`` and its lock.
 _OF_WITH = {__name__, "contextlib", f"{__package__}.objects"}
 
@@ -367,14 +369,14 @@ class Lock:
     def __exit__(self, *error: Any) -> None:
         block = entries = None
         try:
-            block = self._innermost()
+            block = self.innermost()
             entries = block.lease.entries
             self._blocks.remove(block)
             block.lease.leave(error[1])
         except LockError:
             raise
         except BaseException:
-            self._finish_leaving(block, entries)
+            self.finish_leaving(block, entries)
             raise
 
     async def __aenter__(self) -> Lease:
@@ -383,7 +385,7 @@ class Lock:
     async def __aexit__(self, *error: Any) -> None:
         block = entries = lost = None
         try:
-            block = self._innermost()
+            block = self.innermost()
             entries = block.lease.entries
             self._blocks.remove(block)
             lost = block.cancelling and await block.cancelling.end(block.lease, *error)
@@ -391,7 +393,7 @@ class Lock:
         except (LockError, asyncio.CancelledError, GeneratorExit):
             raise  # cancelled, the release goes on in the background
         except BaseException:
-            self._finish_leaving(block, entries)
+            self.finish_leaving(block, entries)
             raise
         if lost:
             raise lost from error[1]
@@ -422,7 +424,7 @@ class Lock:
 
     async def end_cancelling(self) -> None:
         """Do not cancel this task when the lease is lost, which goes on after the body: it streams a response."""
-        block = self._innermost()
+        block = self.innermost()
         if block.cancelling is not None:
             await block.cancelling.end(block.lease, None, None, None)
 
@@ -592,7 +594,7 @@ class Lock:
         if cancelling is not None:
             cancelling.watch(lease)
 
-    def _innermost(self) -> _EnteredWith:
+    def innermost(self) -> _EnteredWith:
         """Return the block that is left now: the last one of its frame, or else of this caller, or else of all.
 
         A generator may be closed by another thread than its own; its frame tells it from other readers.
@@ -606,9 +608,9 @@ class Lock:
             raise LockNotHeld(self.name)
         return blocks[-1]
 
-    def _finish_leaving(self, block: _EnteredWith | None, entries: object) -> None:
+    def finish_leaving(self, block: _EnteredWith | None, entries: object) -> None:
         """Leave in the background what an asynchronous exception kept from being left; None: it came before that was known."""
-        block = block or self._innermost()
+        block = block or self.innermost()
         if block in self._blocks:
             self._blocks.remove(block)
         block.lease.finish_leaving(block.lease.entries if entries is None else entries)
@@ -790,10 +792,18 @@ class LockSet:
                     raise
 
     def __exit__(self, *error: Any) -> None:
-        stack = ExitStack()
-        for lock in self._locks.values():
-            stack.push(lock)
-        stack.__exit__(*error)
+        left: list[_Left] = []
+        try:
+            left = self._to_leave()
+            stack = ExitStack()
+            for lock in self._locks.values():
+                stack.push(lock)
+            stack.__exit__(*error)
+        except LockError:
+            raise
+        except BaseException:
+            self._finish_leaving(left)
+            raise
 
     async def __aenter__(self) -> tuple[Lease, ...]:
         return await self._aenter()
@@ -813,10 +823,27 @@ class LockSet:
                     raise
 
     async def __aexit__(self, *error: Any) -> None:
-        stack = AsyncExitStack()
-        for lock in self._locks.values():
-            stack.push_async_exit(lock)
-        await stack.__aexit__(*error)
+        left: list[_Left] = []
+        try:
+            left = self._to_leave()
+            stack = AsyncExitStack()
+            for lock in self._locks.values():
+                stack.push_async_exit(lock)
+            await stack.__aexit__(*error)
+        except (LockError, asyncio.CancelledError, GeneratorExit):
+            raise  # as of a Lock
+        except BaseException:
+            self._finish_leaving(left)
+            raise
+
+    def _to_leave(self) -> list[_Left]:
+        blocks = [(lock, lock.innermost()) for lock in self._locks.values()]
+        return [(lock, block, block.lease.entries) for lock, block in blocks]
+
+    def _finish_leaving(self, left: list[_Left]) -> None:
+        """Leave in the background what an asynchronous exception kept from being left; nothing *left*: it came before."""
+        for lock, block, entries in left or self._to_leave():
+            lock.finish_leaving(block, entries)
 
     def __repr__(self) -> str:
         return f"<LockSet {list(self._locks.values())!r}>"

@@ -56,6 +56,7 @@ class LockedObject(Generic[_M]):
         if known.get(_READ_UNDER) != holding:
             fencing.read_again(lease, self._instance)
             known[_READ_UNDER] = holding
+        lease.check()  # the row may have been waited for
 
 
 def locked(instance: _M, **terms: Unpack[LockTerms]) -> LockedObject[_M]:

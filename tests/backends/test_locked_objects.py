@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 import uuid
@@ -11,6 +12,7 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import (
+    LockLost,
     LockNotAcquired,
     LockNotHeld,
     StaleFencingToken,
@@ -18,12 +20,18 @@ from django_distlock import (
     lock,
     locked,
 )
+from django_distlock.engine import fencing
 from testproject.models import Account, Fee
 from tests.backends.test_fencing import paused_and_next
 from tests.contract.crew import elsewhere
+from tests.fixtures.eventually import eventually
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from django.db.models import Model
+
+    from django_distlock import Lease
 
 
 @pytest.fixture
@@ -86,6 +94,30 @@ def test_no_update_is_lost(database: str, account: Account) -> None:
 
     account.refresh_from_db()
     assert account.balance == 40
+
+
+def test_no_body_begins_if_the_lease_ends_while_the_row_is_read(
+    database: str, fee: Fee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = fencing.read_again
+
+    def read_for_long(lease: Lease, instance: Model) -> None:
+        read(lease, instance)
+        eventually(lambda: lease.lost)
+
+    monkeypatch.setattr(fencing, "read_again", read_for_long)
+    with pytest.raises(LockLost), locked(fee, using=database, ttl=0.2, renew=False):
+        pytest.fail("the lease has ended")
+
+    async def work() -> None:
+        async with locked(fee, using=database, ttl=0.2, renew=False):
+            pytest.fail("the lease has ended")
+
+    if database == "default":
+        with pytest.raises(LockLost):
+            asyncio.run(work())
+    with lock(fee, using=database, timeout=5):
+        pass
 
 
 def test_an_inner_block_keeps_what_the_outer_one_has_changed(

@@ -257,16 +257,16 @@ def test_an_exception_at_any_last_step_of_acquiring_several_leaves_nothing(
         rival(of=each).takes(within=SOON)
 
 
-@pytest.mark.parametrize("kind", ["with", "with a lease", "inner with"])
+@pytest.mark.parametrize("kind", ["with", "with a lease", "inner with", "several, kept"])
 def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
     using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    dropped = list[object]()  # what finalizers raise goes up nowhere
+    dropped, kept = list[object](), list[object]()  # what finalizers raise goes up nowhere
     monkeypatch.setattr(sys, "unraisablehook", lambda told: dropped.append(told.exc_type))
 
     def calls_until(number: int, each: str) -> int:
         with suppress(TimeLimit):
-            _leave(kind, lock(each, using=using), step := StopAt(number))
+            _leave(kind, lock(each, using=using), step := StopAt(number), kept)
         sys.setprofile(None)
         return step.calls
 
@@ -278,24 +278,26 @@ def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
 
     for number in numbers:
         rival(of=f"{name}:at:{number}").takes(within=SOON)
+        rival(of=f"{name}:at:{number}:2").takes(within=SOON)
 
 
-def _leave(kind: str, recipe: Lock, step: StopAt) -> None:
+def _leave(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
     """Take *recipe*, and have *step* count the calls until it is given back."""
     if kind == "inner with":
         with recipe, lock(recipe.name, using=recipe.terms.using):
             step.__enter__()
-    elif kind == "with a lease":
-        lease = recipe.acquire()
-        assert lease
-        with lease:
-            step.number += bool(
-                step.number
-            )  # at its first call, only its user could tell that it was to end
-            step.__enter__()
-    else:
-        with recipe:
-            step.__enter__()
+        return
+    block: Any = recipe
+    if kind != "with":
+        # At its first call, only its user could tell that it was to end.
+        step.number += bool(step.number)
+    if kind == "with a lease":
+        block = recipe.acquire()
+    elif kind == "several, kept":
+        block = lock_all(recipe.name, f"{recipe.name}:2", using=recipe.terms.using)
+        kept.append(block)
+    with block:
+        step.__enter__()
 
 
 class InterruptAt:
