@@ -140,7 +140,7 @@ def brought(text: str, lock: Lock) -> Lease | None:
 def note_unreadable(lock: Lock) -> None:
     """Log that the lease in a message cannot be read, and counts as ended."""
     warn(
-        "%s brought a lease of lock %s that cannot be read, and waits for its turn:"
+        "%s brought a lease of lock %s that cannot be read, and counts as ended:"
         " was SECRET_KEY changed without SECRET_KEY_FALLBACKS?",
         lock.terms.purpose,
         lock.name,

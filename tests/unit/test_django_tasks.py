@@ -417,6 +417,20 @@ def test_without_autocommit_too_what_is_rolled_back_is_free_and_what_is_committe
     assert lock("once:8").locked()
 
 
+@pytest.mark.parametrize("task", [once, aonce])
+def test_a_message_of_another_key_fails_while_its_lease_keeps_the_name(
+    task: Any, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert task.using(backend="queue").enqueue(7)
+    settings.SECRET_KEY = "a new one"
+
+    with pytest.raises(LockNotAcquired):
+        run(queued()[0])
+
+    assert "that cannot be read, and counts as ended" in caplog.text
+    assert task.enqueue(7) is None
+
+
 def test_it_is_a_task_of_the_class_that_its_queue_has() -> None:
     own = unique_task("once:{number}", backend="own", color="blue")(once.func.__wrapped__)
 
