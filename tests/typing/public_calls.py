@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
+from threading import Event
 from typing import Any, Unpack, assert_type
 
 from django.db.models import QuerySet
@@ -34,11 +35,14 @@ from django_distlock import (
     ReleasedBeforeCommit,
     SnapshotBeforeLock,
     StaleFencingToken,
+    alead,
     current_lease,
     distributed_lock,
     force_release,
+    lead,
     lock,
     lock_all,
+    locked,
     locks,
     respond,
     retry,
@@ -369,6 +373,28 @@ async def what_is_skipped_returns_the_value_of_skip() -> None:
 def terms_are_passed_on(name: str, on_busy: Policy, **terms: Unpack[LockTerms]) -> Lock:
     distributed_lock(name, on_busy=on_busy, **terms)
     return lock(name, **terms)
+
+
+async def objects_leaders_and_holders(account: Account) -> None:
+    with locked(account, timeout=5) as found:
+        assert_type(found, Account)
+    async with locked(account) as found:
+        assert_type(found, Account)
+    with lock(account), lock_all(account, "b"):
+        force_release(account)
+    assert_type(current_lease(account), Lease | None)
+    assert_type(lock("a").holder(), Holder | None)
+    assert_type(await lock("a").aholder(), Holder | None)
+    assert_type(lead("a", lambda lease: lease.name, stop=Event(), limit=2), str | None)
+
+    async def work(lease: Lease) -> int:
+        lease.on_lost(print)
+        lease.off_lost(print)
+        return 7
+
+    assert_type(await alead("a", work, ttl=5), int)
+    async with lock("a", cancel_when_lost=True) as lease:
+        assert_type(lease, Lease)
 
 
 async def a_decorated_function_keeps_its_signature(shop: Shop, request: HttpRequest) -> None:
