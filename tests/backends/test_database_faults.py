@@ -528,15 +528,20 @@ def test_every_write_of_a_lease_waits_for_the_standby_though_the_role_does_not(
 
 
 @needs_time_limit
+@pytest.mark.parametrize(
+    "kind", ["database.DatabaseBackend", "rowlock.RowLockBackend", "advisory.AdvisoryBackend"]
+)
 def test_requests_given_up_while_the_standby_is_away_leave_no_sessions(
-    postgres: PostgreSQL, name: str, settings: Settings
+    postgres: PostgreSQL, name: str, settings: Settings, kind: str
 ) -> None:
     options = {"using": "postgres", "max_connections": 4, "io_timeout": 0.3}
-    settings.DISTLOCK = {"leases": {"OPTIONS": options}}
+    backend = f"django_distlock.backends.{kind}"
+    settings.DISTLOCK = {"away": {"BACKEND": backend, "OPTIONS": options}}
     with postgres.admin() as admin, standby_away(postgres):
         for turn in range(8):
             with pytest.raises(LockBackendError):
-                lock(f"{name}:{turn}", using="leases", timeout=0, ttl=5).acquire()
+                lock(f"{name}:{turn}", using="away", timeout=0, ttl=5).acquire()
+            assert len(admin.execute(WAIT_FOR_STANDBY).fetchall()) <= 4
 
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
     locks.close()
