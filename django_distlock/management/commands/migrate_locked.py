@@ -100,6 +100,7 @@ class Command(LockCommand, migrate.Command):
                 while not _succeeds(attempt, stack, wait):
                     if tells:
                         self.stdout.write(_("Somebody else migrates this database: waiting."))
+                        self.stdout.flush()
                         tells = False
                     if not database.in_atomic_block:
                         database.close()  # a server may not bear it idle for so long
