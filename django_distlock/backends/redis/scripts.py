@@ -43,8 +43,16 @@ local function number(value) return tonumber(value or 0) or 0 end
 # KEYS: record, holders, queue, alive, and what min_hold reserves. ARGV[1]: what the names of
 # doorbells begin with. A cluster that is moving the slot refuses a script before it has begun, by its KEYS; doorbells
 # are not among them, as only the server knows who waits: one that cannot be reached at that moment does not ring.
-# To define a function takes time in each run: here are those that are needed where nobody is in the way.
-_OF_LOCK = "local record, holders, queue, alive, reserved, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], ARGV[1]"
+# *instant* is now as text, which Lua takes longer to write than to join.
+_CLOCK = f"""{CLOCK}
+local instant = clock[1] .. string.sub('00000' .. clock[2], -6)
+"""
+_OF_LOCK = f"""{_CLOCK}
+local record, holders, queue, alive, reserved, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], ARGV[1]
+"""
+
+# Each command and each function takes about half a microsecond of each run. So where nobody is in the way,
+# scripts do with few commands, and return before they define what the others need.
 _FUNCTIONS = f"""
 local function keep(ends)
   local left = math.max(0, math.ceil((ends - now) / 1000)) + {RETENTION * 1000}
@@ -73,17 +81,6 @@ local function forget(owner)
   redis.call('HDEL', record, 'h:' .. owner)
 end
 
--- Keeps the last eight: as many readers may give back at once, and ask again.
-local function note(list, owner)
-  local noted = redis.call('HGET', record, list) or ''
-  redis.call('HSET', record, list, string.sub(owner .. ' ' .. noted, 1, 8 * (#owner + 1)))
-end
-
-"""
-
-_COMMON = CLOCK + _OF_LOCK + _FUNCTIONS
-# What only locks need that somebody holds or waits for.
-_MORE = """
 local function expire()
   for _, owner in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', now)) do
     forget(owner)
@@ -141,7 +138,7 @@ local function busy()
   local last = redis.call('ZREVRANGE', holders, 0, 0, 'WITHSCORES')
   local holder, ends = '', math.max(number(last[2]), number(redis.call('HGET', record, 'available')))
   if last[1] then holder = select(3, described(last[1])) end
-  return {0, holder, ends > now and ends - now or -1}
+  return {{0, holder, ends > now and ends - now or -1}}
 end
 """
 
@@ -160,6 +157,24 @@ if ARGV[8] ~= '' then
 end
 """
 
+# Grants a lock that is free for this owner. *known*: the record's token and mode. What is so already is not written.
+_GRANT = f"""
+  local token, left = instant, ttl
+  if number(known[1]) >= now then token = text(known[1] + 1) end
+  if known[2] ~= mode then redis.call('HSET', record, 'mode', mode, 'name', ARGV[6]) end
+  redis.call('HSET', record, 'token', token, 'h:' .. owner, token .. ' ' .. instant .. ' ' .. ARGV[7])
+  redis.call('ZADD', holders, now + ttl, owner)
+  if mode == 'x' and min_hold ~= '0' then
+    redis.call('HSET', record, 'available', now + min_hold)
+    redis.call('SET', reserved, '', 'PX', math.ceil(min_hold / 1000))
+    left = math.max(ttl, min_hold)
+  end
+  left = math.ceil(left / 1000) + {RETENTION * 1000}
+  -- Nearly as long is long enough, and saves a write. Only readers find other holders.
+  if redis.call('PTTL', record) < left - 600000 then redis.call('PEXPIRE', record, left) end
+  if mode == 'x' or redis.call('PTTL', holders) < left - 600000 then redis.call('PEXPIRE', holders, left) end
+"""
+
 # Asks for the lock, once.
 # ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a place in the queue if it is
 # refused, '1' if the first in the queue is always served first.
@@ -168,22 +183,14 @@ end
 _ACQUIRE = f"""
 local owner, mode, ttl, min_hold = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked')
-local is_revoked = string.find(known[4] or '', owner, 1, true)
-
-local function grant()
-  local token, instant = text(math.max(number(known[1]) + 1, now)), text(now)
-  local holding = table.concat({{token, instant, ARGV[7]}}, ' ')
-  redis.call('HSET', record, 'token', token, 'mode', mode, 'available', mode == 's' and '0' or instant,
-    'name', ARGV[6], 'h:' .. owner, holding)
-  redis.call('ZADD', holders, now + ttl, owner)
-  if mode == 'x' then hold_back(now + min_hold) end
-  keep(now + ttl)
-  return {{1, tonumber(token)}}
-end
+local is_revoked = known[4] and string.find(known[4], owner, 1, true)
 
 -- Nearly always there are neither holders nor waiters.
-if not is_revoked and number(known[3]) <= now and redis.call('EXISTS', holders, queue) == 0 then return grant() end
-{_MORE}
+if not is_revoked and number(known[3]) <= now and redis.call('EXISTS', holders, queue) == 0 then
+  {_GRANT}
+  return {{1, tonumber(token)}}
+end
+{_FUNCTIONS}
 expire()
 local ends = redis.call('ZSCORE', holders, owner)
 if ends then
@@ -209,9 +216,9 @@ local function is_behind()
 end
 
 if is_free() and not is_behind() then
-  local granted = grant()
+  {_GRANT}
   if redis.call('EXISTS', queue) == 1 then leave(owner) end
-  return granted
+  return {{1, tonumber(token)}}
 end
 
 {_QUEUE}
@@ -223,13 +230,13 @@ return busy()
 # ARGV: as for one lock, and the place to begin with. Returns {1, token, place}, or as for one lock, of the place
 # that is free first. The same owner again: the same place.
 _ACQUIRE_PLACE = f"""
-local owner, ttl, limit = ARGV[2], ARGV[4], (#KEYS - 2) / 3
+local owner, mode, ttl, min_hold, limit = ARGV[2], 'x', ARGV[4], ARGV[5], (#KEYS - 2) / 3
 local known, free, soonest, is_revoked
 local numbers_free = 0
 
 local function look_at(place)
   record, holders, reserved = KEYS[3 * place + 3], KEYS[3 * place + 4], KEYS[3 * place + 5]
-  known = redis.call('HMGET', record, 'token', 'available', 'revoked')
+  known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked')
 end
 
 for i = 0, limit - 1 do
@@ -241,8 +248,8 @@ for i = 0, limit - 1 do
     redis.call('ZADD', holders, math.max(tonumber(ends), now + ttl), owner)
     return {{1, (described(owner)), place}}
   end
-  is_revoked = is_revoked or string.find(known[3] or '', owner, 1, true)
-  if number(known[2]) <= now and redis.call('ZCARD', holders) == 0 then
+  is_revoked = is_revoked or string.find(known[4] or '', owner, 1, true)
+  if number(known[3]) <= now and redis.call('ZCARD', holders) == 0 then
     free, numbers_free = free or place, numbers_free + 1
   else
     local found = busy()
@@ -261,12 +268,7 @@ end
 
 if free and not is_behind then
   look_at(free)
-  local instant, token = text(now), text(math.max(now, number(known[1]) + 1))
-  redis.call('HSET', record, 'token', token, 'mode', 'x', 'available', instant, 'name', ARGV[6],
-    'h:' .. owner, table.concat({{token, instant, ARGV[7]}}, ' '))
-  redis.call('ZADD', holders, now + ttl, owner)
-  hold_back(now + ARGV[5])
-  keep(now + ttl)
+  {_GRANT}
   if redis.call('EXISTS', queue) == 1 then
     leave(owner)
     if numbers_free > 1 then
@@ -286,24 +288,30 @@ return soonest or {{0, '', -1}}
 # ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late, and take it from the queue,
 # min_hold (microseconds). Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
 _RELEASE = f"""
+-- Keeps the last eight: as many readers may give back at once, and ask again.
+local function note(list, owner)
+  local noted = redis.call('HGET', record, list) or ''
+  redis.call('HSET', record, list, string.sub(owner .. ' ' .. noted, 1, 8 * (#owner + 1)))
+end
 local owner, is_final = ARGV[2], ARGV[3] == '1'
-local ends = number(redis.call('ZSCORE', holders, owner))
 
-local function give_back()
+-- Nearly always nobody waits, and no lease has ended.
+if not is_final and ARGV[4] == '0' and redis.call('EXISTS', queue) == 0 and
+  redis.call('ZCOUNT', holders, '-inf', instant) == 0 and redis.call('ZREM', holders, owner) == 1 then
+  redis.call('HDEL', record, 'h:' .. owner)
+  note('ended', owner)
+  return 1
+end
+{_FUNCTIONS}
+local ends = number(redis.call('ZSCORE', holders, owner))
+if is_final then leave(owner) end
+if ends > now then
   if ARGV[4] ~= '0' then
     local _, acquired = described(owner)
     hold_back(acquired + ARGV[4])
   end
   forget(owner)
   note('ended', owner)
-  return 1
-end
-
-if ends > now and not is_final and redis.call('EXISTS', queue) == 0 then return give_back() end
-{_MORE}
-if is_final then leave(owner) end
-if ends > now then
-  give_back()
   if is_final then note('revoked', owner) end
   wake()
   return 1
@@ -436,21 +444,20 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-ACQUIRE = Script("acquire", _COMMON + _ACQUIRE)
+ACQUIRE = Script("acquire", _OF_LOCK + _ACQUIRE)
 ACQUIRE_PLACE = Script(
     "acquire_place",
-    f"{CLOCK}local record, holders, reserved, queue, alive, bells = nil, nil, nil, KEYS[1], KEYS[2], ARGV[1]\n"
+    f"{_CLOCK}local record, holders, reserved, queue, alive, bells = nil, nil, nil, KEYS[1], KEYS[2], ARGV[1]\n"
     + _FUNCTIONS
-    + _MORE
     + _ACQUIRE_PLACE,
 )
-RELEASE = Script("release", _COMMON + _RELEASE)
+RELEASE = Script("release", _OF_LOCK + _RELEASE)
 EXTEND = Script("extend", _EXTEND)
-TAKE_OVER = Script("take_over", _COMMON + _MORE + _TAKE_OVER)
-LOOK = Script("look", _COMMON + _LOOK)
-FORCE = Script("force", _COMMON + _MORE + _FORCE)
-LEAVE = Script("leave", _COMMON + _MORE + _LEAVE)
-KEEP = Script("keep", _COMMON + _MORE + _KEEP)
+TAKE_OVER = Script("take_over", _OF_LOCK + _FUNCTIONS + _TAKE_OVER)
+LOOK = Script("look", _OF_LOCK + _FUNCTIONS + _LOOK)
+FORCE = Script("force", _OF_LOCK + _FUNCTIONS + _FORCE)
+LEAVE = Script("leave", _OF_LOCK + _FUNCTIONS + _LEAVE)
+KEEP = Script("keep", _OF_LOCK + _FUNCTIONS + _KEEP)
 SCRIPTS = (ACQUIRE, ACQUIRE_PLACE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE, KEEP)
 
 

@@ -116,7 +116,9 @@ class _LockRecord:
             ends = max(self.holders.get(last, 0), available)
             return [0, self.described(last)[2], ends - self.now if ends > self.now else -1]
         token = max(self.number("token") + 1, self.now)
-        self.set(token=token, mode=mode, available=self.now, name=name)
+        if self.fields.get(b"mode") != mode.encode():
+            self.set(mode=mode, name=name)
+        self.set(token=token)
         self.describe(owner, token, self.now, holder)
         self.hold_back(self.now + min_hold)
         self.hold(owner, ttl)
