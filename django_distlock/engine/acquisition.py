@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import random
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -33,7 +32,7 @@ from .bells import TaskBell, ThreadBell
 from .deadlocks import LockId, Waiter, wait_graph
 from .registry import registry
 from .steps import Steps, arun, asking_again, is_worth_asking_again, run
-from .values import Busy, Grant, Request, first_to_end
+from .values import Busy, Grant, Request, first_place, first_to_end
 from .waiting import Queueing, Wait, Way
 
 if TYPE_CHECKING:
@@ -177,8 +176,8 @@ def _tries_places(backend: BaseLockBackend, request: Request) -> bool:
 
 
 def _places(limit: int) -> Iterator[int]:
-    """Give all places, from a random one on, so that callers rarely ask for the same one."""
-    first = random.randrange(limit)  # noqa: S311 - no secret
+    """Give all places, from first_place() on."""
+    first = first_place(limit)
     return ((first + number) % limit for number in range(limit))
 
 

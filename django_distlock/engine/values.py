@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import random
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,11 @@ class Request:
         return replace(self, key=line_key(self.key), holder=holder, limit=limit)
 
     @property
+    def is_for_any_place(self) -> bool:
+        """Whether it has a limit, and no place yet."""
+        return self.limit is not None and self.place is None
+
+    @property
     def holdings(self) -> list[Self]:
         """The requests that may hold a lock for it: itself, or one for each place while it has none."""
         if self.limit is None or self.place is not None:
@@ -106,6 +112,11 @@ class Request:
     def at(self, place: int) -> Self:
         """Return the request for this *place*: a lock of its own."""
         return replace(self, key=place_key(self.key, place), place=place)
+
+
+def first_place(limit: int) -> int:
+    """Return a random place to begin with, so that callers rarely ask for the same one."""
+    return random.randrange(limit)  # noqa: S311 - no secret
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,11 +171,14 @@ class Answers:
         if not data:
             raise RedisConnectionError("Connection closed by server.")
         data, at, answers = self._data + data, 0, list[Any]()
-        with suppress(IndexError):
+        try:
             while at < len(data):
                 answer, at = parsed(data, at, self._error)
                 answers.append(answer)
-        self._data = data[at:]
+        except IndexError:
+            self._data = data[at:]
+        else:
+            self._data = b""
         return answers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -21,6 +20,7 @@ from django_distlock.engine.values import (
     Request,
     Secret,
     batches,
+    first_place,
     first_to_end,
 )
 from django_distlock.exceptions import LockBackendError
@@ -82,10 +82,8 @@ class KeySpace:
         #: What SCAN finds all records by, and other keys of locks; and a key or two of all that are not free.
         self.pattern = f"{before}*{after}*"
         self.taken_pattern = f"{self.pattern}:[hr]"
-
-    def of(self, key: str) -> Keys:
-        """Return the keys of the lock that servers know as *key*: it has no braces in it."""
-        return _keys(self.record(key), self.record(line_of(key)))
+        #: Returns the keys of the lock that servers know as a key without braces.
+        self.of = lru_cache(1024)(self._keys)
 
     def record(self, key: str) -> str:
         """Return the record's key, uncached, because listings ask for thousands.
@@ -102,8 +100,8 @@ class KeySpace:
         is_record = record == self.record(key) and not {"{", "}"} & {*key}
         return key if is_record and line else None
 
-
-_keys = lru_cache(1024)(Keys)
+    def _keys(self, key: str) -> Keys:
+        return Keys(self.record(key), self.record(line_of(key)))
 
 
 class RedisVerbs:
@@ -143,7 +141,7 @@ class RedisVerbs:
             "1" if queued else "",
             self._is_fair,
         )
-        if request.limit is not None and request.place is None:
+        if request.is_for_any_place:
             call = self._for_places(call, request)
         answer, *replicas = yield from self._answers(call, *self._after)
         if answer[0] != 1:
@@ -157,10 +155,13 @@ class RedisVerbs:
         return Grant(int(answer[1]), place=int(answer[2]) if len(answer) > 2 else None)
 
     def release(self, request: Request) -> Conversation[Release]:
-        (outcome,) = yield from self._release([request], "")
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        if request.is_for_any_place:
+            (outcome,) = yield from self._release([request], "")
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+        (answer,) = yield from self._answers(self._release_call(request, ""))
+        return _RELEASES[answer]
 
     def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
         """Release the locks for good: later requests of these owners are refused."""
@@ -243,9 +244,7 @@ class RedisVerbs:
     ) -> Conversation[list[Release | Exception]]:
         """Release each lock; a request that has no place yet, at all places."""
         calls = [
-            self._call(scripts.RELEASE, each, is_final, microseconds(request.min_hold))
-            for request in requests
-            for each in request.holdings
+            self._release_call(each, is_final) for request in requests for each in request.holdings
         ]
         answers = iter((yield from self._together(calls)))
         outcomes: list[Release | Exception] = []
@@ -260,18 +259,21 @@ class RedisVerbs:
         except LockBackendError as error:
             return error
 
+    def _release_call(self, request: Request, is_final: str) -> Call:
+        return self._call(scripts.RELEASE, request, is_final, microseconds(request.min_hold))
+
     def _call(self, script: Script, request: Request, *args: Any) -> Call:
         keys = self._space.of(request.key)
         return Call(script, keys.all, (keys.bells, request.owner, *args))
 
     def _for_places(self, call: Call, request: Request) -> Call:
-        """Return the *call* of ACQUIRE as one for any of the places of *request*, from a random one on."""
+        """Return the *call* of ACQUIRE as one for any of the places of *request*, from first_place() on."""
         places = [self._space.of(each.key).all for each in request.holdings]
         names = [
             key for record, holders, _, _, reserved in places for key in (record, holders, reserved)
         ]
-        first = random.randrange(len(places))  # noqa: S311 - no secret
-        return Call(scripts.ACQUIRE_PLACE, (*call.keys[2:4], *names), (*call.args, first))
+        args = *call.args, first_place(len(places))
+        return Call(scripts.ACQUIRE_PLACE, (*call.keys[2:4], *names), args)
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
         records = map(self._space.record, keys)
