@@ -8,6 +8,7 @@ the way of one acquire is.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from argparse import Namespace
 from typing import TYPE_CHECKING
@@ -84,7 +85,10 @@ def _add_cycles(table: Table, arena: Arena, title: str, arguments: Namespace) ->
     found = costs(rivals, arguments.rounds)
     for rival, cost in zip(rivals, found, strict=True):
         ratio = cost.time / found[0].time
-        table.add_row(rival.name, f"{cost.time:.0f}", f"{ratio:.2f}", f"{cost.processor:.0f}")
+        server = "" if math.isnan(cost.server) else f"{cost.server:.1f}"
+        table.add_row(
+            rival.name, f"{cost.time:.0f}", f"{ratio:.2f}", f"{cost.processor:.0f}", server
+        )
 
 
 def _add_handoffs(table: Table, arena: Arena, title: str, _: Namespace) -> None:
@@ -120,7 +124,7 @@ def _waiting(arena: Arena, title: str) -> dict[int, str]:
 
 #: Each table: its headings, and what fills it.
 TABLES = {
-    "cycle": (("acquire + release, µs", "of raw", "processor, µs"), _add_cycles),
+    "cycle": (("acquire + release, µs", "of raw", "processor, µs", "server, µs"), _add_cycles),
     "handoff": (("hand-off, ms", "of raw"), _add_handoffs),
     "crowd": (("holds a second", "of raw", "Jain's index"), _add_crowds),
     "way": (("our files", "our calls"), _add_ways),

@@ -15,7 +15,7 @@ from tests.fixtures.memcached import Memcached
 from tests.fixtures.redis import Redis
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from benchmarks.contenders import Field
 
@@ -36,13 +36,22 @@ def redis_field() -> Field:
 
     client = redis_py.Redis(port=_port())
     cache: Any = caches["django_redis"]
+    spent = _spent("set", "evalsha")
     return {
         "Redis": [
-            _raw_redis([_port()]),
-            peer("redis-py Lock", lambda: client.lock("redis-py", timeout=30)),
-            peer("django-redis cache.lock", lambda: cache.lock("django-redis", timeout=30)),
-            peer("python-redis-lock", lambda: redis_lock.Lock(client, "python", expire=30)),
-            ours("redis"),
+            _raw_redis([_port()], _spent("set", "del")),
+            peer("redis-py Lock", lambda: client.lock("redis-py", timeout=30), spent=spent),
+            peer(
+                "django-redis cache.lock",
+                lambda: cache.lock("django-redis", timeout=30),
+                spent=spent,
+            ),
+            peer(
+                "python-redis-lock",
+                lambda: redis_lock.Lock(client, "python", expire=30),
+                spent=spent,
+            ),
+            ours("redis", _spent("evalsha")),
         ]
     }
 
@@ -102,7 +111,18 @@ def _memcached_port() -> int:
     return int(os.environ["DISTLOCK_MEMCACHED_PORT"])
 
 
-def _raw_redis(ports: list[int]) -> Contender:
+def _spent(*commands: str) -> Callable[[], float]:
+    """Return what tells the microseconds that Redis has spent on these *commands*, and on what their scripts call."""
+    client = redis_py.Redis(port=_port())
+
+    def spent() -> float:
+        known: Any = client.info("commandstats")
+        return float(sum(known.get(f"cmdstat_{name}", {}).get("usec", 0) for name in commands))
+
+    return spent
+
+
+def _raw_redis(ports: list[int], spent: Callable[[], float] | None = None) -> Contender:
     clients = [redis_py.Redis(port=port) for port in ports]
     is_held_by_bell = False
 
@@ -123,7 +143,7 @@ def _raw_redis(ports: list[int]) -> Contender:
             else:
                 client.delete("raw")
 
-    return Contender("raw SET NX PX, DEL", take, free, wait)
+    return Contender("raw SET NX PX, DEL", take, free, wait, spent=spent)
 
 
 def _raw_memcached() -> Contender:

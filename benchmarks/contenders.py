@@ -17,7 +17,8 @@ class Contender:
     """A way to take a lock and give it back.
 
     *wait* takes it when somebody else may have it; None where that is not measured.
-    *alias* is the backend, where the way is ours.
+    *alias* is the backend, where the way is ours. *spent* returns the microseconds that the server has
+    spent on its commands so far; None where servers do not tell.
     """
 
     name: str
@@ -25,20 +26,25 @@ class Contender:
     free: Act
     wait: Act | None = None
     alias: str = ""
+    spent: Callable[[], float] | None = None
 
 
-def ours(alias: str) -> Contender:
+def ours(alias: str, spent: Callable[[], float] | None = None) -> Contender:
     """Return the whole public API."""
     from django_distlock import lock
 
     recipe = lock("benchmark", using=alias, timeout=60)
     return Contender(
-        f"django_distlock {alias}", recipe.__enter__, _left(recipe), recipe.__enter__, alias
+        f"django_distlock {alias}", recipe.__enter__, _left(recipe), recipe.__enter__, alias, spent
     )
 
 
 def peer(
-    name: str, lock: Callable[[], AbstractContextManager[object]], *, waits: bool = True
+    name: str,
+    lock: Callable[[], AbstractContextManager[object]],
+    *,
+    waits: bool = True,
+    spent: Callable[[], float] | None = None,
 ) -> Contender:
     """Return what a user would pick instead: a new lock is made for each ``with``."""
     held: list[AbstractContextManager[object]] = []
@@ -50,7 +56,7 @@ def peer(
     def free() -> None:
         held.pop().__exit__(None, None, None)
 
-    return Contender(name, take, free, take if waits else None)
+    return Contender(name, take, free, take if waits else None, spent=spent)
 
 
 def polled(take: Callable[[], bool]) -> Act:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import multiprocessing
 import os
 import statistics
@@ -41,10 +42,14 @@ def awake() -> Iterator[None]:
 
 
 class Cost(NamedTuple):
-    """What one cycle costs: microseconds by the clock, and of this process's processor time."""
+    """What one cycle costs: microseconds by the clock, of this process's processor time, and of the server's time.
+
+    The last one is nan where the server does not tell.
+    """
 
     time: float
     processor: float
+    server: float
 
 
 def costs(contenders: Sequence[Contender], rounds: int) -> list[Cost]:
@@ -60,12 +65,14 @@ def costs(contenders: Sequence[Contender], rounds: int) -> list[Cost]:
 def _block(one: Contender) -> Cost:
     one.take()
     one.free()
+    spent_before = one.spent() if one.spent else math.nan
     began, used = time.perf_counter(), time.process_time()
     for _ in range(BLOCK):
         one.take()
         one.free()
-    spent = time.perf_counter() - began, time.process_time() - used
-    return Cost(*(seconds / BLOCK * 1e6 for seconds in spent))
+    took, used = time.perf_counter() - began, time.process_time() - used
+    spent = (one.spent() if one.spent else math.nan) - spent_before
+    return Cost(took / BLOCK * 1e6, used / BLOCK * 1e6, spent / BLOCK)
 
 
 def handoff(rivals: Callable[[], Field], title: str, number: int, rounds: int = 100) -> float:

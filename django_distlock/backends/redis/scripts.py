@@ -3,7 +3,7 @@
 Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (TIME). A lock has
 
 - *record*, a hash: ``token`` the last one given, ``mode`` x (exclusive) or s (shared), ``available``
-  the instant from which others may have it, ``name``, ``ended`` the last owners that gave it back,
+  the instant from which others may have it, if min_hold reserved it, ``name``, ``ended`` the last owners that gave it back,
   ``revoked`` the last ones that are refused from now on, and for each
   holder ``h:OWNER``: "token acquired holder";
 - *holders*, a sorted set: owner by the instant its lease ends;
@@ -43,7 +43,7 @@ local function number(value) return tonumber(value or 0) or 0 end
 # KEYS: record, holders, queue, alive, and what min_hold reserves. ARGV[1]: what the names of
 # doorbells begin with. A cluster that is moving the slot refuses a script before it has begun, by its KEYS; doorbells
 # are not among them, as only the server knows who waits: one that cannot be reached at that moment does not ring.
-# *instant* is now as text, which Lua takes longer to write than to join.
+# *instant* is now as text: to join it costs less than to format a number.
 _CLOCK = f"""{CLOCK}
 local instant = clock[1] .. string.sub('00000' .. clock[2], -6)
 """
@@ -51,8 +51,8 @@ _OF_LOCK = f"""{_CLOCK}
 local record, holders, queue, alive, reserved, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], ARGV[1]
 """
 
-# Each command and each function takes about half a microsecond of each run. So where nobody is in the way,
-# scripts do with few commands, and return before they define what the others need.
+# Each command takes about a microsecond, and each function is defined again in each run. So if nobody is in the way,
+# scripts return before they come to these functions.
 _FUNCTIONS = f"""
 local function keep(ends)
   local left = math.max(0, math.ceil((ends - now) / 1000)) + {RETENTION * 1000}
@@ -157,7 +157,7 @@ if ARGV[8] ~= '' then
 end
 """
 
-# Grants a lock that is free for this owner. *known*: the record's token and mode. What is so already is not written.
+# Grants a free lock to this owner. *known*: the record's token and mode. It writes nothing that is there already.
 _GRANT = f"""
   local token, left = instant, ttl
   if number(known[1]) >= now then token = text(known[1] + 1) end
@@ -200,7 +200,7 @@ end
 if is_revoked then return busy() end
 
 local function is_free()
-  if number(redis.call('HGET', record, 'available')) > now then return false end
+  if number(known[3]) > now then return false end
   return redis.call('ZCARD', holders) == 0 or (mode == 's' and known[2] == 's')
 end
 
