@@ -132,6 +132,19 @@ def test_a_lock_costs_one_request_to_take_and_one_to_give_back(
     assert about(monitor, name) == ["EVALSHA", "EVALSHA"]
 
 
+def test_the_scripts_of_a_lock_that_nobody_else_wants_call_few_commands(
+    own: Redis, configure: Configure, name: str
+) -> None:
+    configure(own)
+    with lock(name):
+        pass
+
+    with own.monitor() as monitor, lock(name):
+        pass
+
+    assert len(monitor.in_scripts) <= 14
+
+
 def test_reentry_costs_nothing(backend: RedisBackend, redis: Redis, name: str) -> None:
     with lock(name), redis.monitor() as monitor:
         with lock(name):
