@@ -61,6 +61,20 @@ AND name NOT LIKE 'django_distlock_%' AND name <> 'django_migrations' LIMIT 1
 """
 
 
+class _Opened(sqlite3.Connection):
+    """A connection that is closed if one of Django's first statements fails, as on a locked file with a newer SQLite.
+
+    Django would leave it open. Later statements have cursors.
+    """
+
+    def execute(self, *statement: Any) -> sqlite3.Cursor:
+        try:
+            return super().execute(*statement)
+        except sqlite3.Error:
+            self.close()
+            raise
+
+
 class SQLite(Dialect):
     """One statement for each verb; the file has one writer at a time, so nothing else need be locked."""
 
@@ -77,7 +91,8 @@ class SQLite(Dialect):
         """Return a short timeout for the locked file, as this process itself may have locked it."""
         # prepare() runs them: if one fails, Django does not close what it has opened.
         settings["init_command"] = settings["OPTIONS"].pop("init_command", "")
-        return {"timeout": SLICE, "transaction_mode": "IMMEDIATE"}
+        factory = settings["OPTIONS"].get("factory", _Opened)
+        return {"timeout": SLICE, "transaction_mode": "IMMEDIATE", "factory": factory}
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         """Run the init_command, or switch a file that has only lock tables to WAL, where commits do not wait for the disk.
