@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -862,3 +863,29 @@ def test_the_cache_is_not_asked(redis: Redis, settings: Settings, name: str) -> 
         lease.extend()
         caches["unasked"].get(name)
     locks.reset()
+
+
+def test_a_counter_admits_too_many_and_a_limit_does_not(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    """The control: what is written by hand reads a number before it raises it, and forgets who died."""
+    all_have_looked, limit, workers = threading.Barrier(8), 2, 8
+
+    def counts() -> bool:
+        with redis.client(DATABASE) as client:
+            used = int(client.get(name) or 0)
+            all_have_looked.wait(30)
+            return used < limit and bool(client.incr(name))  # which nobody lowers for who is killed
+
+    def takes() -> bool:
+        lease = lock(name, limit=limit, timeout=0).acquire()
+        all_have_looked.wait(30)
+        if lease:
+            lease.release()
+        return lease is not None
+
+    with ThreadPoolExecutor(workers) as threads:
+        counted = [each.result() for each in [threads.submit(counts) for _ in range(workers)]]
+        taken = [each.result() for each in [threads.submit(takes) for _ in range(workers)]]
+
+    assert (sum(counted), sum(taken)) == (workers, limit)
