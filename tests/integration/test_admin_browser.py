@@ -59,6 +59,12 @@ ROWS = """
 return [...document.querySelectorAll("#content tbody tr")].map((row) =>
     [...row.querySelectorAll("td:not(.action-checkbox, .distlock-pick), th")].map((cell) => cell.innerText.trim()));"""
 #: Of a page whose window was marked: whether another has come whole.
+#: Whether what takes a lock away has the colour in which Django deletes.
+IS_RED = """const probe = document.body.appendChild(document.createElement("i"));
+    probe.style.background = "var(--delete-button-bg)";
+    const red = getComputedStyle(probe).backgroundColor;
+    probe.remove();
+    return getComputedStyle(document.querySelector(".distlock-danger")).backgroundColor === red;"""
 IS_NEXT = "return !window.isLeft && document.readyState === 'complete';"
 HOSTILE = "<script>alert(1)</script>"
 PASSWORD = "operator"
@@ -201,6 +207,17 @@ def test_lock_is_taken_from_its_holder_after_a_confirmation(operator: Start, nam
         assert someone.message() == "1 lock was released."
         assert row_of(name).owner is None
         eventually(lambda: lease.lost, 5, "the holder is told at its next renewal")
+
+
+def test_what_takes_a_lock_away_looks_dangerous(operator: Start, name: str) -> None:
+    with lock(name):
+        mine = operator()
+        mine.open(LIST)
+        assert mine.browser.execute_script(IS_RED)
+        mine.follow(name)
+        assert mine.browser.execute_script(IS_RED)
+        mine.press("a.distlock-danger")
+        assert mine.browser.execute_script(IS_RED)
 
 
 def test_operator_who_changes_his_mind_releases_nothing(operator: Start, name: str) -> None:
