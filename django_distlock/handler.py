@@ -35,6 +35,7 @@ BACKENDS = {
     "redis.RedisBackend": {"rediscache", "valkey"},
     "redlock.RedlockBackend": set[str](),
     "zookeeper.ZooKeeperBackend": {"kazoo"},
+    "etcd.EtcdBackend": {"etcd3"},
     "cache.CacheBackend": {"memcached", "memcachedbackend", "pymemcachecache"},
     "locmem.LocMemBackend": {"memory"},
     "dummy.DummyBackend": set[str](),

@@ -20,6 +20,7 @@ pytest_plugins = [
     "tests.fixtures.celery_worker",
     "tests.fixtures.certificate",
     "tests.fixtures.databases",
+    "tests.fixtures.etcd",
     "tests.fixtures.memcached",
     "tests.fixtures.pgbouncer",
     "tests.fixtures.processes",
@@ -40,6 +41,8 @@ SERVER_FIXTURES = {
     "redis_five": "caches",
     "zookeeper": "zookeeper",
     "own_ensemble": "zookeeper",
+    "etcd": "zookeeper",
+    "own_cluster": "zookeeper",
 }
 
 

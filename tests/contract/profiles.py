@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures.environment import zookeeper_hosts
+from tests.fixtures.environment import etcd_endpoints, zookeeper_hosts
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
 ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
@@ -17,7 +17,8 @@ LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
 BY_CACHE = "django_distlock.backends.cache.CacheBackend"
 ZOOKEEPER = "django_distlock.backends.zookeeper.ZooKeeperBackend"
-ETCD = "testproject.etcd.EtcdBackend"
+ETCD = "django_distlock.backends.etcd.EtcdBackend"
+EXAMPLE = "testproject.etcd.EtcdBackend"
 
 #: Traits that are flags of the backend: test_traits.py compares what is declared here with them.
 FLAGS = {
@@ -157,6 +158,13 @@ def _zookeeper() -> Profile:
     return Profile("zookeeper", settings, traits, ("zookeeper",), needs_server=True, tick=0.4)
 
 
+def _etcd() -> Profile:
+    options = {"endpoints": etcd_endpoints(), "session_timeout": 6.0, "io_timeout": 5.0}
+    settings = {"BACKEND": ETCD, "OPTIONS": options}
+    traits = SESSION | READERS | {"fair", "wakes_waiters", "hides_age"}
+    return Profile("etcd", settings, traits, ("etcd",), needs_server=True, tick=0.4)
+
+
 PROFILES = (
     Profile(
         "locmem",
@@ -211,6 +219,7 @@ PROFILES = (
     _redlock("redlock", MAJORITY),
     _redlock("redlock-fencing", MAJORITY | {"fencing"}, fencing=True),
     _zookeeper(),
+    _etcd(),
     # The example of docs/howto/write-a-backend.md.
-    Profile("etcd", {"BACKEND": ETCD}, LEASED - {"min_hold"} | {"wakes_waiters", "hides_age"}),
+    Profile("example", {"BACKEND": EXAMPLE}, LEASED - {"min_hold"} | {"wakes_waiters", "hides_age"}),
 )

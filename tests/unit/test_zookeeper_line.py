@@ -9,16 +9,9 @@ import pytest
 from kazoo.security import CREATOR_ALL_ACL
 
 from django_distlock import InvalidLockBackend
-from django_distlock.backends.zookeeper.children import (
-    Children,
-    Label,
-    label,
-    prefix,
-    quoted,
-    unquoted,
-)
+from django_distlock.backends.queue import Label, SessionRequest, label, quoted, unquoted
+from django_distlock.backends.zookeeper.children import Children, prefix
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
-from django_distlock.backends.zookeeper.recipe import ZooKeeperRequest
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.values import digest
 from django_distlock.ground.holder import Holder
@@ -102,9 +95,9 @@ def test_names_of_nodes_that_are_none_of_ours_are_no_keys() -> None:
     assert [unquoted(name) for name in ("a b", "%41", "%2f", "\u00fc")] == [None, None, None, None]
 
 
-def request(**terms: Any) -> ZooKeeperRequest:
+def request(**terms: Any) -> SessionRequest:
     known = {"name": "n", "key": "k", "ttl": 30.0, "holder": Holder.current(), "longest": 10.0}
-    return ZooKeeperRequest(**{**known, **terms})
+    return SessionRequest(**{**known, **terms})
 
 
 def test_a_node_says_who_holds_what() -> None:
@@ -219,7 +212,7 @@ def test_only_names_that_a_folder_cannot_have_are_changed() -> None:
 
 @pytest.mark.parametrize(("shared", "kind"), [(True, "r"), (False, "w")])
 def test_the_name_of_a_node_says_whose_it_is_and_which_kind(shared: bool, kind: str) -> None:
-    request = ZooKeeperRequest(
+    request = SessionRequest(
         "fee", "fee", ttl=5.0, holder=Holder.current(), owner="me", shared=shared
     )
 

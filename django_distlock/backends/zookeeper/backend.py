@@ -10,6 +10,7 @@ from django.core.checks import CheckMessage, Error
 from kazoo.exceptions import AuthFailedError, KazooException
 
 from django_distlock.backends.base import StepsBackend, server_error
+from django_distlock.backends.queue import SessionRequest
 from django_distlock.conf import LONGEST, BackendSettings
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
@@ -22,7 +23,7 @@ from django_distlock.ground import clock
 from .ensemble import EnsembleSession, Silence
 from .nodes import Nodes, Steps
 from .options import ZooKeeperOptions
-from .recipe import BROKEN, Recipe, ZooKeeperRequest
+from .recipe import BROKEN, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,7 +43,7 @@ class ZooKeeperBackend(StepsBackend):
     options_class = ZooKeeperOptions
     options: ZooKeeperOptions
     _verbs: Recipe
-    request_class = ZooKeeperRequest
+    request_class = SessionRequest
     supports_fencing = True
     supports_shared = True
     supports_fair = True

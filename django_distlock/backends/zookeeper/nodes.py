@@ -17,6 +17,7 @@ from kazoo.exceptions import (
     SessionMovedError,
 )
 
+from django_distlock.backends.queue import label
 from django_distlock.engine import steps
 from django_distlock.engine.background import Alarm
 from django_distlock.engine.bells import Bell
@@ -25,7 +26,7 @@ from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
 
-from .children import Children, label, prefix
+from .children import Children, prefix
 from .ensemble import Ask, EnsembleSession, Silence, value
 
 #: Errors after which a request may have been carried out.

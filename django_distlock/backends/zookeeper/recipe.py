@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, SessionExpiredError
 
 from django_distlock.backends.base import KEYS
-from django_distlock.conf import LONGEST
+from django_distlock.backends.queue import TOKENS, Label, quoted, unquoted, wished_ttl
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 from django_distlock.ground import clock
 
-from .children import TOKENS, Children, Label, quoted, unquoted
+from .children import Children
 from .ensemble import EnsembleSession, Silence, value
 from .nodes import UNSURE, Crowd, Node, Nodes, Steps, Turn
 from .options import ZooKeeperOptions
@@ -26,28 +25,6 @@ BROKEN = (*UNSURE, SessionExpiredError)
 ROUNDS = 5
 #: Seconds after which a waiter that was not rung looks again.
 LOOK_AGAIN = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class ZooKeeperRequest(Request):
-    """A request whose *ttl* is at most *longest*, the session timeout: the node of a silent holder lasts no longer.
-
-    *wished* is the ttl before that: while the session lasts, the node is kept for so long without a renewal.
-    """
-
-    longest: float = LONGEST
-    wished: float = 0.0
-
-    def __post_init__(self) -> None:
-        # A copy by replace() has a cut ttl already, and keeps its *wished*.
-        if self.ttl != self.longest or not self.wished:
-            object.__setattr__(self, "wished", self.ttl)
-        object.__setattr__(self, "ttl", min(self.ttl, self.longest))
-
-
-def wished_ttl(request: Request) -> float:
-    """Return for how many seconds the holder keeps the lock without an extension."""
-    return request.wished if isinstance(request, ZooKeeperRequest) else request.ttl
 
 
 class Recipe:

@@ -1,0 +1,180 @@
+"""EtcdBackend: each holder and waiter is a key of its own, and the one that was made first holds the lock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from django.core.checks import CheckMessage, Error
+
+from django_distlock.backends.base import BaseLockBackend, server_error
+from django_distlock.backends.queue import SessionRequest
+from django_distlock.conf import BackendSettings
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request
+from django_distlock.engine.waiting import Queueing, Waiting, Way
+from django_distlock.exceptions import LockBackendError
+
+from .gateway import Gateway
+from .options import EtcdOptions
+from .recipe import Recipe
+from .session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+
+#: The first version whose gateway is at /v3/.
+OLDEST = (3, 4)
+
+
+class EtcdBackend(BaseLockBackend):
+    """First come, first served, with readers and writers; a lock ends with the session of its holder."""
+
+    options_class = EtcdOptions
+    options: EtcdOptions
+    request_class = SessionRequest
+    supports_fencing = True
+    supports_shared = True
+    supports_fair = True
+    supports_listing = True
+    session_bound = True
+    clock = "session"
+    waiting = Waiting(
+        way=Way.LISTEN,
+        queueing=Queueing.BY_TRYING,
+        in_line=False,
+        look_again=1.0,
+        writers_first=True,
+    )
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self.location = self.options.servers, self.options.namespace
+        self._begin()
+
+    def _begin(self) -> None:
+        self._gateway = Gateway(self.alias, self.options)
+        self._session = Session(self.alias, self.options, self._gateway)
+        self._recipe = Recipe(self.alias, self.options, self._gateway, self._session)
+
+    # The verbs.
+
+    def request(self, name: str, **wishes: Any) -> Request:
+        """Return a request for *name*; its ttl is at most the session timeout."""
+        return super().request(name, longest=self.options.session_timeout, **wishes)
+
+    def try_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        if queued and (busy := self._recipe.known_busy(request)) is not None:
+            return busy
+        try:
+            return self._recipe.acquire(request, queued=queued)
+        except LockBackendError:
+            # A waiter keeps its place while the session lasts; by its timeout etcd may answer again.
+            entry = self._recipe.get(request.owner)
+            if queued and left != 0 and entry is not None and entry.is_in_line:
+                return entry.busy
+            raise
+
+    async def atry_acquire(
+        self, request: Request, *, queued: bool, left: float | None = 0.0
+    ) -> Grant | Busy:
+        # Without a thread, because a crowd of tasks asks for this once a second each.
+        if queued and (busy := self._recipe.known_busy(request)) is not None:
+            return busy
+        return await super().atry_acquire(request, queued=queued, left=left)
+
+    def release(self, request: Request) -> Release:
+        return self._recipe.release(request)
+
+    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        return self._recipe.extend(requests)
+
+    def probe(self, request: Request) -> Busy | None:
+        return self._recipe.probe(request)
+
+    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
+        if self._is_told(request, bell):
+            bell.wait(seconds)
+
+    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
+        if self._is_told(request, bell):
+            await bell.wait(seconds)
+
+    def _is_told(self, request: Request, bell: Bell) -> bool:
+        """Arrange that *bell* rings when the waiter should try again; return False if it should do so now."""
+        entry = self._recipe.get(request.owner)
+        if entry is None:
+            return False
+        entry.bell = bell
+        return bool(entry.watched) or not self._recipe.watcher.is_fresh
+
+    def forget_bell(self, request: Request) -> None:
+        """Stop ringing its bell; a waiter that is not granted by now leaves the line."""
+        if (entry := self._recipe.get(request.owner)) is not None:
+            entry.bell = None
+            if not entry.is_granted:
+                self._recipe.drop(entry)
+
+    dequeue = dequeue_later = forget_bell
+
+    def abandon(self, request: Request) -> Release:
+        """Release the lock; release() deletes the key of a waiter too."""
+        return self.release(request)
+
+    def abandon_later(self, request: Request) -> None:
+        """Delete the key in the background; try until it works or the session has ended."""
+        self._threads.after(request, lambda: self._abandon_now(request))
+
+    def _abandon_now(self, request: Request) -> None:
+        if (entry := self._recipe.get(request.owner)) is not None:
+            self._recipe.drop(entry)
+
+    def is_session_over(self, request: Request) -> bool:
+        entry = self._recipe.get(request.owner)
+        if entry is None:
+            return request.owner not in self._recipe.released
+        return self._session.is_over(entry.lease_id)
+
+    # For operators.
+
+    def held(self, key: str | None = None) -> Iterator[Held]:
+        return (held for held in self._recipe.held(key) if self.keeps(held.key))
+
+    def end_holding(self, key: str, owner_digest: str) -> bool:
+        return self._recipe.end_holding(key, owner_digest)
+
+    def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
+        if databases is None:
+            return []
+        try:
+            version = self._gateway.get("/version")["etcdserver"]
+            alarms = self._gateway.post("/v3/maintenance/alarm", {"action": "GET"}).body
+            next(iter(self.held()), None)
+        except LockBackendError as error:
+            return [server_error(error, self.options.servers)]
+        if tuple(map(int, version.split(".")[:2])) < OLDEST:
+            return [Error(f"etcd {version} is too old.", hint="It must be 3.4 or newer.")]
+        if any(each.get("alarm") == "NOSPACE" for each in alarms.get("alarms", ())):
+            return [Error("full", hint="")]
+        return []
+
+    # The session.
+
+    def close(self) -> None:
+        """End the session, which frees its locks at once; their leases are lost."""
+        super().close()
+        self._recipe.watcher.close()
+        self._session.end(self.options.io_timeout)
+        self._gateway.close()
+
+    def close_at_exit(self, seconds: float) -> None:
+        """End the session: otherwise keys that were not deleted in time would last until its timeout."""
+        self._recipe.watcher.close()
+        self._session.end(seconds)
+        self._gateway.close()
+
+    def abandon_after_fork(self) -> None:
+        self._gateway.close()
+        self._begin()

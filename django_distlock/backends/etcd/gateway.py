@@ -1,0 +1,335 @@
+"""The JSON gateway of etcd, over connections that are kept: requests, replies, and what its errors mean."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from typing import Any, NamedTuple
+
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.ground import clock
+
+from .options import Endpoint, EtcdOptions
+
+#: Seconds for which a watch reads nothing before it asks again.
+SILENCE = 5.0
+#: How many idle connections are kept.
+IDLE = 10
+#: Seconds for a last request, and for one that is sent although its session is over.
+SHORT = 1.0
+
+#: What the gateway says of a token that has expired, or was given by a member that was restarted.
+_OLD_TOKEN = ("invalid auth token", "revision of auth store is old")
+#: By what etcd says: what is to be done.
+_ADVICE = {
+    "database space exceeded": (
+        "its database is full (the alarm NOSPACE): compact and defragment it, then `etcdctl alarm disarm`"
+    ),
+    "user name is empty": "it asks for a login: set OPTIONS 'user' and 'password'",
+    "authentication failed": "it refuses the login: correct OPTIONS 'user' and 'password'",
+    "authentication is not enabled": "it knows no logins: remove OPTIONS 'user' and 'password'",
+    "permission denied": "its user needs a role with the rights to read and write below OPTIONS 'namespace'",
+    "404": "it has no JSON gateway at /v3/: it must be etcd 3.4 or newer",
+}
+
+
+class LeaseGone(LockBackendError):
+    """The lease of the session does not exist any more."""
+
+
+class Reply(NamedTuple):
+    """A reply; *is_sure* unless an earlier sending of the same request may still be carried out later."""
+
+    body: dict[str, Any]
+    is_sure: bool
+    date: str
+
+    @property
+    def revision(self) -> int:
+        return int(self.body["header"]["revision"])
+
+    @property
+    def server_time(self) -> float:
+        return parsedate_to_datetime(self.date).timestamp()
+
+
+class _Refused(Exception):
+    """A member has answered by an error. *is_transient*: another member may answer, or this one later."""
+
+    def __init__(self, text: str, *, is_transient: bool) -> None:
+        super().__init__(text)
+        self.is_transient = is_transient
+
+
+class Connection:
+    """A connection to one member: one request at a time."""
+
+    def __init__(self, endpoint: Endpoint, tls: Any) -> None:
+        self.endpoint = endpoint
+        #: Whether a request may have been sent.
+        self.is_used = False
+        at = endpoint.host, endpoint.port
+        self._http = (
+            http.client.HTTPSConnection(*at, context=tls)
+            if endpoint.tls
+            else http.client.HTTPConnection(*at)
+        )
+
+    def send(self, path: str, body: bytes | None, token: str, seconds: float) -> Any:
+        """Send a request and return its reply, still to be read; connect if needed."""
+        if self._http.sock is None:
+            self._http.timeout = seconds
+            self._http.connect()
+        self._http.sock.settimeout(seconds)
+        self.is_used = True
+        headers = {"Content-Type": "application/json"}
+        if token:
+            headers["Authorization"] = token
+        self._http.request("GET" if body is None else "POST", path, body, headers)
+        return self._http.getresponse()
+
+    def interrupt(self) -> None:
+        """End the request that another thread reads the reply of."""
+        if (line := self._http.sock) is not None:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._http.close()
+
+
+class Gateway:
+    """Sends requests to one member, and to the next one if it does not answer.
+
+    Every request may be carried out twice, so one whose reply was lost is sent again.
+    """
+
+    def __init__(self, alias: str, options: EtcdOptions) -> None:
+        self._alias = alias
+        self._options = options
+        self._tls = options.tls_context()
+        #: The first one is asked first.
+        self._members = options.members
+        self._idle: list[Connection] = []
+        self._open: set[Connection] = set()
+        self._token = ""
+        self._mutex = threading.RLock()
+
+    def post(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Reply:
+        """Return the reply; LockBackendError if etcd refuses, or LockOutcomeUnknown without a reply.
+
+        *seconds*: how long to try, by default the ``io_timeout``.
+        """
+        ends = clock.wait_time() + (self._options.io_timeout if seconds is None else seconds)
+        is_new = False
+        while True:
+            if self._options.user and not self._token:
+                self._log_in(ends)
+                is_new = True
+            try:
+                return self._ask(path, json.dumps(body).encode(), ends)
+            except _Refused as refused:
+                if not is_new and self._options.user and _is_one_of(refused, _OLD_TOKEN):
+                    self._token = ""
+                    continue
+                raise self._error(refused) from refused
+
+    def get(self, path: str) -> dict[str, Any]:
+        try:
+            return self._ask(path, None, clock.wait_time() + self._options.io_timeout).body
+        except _Refused as refused:
+            raise self._error(refused) from refused
+
+    def _log_in(self, ends: float) -> None:
+        login = {"name": self._options.user, "password": self._options.password}
+        try:
+            reply = self._ask("/v3/auth/authenticate", json.dumps(login).encode(), ends)
+        except _Refused as refused:
+            raise self._error(refused) from refused
+        self._token = reply.body["token"]
+
+    def _ask(self, path: str, body: bytes | None, ends: float) -> Reply:
+        """Ask one member after the other until one answers, each for its share of the time."""
+        left, is_sure, problem = len(self._members), True, Exception()
+        while left:
+            connection = self._connection()
+            was_used = connection.is_used
+            seconds = max(0.01, (ends - clock.wait_time()) / left)
+            try:
+                reply = _read(connection, path, body, self._token, seconds)
+            except _Refused as refused:
+                self._put_back(connection)
+                if not refused.is_transient:
+                    raise
+                problem, is_sure = refused, False
+            except BaseException as error:
+                self._drop(connection)
+                if not isinstance(error, (OSError, http.client.HTTPException)):
+                    raise
+                problem = error
+                # Without a connection, nothing was sent.
+                is_sure = is_sure and not connection.is_used
+                if was_used and not isinstance(error, TimeoutError):
+                    continue  # it was closed while idle: this member may have been started again
+            else:
+                self._put_back(connection)
+                return reply._replace(is_sure=is_sure)
+            left -= 1
+            self._turn_from(connection.endpoint)
+        raise self._silence(problem, is_sure=is_sure) from problem
+
+    def _silence(self, problem: Exception, *, is_sure: bool) -> LockBackendError:
+        known = f"no member of {self._options.servers} has answered in time"
+        text = known if isinstance(problem, TimeoutError) else f"{known}: {_in_words(problem)}"
+        return (LockBackendError if is_sure else LockOutcomeUnknown)(self._alias, text)
+
+    def _error(self, refused: _Refused) -> LockBackendError:
+        text = str(refused)
+        if "requested lease not found" in text:
+            return LeaseGone(self._alias, "the lease of the session has ended")
+        advice = next((_ADVICE[each] for each in _ADVICE if each in text), None)
+        return LockBackendError(self._alias, f"etcd refused: {advice or text}")
+
+    # Connections.
+
+    def _connection(self) -> Connection:
+        first = self._members[0]
+        while self._idle:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                found = self._idle.pop()
+                if found.endpoint == first:
+                    return found
+                self._drop(found)
+        return self._made(first)
+
+    def _made(self, endpoint: Endpoint) -> Connection:
+        made = Connection(endpoint, self._tls)
+        self._open.add(made)
+        return made
+
+    def _put_back(self, connection: Connection) -> None:
+        if connection in self._open and len(self._idle) < IDLE:
+            self._idle.append(connection)
+        else:
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        connection.close()
+
+    def _turn_from(self, endpoint: Endpoint) -> None:
+        """Ask the next member first, unless another thread has found out that already."""
+        with self._mutex:
+            if self._members[0] == endpoint:
+                self._members = [*self._members[1:], endpoint]
+
+    def close(self) -> None:
+        """Close all connections; in a forked child this sends nothing, and the parent keeps its own."""
+        self._idle.clear()
+        while self._open:
+            with contextlib.suppress(KeyError):
+                self._open.pop().close()
+
+    # Watches.
+
+    def watch(self, wanted: dict[str, Any]) -> Watch:
+        """Return a watch, to be read in a thread of its own; errors as of post()."""
+        if self._options.user and not self._token:
+            self._log_in(clock.wait_time() + self._options.io_timeout)
+        connection = self._made(self._members[0])
+        return Watch(self, connection, wanted, self._token)
+
+    def failed(self, watch: Watch) -> None:
+        """Try another member, and with another token, for the next watch."""
+        self._turn_from(watch.connection.endpoint)
+        if watch.is_refused:
+            self._token = ""
+
+    def end(self, watch: Watch) -> None:
+        self._drop(watch.connection)
+
+
+class Watch:
+    """A request whose reply does not end: one line for each change."""
+
+    def __init__(
+        self, gateway: Gateway, connection: Connection, wanted: dict[str, Any], token: str
+    ) -> None:
+        self.connection = connection
+        self.is_refused = False
+        self._gateway = gateway
+        self._body = json.dumps({"create_request": wanted}).encode()
+        self._token = token
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Give the results; OSError or HTTPException at the end, TimeoutError after silence."""
+        reply = self.connection.send("/v3/watch", self._body, self._token, SILENCE)
+        while line := reply.readline():
+            known = json.loads(line)
+            if "result" not in known:
+                self.is_refused = True
+                raise http.client.HTTPException(str(known)[:200])
+            yield known["result"]
+
+    def interrupt(self) -> None:
+        self.connection.interrupt()
+
+
+def _read(
+    connection: Connection, path: str, body: bytes | None, token: str, seconds: float
+) -> Reply:
+    response = connection.send(path, body, token, seconds)
+    content = response.read()
+    if response.status == http.HTTPStatus.NOT_FOUND and not content.startswith(b"{"):
+        raise _Refused("404", is_transient=False)
+    try:
+        known = json.loads(content)
+    except ValueError as error:
+        raise http.client.HTTPException(f"status {response.status}, no JSON") from error
+    # A stream has its reply in "result", or its error as an object.
+    error = known.get("error") or known.get("message")
+    if error:
+        text = error.get("message", "") if isinstance(error, dict) else error
+        is_transient = response.status in {503, 504} or _is_one_of(text, _TRANSIENT)
+        raise _Refused(text, is_transient=is_transient)
+    return Reply(known.get("result", known), True, response.headers.get("Date", ""))
+
+
+#: What members say while there is no leader, or another one, or while they start or stop.
+_TRANSIENT = ("leader", "timed out", "server stopped", "unhealthy", "too many requests", "learner")
+
+
+def _is_one_of(error: object, texts: tuple[str, ...]) -> bool:
+    return any(text in str(error) for text in texts)
+
+
+def _in_words(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, _Refused) else type(problem).__name__
+
+
+# Keys and values.
+
+
+def encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def decoded(text: str) -> str:
+    return base64.b64decode(text).decode(errors="replace")
+
+
+def below(folder: str) -> dict[str, str]:
+    """Return the range of all keys that begin with *folder* and a slash."""
+    return {"key": encoded(f"{folder}/"), "range_end": encoded(f"{folder}0")}
+
+
+def kvs(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what a range in *answer* has found; the gateway leaves out what is empty."""
+    found: list[dict[str, Any]] = answer.get("response_range", answer).get("kvs", [])
+    return found

@@ -1,0 +1,106 @@
+"""The OPTIONS of EtcdBackend."""
+
+from __future__ import annotations
+
+import math
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from django_distlock.conf import check_values
+
+#: The port of etcd's clients.
+PORT = 2379
+#: What an endpoint looks like.
+_LIKE = "like '10.0.0.1:2379' or 'https://etcd.example.com:2379'"
+
+
+class Endpoint(NamedTuple):
+    """The address of one member."""
+
+    host: str
+    port: int
+    tls: bool
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdOptions:
+    """The OPTIONS of EtcdBackend, described in docs/reference/settings.md. Times are in seconds."""
+
+    endpoints: str | Sequence[str] = "127.0.0.1:2379"
+    namespace: str = "distlock"
+    session_timeout: float = 10.0
+    io_timeout: float = 3.0
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    ca_cert: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    verify_certs: bool = True
+
+    def __post_init__(self) -> None:
+        check_values(self)
+        _must(self.members, "'endpoints' must not be empty.")
+        is_name = isinstance(self.namespace, str) and self.namespace.isprintable()
+        _must(
+            is_name and self.namespace.strip("/") == self.namespace != "",
+            f"'namespace' must be text without '/' at its ends, like 'distlock', not {self.namespace!r}.",
+        )
+        has_both = (self.user is None) is (self.password is None)
+        _must(has_both, "'user' and 'password' belong together.")
+        _must(self.cert or not self.key, "'key' is of use only with 'cert'.")
+        for name in ("ca_cert", "cert"):
+            is_used = self.uses_tls or not getattr(self, name)
+            _must(is_used, f"{name!r} is of use only with an endpoint that begins with 'https://'.")
+
+    @property
+    def members(self) -> list[Endpoint]:
+        some = self.endpoints.split(",") if isinstance(self.endpoints, str) else self.endpoints
+        if not isinstance(some, (list, tuple)):
+            raise TypeError(f"'endpoints' must be text or a list of texts, not {some!r}.")
+        return [_endpoint(each) for each in some]
+
+    @property
+    def servers(self) -> str:
+        return ", ".join(map(str, self.members))
+
+    @property
+    def uses_tls(self) -> bool:
+        return any(member.tls for member in self.members)
+
+    @property
+    def lease_ttl(self) -> int:
+        """The ttl of the session's lease: etcd takes whole seconds."""
+        return math.ceil(self.session_timeout)
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        if not self.uses_tls:
+            return None
+        context = ssl.create_default_context(cafile=self.ca_cert)
+        if not self.verify_certs:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        if self.cert:
+            context.load_cert_chain(self.cert, self.key)
+        return context
+
+
+def _endpoint(text: object) -> Endpoint:
+    known = text.strip() if isinstance(text, str) else ""
+    parts = urlsplit(known if "://" in known else f"http://{known}")
+    try:
+        port = parts.port or PORT
+    except ValueError as error:
+        raise ValueError(f"'endpoints' must be {_LIKE}, not {text!r}: {error}.") from error
+    is_address = parts.scheme in {"http", "https"} and parts.hostname and not parts.path.strip("/")
+    _must(is_address and not parts.username, f"'endpoints' must be {_LIKE}, not {text!r}.")
+    return Endpoint(parts.hostname or "", port, parts.scheme == "https")
+
+
+def _must(fact: object, msg: str) -> None:
+    if not fact:
+        raise ValueError(msg)

@@ -1,0 +1,410 @@
+"""The transactions that acquire, extend, release and list locks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+from django_distlock.backends.base import KEYS
+from django_distlock.backends.queue import Label, label, quoted, unquoted, wished_ttl
+from django_distlock.engine.background import Alarm, background
+from django_distlock.engine.values import (
+    Busy,
+    Grant,
+    Held,
+    RecentOwners,
+    Release,
+    Request,
+    batches,
+    digest,
+)
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.ground import clock
+
+from .entries import Entry
+from .gateway import Gateway, LeaseGone, Reply, below, decoded, encoded, kvs
+from .options import EtcdOptions
+from .session import Session
+from .watcher import Watcher
+
+#: The folder of the keys that refuse late requests of an owner; no lock's folder has this name.
+REVOKED = "%revoked"
+#: How many times a key that is deleted as soon as it is made is made again.
+ROUNDS = 5
+#: How many operations etcd accepts in one transaction, by default; how many keys are listed at once.
+OPERATIONS, PAGE = 128, 1000
+#: Seconds before what could not be deleted is tried again.
+RETRY = 1.0
+
+_Json = dict[str, Any]
+
+
+class Recipe:
+    """The verbs, and the entries of this process by owner."""
+
+    def __init__(
+        self, alias: str, options: EtcdOptions, gateway: Gateway, session: Session
+    ) -> None:
+        self._alias = alias
+        self._options = options
+        self._gateway = gateway
+        self._session = session
+        self.watcher = Watcher(gateway, options.namespace, self._ring)
+        #: Returns the folder of a lock, whose keys are its holders and waiters.
+        self._folder = lru_cache(KEYS)(lambda key: f"{options.namespace}/{quoted(key)}")
+        self.entries: dict[str, Entry] = {}
+        self.get = self.entries.get
+        self.released = RecentOwners()
+        #: What is to be deleted.
+        self._doomed: dict[Entry, None] = {}
+        #: Rings at the end of the first ttl that is not extended.
+        self._alarm = Alarm(self._drop_ended)
+
+    def _ask(self, *success: _Json, **more: Sequence[_Json]) -> Reply:
+        return self._gateway.post("/v3/kv/txn", {"success": success, **more})
+
+    # Acquiring.
+
+    def known_busy(self, request: Request) -> Busy | None:
+        """Return the last answer to a waiter while it is valid: nothing that it waits for has happened."""
+        entry = self.get(request.owner)
+        if entry is None or not entry.watched or not self.watcher.is_fresh:
+            return None
+        return entry.busy if self._session.is_fresh(entry.lease_id) else None
+
+    def acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
+        """Stand in line, and return whether the lock is ours; if not, keep the place only if *queued*."""
+        entry, began = self._entry(request), clock.lease_time()
+        # Before it is granted, as an entry without an end would count as ended.
+        entry.ends = max(entry.ends, began + wished_ttl(request))
+        try:
+            return self._stand_in_line(entry, began, queued=queued)
+        except LockBackendError as error:
+            entry.is_late |= isinstance(error, LockOutcomeUnknown)
+            raise
+
+    def _entry(self, request: Request) -> Entry:
+        entry, folder = self.get(request.owner), self._folder(request.key)
+        if entry is None or entry.folder != folder:
+            self.entries[request.owner] = entry = Entry(request, folder)
+        return entry
+
+    def _stand_in_line(self, entry: Entry, began: float, *, queued: bool) -> Grant | Busy:
+        for _ in range(ROUNDS):
+            lease_id = self._session.ready()
+            if entry.lease_id != lease_id:
+                entry.leave(lease_id)
+            try:
+                reply = self._look(entry) if entry.revision else self._make(entry, queued=queued)
+            except LeaseGone:
+                self._session.forget(lease_id)
+                continue
+            if (answer := self._judged(entry, reply, began, queued=queued)) is not None:
+                return answer
+        raise LockBackendError(self._alias, f"{entry.key} is deleted as often as it is made")
+
+    def _make(self, entry: Entry, *, queued: bool) -> Reply:
+        """Make the key and look at the line; if not *queued*, make it only if the lock is free."""
+        put = _put(entry.key, label(entry.request).decode(), entry.lease_id)
+        is_wanted = _compare(self._tombstone(entry), "EQUAL", 0)
+        look = _look_at_line(entry)
+        if queued:
+            reply = self._ask(put, *look, compare=[is_wanted])
+        else:
+            is_free = {**_compare("", "EQUAL", 0), **_in_the_way(entry)}
+            reply = self._ask(put, compare=[is_wanted, is_free], failure=look)
+        entry.is_late |= not reply.is_sure
+        return reply
+
+    def _look(self, entry: Entry) -> Reply:
+        return self._ask(*_look_at_line(entry))
+
+    def _judged(
+        self, entry: Entry, reply: Reply, began: float, *, queued: bool
+    ) -> Grant | Busy | None:
+        """Return the answer in *reply*; None if etcd must be asked again."""
+        if self._session.is_over(entry.lease_id):
+            return None
+        ranges = [each for each in reply.body.get("responses", ()) if "response_range" in each]
+        if not ranges:
+            if not reply.body.get("succeeded"):
+                raise LockBackendError(self._alias, "this request was given up before")
+            entry.revision = reply.revision
+            return self._grant(entry, began)
+        own, first, ahead = map(kvs, ranges)
+        before: list[_Json] = []
+        if own:
+            entry.revision = int(own[0]["create_revision"])
+            others = [kv for kv in ahead if kv["key"] != own[0]["key"]]
+            before = [kv for kv in others if int(kv["create_revision"]) < entry.revision]
+            if len(before) < len(others):
+                return None  # it was made before, and those right before it are not among them
+            if not before:
+                return self._grant(entry, began)
+        elif queued or entry.revision:
+            entry.leave(entry.lease_id)  # somebody has deleted it
+            return None
+        entry.busy = _busy(first)
+        if queued:
+            entry.is_in_line = True
+            self.watcher.add(entry, decoded(before[0]["key"]), reply.revision)
+        elif own or entry.is_late:
+            self.drop(entry)
+        else:
+            self._forget(entry)
+        return entry.busy
+
+    def _grant(self, entry: Entry, began: float) -> Grant:
+        self.watcher.remove(entry)
+        entry.is_granted, entry.is_in_line = True, False
+        self.released.discard(entry.request.owner)
+        # Its ttl is not known to etcd, where it would last with the session.
+        if entry.ends < self._alarm.due:
+            self._alarm.at(entry.ends)
+        # The lock ends with the session, which may have been prolonged a while ago.
+        latest = self._session.ends - entry.request.ttl
+        token = entry.revision + self._session.offset
+        return Grant(token, start=latest if latest < began else None)
+
+    # Releasing.
+
+    def release(self, request: Request) -> Release:
+        entry = self.get(request.owner)
+        if entry is not None and self._delete(entry):
+            return Release.RELEASED
+        if entry is None and request.owner in self.released:
+            return Release.RELEASED
+        found = self._ask(_range(below(self._folder(request.key)), limit=1, keys_only=True))
+        return Release.TAKEN if kvs(found.body["responses"][0]) else Release.GONE
+
+    def _delete(self, entry: Entry) -> bool:
+        """Delete its key; return whether that has released the lock."""
+        self.watcher.remove(entry)
+        was_held, was_ending = entry.is_granted, entry.is_ending
+        is_ours = _compare(entry.key, "EQUAL" if entry.revision else "GREATER", entry.revision)
+        entry.is_ending = True
+        reply = self._end([entry], compare=[is_ours])
+        # Otherwise another client has deleted it.
+        was_held &= bool(reply.body.get("succeeded")) or was_ending or not reply.is_sure
+        self._forget(entry, is_released=was_held)
+        return was_held
+
+    def _end(self, entries: Sequence[Entry], **more: Sequence[_Json]) -> Reply:
+        """Delete the keys of *entries*, and refuse what may still arrive to make them again."""
+        deletes = [_delete(entry.key) for entry in entries]
+        refusals = [
+            _put(self._tombstone(entry), "", entry.lease_id)
+            for entry in entries
+            if entry.is_late and not self._session.is_over(entry.lease_id)
+        ]
+        try:
+            return self._ask(*deletes, *refusals, **more, failure=refusals)
+        except LeaseGone:
+            # Without its lease, no late request can make the key again.
+            return self._ask(*deletes, **more)
+
+    def _tombstone(self, entry: Entry) -> str:
+        return f"{self._options.namespace}/{REVOKED}/{digest(entry.request.owner)}"
+
+    def _forget(self, entry: Entry, *, is_released: bool = False) -> None:
+        """Remove *entry*, whose key is gone."""
+        owner = entry.request.owner
+        # First, because is_session_over() may be called before the lease knows that it is released.
+        if is_released:
+            self.released.add(owner)
+        elif self.get(owner) is entry:
+            self.released.discard(owner)
+        if self.get(owner) is entry:
+            self.entries.pop(owner, None)
+
+    def drop(self, entry: Entry) -> None:
+        """Delete its key in the background; try until it works or its session has ended."""
+        self._doomed[entry] = None
+        self.watcher.remove(entry)
+        self._forget(entry)
+        entry.is_granted = False
+        self._bury_later(0.0)
+
+    def _bury_later(self, delay: float) -> None:
+        background.submit((self._alias, "etcd"), self._bury, delay)
+
+    def _bury(self) -> None:
+        doomed = [e for e in list(self._doomed) if not self._session.is_over(e.lease_id)]
+        try:
+            for some in batches(doomed, OPERATIONS // 2):
+                self._end(some)
+                for entry in some:
+                    self._doomed.pop(entry, None)
+        except LockBackendError:
+            self._bury_later(RETRY)
+        for entry in list(self._doomed):
+            if self._session.is_over(entry.lease_id):
+                self._doomed.pop(entry, None)
+
+    def _drop_ended(self) -> None:
+        now = clock.lease_time()
+        granted = [entry for entry in list(self.entries.values()) if entry.is_granted]
+        for entry in granted:
+            if entry.ends <= now:
+                self.drop(entry)
+        if left := [entry.ends for entry in granted if entry.ends > now]:
+            self._alarm.at(min(left))
+
+    # Waiting.
+
+    def _ring(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            if entry.bell is not None and not entry.bell.ring():
+                self.drop(entry)  # its event loop has ended
+
+    # Extending and probing.
+
+    def extend(self, requests: Sequence[Request]) -> list[bool]:
+        """Prolong the session, and check for each request that its key still exists."""
+        began = clock.lease_time()
+        entries = [self.get(request.owner) for request in requests]
+        held = [e for e in entries if e and e.is_granted and not self._session.is_over(e.lease_id)]
+        if not held or not self._session.prolong():
+            return [False] * len(requests)
+        found: dict[Entry, list[_Json]] = {}
+        for some in batches(held, OPERATIONS):
+            asks = [_range({"key": encoded(entry.key)}, keys_only=True) for entry in some]
+            found |= dict(zip(some, map(kvs, self._ask(*asks).body["responses"]), strict=True))
+        return [
+            entry in found and self._is_kept(entry, found[entry], began + wished_ttl(request))  # type: ignore[index]
+            for entry, request in zip(entries, requests, strict=True)
+        ]
+
+    def _is_kept(self, entry: Entry, found: list[_Json], ends: float) -> bool:
+        if not found and entry.is_ending:
+            return True  # deleted by our own release, which returns the result
+        if not found or int(found[0]["create_revision"]) != entry.revision:
+            self._forget(entry)
+            return False
+        # An extension never shortens a lease.
+        entry.ends = max(entry.ends, ends)
+        return True
+
+    def probe(self, request: Request) -> Busy | None:
+        ask = _range(below(self._folder(request.key)), limit=1, **_FIRST)
+        found = kvs(self._ask(ask).body["responses"][0])
+        return _busy(found) if found else None
+
+    # For operators.
+
+    def held(self, key: str | None) -> Iterator[Held]:
+        """Return the holders of the lock *key*, or of all locks."""
+        namespace = f"{self._options.namespace}/"
+        folder = namespace.rstrip("/") if key is None else self._folder(key)
+        for quoted_key, some in groupby(self._pages(folder), lambda kv: _folder_of(kv, namespace)):
+            name = unquoted(quoted_key)
+            if name is not None:
+                yield from self._shown(name, [*some])
+
+    def _pages(self, folder: str) -> Iterator[_Json]:
+        area = below(folder)
+        while True:
+            found = kvs(self._ask(_range(area, limit=PAGE)).body["responses"][0])
+            yield from found
+            if len(found) < PAGE:
+                return
+            area = {**area, "key": encoded(decoded(found[-1]["key"]) + "\0")}
+
+    def _shown(self, key: str, line: list[_Json]) -> Iterator[Held]:
+        holders = _holders(line)
+        for kv in holders:
+            said = Label.read(decoded(kv["value"]))
+            kind, _, owner_digest = _child_of(kv).partition("-")
+            yield Held(
+                name=said.name or key,
+                key=key,
+                holder=said.holder,
+                remaining=None,
+                token=int(kv["create_revision"]) + self._session.known_offset(),
+                owner_digest=owner_digest,
+                shared=kind == "r",
+                waiters=len(line) - len(holders),
+            )
+
+    def end_holding(self, key: str, owner_digest: str) -> bool:
+        for kv in _holders([*self._pages(self._folder(key))]):
+            if _child_of(kv).partition("-")[2] == owner_digest:
+                path = decoded(kv["key"])
+                is_same = _compare(path, "EQUAL", int(kv["create_revision"]))
+                reply = self._ask(_delete(path), compare=[is_same])
+                return bool(reply.body.get("succeeded")) or not reply.is_sure
+        return False
+
+
+# Operations.
+
+_FIRST = {"sort_order": "ASCEND", "sort_target": "CREATE"}
+_LAST = {"sort_order": "DESCEND", "sort_target": "CREATE"}
+
+
+def _put(key: str, value: str, lease_id: str) -> _Json:
+    wanted = {"key": encoded(key), "value": encoded(value), "lease": lease_id}
+    return {"request_put": wanted}
+
+
+def _delete(key: str) -> _Json:
+    return {"request_delete_range": {"key": encoded(key)}}
+
+
+def _range(area: dict[str, str], **terms: Any) -> _Json:
+    return {"request_range": {**area, **terms}}
+
+
+def _compare(key: str, result: str, revision: int) -> _Json:
+    """Return the condition on the revision that has made *key*, which is 0 while it does not exist."""
+    return {
+        "key": encoded(key),
+        "target": "CREATE",
+        "result": result,
+        "create_revision": str(revision),
+    }
+
+
+def _in_the_way(entry: Entry) -> dict[str, str]:
+    """Return the range of the keys that refuse it: a reader is refused by writers alone."""
+    if not entry.request.shared:
+        return below(entry.folder)
+    return {"key": encoded(f"{entry.folder}/w-"), "range_end": encoded(f"{entry.folder}/w.")}
+
+
+def _look_at_line(entry: Entry) -> list[_Json]:
+    """Return what reads its own key, the first one of the line, and the last two in its way until its own."""
+    terms = {"max_create_revision": str(entry.revision)} if entry.revision else {}
+    return [
+        _range({"key": encoded(entry.key)}, keys_only=True),
+        _range(below(entry.folder), limit=1, **_FIRST),
+        _range(_in_the_way(entry), limit=2, keys_only=True, **_LAST, **terms),
+    ]
+
+
+# Answers.
+
+
+def _busy(first: list[_Json]) -> Busy:
+    return Busy(Label.read(decoded(first[0].get("value", ""))).holder) if first else Busy()
+
+
+def _folder_of(kv: _Json, namespace: str) -> str:
+    """Return the name of its lock; for a key that belongs to none, a name that no lock has."""
+    key = decoded(kv["key"])
+    is_child = key.startswith(namespace) and _child_of(kv)[:2] in {"r-", "w-"}
+    return key[len(namespace) :].rpartition("/")[0] if is_child else "%"
+
+
+def _child_of(kv: _Json) -> str:
+    return decoded(kv["key"]).rpartition("/")[2]
+
+
+def _holders(line: list[_Json]) -> list[_Json]:
+    """Return the holders in *line*: the first one, or all readers before the first writer."""
+    line = sorted(line, key=lambda kv: int(kv["create_revision"]))
+    writers = (index for index, kv in enumerate(line) if _child_of(kv).startswith("w-"))
+    first_writer = next(writers, len(line))
+    return line[: first_writer or 1]

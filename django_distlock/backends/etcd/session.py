@@ -1,0 +1,119 @@
+"""The session of this process: the lease of etcd that its keys go with."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from django_distlock.backends.queue import TOKENS
+from django_distlock.exceptions import LockBackendError
+from django_distlock.ground import clock
+
+from .gateway import SHORT, Gateway, Reply, decoded, encoded, kvs
+from .options import EtcdOptions
+
+
+class Session:
+    """Begun by the first lock, prolonged by whatever needs it, and begun again once it has ended.
+
+    By our clock it ends a ``session_timeout`` after the start of the last request that has prolonged it.
+    """
+
+    def __init__(self, alias: str, options: EtcdOptions, gateway: Gateway) -> None:
+        self._alias = alias
+        self._options = options
+        self._gateway = gateway
+        # Held during requests: others need the session, too.
+        self._mutex = threading.RLock()
+        #: The id of its lease; empty while there is none.
+        self.id = ""
+        self._prolonged_at = 0.0
+        #: The difference between a fencing token and a revision of etcd.
+        self.offset = 0
+
+    @property
+    def ends(self) -> float:
+        """When it ends by our clock (lease time), unless it is prolonged."""
+        return self._prolonged_at + self._options.session_timeout
+
+    def is_over(self, lease_id: str) -> bool:
+        """Return True if the session with this lease has ended."""
+        return lease_id != self.id or clock.lease_time() >= self.ends
+
+    def ready(self) -> str:
+        """Return the id of its lease, which has most of its time left."""
+        if not self.is_fresh(self.id):
+            if not self._mutex.acquire(timeout=self._options.io_timeout):
+                raise LockBackendError(self._alias, "no session has begun in time")
+            try:
+                if not self.is_fresh(self.id) and not self.prolong():
+                    self._begin()
+            finally:
+                self._mutex.release()
+        return self.id
+
+    def is_fresh(self, lease_id: str) -> bool:
+        """Return True if the session has this lease, and was prolonged in the last third of its time."""
+        third = self._options.session_timeout / 3
+        is_same = lease_id == self.id != ""
+        return is_same and clock.lease_time() < self._prolonged_at + third
+
+    def prolong(self) -> bool:
+        """Return whether it still exists, and lasts for a ``session_timeout`` from now on."""
+        began, mine = clock.lease_time(), self.id
+        if self.is_over(mine):
+            return False
+        reply = self._gateway.post("/v3/lease/keepalive", {"ID": mine})
+        if int(reply.body.get("TTL", 0)) <= 0:
+            self.forget(mine)
+            return False
+        self._prolonged_at = max(began, self._prolonged_at)
+        return True
+
+    def forget(self, lease_id: str) -> None:
+        """Note that its lease does not exist any more."""
+        if self.id == lease_id:
+            self.id = ""
+
+    def _begin(self) -> None:
+        # It is over by our clock: what it held must not come back.
+        self.end(SHORT)
+        began = clock.lease_time()
+        granted = self._gateway.post("/v3/lease/grant", {"TTL": self._options.lease_ttl})
+        self.offset = self._token_offset(granted)
+        self._prolonged_at = began
+        self.id = granted.body["ID"]
+
+    def end(self, seconds: float) -> None:
+        """End the session, which frees its locks at once; try for at most so many *seconds*."""
+        ended, self.id = self.id, ""
+        if ended:
+            with contextlib.suppress(LockBackendError):
+                self._gateway.post("/v3/lease/revoke", {"ID": ended}, seconds)
+
+    def known_offset(self) -> int:
+        """Return the offset, which a listing needs before this process has had a session."""
+        if not self.offset:
+            self.ready()
+        return self.offset
+
+    def _token_offset(self, granted: Reply) -> int:
+        """Return the offset between revision and token, by which tokens begin at the clock as on other backends.
+
+        The first session writes it. The gateway tells the time in whole seconds; the rest is our clock's.
+        """
+        now = min(max(time.time(), granted.server_time), granted.server_time + 1)
+        key = encoded(f"{self._options.namespace}/{TOKENS}")
+        first = str(int(now * 1_000_000) - granted.revision)
+        is_new = {"key": key, "target": "CREATE", "create_revision": "0"}
+        wanted = {
+            "compare": [is_new],
+            "success": [{"request_put": {"key": key, "value": encoded(first)}}],
+            "failure": [{"request_range": {"key": key}}],
+        }
+        reply = self._gateway.post("/v3/kv/txn", wanted).body
+        if reply.get("succeeded"):
+            return int(first)
+        [found] = kvs(reply["responses"][0])
+        return int(decoded(found["value"]))

@@ -1,0 +1,161 @@
+"""One watch for all waiters of this process, in one thread, while anybody waits."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from django_distlock.engine.background import NoThreadError, start_daemon
+from django_distlock.exceptions import LockBackendError
+from django_distlock.ground import clock
+from django_distlock.ground.mutexes import section
+
+from .entries import Entry
+from .gateway import SILENCE, Gateway, Watch, below, decoded
+
+#: Seconds until another member is asked for the watch.
+PAUSE = 0.25
+#: How many deleted keys are remembered, for waiters whose look was under way.
+REMEMBERED = 1000
+
+
+class Watcher:
+    """Rings waiters whose awaited key, or own key, is deleted."""
+
+    def __init__(
+        self, gateway: Gateway, namespace: str, ring: Callable[[list[Entry]], None]
+    ) -> None:
+        self._gateway = gateway
+        self._range = below(namespace)
+        self._ring = ring
+        self._mutex = section()
+        #: By key: the waiters to be rung.
+        self._waiting: dict[str, dict[Entry, None]] = {}
+        #: The keys that were deleted last, and in which revision.
+        self._deleted: OrderedDict[str, int] = OrderedDict()
+        #: All deletions from this revision on are seen; the next one is asked for from *_position* on.
+        self._since = self._position = 0
+        self._is_running = False
+        self._wanted_at = self._heard_at = 0.0
+        self._watch: Watch | None = None
+        self._ended = threading.Event()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a deletion of some seconds ago would have been seen by now."""
+        return clock.wait_time() - self._heard_at < 2 * SILENCE
+
+    def add(self, entry: Entry, key: str, revision: int) -> None:
+        """Ring *entry* when *key* is deleted, which existed in this *revision*.
+
+        ``entry.watched`` is the key, or empty if that may have happened already.
+        """
+        with self._mutex:
+            self.remove(entry)
+            self._wanted_at = clock.wait_time()
+            if not self._is_running:
+                self._start(revision + 1)
+            if self._since <= revision + 1 and self._deleted.get(key, 0) <= revision:
+                entry.watched = key
+                for each in (key, entry.key):
+                    self._waiting.setdefault(each, {})[entry] = None
+
+    def remove(self, entry: Entry) -> None:
+        with self._mutex:
+            for key in (entry.watched, entry.key):
+                if (waiting := self._waiting.get(key)) is not None:
+                    waiting.pop(entry, None)
+                    if not waiting:
+                        self._waiting.pop(key, None)
+            entry.watched = ""
+
+    def close(self) -> None:
+        """End the thread; waiters look for themselves from now on."""
+        self._ended.set()
+        if (watch := self._watch) is not None:
+            watch.interrupt()
+        self._wake_all()
+
+    def _start(self, revision: int) -> None:
+        self._since = self._position = revision
+        self._deleted.clear()
+        self._ended.clear()
+        # Its first words are waited for.
+        self._heard_at = clock.wait_time()
+        try:
+            start_daemon(self._run, "distlock-etcd")
+            self._is_running = True
+        except NoThreadError:
+            self._since = revision + 1  # waiters look for themselves
+
+    def _run(self) -> None:
+        try:
+            while self._is_wanted():
+                self._follow()
+        finally:
+            self._is_running = False
+            self._wake_all()
+
+    def _is_wanted(self) -> bool:
+        with self._mutex:
+            is_wanted = bool(self._waiting) or clock.wait_time() - self._wanted_at < SILENCE
+            self._is_running = is_wanted and not self._ended.is_set()
+            return self._is_running
+
+    def _follow(self) -> None:
+        """Watch until silence or an error."""
+        wanted = {**self._range, "start_revision": str(self._position), "filters": ["NOPUT"]}
+        try:
+            self._watch = watch = self._gateway.watch(wanted)
+        except LockBackendError:
+            self._ended.wait(PAUSE)
+            return
+        try:
+            for result in watch:
+                self._heard_at = clock.wait_time()
+                self._take(result)
+                if not self._is_wanted():
+                    return
+        except TimeoutError:
+            pass  # nothing has happened, or the line is dead: ask again
+        except (OSError, http.client.HTTPException):
+            self._gateway.failed(watch)
+            self._ended.wait(PAUSE)
+        finally:
+            self._watch = None
+            self._gateway.end(watch)
+
+    def _take(self, result: dict[str, Any]) -> None:
+        if "compact_revision" in result:
+            # What was deleted meanwhile is forgotten.
+            with self._mutex:
+                self._since = self._position = int(result["compact_revision"])
+                self._deleted.clear()
+            self._wake_all()
+        elif result.get("canceled"):
+            raise http.client.HTTPException(str(result.get("cancel_reason")))
+        for event in result.get("events", ()):
+            if event.get("type") == "DELETE":
+                self._note(decoded(event["kv"]["key"]), int(event["kv"]["mod_revision"]))
+
+    def _note(self, key: str, revision: int) -> None:
+        with self._mutex:
+            self._position = revision + 1
+            self._deleted[key] = revision
+            if len(self._deleted) > REMEMBERED:
+                # A look that is older than the forgotten one is taken again.
+                self._since = self._deleted.popitem(last=False)[1] + 1
+            rung = list(self._waiting.get(key, ()))
+            for entry in rung:
+                self.remove(entry)
+        self._ring(rung)
+
+    def _wake_all(self) -> None:
+        with self._mutex:
+            rung = list({entry: None for some in self._waiting.values() for entry in some})
+            for entry in rung:
+                self.remove(entry)
+        self._ring(rung)

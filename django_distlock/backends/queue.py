@@ -1,0 +1,72 @@
+"""What ZooKeeper and etcd share, whose servers keep the holders and waiters of a lock in a queue. No I/O."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from urllib.parse import quote, unquote
+
+from django_distlock.conf import LONGEST
+from django_distlock.engine.values import Request
+from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import LONGEST_LISTED, printable
+
+#: Characters of server_key() that ZooKeeper accepts unchanged.
+_SAFE = "._:@=|#-"
+#: The name beside the locks that stores the offset of tokens; no lock has this name.
+TOKENS = "%tokens"
+
+
+def quoted(key: str) -> str:
+    """Return the name on the server for the lock *key*; different keys have different names."""
+    name = quote(key, safe=_SAFE)
+    return name.replace(".", "%2E") if name in {".", ".."} else name
+
+
+def unquoted(name: str) -> str | None:
+    """Return the key that has this *name*; None if it is not one of ours."""
+    key = unquote(name)
+    return key if quoted(key) == name else None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRequest(Request):
+    """A request whose *ttl* is at most *longest*, the session timeout: a silent holder keeps the lock no longer.
+
+    *wished* is the ttl before that: while the session lasts, the lock is kept for so long without a renewal.
+    """
+
+    longest: float = LONGEST
+    wished: float = 0.0
+
+    def __post_init__(self) -> None:
+        # A copy by replace() has a cut ttl already, and keeps its *wished*.
+        if self.ttl != self.longest or not self.wished:
+            object.__setattr__(self, "wished", self.ttl)
+        object.__setattr__(self, "ttl", min(self.ttl, self.longest))
+
+
+def wished_ttl(request: Request) -> float:
+    """Return for how many seconds the holder keeps the lock without an extension."""
+    return request.wished if isinstance(request, SessionRequest) else request.ttl
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """What the server stores of a holder or waiter, for people."""
+
+    name: str
+    holder: Holder | None
+
+    @classmethod
+    def read(cls, data: bytes | str) -> Label:
+        try:
+            known = json.loads(data)
+            return cls(str(known["name"]), Holder.from_json(json.dumps(known["holder"])))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return cls("", None)
+
+
+def label(request: Request) -> bytes:
+    name = json.dumps(printable(request.name, LONGEST_LISTED))
+    return f'{{"name":{name},"holder":{request.holder.to_json()}}}'.encode()
