@@ -250,6 +250,8 @@ def _moved_nowhere(server: dict[str, Any]) -> dict[str, Any]:
         return {**server, "servers": [f"redis://127.0.0.1:{port}" for port in range(1, 6)]}
     if "hosts" in server:
         return {**server, "hosts": "127.0.0.1:1", "io_timeout": 0.5}
+    if "endpoints" in server:
+        return {**server, "endpoints": "127.0.0.1:1"}
     return {**server, "NAME": "/nonexistent/locks.sqlite3", "HOST": "127.0.0.1", "PORT": "1"}
 
 
@@ -259,7 +261,7 @@ def test_a_server_that_is_not_there_is_an_error_of_ours_with_its_cause(
 ) -> None:
     options = profile.settings["OPTIONS"]
     alias = f"nowhere-{profile.name}"  # Django keeps what it made for an alias
-    if {"hosts", "servers"} & options.keys():
+    if {"hosts", "servers", "endpoints"} & options.keys():
         options = _moved_nowhere(options)
     else:
         key = "cache" if "cache" in options else "using"

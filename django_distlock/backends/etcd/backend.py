@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django.core.checks import CheckMessage, Error
@@ -115,7 +116,7 @@ class EtcdBackend(BaseLockBackend):
         if (entry := self._recipe.get(request.owner)) is not None:
             entry.bell = None
             if not entry.is_granted:
-                self._recipe.drop(entry)
+                self._threads.after(request, partial(self._recipe.leave_line, request))
 
     dequeue = dequeue_later = forget_bell
 
@@ -125,11 +126,7 @@ class EtcdBackend(BaseLockBackend):
 
     def abandon_later(self, request: Request) -> None:
         """Delete the key in the background; try until it works or the session has ended."""
-        self._threads.after(request, lambda: self._abandon_now(request))
-
-    def _abandon_now(self, request: Request) -> None:
-        if (entry := self._recipe.get(request.owner)) is not None:
-            self._recipe.drop(entry)
+        self._threads.after(request, partial(self._recipe.abandon, request))
 
     def is_session_over(self, request: Request) -> bool:
         entry = self._recipe.get(request.owner)

@@ -5,19 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from django_distlock.engine.bells import Bell
-from django_distlock.engine.values import Busy, Request, digest
+from django_distlock.engine.values import Busy, Request
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """The key of one holder or waiter, from before the request for it until it is certainly gone."""
+    """The key of one holder or waiter, from before the request for it until it is certainly gone.
+
+    Keys are used again: etcd keeps deleted ones until its next compaction, and would pass over all of them
+    to find the first one of a lock. So its name is that of the session, and of its *slot* there.
+    """
 
     request: Request
     folder: str
-    key: str = field(init=False)
-    #: The revision that made it, which is its place in line, and its lease, once they are known.
-    revision: int = 0
+    slot: int
+    #: Its lease and its key, once the session is known; and the revision that made it, which is its place in line.
     lease_id: str = ""
+    key: str = ""
+    revision: int = 0
     is_granted: bool = False
     #: Whether a request to make it may still be carried out, and so make it again after it was deleted.
     is_late: bool = False
@@ -30,13 +35,14 @@ class Entry:
     watched: str = ""
     busy: Busy = field(default_factory=Busy)
     is_in_line: bool = False
-    looked_at: float = 0.0
 
-    def __post_init__(self) -> None:
-        kind = "r" if self.request.shared else "w"
-        self.key = f"{self.folder}/{kind}-{digest(self.request.owner)}"
+    @property
+    def place(self) -> str:
+        """Its session and slot."""
+        return f"{int(self.lease_id):x}-{self.slot}"
 
     def leave(self, lease_id: str) -> None:
         """Begin again at the end of the line, with this lease: its key is gone."""
         self.revision, self.lease_id = 0, lease_id
+        self.key = f"{self.folder}/{'r' if self.request.shared else 'w'}-{self.place}"
         self.is_granted = self.is_ending = self.is_in_line = False

@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
@@ -70,38 +71,56 @@ class _Refused(Exception):
 class Connection:
     """A connection to one member: one request at a time."""
 
-    def __init__(self, endpoint: Endpoint, tls: Any) -> None:
+    def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None) -> None:
         self.endpoint = endpoint
         #: Whether a request may have been sent.
         self.is_used = False
-        at = endpoint.host, endpoint.port
-        self._http = (
-            http.client.HTTPSConnection(*at, context=tls)
-            if endpoint.tls
-            else http.client.HTTPConnection(*at)
-        )
+        self._tls = tls if endpoint.tls else None
+        self._line: socket.socket | None = None
+        self._reply: http.client.HTTPResponse | None = None
 
-    def send(self, path: str, body: bytes | None, token: str, seconds: float) -> Any:
+    def ask(
+        self, path: str, body: bytes | None, token: str, seconds: float
+    ) -> http.client.HTTPResponse:
         """Send a request and return its reply, still to be read; connect if needed."""
-        if self._http.sock is None:
-            self._http.timeout = seconds
-            self._http.connect()
-        self._http.sock.settimeout(seconds)
+        if (line := self._line) is None:
+            line = self._connected(seconds)
+        line.settimeout(seconds)
         self.is_used = True
-        headers = {"Content-Type": "application/json"}
-        if token:
-            headers["Authorization"] = token
-        self._http.request("GET" if body is None else "POST", path, body, headers)
-        return self._http.getresponse()
+        # In one piece: http.client would send head and body apart, which costs a tenth of a lock's time.
+        line.sendall(self._head(path, body, token) + (body or b""))
+        self._reply = reply = http.client.HTTPResponse(line)
+        reply.begin()
+        return reply
+
+    def _connected(self, seconds: float) -> socket.socket:
+        host, port, _ = self.endpoint
+        self._line = socket.create_connection((host, port), seconds)
+        self._line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls is not None:
+            self._line = self._tls.wrap_socket(self._line, server_hostname=host)
+        return self._line
+
+    def _head(self, path: str, body: bytes | None, token: str) -> bytes:
+        lines = [
+            f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
+            f"Host: {self.endpoint}",
+            *([f"Authorization: {token}"] if token else []),
+            "Content-Type: application/json",
+            f"Content-Length: {len(body or b'')}",
+        ]
+        return "\r\n".join([*lines, "\r\n"]).encode()
 
     def interrupt(self) -> None:
-        """End the request that another thread reads the reply of."""
-        if (line := self._http.sock) is not None:
+        """End the request whose reply another thread reads."""
+        if (line := self._line) is not None:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._http.close()
+        for each in (self._reply, self._line):
+            if each is not None:
+                each.close()
 
 
 class Gateway:
@@ -269,7 +288,7 @@ class Watch:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Give the results; OSError or HTTPException at the end, TimeoutError after silence."""
-        reply = self.connection.send("/v3/watch", self._body, self._token, SILENCE)
+        reply = self.connection.ask("/v3/watch", self._body, self._token, SILENCE)
         while line := reply.readline():
             known = json.loads(line)
             if "result" not in known:
@@ -284,7 +303,7 @@ class Watch:
 def _read(
     connection: Connection, path: str, body: bytes | None, token: str, seconds: float
 ) -> Reply:
-    response = connection.send(path, body, token, seconds)
+    response = connection.ask(path, body, token, seconds)
     content = response.read()
     if response.status == http.HTTPStatus.NOT_FOUND and not content.startswith(b"{"):
         raise _Refused("404", is_transient=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 from django_distlock.backends.base import KEYS
@@ -22,6 +23,7 @@ from django_distlock.engine.values import (
 )
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
+from django_distlock.ground.mutexes import section
 
 from .entries import Entry
 from .gateway import Gateway, LeaseGone, Reply, below, decoded, encoded, kvs
@@ -57,6 +59,9 @@ class Recipe:
         self.entries: dict[str, Entry] = {}
         self.get = self.entries.get
         self.released = RecentOwners()
+        self._mutex = section()
+        #: By folder: the slots whose keys are used.
+        self._slots: dict[str, set[int]] = {}
         #: What is to be deleted.
         self._doomed: dict[Entry, None] = {}
         #: Rings at the end of the first ttl that is not extended.
@@ -88,8 +93,20 @@ class Recipe:
     def _entry(self, request: Request) -> Entry:
         entry, folder = self.get(request.owner), self._folder(request.key)
         if entry is None or entry.folder != folder:
-            self.entries[request.owner] = entry = Entry(request, folder)
+            with self._mutex:
+                used = self._slots.setdefault(folder, set())
+                slot = next(number for number in count() if number not in used)
+                used.add(slot)
+            self.entries[request.owner] = entry = Entry(request, folder, slot)
         return entry
+
+    def _free_slot(self, entry: Entry) -> None:
+        """Let others use its key, unless a late request might make it again."""
+        with self._mutex:
+            if not entry.is_late and (used := self._slots.get(entry.folder)) is not None:
+                used.discard(entry.slot)
+                if not used:
+                    self._slots.pop(entry.folder, None)
 
     def _stand_in_line(self, entry: Entry, began: float, *, queued: bool) -> Grant | Busy:
         for _ in range(ROUNDS):
@@ -97,60 +114,81 @@ class Recipe:
             if entry.lease_id != lease_id:
                 entry.leave(lease_id)
             try:
-                reply = self._look(entry) if entry.revision else self._make(entry, queued=queued)
+                answer = self._take(entry, began, queued=queued)
             except LeaseGone:
                 self._session.forget(lease_id)
                 continue
-            if (answer := self._judged(entry, reply, began, queued=queued)) is not None:
+            if answer is not None and not self._session.is_over(lease_id):
                 return answer
         raise LockBackendError(self._alias, f"{entry.key} is deleted as often as it is made")
 
-    def _make(self, entry: Entry, *, queued: bool) -> Reply:
-        """Make the key and look at the line; if not *queued*, make it only if the lock is free."""
-        put = _put(entry.key, label(entry.request).decode(), entry.lease_id)
-        is_wanted = _compare(self._tombstone(entry), "EQUAL", 0)
-        look = _look_at_line(entry)
-        if queued:
-            reply = self._ask(put, *look, compare=[is_wanted])
-        else:
-            is_free = {**_compare("", "EQUAL", 0), **_in_the_way(entry)}
-            reply = self._ask(put, compare=[is_wanted, is_free], failure=look)
+    def _take(self, entry: Entry, began: float, *, queued: bool) -> Grant | Busy | None:
+        """Return the answer of etcd; None if it must be asked again."""
+        if not entry.revision:
+            busy = self._take_if_free(entry)
+            if busy is None:
+                return self._grant(entry, began)
+            if not (queued or entry.is_late):
+                self._forget(entry)
+                return busy
+        line = self._look_at_line(entry, joins=queued and not entry.revision)
+        own, first, ahead = (kvs(each) for each in line.body["responses"][-3:])
+        entry.busy = _busy(first)
+        if not own:
+            entry.leave(entry.lease_id)  # somebody has deleted it, if it was there
+            return None if queued else self._refused(entry)
+        entry.revision = int(own[0]["create_revision"])
+        others = [kv for kv in ahead if kv["key"] != own[0]["key"]]
+        before = [kv for kv in others if int(kv["create_revision"]) < entry.revision]
+        if len(before) < len(others):
+            return None  # it was made before, and those right before it are not among them
+        if not before:
+            return self._grant(entry, began)
+        if not queued:
+            return self._refused(entry)
+        entry.is_in_line = True
+        self.watcher.add(entry, decoded(before[0]["key"]), line.revision)
+        return entry.busy
+
+    def _take_if_free(self, entry: Entry) -> Busy | None:
+        """Make its key if nobody is in the way, which is the common case; else return who it is."""
+        is_free = {**_compare("", "EQUAL", 0), **_in_the_way(entry)}
+        first = _range(below(entry.folder), limit=1, **_FIRST)
+        reply = self._ask(
+            self._put(entry), compare=[self._is_wanted(entry), is_free], failure=[first]
+        )
         entry.is_late |= not reply.is_sure
+        if reply.body.get("succeeded"):
+            entry.revision = reply.revision
+            return None
+        return _busy(kvs(reply.body["responses"][0]))
+
+    def _look_at_line(self, entry: Entry, *, joins: bool) -> Reply:
+        """Read its own key, the first one of the line, and the last two in its way; before that, perhaps join."""
+        terms = {"max_create_revision": str(entry.revision)} if entry.revision else {}
+        look = [
+            _range({"key": encoded(entry.key)}, keys_only=True),
+            _range(below(entry.folder), limit=1, **_FIRST),
+            _range(_in_the_way(entry), limit=2, keys_only=True, **_LAST, **terms),
+        ]
+        if not joins:
+            return self._ask(*look)
+        reply = self._ask(self._put(entry), *look, compare=[self._is_wanted(entry)])
+        entry.is_late |= not reply.is_sure
+        if not reply.body.get("succeeded"):
+            raise LockBackendError(self._alias, "this request was given up before")
         return reply
 
-    def _look(self, entry: Entry) -> Reply:
-        return self._ask(*_look_at_line(entry))
+    def _put(self, entry: Entry) -> _Json:
+        known = {"owner": digest(entry.request.owner), **json.loads(label(entry.request))}
+        return _put(entry.key, json.dumps(known, separators=(",", ":")), entry.lease_id)
 
-    def _judged(
-        self, entry: Entry, reply: Reply, began: float, *, queued: bool
-    ) -> Grant | Busy | None:
-        """Return the answer in *reply*; None if etcd must be asked again."""
-        if self._session.is_over(entry.lease_id):
-            return None
-        ranges = [each for each in reply.body.get("responses", ()) if "response_range" in each]
-        if not ranges:
-            if not reply.body.get("succeeded"):
-                raise LockBackendError(self._alias, "this request was given up before")
-            entry.revision = reply.revision
-            return self._grant(entry, began)
-        own, first, ahead = map(kvs, ranges)
-        before: list[_Json] = []
-        if own:
-            entry.revision = int(own[0]["create_revision"])
-            others = [kv for kv in ahead if kv["key"] != own[0]["key"]]
-            before = [kv for kv in others if int(kv["create_revision"]) < entry.revision]
-            if len(before) < len(others):
-                return None  # it was made before, and those right before it are not among them
-            if not before:
-                return self._grant(entry, began)
-        elif queued or entry.revision:
-            entry.leave(entry.lease_id)  # somebody has deleted it
-            return None
-        entry.busy = _busy(first)
-        if queued:
-            entry.is_in_line = True
-            self.watcher.add(entry, decoded(before[0]["key"]), reply.revision)
-        elif own or entry.is_late:
+    def _is_wanted(self, entry: Entry) -> _Json:
+        """Return the condition that it was not given up: it may arrive late."""
+        return _compare(self._tombstone(entry), "EQUAL", 0)
+
+    def _refused(self, entry: Entry) -> Busy:
+        if entry.revision or entry.is_late:
             self.drop(entry)
         else:
             self._forget(entry)
@@ -206,10 +244,15 @@ class Recipe:
             return self._ask(*deletes, **more)
 
     def _tombstone(self, entry: Entry) -> str:
-        return f"{self._options.namespace}/{REVOKED}/{digest(entry.request.owner)}"
+        folder = entry.folder.removeprefix(f"{self._options.namespace}/")
+        return f"{self._options.namespace}/{REVOKED}/{folder}/{entry.place}"
 
     def _forget(self, entry: Entry, *, is_released: bool = False) -> None:
         """Remove *entry*, whose key is gone."""
+        self._leave_owner(entry, is_released=is_released)
+        self._free_slot(entry)
+
+    def _leave_owner(self, entry: Entry, *, is_released: bool = False) -> None:
         owner = entry.request.owner
         # First, because is_session_over() may be called before the lease knows that it is released.
         if is_released:
@@ -219,11 +262,21 @@ class Recipe:
         if self.get(owner) is entry:
             self.entries.pop(owner, None)
 
+    def leave_line(self, request: Request) -> None:
+        """Delete the key of a waiter in the background."""
+        if (entry := self.get(request.owner)) is not None and not entry.is_granted:
+            self.drop(entry)
+
+    def abandon(self, request: Request) -> None:
+        """Delete the key of a holder or waiter in the background."""
+        if (entry := self.get(request.owner)) is not None:
+            self.drop(entry)
+
     def drop(self, entry: Entry) -> None:
         """Delete its key in the background; try until it works or its session has ended."""
         self._doomed[entry] = None
         self.watcher.remove(entry)
-        self._forget(entry)
+        self._leave_owner(entry)
         entry.is_granted = False
         self._bury_later(0.0)
 
@@ -236,12 +289,16 @@ class Recipe:
             for some in batches(doomed, OPERATIONS // 2):
                 self._end(some)
                 for entry in some:
-                    self._doomed.pop(entry, None)
+                    self._buried(entry)
         except LockBackendError:
             self._bury_later(RETRY)
         for entry in list(self._doomed):
             if self._session.is_over(entry.lease_id):
-                self._doomed.pop(entry, None)
+                self._buried(entry)
+
+    def _buried(self, entry: Entry) -> None:
+        if self._doomed.pop(entry, self) is None:
+            self._free_slot(entry)
 
     def _drop_ended(self) -> None:
         now = clock.lease_time()
@@ -316,21 +373,20 @@ class Recipe:
         holders = _holders(line)
         for kv in holders:
             said = Label.read(decoded(kv["value"]))
-            kind, _, owner_digest = _child_of(kv).partition("-")
             yield Held(
                 name=said.name or key,
                 key=key,
                 holder=said.holder,
                 remaining=None,
                 token=int(kv["create_revision"]) + self._session.known_offset(),
-                owner_digest=owner_digest,
-                shared=kind == "r",
+                owner_digest=_owner_digest(kv),
+                shared=_child_of(kv).startswith("r-"),
                 waiters=len(line) - len(holders),
             )
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         for kv in _holders([*self._pages(self._folder(key))]):
-            if _child_of(kv).partition("-")[2] == owner_digest:
+            if _owner_digest(kv) == owner_digest:
                 path = decoded(kv["key"])
                 is_same = _compare(path, "EQUAL", int(kv["create_revision"]))
                 reply = self._ask(_delete(path), compare=[is_same])
@@ -374,16 +430,6 @@ def _in_the_way(entry: Entry) -> dict[str, str]:
     return {"key": encoded(f"{entry.folder}/w-"), "range_end": encoded(f"{entry.folder}/w.")}
 
 
-def _look_at_line(entry: Entry) -> list[_Json]:
-    """Return what reads its own key, the first one of the line, and the last two in its way until its own."""
-    terms = {"max_create_revision": str(entry.revision)} if entry.revision else {}
-    return [
-        _range({"key": encoded(entry.key)}, keys_only=True),
-        _range(below(entry.folder), limit=1, **_FIRST),
-        _range(_in_the_way(entry), limit=2, keys_only=True, **_LAST, **terms),
-    ]
-
-
 # Answers.
 
 
@@ -400,6 +446,13 @@ def _folder_of(kv: _Json, namespace: str) -> str:
 
 def _child_of(kv: _Json) -> str:
     return decoded(kv["key"]).rpartition("/")[2]
+
+
+def _owner_digest(kv: _Json) -> str:
+    try:
+        return str(json.loads(decoded(kv["value"]))["owner"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""  # another program has written it
 
 
 def _holders(line: list[_Json]) -> list[_Json]:
