@@ -14,7 +14,7 @@ from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import LockBackendError
 
-from .gateway import Gateway
+from .gateway import Gateway, Refused
 from .options import EtcdOptions
 from .recipe import Recipe
 from .session import Session
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
-
-#: The first version whose gateway is at /v3/.
-OLDEST = (3, 4)
 
 
 class EtcdBackend(BaseLockBackend):
@@ -146,15 +143,13 @@ class EtcdBackend(BaseLockBackend):
         if databases is None:
             return []
         try:
-            version = self._gateway.get("/version")["etcdserver"]
-            alarms = self._gateway.post("/v3/maintenance/alarm", {"action": "GET"}).body
+            self._gateway.check()
             next(iter(self.held()), None)
         except LockBackendError as error:
-            return [server_error(error, self.options.servers)]
-        if tuple(map(int, version.split(".")[:2])) < OLDEST:
-            return [Error(f"etcd {version} is too old.", hint="It must be 3.4 or newer.")]
-        if any(each.get("alarm") == "NOSPACE" for each in alarms.get("alarms", ())):
-            return [Error("full", hint="")]
+            if not isinstance(error.__cause__, Refused) or error.__cause__.is_login:
+                return [server_error(error, self.options.servers)]
+            hint = "Correct the OPTIONS of the alias, or what the text names in the cluster."
+            return [Error(str(error), hint=hint, id="distlock.E041")]
         return []
 
     # The session.

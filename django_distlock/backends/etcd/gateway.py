@@ -27,6 +27,8 @@ SHORT = 1.0
 
 #: What the gateway says of a token that has expired, or was given by a member that was restarted.
 _OLD_TOKEN = ("invalid auth token", "revision of auth store is old")
+#: What it says of a login that is missing, wrong, or has too few rights.
+_LOGIN = ("authentication failed", "user name is empty", "permission denied")
 #: By what etcd says: what is to be done.
 _ADVICE = {
     "database space exceeded": (
@@ -36,7 +38,7 @@ _ADVICE = {
     "authentication failed": "it refuses the login: correct OPTIONS 'user' and 'password'",
     "authentication is not enabled": "it knows no logins: remove OPTIONS 'user' and 'password'",
     "permission denied": "its user needs a role with the rights to read and write below OPTIONS 'namespace'",
-    "404": "it has no JSON gateway at /v3/: it must be etcd 3.4 or newer",
+    "no gateway": "it has no JSON gateway at /v3/: it must be etcd 3.4 or newer, with --enable-grpc-gateway",
 }
 
 
@@ -60,12 +62,16 @@ class Reply(NamedTuple):
         return parsedate_to_datetime(self.date).timestamp()
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """A member has answered by an error. *is_transient*: another member may answer, or this one later."""
 
-    def __init__(self, text: str, *, is_transient: bool) -> None:
+    def __init__(self, text: str, *, is_transient: bool = False) -> None:
         super().__init__(text)
         self.is_transient = is_transient
+
+    @property
+    def is_login(self) -> bool:
+        return _is_one_of(self, _LOGIN)
 
 
 class Connection:
@@ -80,7 +86,7 @@ class Connection:
         self._reply: http.client.HTTPResponse | None = None
 
     def ask(
-        self, path: str, body: bytes | None, token: str, seconds: float
+        self, path: str, body: bytes, token: str, seconds: float
     ) -> http.client.HTTPResponse:
         """Send a request and return its reply, still to be read; connect if needed."""
         if (line := self._line) is None:
@@ -88,7 +94,7 @@ class Connection:
         line.settimeout(seconds)
         self.is_used = True
         # In one piece: http.client would send head and body apart, which costs a tenth of a lock's time.
-        line.sendall(self._head(path, body, token) + (body or b""))
+        line.sendall(self._head(path, body, token) + body)
         self._reply = reply = http.client.HTTPResponse(line)
         reply.begin()
         return reply
@@ -101,13 +107,13 @@ class Connection:
             self._line = self._tls.wrap_socket(self._line, server_hostname=host)
         return self._line
 
-    def _head(self, path: str, body: bytes | None, token: str) -> bytes:
+    def _head(self, path: str, body: bytes, token: str) -> bytes:
         lines = [
-            f"{'GET' if body is None else 'POST'} {path} HTTP/1.1",
+            f"POST {path} HTTP/1.1",
             f"Host: {self.endpoint}",
             *([f"Authorization: {token}"] if token else []),
             "Content-Type: application/json",
-            f"Content-Length: {len(body or b'')}",
+            f"Content-Length: {len(body)}",
         ]
         return "\r\n".join([*lines, "\r\n"]).encode()
 
@@ -153,27 +159,27 @@ class Gateway:
                 is_new = True
             try:
                 return self._ask(path, json.dumps(body).encode(), ends)
-            except _Refused as refused:
+            except Refused as refused:
                 if not is_new and self._options.user and _is_one_of(refused, _OLD_TOKEN):
                     self._token = ""
                     continue
                 raise self._error(refused) from refused
 
-    def get(self, path: str) -> dict[str, Any]:
-        try:
-            return self._ask(path, None, clock.wait_time() + self._options.io_timeout).body
-        except _Refused as refused:
-            raise self._error(refused) from refused
+    def check(self) -> None:
+        """Raise LockBackendError if etcd is too old, or full."""
+        found = self.post("/v3/maintenance/alarm", {"action": "GET"}).body.get("alarms", ())
+        if any(each.get("alarm") == "NOSPACE" for each in found):
+            raise self._error(full := Refused("database space exceeded")) from full
 
     def _log_in(self, ends: float) -> None:
         login = {"name": self._options.user, "password": self._options.password}
         try:
             reply = self._ask("/v3/auth/authenticate", json.dumps(login).encode(), ends)
-        except _Refused as refused:
+        except Refused as refused:
             raise self._error(refused) from refused
         self._token = reply.body["token"]
 
-    def _ask(self, path: str, body: bytes | None, ends: float) -> Reply:
+    def _ask(self, path: str, body: bytes, ends: float) -> Reply:
         """Ask one member after the other until one answers, each for its share of the time."""
         left, is_sure, problem = len(self._members), True, Exception()
         while left:
@@ -182,7 +188,7 @@ class Gateway:
             seconds = max(0.01, (ends - clock.wait_time()) / left)
             try:
                 reply = _read(connection, path, body, self._token, seconds)
-            except _Refused as refused:
+            except Refused as refused:
                 self._put_back(connection)
                 if not refused.is_transient:
                     raise
@@ -208,7 +214,7 @@ class Gateway:
         text = known if isinstance(problem, TimeoutError) else f"{known}: {_in_words(problem)}"
         return (LockBackendError if is_sure else LockOutcomeUnknown)(self._alias, text)
 
-    def _error(self, refused: _Refused) -> LockBackendError:
+    def _error(self, refused: Refused) -> LockBackendError:
         text = str(refused)
         if "requested lease not found" in text:
             return LeaseGone(self._alias, "the lease of the session has ended")
@@ -300,13 +306,11 @@ class Watch:
         self.connection.interrupt()
 
 
-def _read(
-    connection: Connection, path: str, body: bytes | None, token: str, seconds: float
-) -> Reply:
+def _read(connection: Connection, path: str, body: bytes, token: str, seconds: float) -> Reply:
     response = connection.ask(path, body, token, seconds)
     content = response.read()
     if response.status == http.HTTPStatus.NOT_FOUND and not content.startswith(b"{"):
-        raise _Refused("404", is_transient=False)
+        raise Refused("no gateway")
     try:
         known = json.loads(content)
     except ValueError as error:
@@ -316,7 +320,7 @@ def _read(
     if error:
         text = error.get("message", "") if isinstance(error, dict) else error
         is_transient = response.status in {503, 504} or _is_one_of(text, _TRANSIENT)
-        raise _Refused(text, is_transient=is_transient)
+        raise Refused(text, is_transient=is_transient)
     return Reply(known.get("result", known), True, response.headers.get("Date", ""))
 
 
@@ -329,7 +333,7 @@ def _is_one_of(error: object, texts: tuple[str, ...]) -> bool:
 
 
 def _in_words(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, _Refused) else type(problem).__name__
+    return str(problem) if isinstance(problem, Refused) else type(problem).__name__
 
 
 # Keys and values.

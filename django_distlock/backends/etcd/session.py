@@ -39,7 +39,8 @@ class Session:
 
     def is_over(self, lease_id: str) -> bool:
         """Return True if the session with this lease has ended."""
-        return lease_id != self.id or clock.lease_time() >= self.ends
+        is_present = lease_id == self.id != ""
+        return not is_present or clock.lease_time() >= self.ends
 
     def ready(self) -> str:
         """Return the id of its lease, which has most of its time left."""
@@ -82,8 +83,9 @@ class Session:
         began = clock.lease_time()
         granted = self._gateway.post("/v3/lease/grant", {"TTL": self._options.lease_ttl})
         self.offset = self._token_offset(granted)
-        self._prolonged_at = began
-        self.id = granted.body["ID"]
+        # A signal handler may have begun another one meanwhile; then this one is not used, and expires.
+        if not self.id:
+            self._prolonged_at, self.id = began, granted.body["ID"]
 
     def end(self, seconds: float) -> None:
         """End the session, which frees its locks at once; try for at most so many *seconds*."""

@@ -1,0 +1,94 @@
+"""What the tests of etcd share: aliases in a namespace of their own, and what an operator sees and does."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import TYPE_CHECKING, Any
+
+from django_distlock import locks
+from django_distlock.backends.etcd import EtcdBackend
+from django_distlock.engine.values import Grant, Request
+from django_distlock.ground.holder import Holder
+from tests.fixtures.etcd import options
+
+if TYPE_CHECKING:
+    from django_distlock.backends.etcd.entries import Entry
+    from tests.fixtures.etcd import Cluster, EtcdMember
+
+BACKEND = "django_distlock.backends.etcd.EtcdBackend"
+
+
+def aliases(cluster: Cluster, namespace: str, **more: Any) -> dict[str, Any]:
+    """Return a DISTLOCK setting with two aliases that mean the same locks, in two sessions."""
+    each = {"BACKEND": BACKEND, "OPTIONS": options(cluster, namespace, **more)}
+    return {"locks": each, "elsewhere": each}
+
+
+def backend(alias: str = "locks") -> EtcdBackend:
+    """Return the backend of *alias* as what it is."""
+    found = locks[alias]
+    assert isinstance(found, EtcdBackend)
+    return found
+
+
+def rival(name: str, alias: str = "locks", **wishes: Any) -> Request:
+    """Return a request as another process would make it."""
+    known = {"ttl": 60.0, "holder": Holder.current("rival")}
+    return backend(alias).request(name, **{**known, **wishes})
+
+
+def stands(request: Request, alias: str = "locks") -> int | None:
+    """Have *request* stand in line; return its token if it is served at once."""
+    answer = backend(alias).try_acquire(request, queued=True)
+    return answer.token if isinstance(answer, Grant) else None
+
+
+def encoded(text: str) -> str:
+    """Return a key or value as the gateway takes it."""
+    return base64.b64encode(text.encode()).decode()
+
+
+def keys(member: EtcdMember, prefix: str) -> dict[str, dict[str, Any]]:
+    """Return what etcd has below *prefix*, by key; values are texts."""
+    area = {"key": encoded(prefix), "range_end": encoded(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
+    found = member.asks("/v3/kv/range", **area).get("kvs", [])
+    return {
+        base64.b64decode(kv["key"]).decode(): {
+            **kv,
+            "value": base64.b64decode(kv.get("value", "")).decode(),
+        }
+        for kv in found
+    }
+
+
+def line(cluster: Cluster, namespace: str, name: str) -> list[str]:
+    """Return the keys of those who hold or wait for *name*, in no order."""
+    return list(keys(cluster.running[0], f"{namespace}/{name}/"))
+
+
+def entries(alias: str = "locks") -> list[Entry]:
+    """Return the entries of this process in all lines."""
+    return list(backend(alias)._recipe.entries.values())
+
+
+def watched(alias: str = "locks") -> set[str]:
+    """Return the keys whose going the waiters of this process wait for."""
+    return {entry.watched for entry in entries(alias)} - {""}
+
+
+def expire(cluster: Cluster, alias: str = "locks") -> None:
+    """Have an operator revoke the session of *alias*."""
+    cluster.running[0].asks("/v3/lease/revoke", ID=backend(alias)._session.id)
+
+
+def log_in(member: EtcdMember, name: str, password: str) -> str:
+    """Return a token of etcd."""
+    token: str = member.asks("/v3/auth/authenticate", name=name, password=password)["token"]
+    return token
+
+
+def said(kv: dict[str, Any]) -> dict[str, Any]:
+    """Return what a key says of its holder."""
+    found: dict[str, Any] = json.loads(kv["value"])
+    return found

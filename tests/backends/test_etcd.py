@@ -1,0 +1,793 @@
+"""What is special to etcd: the line of keys, the watch, requests, names, rights, upkeep."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
+from django_distlock.backends.etcd.gateway import Connection
+from django_distlock.engine.values import Busy, Release
+from django_distlock.ground.naming import LONGEST_LISTED
+from testproject.models import Account
+from tests.fixtures.etcd import Cluster, EtcdMember
+from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.proxy import Proxy
+
+from .etcd_tools import (
+    BACKEND,
+    aliases,
+    backend,
+    encoded,
+    entries,
+    expire,
+    keys,
+    line,
+    log_in,
+    rival,
+    said,
+    stands,
+    watched,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from pytest_django.fixtures import Settings
+
+WAITERS = 50
+
+
+class Counter:
+    """A bell that counts."""
+
+    def __init__(self) -> None:
+        self.rung = 0
+
+    def ring(self) -> bool:
+        self.rung += 1
+        return True
+
+
+@pytest.fixture(autouse=True)
+def alias(etcd: Cluster, namespace: str, settings: Settings) -> Iterator[None]:
+    """The aliases "locks" and "elsewhere", in a namespace of their own."""
+    settings.DISTLOCK = aliases(etcd, namespace)
+    yield
+    locks.close()
+
+
+@pytest.fixture
+def member(etcd: Cluster) -> EtcdMember:
+    """The member that an operator asks."""
+    return etcd.members[0]
+
+
+@pytest.fixture
+def proxy(etcd: Cluster, settings: Settings) -> Iterator[Proxy]:
+    """Stands between "locks" and one of the members."""
+    with Proxy(etcd.members[0].port) as found:
+        _set(settings, endpoints=f"127.0.0.1:{found.port}")
+        yield found
+        locks.close()
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """The requests of all sessions, as they are sent."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+    ask = Connection.ask
+
+    def note(connection: Connection, path: str, body: bytes, *rest: Any) -> Any:
+        seen.append((path, json.loads(body)))
+        return ask(connection, path, body, *rest)
+
+    monkeypatch.setattr(Connection, "ask", note)
+    return seen
+
+
+def _set(settings: Settings, **options: Any) -> None:
+    known = settings.DISTLOCK["locks"]["OPTIONS"] | options
+    settings.DISTLOCK = settings.DISTLOCK | {"locks": {"BACKEND": BACKEND, "OPTIONS": known}}
+
+
+# Requests.
+
+
+def test_a_free_lock_costs_two_requests(sent: list[Any]) -> None:
+    with lock("warm", using="locks"):
+        pass
+    sent.clear()
+
+    with lock("x", using="locks"):
+        assert [path for path, _ in sent] == ["/v3/kv/txn"]
+
+    assert [path for path, _ in sent] == ["/v3/kv/txn"] * 2
+
+
+async def test_a_task_sends_the_same(sent: list[Any]) -> None:
+    async with lock("warm", using="locks"):
+        pass
+    sent.clear()
+
+    async with lock("x", using="locks"):
+        pass
+
+    assert [path for path, _ in sent] == ["/v3/kv/txn"] * 2
+
+
+def test_a_refusal_leaves_nothing(etcd: Cluster, namespace: str) -> None:
+    with lock("x", using="elsewhere"):
+        revisions = [kv["mod_revision"] for kv in keys(etcd.members[0], f"{namespace}/x/").values()]
+
+        assert lock("x", using="locks", timeout=0).acquire() is None
+
+        assert len(line(etcd, namespace, "x")) == 1
+        assert not entries()
+    assert len(revisions) == 1
+
+
+def test_keys_are_used_again_so_that_deleted_ones_do_not_pile_up(
+    sent: list[tuple[str, dict[str, Any]]],
+) -> None:
+    for _ in range(5):
+        with lock("x", using="locks"):
+            pass
+
+    puts = [op["request_put"] for _, body in sent for op in body.get("success", ()) if "request_put" in op]
+    assert len({put["key"] for put in puts if "lease" in put}) == 1
+
+
+def test_a_waiter_that_nobody_rings_asks_nothing(sent: list[Any]) -> None:
+    assert stands(rival("x"))
+    waiting = rival("x")
+    assert stands(waiting) is None
+    eventually(lambda: backend()._recipe.watcher._watch)
+    asked = [path for path, _ in sent if path != "/v3/watch"]
+
+    for _ in range(5):
+        assert stands(waiting) is None
+
+    assert [path for path, _ in sent if path != "/v3/watch"] == asked
+
+
+# The line.
+
+
+def test_each_waiter_is_rung_by_the_one_before_it_alone() -> None:
+    holder, waiters = rival("x"), [rival("x") for _ in range(WAITERS)]
+    bells = [Counter() for _ in waiters]
+    assert stands(holder)
+    for waiter, bell in zip(waiters, bells, strict=True):
+        assert stands(waiter) is None
+        assert backend()._is_told(waiter, bell)
+    assert len(watched()) == WAITERS
+
+    tokens = []
+    for waiter, bell in zip(waiters, bells, strict=True):
+        assert backend().release(holder) is Release.RELEASED
+        eventually(partial(getattr, bell, "rung"))
+        tokens.append(stands(waiter))
+        holder = waiter
+
+    assert [bell.rung for bell in bells] == [1] * WAITERS
+    assert None not in tokens
+    assert tokens == sorted(set(tokens), key=lambda token: token or 0)
+
+
+def test_who_leaves_the_middle_of_the_line_wakes_the_next_one_alone() -> None:
+    people = [rival("x") for _ in range(4)]
+    bells = [Counter() for _ in people]
+    for person, bell in zip(people, bells, strict=True):
+        stands(person)
+        backend()._is_told(person, bell)
+
+    backend().dequeue(people[1])
+
+    eventually(lambda: bells[2].rung)
+    assert stands(people[2]) is None
+    assert [bell.rung for bell in bells] == [0, 0, 1, 0]
+    backend().release(people[0])
+    eventually(lambda: bells[2].rung == 2)
+    assert stands(people[2])
+
+
+def test_readers_hold_together_and_the_order_of_arrival_is_respected() -> None:
+    first, second = rival("x", shared=True), rival("x", shared=True)
+    writer, late = rival("x"), rival("x", shared=True)
+    bells = {id(each): Counter() for each in (writer, late)}
+
+    assert stands(first)
+    assert stands(second)
+    for each in (writer, late):
+        assert stands(each) is None
+        backend()._is_told(each, bells[id(each)])
+
+    backend().release(first)
+    assert stands(writer) is None
+    # It waits for the second one, who has not gone.
+    assert [bell.rung for bell in bells.values()] == [0, 0]
+    backend().release(second)
+    eventually(lambda: bells[id(writer)].rung)
+    assert stands(writer)
+    assert stands(late) is None
+    backend().release(writer)
+    eventually(lambda: bells[id(late)].rung)
+    assert stands(late)
+
+
+def test_a_deletion_between_the_look_and_the_watch_is_not_missed() -> None:
+    holder, waiter, other = rival("x"), rival("x"), rival("y")
+    assert stands(holder)
+    assert stands(other)
+    assert stands(rival("y")) is None  # so that the watch runs
+    assert stands(waiter) is None
+    [entry] = [each for each in entries() if each.request is waiter]
+    awaited, seen = entry.watched, entry.revision
+    backend().release(holder)
+    eventually(lambda: not entry.watched)
+
+    backend()._recipe.watcher.add(entry, awaited, seen)
+
+    assert not entry.watched
+    assert not backend()._is_told(waiter, Counter())
+
+
+def test_a_holder_is_listed_with_those_who_wait() -> None:
+    for each in (rival("x", shared=True), rival("x", shared=True), rival("x")):
+        stands(each)
+
+    listed = list(backend("elsewhere").held())
+
+    assert [(held.name, held.shared, held.waiters) for held in listed] == [("x", True, 1)] * 2
+    assert len({held.token for held in listed}) == 2
+
+
+def test_a_long_listing_is_read_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("django_distlock.backends.etcd.recipe.PAGE", 2)
+    for number in range(5):
+        stands(rival(f"x{number}"))
+        stands(rival(f"x{number}"))
+
+    listed = [(held.name, held.waiters) for held in backend().held()]
+
+    assert listed == [(f"x{number}", 1) for number in range(5)]
+
+
+def test_an_alias_lists_its_own_prefix_alone(settings: Settings) -> None:
+    prefixed = {**settings.DISTLOCK["locks"], "KEY_PREFIX": "other"}
+    settings.DISTLOCK = {**settings.DISTLOCK, "prefixed": prefixed}
+
+    with lock("x", using="locks"), lock("y", using="prefixed", timeout=0):
+        assert [held.name for held in backend("locks").held()] == ["x"]
+        assert [held.name for held in backend("prefixed").held()] == ["y"]
+
+
+# Nothing is left.
+
+
+async def test_100_waits_that_time_out_leave_nothing(etcd: Cluster, namespace: str) -> None:
+    holder = rival("x")
+    await asyncio.to_thread(stands, holder)
+
+    async def wait() -> None:
+        with pytest.raises(LockNotAcquired):
+            async with lock("x", using="locks", shared=True, timeout=0.5):
+                pytest.fail("somebody else has it")
+
+    for _ in range(2):
+        await asyncio.gather(*(wait() for _ in range(50)))
+
+    recipe = backend()._recipe
+    await aeventually(lambda: not recipe._doomed, 10)
+    assert len(line(etcd, namespace, "x")) == 1
+    assert list(recipe.entries) == [holder.owner]
+    assert [len(used) for used in recipe._slots.values()] == [1]
+    assert not watched()
+
+
+async def test_200_tasks_that_wait_share_the_threads_of_the_backend() -> None:
+    holder, served = rival("x"), 0
+    await asyncio.to_thread(stands, holder)
+    threads = threading.active_count()
+
+    async def read() -> None:
+        nonlocal served
+        async with lock("x", using="locks", shared=True, timeout=30):
+            served += 1
+
+    tasks = [asyncio.create_task(read()) for _ in range(200)]
+    await aeventually(lambda: sum(entry.bell is not None for entry in entries()) == 200, 20)
+    # Four that try, one that watches, the clock and the background.
+    assert threading.active_count() <= threads + 7
+
+    await backend().arelease(holder)
+    await asyncio.gather(*tasks)
+
+    assert served == 200
+
+
+def test_a_watch_ends_with_the_last_waiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("gateway", "watcher"):
+        monkeypatch.setattr(f"django_distlock.backends.etcd.{module}.SILENCE", 0.2)
+    holder, waiter = rival("x"), rival("x")
+    assert stands(holder)
+    assert stands(waiter) is None
+    eventually(_is_watching)
+
+    backend().release(holder)
+    eventually(lambda: stands(waiter))
+
+    eventually(lambda: not _is_watching())
+
+
+def _is_watching() -> bool:
+    return any(thread.name == "distlock-etcd" for thread in threading.enumerate())
+
+
+def test_a_waiter_whose_event_loop_is_gone_holds_up_nobody() -> None:
+    loop, holder = asyncio.new_event_loop(), rival("x", "elsewhere")
+    stands(holder, "elsewhere")
+    waiting_for_ever = lock("x", using="locks", timeout=None).aacquire()
+    ghost = loop.create_task(waiting_for_ever)
+    while not any(entry.bell for entry in entries()):
+        loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+
+    backend("elsewhere").release(holder)
+
+    try:
+        with lock("x", using="elsewhere", timeout=5):
+            pass
+    finally:
+        # Who looks after the garbage would be told of a task that is not done.
+        ghost._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own switch
+        waiting_for_ever.close()
+
+
+# Replies that are lost, and requests that are late.
+
+
+def test_a_key_whose_reply_is_lost_is_found_again(
+    proxy: Proxy, etcd: Cluster, namespace: str
+) -> None:
+    with lock("x", using="locks"):
+        pass
+    proxy.drop_reply()
+
+    with lock("x", using="locks", timeout=0) as lease:
+        lease.check()
+        [(_, found)] = keys(etcd.members[0], f"{namespace}/x/").items()
+        offset = int(keys(etcd.members[0], f"{namespace}/%tokens")[f"{namespace}/%tokens"]["value"])
+
+        assert proxy.connections >= 2
+        assert lease.fencing_token == int(found["create_revision"]) + offset
+    assert line(etcd, namespace, "x") == []
+
+
+def test_a_release_whose_reply_is_lost_is_a_release(
+    proxy: Proxy, etcd: Cluster, namespace: str
+) -> None:
+    lease = lock("x", using="locks").acquire()
+    assert lease
+    proxy.drop_reply()
+
+    lease.release()
+
+    assert proxy.connections >= 2
+    assert line(etcd, namespace, "x") == []
+
+
+def test_a_request_that_arrives_after_its_lock_was_given_back_makes_no_key(
+    proxy: Proxy,
+    sent: list[tuple[str, dict[str, Any]]],
+    member: EtcdMember,
+    etcd: Cluster,
+    namespace: str,
+) -> None:
+    with lock("x", using="locks"):
+        pass
+    sent.clear()
+    proxy.drop_reply()
+    with lock("x", using="locks", timeout=0):
+        pass
+
+    for path, body in sent:
+        member.asks(path, **body)
+
+    assert line(etcd, namespace, "x") == []
+    # Nor has a later one its key, which might be refused.
+    with lock("x", using="locks", timeout=0):
+        assert len(line(etcd, namespace, "x")) == 1
+
+
+def test_what_somebody_else_wrote_is_shown_harmlessly(
+    member: EtcdMember, namespace: str
+) -> None:
+    hostile = "\n\x1b[2J\u202e\u2066"
+    holder = dict.fromkeys(("host", "thread", "task", "purpose"), hostile) | {"pid": 1}
+    written = json.dumps({"name": hostile * 1_000, "holder": holder})
+    for name, value in (("x", written), ("y", "no JSON")):
+        member.asks("/v3/kv/put", key=encoded(f"{namespace}/{name}/w-0-0"), value=encoded(value))
+    member.asks("/v3/kv/put", key=encoded(f"{namespace}/other"), value="")
+
+    with pytest.raises(LockNotAcquired) as busy:
+        lock("x", using="locks").enter(0)
+    shown = list(backend().held())
+
+    assert str(busy.value).isprintable()
+    assert [held.key for held in shown] == ["x", "y"]
+    assert shown[0].name.startswith(r"\n\x1b[2J\u202e\u2066")
+    for held in shown:
+        assert f"{held.name}{held.key}{held.holder}".isprintable()
+        assert len(held.name) <= LONGEST_LISTED
+
+
+def test_a_renewal_beside_a_release_takes_no_lock_for_lost(
+    member: EtcdMember, etcd: Cluster, namespace: str
+) -> None:
+    holder = rival("x")
+    assert stands(holder)
+    [entry] = entries()
+    member.asks("/v3/kv/deleterange", key=encoded(entry.key))
+
+    entry.is_ending = True
+    assert backend().extend([holder]) == [True]
+    entry.is_ending = False
+    assert backend().extend([holder]) == [False]
+
+
+def test_an_owner_that_acquired_again_and_lost_the_lock_is_not_told_that_it_released_it(
+    member: EtcdMember,
+) -> None:
+    holder = rival("x")
+    assert stands(holder)
+    assert backend().release(holder) is Release.RELEASED
+    assert stands(holder)
+    [entry] = entries()
+    member.asks("/v3/kv/deleterange", key=encoded(entry.key))
+
+    assert backend().extend([holder]) == [False]
+
+    assert backend().is_session_over(holder)
+    assert backend().release(holder) is Release.GONE
+
+
+@pytest.mark.parametrize("way", ["hold", "black_hole"])
+def test_a_line_that_is_silent_is_an_error_and_soon(
+    proxy: Proxy, etcd: Cluster, namespace: str, settings: Settings, way: str
+) -> None:
+    _set(settings, io_timeout=1.0)
+    with lock("x", using="locks"):
+        pass
+    getattr(proxy, way)()
+    began = time.monotonic()
+
+    with pytest.raises(LockBackendError, match="in time"):
+        lock("x", using="locks", timeout=0).acquire()
+
+    assert time.monotonic() - began < 10
+    proxy.pass_through()
+    # The request may arrive all the same: what it made is deleted.
+    eventually(lambda: not backend()._recipe._doomed and not line(etcd, namespace, "x"), 10)
+
+
+async def test_a_task_is_told_of_a_line_that_is_silent(proxy: Proxy, settings: Settings) -> None:
+    _set(settings, io_timeout=1.0)
+    async with lock("x", using="locks"):
+        pass
+    proxy.hold()
+
+    with pytest.raises(LockBackendError, match="in time"):
+        await lock("x", using="locks", timeout=0).aacquire()
+
+    proxy.pass_through()
+
+
+def test_an_endpoint_where_nobody_listens_is_passed_over(etcd: Cluster, settings: Settings) -> None:
+    _set(settings, endpoints=["127.0.0.1:1", *etcd.endpoints])
+
+    with lock("x", using="locks", timeout=0) as lease:
+        lease.check()
+
+
+# The session.
+
+
+def test_a_revoked_lease_is_a_lost_lock_and_the_next_lock_has_a_new_session(
+    etcd: Cluster, settings: Settings
+) -> None:
+    _set(settings, session_timeout=4.0)
+    lease = lock("x", using="locks").acquire()
+    assert lease
+    told: list[str] = []
+    lease.on_lost(told.append)
+
+    expire(etcd)
+
+    with lock("x", using="elsewhere", timeout=0):
+        eventually(lambda: told)
+        with pytest.raises(LockLost):
+            lease.check()
+    with lock("x", using="locks", timeout=5) as again:
+        assert (again.fencing_token or 0) > (lease.fencing_token or 0)
+
+
+def test_a_free_lock_is_taken_though_the_session_was_revoked(etcd: Cluster) -> None:
+    with lock("x", using="locks"):
+        pass
+    expire(etcd)
+
+    with lock("x", using="locks", timeout=0) as lease:
+        lease.check()
+
+
+def test_a_waiter_whose_session_was_revoked_stands_in_line_again(etcd: Cluster) -> None:
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(_take, "x")
+        eventually(watched)
+        expire(etcd)
+        eventually(lambda: len(list(backend("elsewhere").held())) == 1)
+        eventually(lambda: [held.waiters for held in backend("elsewhere").held()] == [1], 20)
+
+        backend("elsewhere").release(holder)
+
+        waiting.result(20)
+
+
+def test_a_waiter_whose_key_was_deleted_is_served_all_the_same(
+    member: EtcdMember, etcd: Cluster, namespace: str
+) -> None:
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(_take, "x")
+        eventually(watched)
+        [entry] = entries()
+        member.asks("/v3/kv/deleterange", key=encoded(entry.key))
+        eventually(lambda: len(line(etcd, namespace, "x")) == 2)
+
+        backend("elsewhere").release(holder)
+
+        waiting.result(20)
+
+
+def _take(name: str, using: str = "locks", timeout: float = 20) -> None:
+    with lock(name, using=using, timeout=timeout) as lease:
+        lease.check()
+
+
+def test_a_waiter_is_served_though_what_it_watches_was_compacted(
+    proxy: Proxy, member: EtcdMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("django_distlock.backends.etcd.gateway.SILENCE", 0.3)
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(_take, "x")
+        eventually(lambda: backend()._recipe.watcher._watch)
+        eventually(watched)
+        proxy.cut()
+        backend("elsewhere").release(holder)
+        with lock("other", using="elsewhere"):
+            pass
+        revision = member.status["header"]["revision"]
+        member.asks("/v3/kv/compaction", revision=revision, physical=True)
+
+        proxy.pass_through()
+
+        waiting.result(20)
+
+
+def test_a_closed_session_frees_at_once_and_tells_its_holders() -> None:
+    lease = lock("x", using="locks").acquire()
+    assert lease
+    told: list[str] = []
+    lease.on_lost(told.append)
+
+    backend("locks").close()
+
+    with lock("x", using="elsewhere", timeout=0):
+        eventually(lambda: told)
+        with pytest.raises(LockLost):
+            lease.check()
+        with pytest.raises(LockNotOwned):
+            lease.release()
+        # It comes back when it is needed.
+        assert isinstance(backend("locks").probe(rival("x")), Busy)
+
+
+def test_a_lease_that_is_not_renewed_comes_free_with_its_ttl() -> None:
+    lease = lock("x", using="locks", ttl=0.3, renew=False).acquire()
+    assert lease
+
+    with lock("x", using="elsewhere", timeout=5):
+        assert lease.lost
+
+
+def test_a_lease_ends_with_its_session_that_was_prolonged_before() -> None:
+    with lock("x", using="locks"):
+        pass
+    ends = backend()._session.ends
+
+    with lock("x", using="locks", ttl=60) as lease:
+        assert lease.deadline < ends
+
+
+# Rights.
+
+
+@pytest.fixture
+def closed(own_cluster: Cluster, settings: Settings, namespace: str) -> Iterator[Cluster]:
+    """A cluster that asks for a login: of "shop", who may use the namespace, or of "guest", who may not."""
+    member = own_cluster.members[0]
+    area = {"key": encoded(f"{namespace}/"), "range_end": encoded(f"{namespace}0")}
+    for user in ("root", "shop", "guest"):
+        member.asks("/v3/auth/user/add", name=user, password="hush")
+    for role, user in (("root", "root"), ("locks", "shop")):
+        member.asks("/v3/auth/role/add", name=role)
+        member.asks("/v3/auth/user/grant", user=user, role=role)
+    permission = {"permType": "READWRITE", **area}
+    member.asks("/v3/auth/role/grant", name="locks", perm=permission)
+    member.asks("/v3/auth/enable")
+    login = {"user": "shop", "password": "hush"}
+    settings.DISTLOCK = aliases(own_cluster, namespace, **login)
+    yield own_cluster
+    locks.close()
+    member.asks("/v3/auth/disable", log_in(member, "root", "hush"))
+    for user in ("root", "shop", "guest"):
+        member.asks("/v3/auth/user/delete", name=user)
+    for role in ("root", "locks"):
+        member.asks("/v3/auth/role/delete", role=role)
+
+
+def test_a_user_needs_the_rights_of_the_namespace_alone(closed: Cluster) -> None:
+    with lock("x", using="locks", timeout=0):
+        holder = rival("x", "elsewhere")
+        assert stands(holder, "elsewhere") is None
+        eventually(lambda: backend("elsewhere")._recipe.watcher._watch)
+    eventually(lambda: stands(holder, "elsewhere"))
+    assert backend().check(["default"]) == []
+
+
+def test_a_token_that_members_have_forgotten_is_replaced(closed: Cluster) -> None:
+    with lock("x", using="locks", timeout=0):
+        pass
+    before = backend()._gateway._token
+
+    for member in closed.members:
+        member.restart()
+    closed.wait_until_serving()
+
+    with lock("x", using="locks", timeout=10) as lease:
+        lease.check()
+    assert backend()._gateway._token != before
+
+
+@pytest.mark.parametrize(
+    ("login", "text"),
+    [
+        ({"user": None, "password": None}, "set OPTIONS 'user' and 'password'"),
+        ({"user": "shop", "password": "wrong"}, "refuses the login"),
+        ({"user": "guest", "password": "hush"}, "needs a role"),
+    ],
+    ids=["nobody", "wrong password", "no rights"],
+)
+def test_a_login_that_is_refused_is_an_error_each_time(
+    closed: Cluster, settings: Settings, login: dict[str, Any], text: str
+) -> None:
+    _set(settings, **login)
+
+    for _ in range(2):
+        with pytest.raises(LockBackendError, match=text) as caught:
+            lock("x", using="locks", timeout=0).acquire()
+        assert "wrong" not in str(caught.value)
+    [error] = backend().check(["default"])
+    assert text in error.msg
+    assert error.id == "distlock.E006"
+
+
+def test_a_login_where_none_is_asked_for_is_an_error(settings: Settings) -> None:
+    _set(settings, user="shop", password="hush")
+
+    with pytest.raises(LockBackendError, match="remove OPTIONS 'user'"):
+        lock("x", using="locks", timeout=0).acquire()
+
+
+# Upkeep.
+
+
+def test_a_full_database_is_told_with_what_is_to_be_done(
+    own_cluster: Cluster, settings: Settings, namespace: str
+) -> None:
+    settings.DISTLOCK = aliases(own_cluster, namespace)
+    member = own_cluster.members[0]
+    alarm = {"memberID": member.status["header"]["member_id"], "alarm": "NOSPACE"}
+    held = lock("held", using="locks").acquire()
+    assert held
+    member.asks("/v3/maintenance/alarm", action="ACTIVATE", **alarm)
+    try:
+        with pytest.raises(LockBackendError, match="alarm NOSPACE.*disarm"):
+            lock("x", using="locks", timeout=0).acquire()
+        [error] = backend().check(["default"])
+        assert error.id == "distlock.E041"
+        assert "NOSPACE" in error.msg
+        # What is held goes on, and can be given back.
+        held.extend()
+        held.release()
+    finally:
+        member.asks("/v3/maintenance/alarm", action="DEACTIVATE", **alarm)
+    with lock("x", using="locks", timeout=0):
+        pass
+
+
+def test_check_asks_the_cluster_only_where_it_may(
+    etcd: Cluster, namespace: str, settings: Settings
+) -> None:
+    assert backend().check() == []
+    assert backend().check(["default"]) == []
+    settings.DISTLOCK = aliases(etcd, namespace, endpoints="127.0.0.1:1", io_timeout=0.5)
+    assert backend().check() == []
+    [error] = backend().check(["default"])
+    assert "127.0.0.1:1" in error.msg
+    assert error.id == "distlock.E006"
+
+
+def test_a_row_is_claimed_by_locks_of_another_backend_and_then_of_this_one_and_back(
+    settings: Settings, namespace: str
+) -> None:
+    settings.DISTLOCK = {**settings.DISTLOCK, "rows": {}}
+    account = Account.objects.create(name=namespace, balance=100, opening_balance=100)
+
+    for using in ("rows", "locks", "elsewhere", "rows"):
+        with lock("fee", using=using) as lease:
+            account = lease.claim(account)
+            account.balance -= 3
+            lease.save(account)
+
+    account.refresh_from_db()
+    assert account.balance == 88
+    account.delete()
+
+
+def test_where_tokens_begin_is_written_once_and_read_by_each_session(
+    etcd: Cluster, namespace: str
+) -> None:
+    path = f"{namespace}/%tokens"
+    with lock("x", using="locks") as lease:
+        first = lease.fencing_token or 0
+        [listed] = backend().held()
+    written = keys(etcd.members[0], path)[path]["value"]
+
+    expire(etcd)
+    with lock("x", using="elsewhere") as lease:
+        second = lease.fencing_token or 0
+        [found] = keys(etcd.members[0], f"{namespace}/x/").values()
+
+    assert keys(etcd.members[0], path)[path]["value"] == written
+    assert listed.token == first < second == int(found["create_revision"]) + int(written)
+    assert abs(second / 1_000_000 - time.time()) < 3600
+    assert said(found)["name"] == "x"
+
+
+@pytest.mark.parametrize(
+    "act",
+    [lambda: list(backend().held()), lambda: backend().probe(rival("x"))],
+    ids=["list", "probe"],
+)
+def test_operators_are_told_of_a_cluster_that_is_not_there(
+    etcd: Cluster, namespace: str, settings: Settings, act: Callable[[], object]
+) -> None:
+    settings.DISTLOCK = aliases(etcd, namespace, endpoints="127.0.0.1:1", io_timeout=0.5)
+
+    with pytest.raises(LockBackendError, match="127.0.0.1:1"):
+        act()
