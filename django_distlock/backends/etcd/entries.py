@@ -18,7 +18,7 @@ class Entry:
 
     request: Request
     folder: str
-    slot: int
+    slot: int = 0
     #: Its lease and its key, once the session is known; and the revision that made it, which is its place in line.
     lease_id: str = ""
     key: str = ""

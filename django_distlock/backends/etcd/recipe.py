@@ -23,7 +23,6 @@ from django_distlock.engine.values import (
 )
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
-from django_distlock.ground.mutexes import section
 
 from .entries import Entry
 from .gateway import Gateway, LeaseGone, Reply, below, decoded, encoded, kvs
@@ -59,9 +58,8 @@ class Recipe:
         self.entries: dict[str, Entry] = {}
         self.get = self.entries.get
         self.released = RecentOwners()
-        self._mutex = section()
-        #: By folder: the slots whose keys are used.
-        self._slots: dict[str, set[int]] = {}
+        #: By folder and number.
+        self._slots: dict[tuple[str, int], Entry] = {}
         #: What is to be deleted.
         self._doomed: dict[Entry, None] = {}
         #: Rings at the end of the first ttl that is not extended.
@@ -93,20 +91,18 @@ class Recipe:
     def _entry(self, request: Request) -> Entry:
         entry, folder = self.get(request.owner), self._folder(request.key)
         if entry is None or entry.folder != folder:
-            with self._mutex:
-                used = self._slots.setdefault(folder, set())
-                slot = next(number for number in count() if number not in used)
-                used.add(slot)
-            self.entries[request.owner] = entry = Entry(request, folder, slot)
+            entry = Entry(request, folder)
+            # In one step, as a signal handler may take a lock between two.
+            entry.slot = next(
+                slot for slot in count() if self._slots.setdefault((folder, slot), entry) is entry
+            )
+            self.entries[request.owner] = entry
         return entry
 
     def _free_slot(self, entry: Entry) -> None:
         """Let others use its key, unless a late request might make it again."""
-        with self._mutex:
-            if not entry.is_late and (used := self._slots.get(entry.folder)) is not None:
-                used.discard(entry.slot)
-                if not used:
-                    self._slots.pop(entry.folder, None)
+        if not entry.is_late:
+            self._slots.pop((entry.folder, entry.slot), None)
 
     def _stand_in_line(self, entry: Entry, began: float, *, queued: bool) -> Grant | Busy:
         for _ in range(ROUNDS):

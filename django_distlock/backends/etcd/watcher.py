@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
 
 from .entries import Entry
-from .gateway import SILENCE, Gateway, Watch, below, decoded
+from .gateway import SILENCE, Broken, Gateway, Watch, below, decoded
 
 #: Seconds until another member is asked for the watch.
 PAUSE = 0.25
@@ -121,7 +120,7 @@ class Watcher:
                     return
         except TimeoutError:
             pass  # nothing has happened, or the line is dead: ask again
-        except (OSError, http.client.HTTPException):
+        except OSError:
             self._gateway.failed(watch)
             self._ended.wait(PAUSE)
         finally:
@@ -136,7 +135,7 @@ class Watcher:
                 self._deleted.clear()
             self._wake_all()
         elif result.get("canceled"):
-            raise http.client.HTTPException(str(result.get("cancel_reason")))
+            raise Broken(str(result.get("cancel_reason")))
         for event in result.get("events", ()):
             if event.get("type") == "DELETE":
                 self._note(decoded(event["kv"]["key"]), int(event["kv"]["mod_revision"]))
