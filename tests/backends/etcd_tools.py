@@ -40,7 +40,7 @@ def rival(name: str, alias: str = "locks", **wishes: Any) -> Request:
 
 def stands(request: Request, alias: str = "locks") -> int | None:
     """Have *request* stand in line; return its token if it is served at once."""
-    answer = backend(alias).try_acquire(request, queued=True)
+    answer = backend(alias).try_acquire(request, queued=True, left=None)
     return answer.token if isinstance(answer, Grant) else None
 
 

@@ -221,5 +221,7 @@ PROFILES = (
     _zookeeper(),
     _etcd(),
     # The example of docs/howto/write-a-backend.md.
-    Profile("example", {"BACKEND": EXAMPLE}, LEASED - {"min_hold"} | {"wakes_waiters", "hides_age"}),
+    Profile(
+        "example", {"BACKEND": EXAMPLE}, LEASED - {"min_hold"} | {"wakes_waiters", "hides_age"}
+    ),
 )

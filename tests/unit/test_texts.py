@@ -37,8 +37,8 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.cache_alias import Record
-from django_distlock.backends.session.occupants import Occupant
 from django_distlock.backends.queue import Label
+from django_distlock.backends.session.occupants import Occupant
 from django_distlock.engine.handover import SALT
 from django_distlock.engine.values import Held
 from django_distlock.exceptions import first_line

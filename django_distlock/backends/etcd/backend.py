@@ -10,6 +10,7 @@ from django.core.checks import CheckMessage, Error
 from django_distlock.backends.base import BaseLockBackend, server_error
 from django_distlock.backends.queue import SessionRequest
 from django_distlock.conf import BackendSettings
+from django_distlock.engine.acquisition import LAST
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import LockBackendError
@@ -64,14 +65,15 @@ class EtcdBackend(BaseLockBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        if queued and (busy := self._recipe.known_busy(request)) is not None:
+        goes_on = queued and _goes_on(left)
+        if goes_on and (busy := self._recipe.known_busy(request)) is not None:
             return busy
         try:
             return self._recipe.acquire(request, queued=queued)
         except LockBackendError:
             # A waiter keeps its place while the session lasts; by its timeout etcd may answer again.
             entry = self._recipe.get(request.owner)
-            if queued and left != 0 and entry is not None and entry.is_in_line:
+            if goes_on and entry is not None and entry.is_in_line:
                 return entry.busy
             raise
 
@@ -79,7 +81,8 @@ class EtcdBackend(BaseLockBackend):
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         # Without a thread, because a crowd of tasks asks for this once a second each.
-        if queued and (busy := self._recipe.known_busy(request)) is not None:
+        goes_on = queued and _goes_on(left)
+        if goes_on and (busy := self._recipe.known_busy(request)) is not None:
             return busy
         return await super().atry_acquire(request, queued=queued, left=left)
 
@@ -170,3 +173,8 @@ class EtcdBackend(BaseLockBackend):
     def abandon_after_fork(self) -> None:
         self._gateway.close()
         self._begin()
+
+
+def _goes_on(left: float | None) -> bool:
+    """Return whether a waiter with so many seconds *left* tries again after this time."""
+    return left is None or left > LAST

@@ -362,9 +362,8 @@ def _read(connection: Connection, path: str, body: bytes, token: str, seconds: f
     except ValueError as error:
         raise Broken(f"status {status}, and no JSON") from error
     # A stream has its reply in "result", or its error as an object.
-    error = known.get("error") or known.get("message")
-    if error:
-        text = error.get("message", "") if isinstance(error, dict) else error
+    if problem := known.get("error") or known.get("message"):
+        text = problem.get("message", "") if isinstance(problem, dict) else problem
         is_transient = status in {503, 504} or _is_one_of(text, _TRANSIENT)
         raise Refused(text, is_transient=is_transient)
     return Reply(known.get("result", known), True, headers.get("date", ""))

@@ -46,10 +46,11 @@ class EtcdOptions:
     def __post_init__(self) -> None:
         check_values(self)
         _must(self.members, "'endpoints' must not be empty.")
-        is_name = isinstance(self.namespace, str) and self.namespace.isprintable()
+        namespace: object = self.namespace
+        is_name = isinstance(namespace, str) and namespace.isprintable()
         _must(
-            is_name and self.namespace.strip("/") == self.namespace != "",
-            f"'namespace' must be text without '/' at its ends, like 'distlock', not {self.namespace!r}.",
+            is_name and namespace and str(namespace).strip("/") == namespace,
+            f"'namespace' must be text without '/' at its ends, like 'distlock', not {namespace!r}.",
         )
         has_both = (self.user is None) is (self.password is None)
         _must(has_both, "'user' and 'password' belong together.")

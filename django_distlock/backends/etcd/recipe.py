@@ -326,7 +326,7 @@ class Recipe:
             asks = [_range({"key": encoded(entry.key)}, keys_only=True) for entry in some]
             found |= dict(zip(some, map(kvs, self._ask(*asks).body["responses"]), strict=True))
         return [
-            entry in found and self._is_kept(entry, found[entry], began + wished_ttl(request))  # type: ignore[index]
+            entry in found and self._is_kept(entry, found[entry], began + wished_ttl(request))
             for entry, request in zip(entries, requests, strict=True)
         ]
 
