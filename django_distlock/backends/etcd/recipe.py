@@ -87,6 +87,9 @@ class Recipe:
         except LockBackendError as error:
             entry.is_late |= isinstance(error, LockOutcomeUnknown)
             raise
+        except BaseException:
+            entry.is_late = True
+            raise
 
     def _entry(self, request: Request) -> Entry:
         entry, folder = self.get(request.owner), self._folder(request.key)
@@ -128,6 +131,12 @@ class Recipe:
                 self._forget(entry)
                 return busy
         line = self._look_at_line(entry, joins=queued and not entry.revision)
+        return self._judged(entry, line, began, queued=queued)
+
+    def _judged(
+        self, entry: Entry, line: Reply, began: float, *, queued: bool
+    ) -> Grant | Busy | None:
+        """Return what the *line* means for this entry: as of _take()."""
         own, first, ahead = (kvs(each) for each in line.body["responses"][-3:])
         entry.busy = _busy(first)
         if not own:
@@ -216,28 +225,28 @@ class Recipe:
     def _delete(self, entry: Entry) -> bool:
         """Delete its key; return whether that has released the lock."""
         self.watcher.remove(entry)
-        was_held, was_ending = entry.is_granted, entry.is_ending
-        is_ours = _compare(entry.key, "EQUAL" if entry.revision else "GREATER", entry.revision)
-        entry.is_ending = True
-        reply = self._end([entry], compare=[is_ours])
-        # Otherwise another client has deleted it.
-        was_held &= bool(reply.body.get("succeeded")) or was_ending or not reply.is_sure
+        was_ending, entry.is_ending = entry.is_ending, True
+        refusals = self._refusals([entry])
+        try:
+            reply = self._ask(
+                _delete(entry.key), *refusals, compare=[_is_ours(entry)], failure=refusals
+            )
+        except LeaseGone:
+            self._session.forget(entry.lease_id)
+            entry.is_ending = was_ending
+            return self._delete(entry)
+        is_deleted = bool(reply.body.get("succeeded")) or was_ending or not reply.is_sure
+        was_held = entry.is_granted and is_deleted  # otherwise another client has deleted it
         self._forget(entry, is_released=was_held)
         return was_held
 
-    def _end(self, entries: Sequence[Entry], **more: Sequence[_Json]) -> Reply:
-        """Delete the keys of *entries*, and refuse what may still arrive to make them again."""
-        deletes = [_delete(entry.key) for entry in entries]
-        refusals = [
+    def _refusals(self, entries: Sequence[Entry]) -> list[_Json]:
+        """Return what refuses requests that may still arrive to make the keys of *entries* again."""
+        return [
             _put(self._tombstone(entry), "", entry.lease_id)
             for entry in entries
             if entry.is_late and not self._session.is_over(entry.lease_id)
         ]
-        try:
-            return self._ask(*deletes, *refusals, **more, failure=refusals)
-        except LeaseGone:
-            # Without its lease, no late request can make the key again.
-            return self._ask(*deletes, **more)
 
     def _tombstone(self, entry: Entry) -> str:
         folder = entry.folder.removeprefix(f"{self._options.namespace}/")
@@ -283,9 +292,13 @@ class Recipe:
         doomed = [e for e in list(self._doomed) if not self._session.is_over(e.lease_id)]
         try:
             for some in batches(doomed, OPERATIONS // 2):
-                self._end(some)
+                # Each by its own revision: when this arrives late, others may have these keys.
+                deletes = [_nested(_delete(entry.key), _is_ours(entry)) for entry in some]
+                self._ask(*deletes, *self._refusals(some))
                 for entry in some:
                     self._buried(entry)
+        except LeaseGone:
+            self._session.forget(doomed[0].lease_id)
         except LockBackendError:
             self._bury_later(RETRY)
         for entry in list(self._doomed):
@@ -417,6 +430,15 @@ def _compare(key: str, result: str, revision: int) -> _Json:
         "result": result,
         "create_revision": str(revision),
     }
+
+
+def _is_ours(entry: Entry) -> _Json:
+    """Return the condition that its key is there: of this revision, or of any while that is not known."""
+    return _compare(entry.key, "EQUAL" if entry.revision else "GREATER", entry.revision)
+
+
+def _nested(act: _Json, condition: _Json) -> _Json:
+    return {"request_txn": {"compare": [condition], "success": [act]}}
 
 
 def _in_the_way(entry: Entry) -> dict[str, str]:
