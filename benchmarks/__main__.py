@@ -17,7 +17,7 @@ import django
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import caches, databases, zookeeper
+from benchmarks import caches, databases, etcd, zookeeper
 from benchmarks.measures import awake, costs, crowd, handoff
 from benchmarks.way import files_of, way
 from tests.fixtures.environment import SERVER_PORTS, free_port, sqlite_path
@@ -40,6 +40,7 @@ SERVERS: dict[str, Arena] = {
     "redlock": (caches.redlock, caches.redlock_field),
     "memcached": (caches.memcached, caches.memcached_field),
     "zookeeper": (zookeeper.zookeeper, zookeeper.zookeeper_field),
+    "etcd": (etcd.etcd, etcd.etcd_field),
 }
 
 

@@ -7,7 +7,7 @@ import os
 from testproject.redis_aliases import five_caches
 from testproject.settings import *  # noqa: F403 - settings are names of a module
 from testproject.settings import DATABASES, DISTLOCK, INSTALLED_APPS
-from tests.fixtures.environment import zookeeper_hosts
+from tests.fixtures.environment import etcd_endpoints, zookeeper_hosts
 
 # With it on, Django keeps the text of every statement.
 DEBUG = False
@@ -35,6 +35,10 @@ DISTLOCK["redlock"] = {
 DISTLOCK["zookeeper"] = {
     "BACKEND": f"{BACKENDS}.zookeeper.ZooKeeperBackend",
     "OPTIONS": {"hosts": zookeeper_hosts()},
+}
+DISTLOCK["etcd"] = {
+    "BACKEND": f"{BACKENDS}.etcd.EtcdBackend",
+    "OPTIONS": {"endpoints": etcd_endpoints()},
 }
 for vendor in ("postgres", "mariadb"):
     DISTLOCK[f"{vendor}-bare"] = {

@@ -221,7 +221,9 @@ PROFILES = (
     _zookeeper(),
     _etcd(),
     # The example of docs/howto/write-a-backend.md.
+    # fmt: off
     Profile(
         "example", {"BACKEND": EXAMPLE}, LEASED - {"min_hold"} | {"wakes_waiters", "hides_age"}
     ),
+    # fmt: on
 )

@@ -104,6 +104,7 @@ MEANT = {
     "redis": "redis.RedisBackend",
     "redlock": "redlock.RedlockBackend",
     "zookeeper": "zookeeper.ZooKeeperBackend",
+    "etcd": "etcd.EtcdBackend",
     "cache": "cache.CacheBackend",
     "memcached": "cache.CacheBackend",
     "locmem": "locmem.LocMemBackend",

@@ -9,6 +9,7 @@ import json
 import socket
 import ssl
 import threading
+import weakref
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
@@ -186,6 +187,8 @@ class Gateway:
         self._members = options.members
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
+        # For one that is replaced, and not closed.
+        weakref.finalize(self, _close_all, self._open).atexit = False
         self._token = ""
         self._mutex = threading.RLock()
 
@@ -300,9 +303,7 @@ class Gateway:
     def close(self) -> None:
         """Close all connections; in a forked child this sends nothing, and the parent keeps its own."""
         self._idle.clear()
-        while self._open:
-            with contextlib.suppress(KeyError):
-                self._open.pop().close()
+        _close_all(self._open)
 
     # Watches.
 
@@ -321,6 +322,12 @@ class Gateway:
 
     def end(self, watch: Watch) -> None:
         self._drop(watch.connection)
+
+
+def _close_all(connections: set[Connection]) -> None:
+    with contextlib.suppress(KeyError):
+        while True:
+            connections.pop().close()
 
 
 class Watch:
