@@ -18,7 +18,7 @@ REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
 BY_CACHE = "django_distlock.backends.cache.CacheBackend"
 ZOOKEEPER = "django_distlock.backends.zookeeper.ZooKeeperBackend"
 ETCD = "django_distlock.backends.etcd.EtcdBackend"
-EXAMPLE = "testproject.etcd.EtcdBackend"
+TOY = "testproject.etcd.EtcdBackend"
 
 #: Traits that are flags of the backend: test_traits.py compares what is declared here with them.
 FLAGS = {
@@ -221,9 +221,5 @@ PROFILES = (
     _zookeeper(),
     _etcd(),
     # The example of docs/howto/write-a-backend.md.
-    # fmt: off
-    Profile(
-        "example", {"BACKEND": EXAMPLE}, LEASED - {"min_hold"} | {"wakes_waiters", "hides_age"}
-    ),
-    # fmt: on
+    Profile("toy", {"BACKEND": TOY}, LEASED - {"min_hold"} | {"wakes_waiters", "hides_age"}),
 )
