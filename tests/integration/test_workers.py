@@ -74,6 +74,7 @@ ALL = combinations(
     ("gunicorn-gevent", "redis"),
     ("gunicorn-gevent", "postgres-advisory"),
     ("gunicorn-gevent", "zookeeper"),
+    ("gunicorn-gevent", "etcd"),
     ("uvicorn", "postgres-rowlock"),
     ("gunicorn-uvicorn", "redis"),
     ("gunicorn-asgi", "redis"),
@@ -82,6 +83,7 @@ ALL = combinations(
     ("eventlet", "redlock"),
     ("eventlet", "postgres"),
     ("eventlet", "zookeeper"),
+    ("eventlet", "etcd"),
     ("eventlet", "mariadb-advisory"),
 )
 

@@ -66,9 +66,10 @@ class EtcdBackend(BaseLockBackend):
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
         goes_on = queued and _goes_on(left)
-        if goes_on and (busy := self._recipe.known_busy(request)) is not None:
-            return busy
         try:
+            self._session.ready()
+            if goes_on and (busy := self._recipe.known_busy(request)) is not None:
+                return busy
             return self._recipe.acquire(request, queued=queued)
         except LockBackendError:
             # A waiter keeps its place while the session lasts; by its timeout etcd may answer again.

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
+from django_distlock.engine.values import Secret, SecretBytes
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
 
@@ -212,18 +213,20 @@ class Gateway:
                 raise self._error(refused) from refused
 
     def check(self) -> None:
-        """Raise LockBackendError if etcd is too old, or full."""
+        """Raise LockBackendError if etcd has no gateway, or is full."""
         found = self.post("/v3/maintenance/alarm", {"action": "GET"}).body.get("alarms", ())
         if any(each.get("alarm") == "NOSPACE" for each in found):
             raise self._error(full := Refused("database space exceeded")) from full
 
     def _log_in(self, ends: float) -> None:
-        login = {"name": self._options.user, "password": self._options.password}
+        login = SecretBytes(
+            json.dumps({"name": self._options.user, "password": self._options.password}).encode()
+        )
         try:
-            reply = self._ask("/v3/auth/authenticate", json.dumps(login).encode(), ends)
+            reply = self._ask("/v3/auth/authenticate", login, ends)
         except Refused as refused:
             raise self._error(refused) from refused
-        self._token = reply.body["token"]
+        self._token = Secret(reply.body["token"])
 
     def _ask(self, path: str, body: bytes, ends: float) -> Reply:
         """Ask one member after the other until one answers, each for its share of the time."""

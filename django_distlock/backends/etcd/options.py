@@ -25,7 +25,8 @@ class Endpoint(NamedTuple):
     tls: bool
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,9 @@ def _endpoint(text: object) -> Endpoint:
     except ValueError as error:
         raise ValueError(f"'endpoints' must be {_LIKE}, not {text!r}: {error}.") from error
     is_address = parts.scheme in {"http", "https"} and parts.hostname and not parts.path.strip("/")
-    _must(is_address and not parts.username, f"'endpoints' must be {_LIKE}, not {text!r}.")
+    # Not shown, because a password may follow.
+    _must(not parts.username, "'endpoints' must contain no user: use 'user' and 'password'.")
+    _must(is_address, f"'endpoints' must be {_LIKE}, not {text!r}.")
     return Endpoint(parts.hostname or "", port, parts.scheme == "https")
 
 
