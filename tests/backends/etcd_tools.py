@@ -74,7 +74,7 @@ def entries(alias: str = "locks") -> list[Entry]:
 
 def watched(alias: str = "locks") -> set[str]:
     """Return the keys whose going the waiters of this process wait for."""
-    return {entry.watched for entry in entries(alias)} - {""}
+    return {key for entry in entries(alias) for key in entry.watched}
 
 
 def expire(cluster: Cluster, alias: str = "locks") -> None:

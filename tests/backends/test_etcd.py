@@ -187,21 +187,57 @@ def test_each_waiter_is_rung_by_the_one_before_it_alone() -> None:
     assert tokens == sorted(set(tokens), key=lambda token: token or 0)
 
 
-def test_who_leaves_the_middle_of_the_line_wakes_the_next_one_alone() -> None:
+def _line_of_four() -> tuple[list[Any], list[Counter]]:
     people = [rival("x") for _ in range(4)]
     bells = [Counter() for _ in people]
     for person, bell in zip(people, bells, strict=True):
         stands(person)
         backend()._is_told(person, bell)
+    return people, bells
+
+
+def test_who_leaves_the_middle_of_the_line_wakes_nobody(etcd: Cluster, namespace: str) -> None:
+    people, bells = _line_of_four()
+
+    backend().dequeue(people[1])
+
+    eventually(lambda: len(line(etcd, namespace, "x")) == 3)
+    backend().release(people[0])
+    eventually(lambda: bells[2].rung)
+    assert stands(people[2])
+    assert [bell.rung for bell in bells] == [0, 0, 1, 0]
+
+
+def test_who_leaves_the_middle_of_a_long_line_wakes_the_next_one_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("django_distlock.backends.etcd.recipe.AHEAD", 2)
+    people, bells = _line_of_four()
 
     backend().dequeue(people[1])
 
     eventually(lambda: bells[2].rung)
     assert stands(people[2]) is None
     assert [bell.rung for bell in bells] == [0, 0, 1, 0]
+    backend()._is_told(people[2], bells[2])
     backend().release(people[0])
     eventually(lambda: bells[2].rung == 2)
     assert stands(people[2])
+
+
+def test_a_waiter_that_the_watch_has_told_asks_nothing(sent: list[Any]) -> None:
+    holder, waiter, bell = rival("x"), rival("x"), Counter()
+    assert stands(holder)
+    assert stands(waiter) is None
+    backend()._is_told(waiter, bell)
+    backend().release(holder)
+    eventually(lambda: bell.rung)
+    asked = len(sent)
+
+    assert stands(waiter)
+
+    assert len(sent) == asked
+    assert backend().extend([waiter]) == [True]
 
 
 def test_readers_hold_together_and_the_order_of_arrival_is_respected() -> None:
@@ -235,11 +271,11 @@ def test_a_deletion_between_the_look_and_the_watch_is_not_missed() -> None:
     assert stands(rival("y")) is None  # so that the watch runs
     assert stands(waiter) is None
     [entry] = [each for each in entries() if each.request is waiter]
-    awaited, seen = entry.watched, entry.revision
+    awaited, seen = list(entry.watched), entry.revision
     backend().release(holder)
     eventually(lambda: not entry.watched)
 
-    backend()._recipe.watcher.add(entry, awaited, seen)
+    backend()._recipe.watcher.add(entry, awaited, seen, is_all=True)
 
     assert not entry.watched
     assert not backend()._is_told(waiter, Counter())

@@ -31,10 +31,13 @@ class Entry:
     #: The end of its hold (``clock.lease_time()``), unless it is extended.
     ends: float = 0.0
     bell: Bell | None = None
-    #: The key that it waits for, if any; the holder that was seen last; whether it stands in line.
-    watched: str = ""
+    #: The holder that was seen last; whether it stands in line.
     busy: Busy = field(default_factory=Busy)
     is_in_line: bool = False
+    #: The keys before it that it waits for; whether these are all; whether all of them are gone.
+    watched: set[str] = field(default_factory=set)
+    watches_all: bool = False
+    is_next: bool = False
 
     @property
     def place(self) -> str:
@@ -45,4 +48,4 @@ class Entry:
         """Begin again at the end of the line, with this lease: its key is gone."""
         self.revision, self.lease_id = 0, lease_id
         self.key = f"{self.folder}/{'r' if self.request.shared else 'w'}-{self.place}"
-        self.is_granted = self.is_ending = self.is_in_line = False
+        self.is_granted = self.is_ending = self.is_in_line = self.is_next = False

@@ -34,6 +34,8 @@ from .watcher import Watcher
 REVOKED = "%revoked"
 #: How many times a key that is deleted as soon as it is made is made again.
 ROUNDS = 5
+#: How many keys before its own a waiter knows at most.
+AHEAD = 16
 #: How many operations etcd accepts in one transaction, by default; how many keys are listed at once.
 OPERATIONS, PAGE = 128, 1000
 #: Seconds before what could not be deleted is tried again.
@@ -123,6 +125,8 @@ class Recipe:
 
     def _take(self, entry: Entry, began: float, *, queued: bool) -> Grant | Busy | None:
         """Return the answer of etcd; None if it must be asked again."""
+        if entry.is_next:
+            return self._grant(entry, began)  # the watch has told it
         if not entry.revision:
             busy = self._take_if_free(entry)
             if busy is None:
@@ -152,7 +156,8 @@ class Recipe:
         if not queued:
             return self._refused(entry)
         entry.is_in_line = True
-        self.watcher.add(entry, decoded(before[0]["key"]), line.revision)
+        keys, is_all = [decoded(kv["key"]) for kv in before], len(ahead) < AHEAD
+        self.watcher.add(entry, keys if is_all else keys[:1], line.revision, is_all=is_all)
         return entry.busy
 
     def _take_if_free(self, entry: Entry) -> Busy | None:
@@ -169,12 +174,12 @@ class Recipe:
         return _busy(kvs(reply.body["responses"][0]))
 
     def _look_at_line(self, entry: Entry, *, joins: bool) -> Reply:
-        """Read its own key, the first one of the line, and the last two in its way; before that, perhaps join."""
+        """Read its own key, the first one of the line, and the last ones in its way; before that, perhaps join."""
         terms = {"max_create_revision": str(entry.revision)} if entry.revision else {}
         look = [
             _range({"key": encoded(entry.key)}, keys_only=True),
             _range(below(entry.folder), limit=1, **_FIRST),
-            _range(_in_the_way(entry), limit=2, keys_only=True, **_LAST, **terms),
+            _range(_in_the_way(entry), limit=AHEAD, keys_only=True, **_LAST, **terms),
         ]
         if not joins:
             return self._ask(*look)
@@ -201,7 +206,7 @@ class Recipe:
 
     def _grant(self, entry: Entry, began: float) -> Grant:
         self.watcher.remove(entry)
-        entry.is_granted, entry.is_in_line = True, False
+        entry.is_granted, entry.is_in_line, entry.is_next = True, False, False
         self.released.discard(entry.request.owner)
         # Its ttl is not known to etcd, where it would last with the session.
         if entry.ends < self._alarm.due:

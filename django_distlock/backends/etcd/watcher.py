@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from django_distlock.engine.background import NoThreadError, start_daemon
@@ -22,7 +22,7 @@ REMEMBERED = 1000
 
 
 class Watcher:
-    """Rings waiters whose awaited key, or own key, is deleted."""
+    """Rings waiters whose awaited keys, or own key, are deleted."""
 
     def __init__(
         self, gateway: Gateway, namespace: str, ring: Callable[[list[Entry]], None]
@@ -47,29 +47,30 @@ class Watcher:
         """Whether a deletion of some seconds ago would have been seen by now."""
         return clock.wait_time() - self._heard_at < 2 * SILENCE
 
-    def add(self, entry: Entry, key: str, revision: int) -> None:
-        """Ring *entry* when *key* is deleted, which existed in this *revision*.
+    def add(self, entry: Entry, ahead: Sequence[str], revision: int, *, is_all: bool) -> None:
+        """Ring *entry* when the keys *ahead* are deleted, which existed in this *revision*.
 
-        ``entry.watched`` is the key, or empty if that may have happened already.
+        *is_all*: whether no other key is before its own. ``entry.watched`` is empty if one of them may be gone.
         """
         with self._mutex:
             self.remove(entry)
             self._wanted_at = clock.wait_time()
             if not self._is_running:
                 self._start(revision + 1)
-            if self._since <= revision + 1 and self._deleted.get(key, 0) <= revision:
-                entry.watched = key
-                for each in (key, entry.key):
+            is_deleted = any(self._deleted.get(key, 0) > revision for key in ahead)
+            if self._since <= revision + 1 and not is_deleted:
+                entry.watched, entry.watches_all = set(ahead), is_all
+                for each in (*ahead, entry.key):
                     self._waiting.setdefault(each, {})[entry] = None
 
     def remove(self, entry: Entry) -> None:
         with self._mutex:
-            for key in (entry.watched, entry.key):
+            for key in (*entry.watched, entry.key):
                 if (waiting := self._waiting.get(key)) is not None:
                     waiting.pop(entry, None)
                     if not waiting:
                         self._waiting.pop(key, None)
-            entry.watched = ""
+            entry.watched = set()
 
     def close(self) -> None:
         """End the thread; waiters look for themselves from now on."""
@@ -147,10 +148,20 @@ class Watcher:
             if len(self._deleted) > REMEMBERED:
                 # A look that is older than the forgotten one is taken again.
                 self._since = self._deleted.popitem(last=False)[1] + 1
-            rung = list(self._waiting.get(key, ()))
-            for entry in rung:
-                self.remove(entry)
+            waiting = list(self._waiting.pop(key, ()))
+            rung = [entry for entry in waiting if self._is_rung(entry, key)]
         self._ring(rung)
+
+    def _is_rung(self, entry: Entry, key: str) -> bool:
+        """Return whether the deletion of *key* concerns this waiter; then it is watched for no longer."""
+        entry.watched.discard(key)
+        is_own = key == entry.key
+        if entry.watched and entry.watches_all and not is_own:
+            return False
+        # Nobody can come before it any more.
+        entry.is_next = entry.watches_all and not is_own
+        self.remove(entry)
+        return True
 
     def _wake_all(self) -> None:
         with self._mutex:
