@@ -56,7 +56,7 @@ class _Line:
 
 
 def _raw() -> Contender:
-    """As etcd's own recipe does: make a key and look who is first, and delete it."""
+    """As etcd's own recipe does: make a key, watch the one before it, look again; and delete it."""
     line = _Line()
     with line.ask("/v3/lease/grant", TTL=3600) as reply:
         lease = json.load(reply)["ID"]
@@ -65,22 +65,27 @@ def _raw() -> Contender:
         "key": base64.b64encode(b"raw/").decode(),
         "range_end": base64.b64encode(b"raw0").decode(),
     }
-    first = {"limit": 1, "sort_target": "CREATE", "sort_order": "ASCEND"}
+    last = {"limit": 1, "sort_target": "CREATE", "sort_order": "DESCEND"}
     put = {"request_put": {"key": own, "value": own, "lease": lease}}
 
+    def look(until: int | None) -> Any:
+        before = {"max_create_revision": str(until)} if until else {}
+        return {"request_range": {**area, **last, **before}}
+
     def take() -> Any:
-        return line.txn(put, {"request_range": {**area, **first}})
+        return line.txn(put, look(None))
 
     def wait() -> None:
-        found = take()
-        [holder] = found["responses"][1]["response_range"]["kvs"]
-        if holder["key"] == own:
-            return
-        after = str(int(found["header"]["revision"]) + 1)
-        wanted = {"key": holder["key"], "start_revision": after, "filters": ["NOPUT"]}
-        with _Line().ask("/v3/watch", create_request=wanted) as changes:
-            while b"DELETE" not in changes.readline():
-                pass
+        mine = int(line.txn(put)["header"]["revision"])
+        while True:
+            found = line.txn(look(mine - 1))
+            if not (ahead := found["responses"][0]["response_range"].get("kvs")):
+                return
+            after = str(int(found["header"]["revision"]) + 1)
+            wanted = {"key": ahead[0]["key"], "start_revision": after, "filters": ["NOPUT"]}
+            with _Line().ask("/v3/watch", create_request=wanted) as changes:
+                while b"DELETE" not in changes.readline():
+                    pass
 
     def free() -> None:
         line.txn({"request_delete_range": {"key": own}})

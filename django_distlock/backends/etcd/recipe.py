@@ -62,6 +62,8 @@ class Recipe:
         self.released = RecentOwners()
         #: By folder and number.
         self._slots: dict[tuple[str, int], Entry] = {}
+        #: The folders in which somebody was in the way the last time.
+        self._crowded: dict[str, None] = {}
         #: What is to be deleted.
         self._doomed: dict[Entry, None] = {}
         #: Rings at the end of the first ttl that is not extended.
@@ -127,13 +129,16 @@ class Recipe:
         """Return the answer of etcd; None if it must be asked again."""
         if entry.is_next:
             return self._grant(entry, began)  # the watch has told it
-        if not entry.revision:
+        if not entry.revision and not (queued and entry.folder in self._crowded):
             busy = self._take_if_free(entry)
             if busy is None:
                 return self._grant(entry, began)
             if not (queued or entry.is_late):
                 self._forget(entry)
                 return busy
+            if len(self._crowded) >= KEYS:
+                self._crowded.clear()
+            self._crowded[entry.folder] = None
         line = self._look_at_line(entry, joins=queued and not entry.revision)
         return self._judged(entry, line, began, queued=queued)
 
@@ -152,6 +157,7 @@ class Recipe:
         if len(before) < len(others):
             return None  # it was made before, and those right before it are not among them
         if not before:
+            self._crowded.pop(entry.folder, None)
             return self._grant(entry, began)
         if not queued:
             return self._refused(entry)
