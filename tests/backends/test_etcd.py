@@ -281,6 +281,23 @@ def test_a_deletion_between_the_look_and_the_watch_is_not_missed() -> None:
     assert not backend()._is_told(waiter, Counter())
 
 
+def test_an_earlier_key_of_the_same_name_is_not_taken_for_the_one_that_is_awaited() -> None:
+    assert stands(rival("y"))
+    assert stands(rival("y")) is None  # so that the watch runs
+    holder, waiter = rival("x"), rival("x")
+    assert stands(holder)
+    assert stands(waiter) is None
+    [entry] = [each for each in entries() if each.request is waiter]
+    [awaited] = entry.watched
+
+    # Told late, of the one that had this key before.
+    backend()._recipe.watcher._note(awaited, entry.revision - 1)
+
+    assert entry.watched == {awaited}
+    assert not entry.is_next
+    assert stands(waiter) is None
+
+
 def test_a_holder_is_listed_with_those_who_wait() -> None:
     for each in (rival("x", shared=True), rival("x", shared=True), rival("x")):
         stands(each)

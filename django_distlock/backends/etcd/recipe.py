@@ -115,7 +115,7 @@ class Recipe:
         for _ in range(ROUNDS):
             lease_id = self._session.ready()
             if entry.lease_id != lease_id:
-                entry.leave(lease_id)
+                self._leave(entry, lease_id)
             try:
                 answer = self._take(entry, began, queued=queued)
             except LeaseGone:
@@ -124,6 +124,11 @@ class Recipe:
             if answer is not None and not self._session.is_over(lease_id):
                 return answer
         raise LockBackendError(self._alias, f"{entry.key} is deleted as often as it is made")
+
+    def _leave(self, entry: Entry, lease_id: str) -> None:
+        # First, as its key will have another name.
+        self.watcher.remove(entry)
+        entry.leave(lease_id)
 
     def _take(self, entry: Entry, began: float, *, queued: bool) -> Grant | Busy | None:
         """Return the answer of etcd; None if it must be asked again."""
@@ -149,7 +154,7 @@ class Recipe:
         own, first, ahead = (kvs(each) for each in line.body["responses"][-3:])
         entry.busy = _busy(first)
         if not own:
-            entry.leave(entry.lease_id)  # somebody has deleted it, if it was there
+            self._leave(entry, entry.lease_id)  # somebody has deleted it, if it was there
             return None if queued else self._refused(entry)
         entry.revision = int(own[0]["create_revision"])
         others = [kv for kv in ahead if kv["key"] != own[0]["key"]]

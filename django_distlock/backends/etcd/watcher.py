@@ -31,8 +31,9 @@ class Watcher:
         self._range = below(namespace)
         self._ring = ring
         self._mutex = section()
-        #: By key: the waiters to be rung.
-        self._waiting: dict[str, dict[Entry, None]] = {}
+        #: All waiters; and by key those that wait for it, with the revision in which each has seen it.
+        self._waiters: dict[Entry, None] = {}
+        self._waiting: dict[str, dict[Entry, int]] = {}
         #: The keys that were deleted last, and in which revision.
         self._deleted: OrderedDict[str, int] = OrderedDict()
         #: All deletions from this revision on are seen; the next one is asked for from *_position* on.
@@ -59,17 +60,17 @@ class Watcher:
                 self._start(revision + 1)
             is_deleted = any(self._deleted.get(key, 0) > revision for key in ahead)
             if self._since <= revision + 1 and not is_deleted:
+                self._waiters[entry] = None
                 entry.watched, entry.watches_all = set(ahead), is_all
                 for each in (*ahead, entry.key):
-                    self._waiting.setdefault(each, {})[entry] = None
+                    self._waiting.setdefault(each, {})[entry] = revision
 
     def remove(self, entry: Entry) -> None:
         with self._mutex:
+            # Empty ones stay until their key is deleted: this may have interrupted add() between two steps.
             for key in (*entry.watched, entry.key):
-                if (waiting := self._waiting.get(key)) is not None:
-                    waiting.pop(entry, None)
-                    if not waiting:
-                        self._waiting.pop(key, None)
+                self._waiting.get(key, {}).pop(entry, None)
+            self._waiters.pop(entry, None)
             entry.watched = set()
 
     def close(self) -> None:
@@ -82,6 +83,7 @@ class Watcher:
     def _start(self, revision: int) -> None:
         self._since = self._position = revision
         self._deleted.clear()
+        self._waiting.clear()
         self._ended.clear()
         # Its first words are waited for.
         self._heard_at = clock.wait_time()
@@ -101,7 +103,7 @@ class Watcher:
 
     def _is_wanted(self) -> bool:
         with self._mutex:
-            is_wanted = bool(self._waiting) or clock.wait_time() - self._wanted_at < SILENCE
+            is_wanted = bool(self._waiters) or clock.wait_time() - self._wanted_at < SILENCE
             self._is_running = is_wanted and not self._ended.is_set()
             return self._is_running
 
@@ -148,24 +150,30 @@ class Watcher:
             if len(self._deleted) > REMEMBERED:
                 # A look that is older than the forgotten one is taken again.
                 self._since = self._deleted.popitem(last=False)[1] + 1
-            waiting = list(self._waiting.pop(key, ()))
-            rung = [entry for entry in waiting if self._is_rung(entry, key)]
+            waiting = self._waiting.get(key, {})
+            # Keys are used again: an earlier one of the same name may have been deleted before the look.
+            told = [entry for entry, seen in waiting.items() if seen < revision]
+            for entry in told:
+                del waiting[entry]
+            if not waiting:
+                self._waiting.pop(key, None)
+            rung = [entry for entry in told if self._is_rung(entry, key)]
         self._ring(rung)
 
     def _is_rung(self, entry: Entry, key: str) -> bool:
         """Return whether the deletion of *key* concerns this waiter; then it is watched for no longer."""
-        entry.watched.discard(key)
-        is_own = key == entry.key
-        if entry.watched and entry.watches_all and not is_own:
-            return False
-        # Nobody can come before it any more.
-        entry.is_next = entry.watches_all and not is_own
+        if key != entry.key:
+            entry.watched.discard(key)
+            if entry.watched and entry.watches_all:
+                return False
+            # Nobody can come before it any more.
+            entry.is_next = entry.watches_all
         self.remove(entry)
         return True
 
     def _wake_all(self) -> None:
         with self._mutex:
-            rung = list({entry: None for some in self._waiting.values() for entry in some})
+            rung = list(self._waiters)
             for entry in rung:
                 self.remove(entry)
         self._ring(rung)
