@@ -9,6 +9,7 @@ import json
 import socket
 import ssl
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from email.utils import parsedate_to_datetime
@@ -22,6 +23,8 @@ from .options import Endpoint, EtcdOptions
 
 #: Seconds for which a watch reads nothing before it asks again.
 SILENCE = 5.0
+#: Seconds until members that have no leader are asked again.
+ELECTION = 0.1
 #: How many bytes are read at once.
 CHUNK = 65_536
 #: How many idle connections are kept.
@@ -229,34 +232,52 @@ class Gateway:
         self._token = Secret(reply.body["token"])
 
     def _ask(self, path: str, body: bytes, ends: float) -> Reply:
-        """Ask one member after the other until one answers, each for its share of the time."""
-        left, is_sure, problem = len(self._members), True, Exception()
-        while left:
+        """Ask one member after the other until one answers; again and again while they have no leader."""
+        is_sure = True
+        while True:
+            problems: list[Exception] = []
+            for left in range(len(self._members), 0, -1):
+                seconds = max(0.01, (ends - clock.wait_time()) / left)
+                answer, was_sent = self._ask_first(path, body, seconds)
+                if isinstance(answer, Reply):
+                    return answer._replace(is_sure=is_sure and not was_sent)
+                is_sure &= not was_sent
+                problems.append(answer)
+            is_alive = any(isinstance(problem, Refused) for problem in problems)
+            if not is_alive or clock.wait_time() + ELECTION > ends:
+                raise self._silence(problems[-1], is_sure=is_sure) from problems[-1]
+            time.sleep(ELECTION)
+
+    def _ask_first(self, path: str, body: bytes, seconds: float) -> tuple[Reply | Exception, bool]:
+        """Ask the first member; return its reply, or its error after which another one is the first.
+
+        And whether the request was sent before, or without a reply, and may be carried out later.
+        """
+        was_sent = False
+        while True:
             connection = self._connection()
             was_used = connection.is_used
-            seconds = max(0.01, (ends - clock.wait_time()) / left)
             try:
                 reply = _read(connection, path, body, self._token, seconds)
             except Refused as refused:
                 self._put_back(connection)
                 if not refused.is_transient:
                     raise
-                problem, is_sure = refused, False
-            except BaseException as error:
+                self._turn_from(connection.endpoint)
+                return refused, True
+            except OSError as error:
                 self._drop(connection)
-                if not isinstance(error, OSError):
-                    raise
-                problem = error
                 # Without a connection, nothing was sent.
-                is_sure = is_sure and not connection.is_used
+                was_sent |= connection.is_used
                 if was_used and not isinstance(error, TimeoutError):
                     continue  # it was closed while idle: this member may have been started again
-            else:
-                self._put_back(connection)
-                return reply._replace(is_sure=is_sure)
-            left -= 1
-            self._turn_from(connection.endpoint)
-        raise self._silence(problem, is_sure=is_sure) from problem
+                self._turn_from(connection.endpoint)
+                return error, was_sent
+            except BaseException:
+                self._drop(connection)
+                raise
+            self._put_back(connection)
+            return reply, was_sent
 
     def _silence(self, problem: Exception, *, is_sure: bool) -> LockBackendError:
         known = f"no member of {self._options.servers} has answered in time"
