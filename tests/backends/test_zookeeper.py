@@ -17,7 +17,7 @@ from django.core.management import call_command
 from kazoo.exceptions import NoAuthError, NoNodeError
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
-from django_distlock.backends.queue import quoted
+from django_distlock.backends.queue.labels import quoted
 from django_distlock.backends.zookeeper.nodes import Node
 from django_distlock.backends.zookeeper.recipe import Recipe
 from django_distlock.engine.values import Busy, Release

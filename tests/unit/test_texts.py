@@ -37,7 +37,7 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends.cache_alias import Record
-from django_distlock.backends.queue import Label
+from django_distlock.backends.queue.labels import Label
 from django_distlock.backends.session.occupants import Occupant
 from django_distlock.engine.handover import SALT
 from django_distlock.engine.values import Held

@@ -9,7 +9,7 @@ import pytest
 from kazoo.security import CREATOR_ALL_ACL
 
 from django_distlock import InvalidLockBackend
-from django_distlock.backends.queue import Label, SessionRequest, label, quoted, unquoted
+from django_distlock.backends.queue.labels import Label, SessionRequest, label, quoted, unquoted
 from django_distlock.backends.zookeeper.children import Children, prefix
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
 from django_distlock.conf import BackendSettings

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.core.checks import CheckMessage, Error
 
-from django_distlock.backends.base import BaseLockBackend, server_error
-from django_distlock.backends.queue import SessionRequest
+from django_distlock.backends.base import server_error
+from django_distlock.backends.queue.backend import QueueBackend
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.acquisition import LAST
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
-from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import LockBackendError
 
 from .gateway import Gateway, Refused
@@ -23,28 +22,14 @@ from .session import Session
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+    from django_distlock.engine.bells import Bell
 
 
-class EtcdBackend(BaseLockBackend):
+class EtcdBackend(QueueBackend):
     """First come, first served, with readers and writers; a lock ends with the session of its holder."""
 
     options_class = EtcdOptions
     options: EtcdOptions
-    request_class = SessionRequest
-    supports_fencing = True
-    supports_shared = True
-    supports_fair = True
-    supports_listing = True
-    session_bound = True
-    clock = "session"
-    waiting = Waiting(
-        way=Way.LISTEN,
-        queueing=Queueing.BY_TRYING,
-        in_line=False,
-        look_again=1.0,
-        writers_first=True,
-    )
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -57,10 +42,6 @@ class EtcdBackend(BaseLockBackend):
         self._recipe = Recipe(self.alias, self.options, self._gateway, self._session)
 
     # The verbs.
-
-    def request(self, name: str, **wishes: Any) -> Request:
-        """Return a request for *name*; its ttl is at most the session timeout."""
-        return super().request(name, longest=self.options.session_timeout, **wishes)
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
@@ -96,16 +77,7 @@ class EtcdBackend(BaseLockBackend):
     def probe(self, request: Request) -> Busy | None:
         return self._recipe.probe(request)
 
-    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        if self._is_told(request, bell):
-            bell.wait(seconds)
-
-    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        if self._is_told(request, bell):
-            await bell.wait(seconds)
-
     def _is_told(self, request: Request, bell: Bell) -> bool:
-        """Arrange that *bell* rings when the waiter should try again; return False if it should do so now."""
         entry = self._recipe.get(request.owner)
         if entry is None:
             return False
@@ -118,12 +90,6 @@ class EtcdBackend(BaseLockBackend):
             entry.bell = None
             if not entry.is_granted:
                 self._threads.after(request, partial(self._recipe.leave_line, request))
-
-    dequeue = dequeue_later = forget_bell
-
-    def abandon(self, request: Request) -> Release:
-        """Release the lock; release() deletes the key of a waiter too."""
-        return self.release(request)
 
     def abandon_later(self, request: Request) -> None:
         """Delete the key in the background; try until it works or the session has ended."""

@@ -9,7 +9,7 @@ from itertools import count, groupby
 from typing import Any
 
 from django_distlock.backends.base import KEYS
-from django_distlock.backends.queue import Label, label, quoted, unquoted, wished_ttl
+from django_distlock.backends.queue.labels import Label, label, quoted, unquoted, wished_ttl
 from django_distlock.engine.background import Alarm, background
 from django_distlock.engine.values import (
     Busy,

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 
-from django_distlock.backends.queue import TOKENS
+from django_distlock.backends.queue.labels import TOKENS
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from django.core.checks import CheckMessage, Error
 from kazoo.exceptions import AuthFailedError, KazooException
 
 from django_distlock.backends.base import StepsBackend, server_error
-from django_distlock.backends.queue import SessionRequest
+from django_distlock.backends.queue.backend import QueueBackend
 from django_distlock.conf import LONGEST, BackendSettings
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
 from django_distlock.engine.steps import arun, run
-from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, batches
-from django_distlock.engine.waiting import Queueing, Waiting, Way
+from django_distlock.engine.values import Busy, Grant, Held, Purged, Request, batches
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
 
@@ -28,7 +27,7 @@ from .recipe import BROKEN, Recipe
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+    from django_distlock.engine.bells import Bell
     from django_distlock.engine.lease import Lease
 
 
@@ -37,27 +36,13 @@ _T = TypeVar("_T")
 BATCH = 500
 
 
-class ZooKeeperBackend(StepsBackend):
+class ZooKeeperBackend(QueueBackend, StepsBackend):
     """First come, first served, with readers and writers; a lock ends with the session of its holder."""
 
     options_class = ZooKeeperOptions
     options: ZooKeeperOptions
     _verbs: Recipe
-    request_class = SessionRequest
-    supports_fencing = True
-    supports_shared = True
-    supports_fair = True
-    supports_listing = True
     supports_purge = True
-    session_bound = True
-    clock = "session"
-    waiting = Waiting(
-        way=Way.LISTEN,
-        queueing=Queueing.BY_TRYING,
-        in_line=False,
-        look_again=1.0,
-        writers_first=True,
-    )
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -73,10 +58,6 @@ class ZooKeeperBackend(StepsBackend):
 
     # The verbs.
 
-    def request(self, name: str, **wishes: Any) -> Request:
-        """Return a request for *name*; its ttl is at most the session timeout."""
-        return super().request(name, longest=self.options.session_timeout, **wishes)
-
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
@@ -89,14 +70,6 @@ class ZooKeeperBackend(StepsBackend):
         ends, last = self._limits(request, left if queued else 0.0)
         return await self._arun(self._verbs.acquire(request, queued=queued, ends=ends), ends, last)
 
-    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        if self._is_told(request, bell):
-            bell.wait(seconds)
-
-    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        if self._is_told(request, bell):
-            await bell.wait(seconds)
-
     def has_leader(self, request: Request) -> bool:
         node = self._nodes.get(request.owner)
         turn = node.turn if node and node.watched else None
@@ -108,12 +81,6 @@ class ZooKeeperBackend(StepsBackend):
             node.bell = None
             if not node.is_granted:
                 self._nodes.drop(node)
-
-    dequeue = dequeue_later = forget_bell
-
-    def abandon(self, request: Request) -> Release:
-        """Release the lock; release() deletes the node of a waiter too."""
-        return self.release(request)
 
     async def aabandon(self, request: Request) -> None:
         await self.arelease(request)
@@ -230,7 +197,6 @@ class ZooKeeperBackend(StepsBackend):
         return LockBackendError(self.alias, f"the ensemble refused: {kind}")
 
     def _is_told(self, request: Request, bell: Bell) -> bool:
-        """Arrange that *bell* rings when the waiter should try again; return False if it should do so now."""
         node = self._nodes.get(request.owner)
         if node is None:
             return False

@@ -17,7 +17,7 @@ from kazoo.exceptions import (
     SessionMovedError,
 )
 
-from django_distlock.backends.queue import label
+from django_distlock.backends.queue.labels import label
 from django_distlock.engine import steps
 from django_distlock.engine.background import Alarm
 from django_distlock.engine.bells import Bell

@@ -9,7 +9,7 @@ from typing import Any
 from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, SessionExpiredError
 
 from django_distlock.backends.base import KEYS
-from django_distlock.backends.queue import TOKENS, Label, quoted, unquoted, wished_ttl
+from django_distlock.backends.queue.labels import TOKENS, Label, quoted, unquoted, wished_ttl
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 from django_distlock.ground import clock

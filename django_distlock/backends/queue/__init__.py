@@ -1,0 +1,1 @@
+"""What ZooKeeper and etcd share: a queue of holders and waiters on the server, each bound to a session."""

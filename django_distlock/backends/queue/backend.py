@@ -1,0 +1,59 @@
+"""QueueBackend: the verbs that do not depend on the server."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from django_distlock.backends.base import BaseLockBackend
+from django_distlock.engine.values import Release, Request
+from django_distlock.engine.waiting import Queueing, Waiting, Way
+
+from .labels import SessionRequest
+
+if TYPE_CHECKING:
+    from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+
+
+class QueueBackend(BaseLockBackend):
+    """First come, first served, with readers and writers; a lock ends with the session of its holder."""
+
+    request_class = SessionRequest
+    supports_fencing = True
+    supports_shared = True
+    supports_fair = True
+    supports_listing = True
+    session_bound = True
+    clock = "session"
+    waiting = Waiting(
+        way=Way.LISTEN,
+        queueing=Queueing.BY_TRYING,
+        in_line=False,
+        look_again=1.0,
+        writers_first=True,
+    )
+
+    def request(self, name: str, **wishes: Any) -> Request:
+        """Return a request for *name*; its ttl is at most the session timeout."""
+        return super().request(name, longest=self.options.session_timeout, **wishes)
+
+    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
+        if self._is_told(request, bell):
+            bell.wait(seconds)
+
+    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
+        if self._is_told(request, bell):
+            await bell.wait(seconds)
+
+    @abstractmethod
+    def _is_told(self, request: Request, bell: Bell) -> bool:
+        """Arrange that *bell* rings when the waiter should try again; return False if it should do so now."""
+
+    def dequeue(self, request: Request) -> None:
+        self.forget_bell(request)
+
+    dequeue_later = dequeue
+
+    def abandon(self, request: Request) -> Release:
+        """Release the lock; release() takes a waiter out of the line too."""
+        return self.release(request)
