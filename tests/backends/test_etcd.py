@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
-from django_distlock.backends.etcd.gateway import Connection
+from django_distlock.backends.etcd.gateway import MemberConnection
 from django_distlock.engine.values import Busy, Release
 from django_distlock.ground.naming import LONGEST_LISTED
 from testproject.models import Account
@@ -83,13 +83,13 @@ def proxy(etcd: Cluster, settings: Settings) -> Iterator[Proxy]:
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """The requests of all sessions, as they are sent."""
     seen: list[tuple[str, dict[str, Any]]] = []
-    ask = Connection.ask
+    ask = MemberConnection.ask
 
-    def note(connection: Connection, path: str, body: bytes, *rest: Any) -> Any:
+    def note(connection: MemberConnection, path: str, body: bytes, *rest: Any) -> Any:
         seen.append((path, json.loads(body)))
         return ask(connection, path, body, *rest)
 
-    monkeypatch.setattr(Connection, "ask", note)
+    monkeypatch.setattr(MemberConnection, "ask", note)
     return seen
 
 

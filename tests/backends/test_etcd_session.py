@@ -350,6 +350,20 @@ def test_one_member_of_three_can_fail_while_locks_are_taken(
         lease.release()
 
 
+async def test_tasks_go_on_whichever_member_hangs(frail: Cluster, settings: Settings) -> None:
+    _set(settings, session_timeout=20.0, io_timeout=6.0)
+
+    for member in frail.members:
+        async with lock("x", using="locks", timeout=20) as lease:
+            member.pause()
+            try:
+                async with lock(f"y:{member.number}", using="locks", timeout=20) as other:
+                    other.check()
+                lease.check()
+            finally:
+                member.resume()
+
+
 def test_without_a_majority_leases_are_lost_and_with_one_locks_work_again(frail: Cluster) -> None:
     lease, told = held()
     tokens = [lease.fencing_token or 0]

@@ -16,7 +16,7 @@ from django_distlock.exceptions import LockBackendError
 
 from .gateway import Gateway, Refused
 from .options import EtcdOptions
-from .recipe import Recipe
+from .recipe import EtcdRecipe
 from .session import Session
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class EtcdBackend(QueueBackend):
     def _begin(self) -> None:
         self._gateway = Gateway(self.alias, self.options)
         self._session = Session(self.alias, self.options, self._gateway)
-        self._recipe = Recipe(self.alias, self.options, self._gateway, self._session)
+        self._recipe = EtcdRecipe(self.alias, self.options, self._gateway, self._session)
 
     # The verbs.
 

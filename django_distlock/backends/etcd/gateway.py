@@ -85,7 +85,7 @@ class Broken(OSError):
     """The connection ended, or what came is no HTTP."""
 
 
-class Connection:
+class MemberConnection:
     """A connection to one member: one request at a time.
 
     It speaks HTTP by itself: an asynchronous exception inside http.client would leave a broken object,
@@ -189,8 +189,8 @@ class Gateway:
         self._tls = options.tls_context()
         #: The first one is asked first.
         self._members = options.members
-        self._idle: list[Connection] = []
-        self._open: set[Connection] = set()
+        self._idle: list[MemberConnection] = []
+        self._open: set[MemberConnection] = set()
         # For one that is replaced, and not closed.
         weakref.finalize(self, _close_all, self._open).atexit = False
         self._token = ""
@@ -293,7 +293,7 @@ class Gateway:
 
     # Connections.
 
-    def _connection(self) -> Connection:
+    def _connection(self) -> MemberConnection:
         first = self._members[0]
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread was quicker
@@ -303,18 +303,18 @@ class Gateway:
                 self._drop(found)
         return self._made(first)
 
-    def _made(self, endpoint: Endpoint) -> Connection:
-        made = Connection(endpoint, self._tls)
+    def _made(self, endpoint: Endpoint) -> MemberConnection:
+        made = MemberConnection(endpoint, self._tls)
         self._open.add(made)
         return made
 
-    def _put_back(self, connection: Connection) -> None:
+    def _put_back(self, connection: MemberConnection) -> None:
         if connection.is_kept and connection in self._open and len(self._idle) < IDLE:
             self._idle.append(connection)
         else:
             self._drop(connection)
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: MemberConnection) -> None:
         self._open.discard(connection)
         connection.close()
 
@@ -348,7 +348,7 @@ class Gateway:
         self._drop(watch.connection)
 
 
-def _close_all(connections: set[Connection]) -> None:
+def _close_all(connections: set[MemberConnection]) -> None:
     with contextlib.suppress(KeyError):
         while True:
             connections.pop().close()
@@ -358,7 +358,7 @@ class Watch:
     """A request whose reply does not end: one line for each change."""
 
     def __init__(
-        self, gateway: Gateway, connection: Connection, wanted: dict[str, Any], token: str
+        self, gateway: Gateway, connection: MemberConnection, wanted: dict[str, Any], token: str
     ) -> None:
         self.connection = connection
         self.is_refused = False
@@ -383,7 +383,9 @@ class Watch:
         self.connection.interrupt()
 
 
-def _read(connection: Connection, path: str, body: bytes, token: str, seconds: float) -> Reply:
+def _read(
+    connection: MemberConnection, path: str, body: bytes, token: str, seconds: float
+) -> Reply:
     status, headers = connection.ask(path, body, token, seconds)
     content = connection.body(headers)
     if status == http.HTTPStatus.NOT_FOUND and not content.startswith(b"{"):

@@ -28,7 +28,7 @@ from .entries import Entry
 from .gateway import Gateway, LeaseGone, Reply, below, decoded, encoded, kvs
 from .options import EtcdOptions
 from .session import Session
-from .watcher import Watcher
+from .watcher import KeyWatcher
 
 #: The folder of the keys that refuse late requests of an owner; no lock's folder has this name.
 REVOKED = "%revoked"
@@ -44,7 +44,7 @@ RETRY = 1.0
 _Json = dict[str, Any]
 
 
-class Recipe:
+class EtcdRecipe:
     """The verbs, and the entries of this process by owner."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Recipe:
         self._options = options
         self._gateway = gateway
         self._session = session
-        self.watcher = Watcher(gateway, options.namespace, self._ring)
+        self.watcher = KeyWatcher(gateway, options.namespace, self._ring)
         #: Returns the folder of a lock, whose keys are its holders and waiters.
         self._folder = lru_cache(KEYS)(lambda key: f"{options.namespace}/{quoted(key)}")
         self.entries: dict[str, Entry] = {}
@@ -107,7 +107,7 @@ class Recipe:
         return entry
 
     def _free_slot(self, entry: Entry) -> None:
-        """Let others use its key, unless a late request might make it again."""
+        """Free its key for others, unless a late request might make it again."""
         if not entry.is_late:
             self._slots.pop((entry.folder, entry.slot), None)
 

@@ -21,7 +21,7 @@ PAUSE = 0.25
 REMEMBERED = 1000
 
 
-class Watcher:
+class KeyWatcher:
     """Rings waiters whose awaited keys, or own key, are deleted."""
 
     def __init__(

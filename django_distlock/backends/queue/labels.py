@@ -1,4 +1,4 @@
-"""What ZooKeeper and etcd share, whose servers keep the holders and waiters of a lock in a queue. No I/O."""
+"""Names and labels of the holders and waiters in a queue on the server, and their requests. No I/O."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wished_ttl(request: Request) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What the server stores of a holder or waiter, for people."""
+    """The text that the server stores of a holder or waiter, for people."""
 
     name: str
     holder: Holder | None
