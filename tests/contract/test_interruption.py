@@ -277,8 +277,10 @@ def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
         calls_until(number, f"{name}:at:{number}")
 
     for number in numbers:
-        rival(of=f"{name}:at:{number}").takes(within=SOON)
-        rival(of=f"{name}:at:{number}:2").takes(within=SOON)
+        for each in (f"{name}:at:{number}", f"{name}:at:{number}:2"):
+            other = rival(of=each)
+            other.takes(within=SOON)
+            other.leaves()
 
 
 def _leave(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:

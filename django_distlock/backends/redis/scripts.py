@@ -312,7 +312,7 @@ if ends > now then
   end
   forget(owner)
   note('ended', owner)
-  if is_final then note('revoked', owner) end
+  if is_final and not is_noted('revoked', owner) then note('revoked', owner) end
   wake()
   return 1
 end

@@ -127,7 +127,8 @@ class _LockRecord:
     def release(self, owner: str, is_final: str, min_hold: int) -> int:
         self.forget(*self.expired)
         if was_held := owner in self.holders:
-            self.hold_back(self.described(owner)[1] + min_hold)
+            if min_hold:
+                self.hold_back(self.described(owner)[1] + min_hold)
             self.forget(owner)
             self.note("ended", owner)
         if is_final and not self.is_noted("revoked", owner):
