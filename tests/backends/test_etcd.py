@@ -7,13 +7,14 @@ import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
-from django_distlock.backends.etcd.gateway import MemberConnection
+from django_distlock.backends.etcd.gateway import MemberConnection, Reply
 from django_distlock.engine.values import Busy, Release
 from django_distlock.ground.naming import LONGEST_LISTED
 from testproject.models import Account
@@ -689,6 +690,36 @@ def test_a_lease_that_is_not_renewed_comes_free_with_its_ttl() -> None:
 
     with lock("x", using="elsewhere", timeout=5):
         assert lease.lost
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_new_leader_that_does_not_know_a_session_is_believed_only_if_a_majority_agrees(
+    etcd: Cluster, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    """A leader that was just elected answers for a while as if the lease had ended."""
+    gateway, session = backend()._gateway, backend()._session
+    lease = lock("x", using="locks").acquire()
+    assert lease
+    post, answered = gateway.post, list[str]()
+
+    def answer(path: str, *args: Any, **kwargs: Any) -> Reply:
+        answered.append(path)
+        reply = post(path, *args, **kwargs)
+        is_first = answered.count("/v3/lease/keepalive") == 1
+        if path == "/v3/lease/keepalive" and is_first:
+            reply.body.pop("TTL", None)
+        return reply
+
+    monkeypatch.setattr(gateway, "post", answer)
+    if is_gone:
+        post("/v3/lease/revoke", {"ID": session.id})
+
+    assert session.prolong() is not is_gone
+
+    assert answered[:2] == ["/v3/lease/keepalive", "/v3/kv/txn"]
+    with suppress(LockLost):
+        lease.release()
+    assert [each.name for each in backend().held()] == []
 
 
 def test_a_lease_ends_with_its_session_that_was_prolonged_before() -> None:

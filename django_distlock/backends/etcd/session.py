@@ -10,8 +10,11 @@ from django_distlock.backends.queue.labels import TOKENS
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 
-from .gateway import SHORT, Gateway, Reply, decoded, encoded, kvs
+from .gateway import SHORT, Gateway, LeaseGone, Reply, decoded, encoded, kvs
 from .options import EtcdOptions
+
+#: The folder of keys by which is asked whether a session exists; no lock's folder has this name.
+SESSIONS = "%sessions"
 
 
 class Session:
@@ -65,11 +68,28 @@ class Session:
         began, mine = clock.lease_time(), self.id
         if self.is_over(mine):
             return False
-        reply = self._gateway.post("/v3/lease/keepalive", {"ID": mine})
-        if int(reply.body.get("TTL", 0)) <= 0:
-            self.forget(mine)
-            return False
+        if not self._keep_alive(mine):
+            if not self._exists(mine):
+                self.forget(mine)
+                return False
+            if not self._keep_alive(mine):
+                raise LockBackendError(self._alias, "its leader does not know the session yet")
         self._prolonged_at = max(began, self._prolonged_at)
+        return True
+
+    def _keep_alive(self, lease_id: str) -> bool:
+        """Return False if the leader does not know the lease: it has ended, or the leader is so new that it has not read of it."""
+        reply = self._gateway.post("/v3/lease/keepalive", {"ID": lease_id})
+        return int(reply.body.get("TTL", 0)) > 0
+
+    def _exists(self, lease_id: str) -> bool:
+        """Return whether it exists, as a majority knows: by a key that goes with it."""
+        key = encoded(f"{self._options.namespace}/{SESSIONS}/{lease_id}")
+        put = {"key": key, "value": "", "lease": lease_id}
+        try:
+            self._gateway.post("/v3/kv/txn", {"success": [{"request_put": put}]})
+        except LeaseGone:
+            return False
         return True
 
     def forget(self, lease_id: str) -> None:
