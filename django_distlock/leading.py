@@ -38,10 +38,8 @@ def lead(
 
     *stop* ends the wait, within a second: then return None. *terms* are those of lock(), without *timeout*.
     """
-    never = stop is None
-    stop = stop or threading.Event()
-    candidate = Lock(name, timeout=None if never else LOOK, **terms)  # type: ignore[misc]  # twice is once too often
-    pauses = Wait(None)
+    candidate = Lock(name, timeout=None if stop is None else LOOK, **terms)  # type: ignore[misc]  # twice is once too often
+    stop, pauses = stop or threading.Event(), Wait(None)
     while not stop.is_set():
         lease = None
         try:

@@ -45,10 +45,8 @@ class Claim:
 
     def save(self, instance: models.Model, write: Callable[..., object], **kwargs: Any) -> None:
         """Call *write*, which saves *instance*, if its fence is our token."""
-        using = kwargs.get("using") or router.db_for_write(type(instance), instance=instance)
-        rows: models.QuerySet[Any] = models.QuerySet(type(instance), using=using)
-        key = _written_key(instance)
-        with transaction.atomic(using=using):
+        rows, key = _rows_for(instance, **kwargs), _written_key(instance)
+        with transaction.atomic(using=rows.db):
             # This locks the row that has the fence until it is written.
             if key is not None and not _pass_fences(self, rows, [key]):
                 kwargs = _with_insert(instance, kwargs)
@@ -63,9 +61,8 @@ class Claim:
 
     def delete(self, instance: models.Model, delete: Callable[..., _T], **kwargs: Any) -> _T:
         """Call *delete*, which deletes *instance*, if its fence is our token."""
-        using = kwargs.get("using") or router.db_for_write(type(instance), instance=instance)
-        rows: models.QuerySet[Any] = models.QuerySet(type(instance), using=using)
-        with transaction.atomic(using=using):
+        rows = _rows_for(instance, **kwargs)
+        with transaction.atomic(using=rows.db):
             _pass_fences(self, rows, [_written_key(instance)])
             return delete(**kwargs)
 
@@ -81,9 +78,10 @@ def claim(lease: Lease, target: Any) -> Any:
     """Raise the fences of *target*, an instance or a queryset, and return it read again."""
     if isinstance(target, models.QuerySet):
         return _claim_rows(Claim.of(lease), target)
-    with _claimed_row(target, Claim.of(lease)) as row:
+    mine = Claim.of(lease)
+    with _claimed_row(target, mine) as row:
         found = row.get()
-    found.__dict__[CLAIM] = Claim.of(lease)
+    found.__dict__[CLAIM] = mine
     return found
 
 
@@ -207,6 +205,14 @@ def _keys(rows: models.QuerySet[Any]) -> list[Any]:
     keys = rows.values_list(_owner(rows.model)._meta.pk.name, flat=True)
     keys.query.select_for_update = False  # outer joins cannot be locked
     return list(dict.fromkeys(keys))
+
+
+def _rows_for(
+    instance: models.Model, using: str | None = None, **_others: Any
+) -> models.QuerySet[Any]:
+    """Return the rows among which *instance* is written, with these arguments of save() or delete()."""
+    database = using or router.db_for_write(type(instance), instance=instance)
+    return models.QuerySet(type(instance), using=database)
 
 
 def _written_key(instance: models.Model) -> Any:

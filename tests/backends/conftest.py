@@ -14,6 +14,7 @@ from django.db.backends.utils import CursorWrapper
 from django_distlock import locks
 from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.backends.database.dialect import COUNTER, LOCK
+from testproject.models import Account
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,6 +37,16 @@ def server_database(request: pytest.FixtureRequest) -> str:
     """Each database that is a server."""
     request.getfixturevalue(request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def account(database: str) -> Iterator[Account]:
+    """A customer of the database, with money."""
+    made = Account.objects.using(database).create(
+        name=uuid.uuid4().hex, balance=100, opening_balance=100
+    )
+    yield made
+    Account.objects.using(database).filter(pk=made.pk).delete()
 
 
 @pytest.fixture

@@ -15,21 +15,12 @@ from tests.backends.conftest import SERVERS
 from tests.fixtures.eventually import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import QuerySet
 
     from django_distlock import Lease
-
-
-@pytest.fixture
-def account(database: str) -> Iterator[Account]:
-    made = Account.objects.using(database).create(
-        name=uuid.uuid4().hex, balance=100, opening_balance=100
-    )
-    yield made
-    Account.objects.using(database).filter(pk=made.pk).delete()
 
 
 def paused_and_next(name: str, database: str) -> tuple[Lease, Lease]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-import uuid
 from typing import TYPE_CHECKING
 
 import pytest
@@ -27,21 +26,9 @@ from tests.contract.crew import elsewhere
 from tests.fixtures.eventually import eventually
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from django.db.models import Model
 
     from django_distlock import Lease
-
-
-@pytest.fixture
-def account(database: str) -> Iterator[Account]:
-    made = Account.objects.using(database).create(
-        name=uuid.uuid4().hex, balance=100, opening_balance=100
-    )
-    yield made
-    Fee.objects.using(database).filter(account_id=made.pk).delete()
-    Account.objects.using(database).filter(pk=made.pk).delete()
 
 
 @pytest.fixture
