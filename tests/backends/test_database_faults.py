@@ -521,6 +521,13 @@ def test_every_write_of_a_lease_waits_for_the_standby_though_the_role_does_not(
                 locked.extend([held])
             with pytest.raises(LockOutcomeUnknown):
                 locked.take_over(heir, held.owner)
+        # They were carried out all the same.
+        stuck = next(iter(settled(lambda: locked.held(other.key))))
+        with standby_away(postgres):
+            with pytest.raises(LockBackendError):
+                locked.release(heir)
+            with pytest.raises(LockBackendError):
+                locked.end_holding(stuck.key, stuck.owner_digest)
         for request in (held, heir, other):
             settled(partial(locked.release, request))
     connections[way].close()

@@ -130,6 +130,8 @@ _RING = f"""
 SELECT pg_notify(channel, ticket::text) FROM {WAITER}
 WHERE method_name = %(line)s AND expires_at > clock_timestamp() AND channel <> ''{{more}} ORDER BY ticket LIMIT 1"""
 RING_NEXT = _RING.format(more="")
+#: What a forced release does beside its writes.
+AFTER_FORCED_RELEASE = f"SELECT ({RING_NEXT}), {_DURABLE.format('true')}"
 
 # For a place: more than one may be free, so who is granted one wakes the next waiter.
 _OTHERS = " AND owner <> %(owner)s AND EXISTS (SELECT FROM granted)"
@@ -263,7 +265,7 @@ class PostgreSQL(Dialect):
 
     looks_before_retry = False
     now, after, later, left = "clock_timestamp()", _AFTER, _LATER, _LEFT
-    on_release = f"{Dialect.on_release}, ({RING_NEXT})"
+    on_release = f"{Dialect.on_release}, ({RING_NEXT}), {_DURABLE.format('true')}"
     guard_lock = "FOR SHARE"
 
     def __init__(self, *, fair: bool) -> None:

@@ -26,7 +26,7 @@ from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import line_of, place_of, shown
 
 from .dialect import COUNTER, LOCK, short_transaction
-from .postgresql import RING_NEXT
+from .postgresql import AFTER_FORCED_RELEASE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -157,8 +157,8 @@ def free(cursor: CursorWrapper, row: Any) -> bool:
     if is_freed:
         raise_counter(cursor, known)
         if cursor.db.vendor == "postgresql":
-            # Wake the next waiter, as a release does; on other servers waiters look again by themselves.
-            cursor.execute(RING_NEXT, known)
+            # As a release: durable, and wakes the next waiter; on other servers waiters look again by themselves.
+            cursor.execute(AFTER_FORCED_RELEASE, known)
     return is_freed
 
 
