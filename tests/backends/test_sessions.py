@@ -33,7 +33,7 @@ from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter
 from tests.contract import crew
-from tests.contract.crew import start
+from tests.contract.crew import start, together
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.mariadb import MariaDB
@@ -495,6 +495,21 @@ def test_more_locks_than_connections_is_an_error_that_names_the_option(
 
     with lock(f"{name}:c", using="locks"):
         pass
+
+
+def test_many_more_threads_than_connections_take_turns(
+    kind: tuple[str, str], settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases(*kind, max_connections=8)
+
+    def use(thread: int) -> int:
+        taken = 0
+        for _ in range(20):
+            with lock(f"{name}:{thread}", using="locks", timeout=20) as lease:
+                taken += lease.held
+        return taken
+
+    assert together(*(partial(use, thread) for thread in range(40))) == [20] * 40
 
 
 def test_a_lost_lease_that_nobody_releases_takes_no_place_for_ever(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import pickle
+import secrets
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,7 +95,12 @@ def test_it_is_not_logged(
 
 @needs("cross_process")
 def test_it_is_not_in_the_frames_of_an_error(
-    profile: Profile, using: str, name: str, request: pytest.FixtureRequest, settings: Settings
+    profile: Profile,
+    using: str,
+    name: str,
+    request: pytest.FixtureRequest,
+    settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Django's error mails and Sentry show the variables of all frames."""
     options = profile.settings["OPTIONS"]
@@ -103,14 +110,32 @@ def test_it_is_not_in_the_frames_of_an_error(
     settings.DISTLOCK = {using: {**profile.settings, "OPTIONS": options}}
     lease = lock(name, using=using, ttl=20).acquire()
     assert lease
-    owner = lease.request.owner
+    owners = {str(lease.request.owner)}
 
-    assert str(owner) not in repr(owner)
+    made = secrets.token_hex
+
+    def token_hex(size: int) -> str:
+        text = made(size)
+        if size == 16:
+            owners.add(text)
+        return text
+
+    monkeypatch.setattr("secrets.token_hex", token_hex)
+    monkeypatch.setattr("django_distlock.backends.base.token_hex", token_hex)
+
+    assert str(lease.request.owner) not in repr(lease.request.owner)
     with hung(*map(request.getfixturevalue, profile.fixtures)):
-        shown = [*_shown(lease.extend), *_shown(lease.release)]
+        acts = partial(_take, f"{name}:other", using), lease.extend, lease.release
+        shown = [[*_shown(act)] for act in acts]
 
-    assert shown or not profile.needs_server
-    assert not [text for text in shown if str(owner) in text]
+    assert len(owners) > 1
+    assert all(shown) or not profile.needs_server
+    assert not [text for texts in shown for text in texts if any(map(text.count, owners))]
+
+
+def _take(name: str, using: str) -> None:
+    with lock(name, using=using, timeout=0):
+        pass
 
 
 @contextmanager
