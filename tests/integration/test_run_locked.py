@@ -374,37 +374,61 @@ def free(name: str) -> None:
         assert records.free(cursor, row)
 
 
+class Terminal:
+    """A terminal of its own that a script runs on under run_locked."""
+
+    def __init__(self, name: str, script: str) -> None:
+        self._ours, theirs = pty.openpty()
+        code = f"import django; django.setup(); from {__name__} import run; run({name!r}, ['sh', '-c', {script!r}], {{}})"
+        # A session of its own, whose terminal it is.
+        become = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+        self.process = launch(
+            [sys.executable, "-c", f"{become}; {code}"],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**os.environ, "DJANGO_SETTINGS_MODULE": "testproject.settings"},
+        )
+        os.close(theirs)
+        self.shown = b""
+
+    def shows(self, text: bytes) -> bool:
+        if select.select([self._ours], [], [], 0)[0]:
+            self.shown += os.read(self._ours, 1000)
+        return text in self.shown
+
+    def write(self, text: bytes) -> None:
+        os.write(self._ours, text)
+
+    def ends(self) -> None:
+        """Read what is left to read; fail if anybody still has the terminal open."""
+        self.process.wait(30)
+        with pytest.raises(OSError, match="Input/output"):
+            eventually(lambda: self.shows(b"the end"))
+        os.close(self._ours)
+
+
 def test_on_a_terminal_an_interrupt_reaches_the_command_once(name: str) -> None:
-    ours, theirs = pty.openpty()
-    script = "trap 'echo told' INT; echo runs; while :; do sleep 0.05; done"
-    code = f"import django; django.setup(); from {__name__} import run; run({name!r}, ['sh', '-c', {script!r}], {{}})"
-    # A session of its own, whose terminal it is.
-    become = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
-    process = launch(
-        [sys.executable, "-c", f"{become}; {code}"],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "DJANGO_SETTINGS_MODULE": "testproject.settings"},
-    )
-    os.close(theirs)
-    shown = b""
+    terminal = Terminal(name, "trap 'echo told' INT; echo runs; while :; do sleep 0.05; done")
 
-    def shows(text: bytes) -> bool:
-        nonlocal shown
-        shown += os.read(ours, 1000) if select.select([ours], [], [], 0)[0] else b""
-        return text in shown
+    eventually(lambda: terminal.shows(b"runs"), 30)
+    terminal.write(b"\x03")
+    eventually(lambda: terminal.shows(b"told"))
+    terminal.process.terminate()
+    terminal.ends()
 
-    eventually(lambda: shows(b"runs"), 30)
-    os.write(ours, b"\x03")
-    eventually(lambda: shows(b"told"))
-    process.terminate()
-    process.wait(30)
-    with pytest.raises(OSError, match="Input/output"):
-        eventually(lambda: shows(b"the end"))
-    os.close(ours)
+    assert terminal.shown.count(b"told") == 1
 
-    assert shown.count(b"told") == 1
+
+def test_on_a_terminal_a_killed_caller_takes_the_command_along(name: str) -> None:
+    terminal = Terminal(name, TICK)
+
+    eventually(lambda: terminal.shows(b"\n"), 30)
+    pid = int(terminal.shown.split()[1])
+    terminal.process.kill()
+    terminal.ends()
+
+    eventually(lambda: has_ended(pid))
 
 
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("/etc/passwd", 126)])
