@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test coverage all-installed test-fast see-red mutants lint docs messages clean
+.PHONY: help demo demo-server test coverage all-installed test-fast see-red mutants benchmark lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -37,6 +37,9 @@ see-red: $(VENV)/.installed-dev ## take each protection out of a copy, and see i
 mutants: $(VENV)/.installed-dev ## change the pure core in small ways, and see its tests fail (ONLY="django_distlock.engine.naming*")
 	$(BIN)/mutmut run $(if $(ONLY),"$(ONLY)")
 	$(BIN)/mutmut results
+
+benchmark: all-installed ## measure every backend beside raw commands and other libraries (half an hour, on an idle machine)
+	$(BIN)/python -m benchmarks --no-disk --save docs/_static/benchmarks
 
 lint: $(VENV)/.installed-dev ## style, types, layers, spelling
 	tools/lint

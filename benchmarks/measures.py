@@ -1,4 +1,4 @@
-"""What benchmarks measure: what taking and giving back costs, and how soon a waiter has the lock."""
+"""What benchmarks measure: what taking and giving back costs, and what waiters get, in turns."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import itertools
 import math
 import multiprocessing
 import os
+import socket
 import statistics
+import struct
 import sys
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.fixtures.launch import launch
 
@@ -19,8 +22,8 @@ if TYPE_CHECKING:
 
     from benchmarks.contenders import Contender, Field
 
-    #: A contender, for another process: where it is found.
-    Which = tuple[Callable[[], Field], str, int]
+    #: Contenders, for another process: where they are found, and which of them.
+    Which = tuple[Callable[[], Field], str, Sequence[int]]
 
 #: Cycles of one contender before it is the turn of the next: all of them meet the same machine.
 BLOCK = 20
@@ -44,12 +47,13 @@ def awake() -> Iterator[None]:
 class Cost(NamedTuple):
     """What one cycle costs: microseconds by the clock, of this process's processor time, and of the server's time.
 
-    The last one is nan where the server does not tell.
+    *server* is nan where the server does not tell. *requests*: packets with data that this process sent.
     """
 
     time: float
     processor: float
     server: float
+    requests: float
 
 
 def costs(contenders: Sequence[Contender], rounds: int) -> list[Cost]:
@@ -66,23 +70,46 @@ def _block(one: Contender) -> Cost:
     one.take()
     one.free()
     spent_before = one.spent() if one.spent else math.nan
+    sent = packets_sent()
     began, used = time.perf_counter(), time.process_time()
     for _ in range(BLOCK):
         one.take()
         one.free()
     took, used = time.perf_counter() - began, time.process_time() - used
+    sent = packets_sent() - sent
     spent = (one.spent() if one.spent else math.nan) - spent_before
-    return Cost(took / BLOCK * 1e6, used / BLOCK * 1e6, spent / BLOCK)
+    return Cost(took / BLOCK * 1e6, used / BLOCK * 1e6, spent / BLOCK, sent / BLOCK)
 
 
-def handoff(rivals: Callable[[], Field], title: str, number: int, rounds: int = 100) -> float:
-    """Return the median milliseconds from a release to the grant of the other of two processes."""
-    both = _crew(2, _pass_on, (rivals, title, number), rounds)
-    holds = sorted(
-        (*hold, who) for who, m in enumerate(both) for hold in zip(m[::2], m[1::2], strict=True)
-    )
-    gaps = [b[0] - a[1] for a, b in itertools.pairwise(holds) if a[2] != b[2]]
-    return statistics.median(gaps) * 1e3 if gaps else float("nan")
+def packets_sent() -> int:
+    """Return how many packets with data the open connections of this process have sent: Linux counts them."""
+    return sum(map(_sent_by, Path("/proc/self/fd").iterdir()))
+
+
+def _sent_by(descriptor: Path) -> int:
+    try:
+        if not str(descriptor.readlink()).startswith("socket:"):
+            return 0
+        with socket.socket(fileno=os.dup(int(descriptor.name))) as line:
+            told = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 160)
+    except OSError:
+        return 0  # closed since, or no TCP connection
+    # tcpi_data_segs_out of struct tcp_info in linux/tcp.h; kernels before 4.6 tell less.
+    return int(struct.unpack_from("I", told, 156)[0]) if len(told) == 160 else 0
+
+
+def handoffs(which: Which, rounds: int = 4, passes: int = 25) -> list[float]:
+    """Return for each the median milliseconds from a release to the grant of the other of two processes."""
+    crew = _crew(2, _pass_on, which, rounds, passes)
+    gaps: list[list[float]] = [[] for _ in which[2]]
+    for place, turn in itertools.product(range(len(gaps)), range(rounds)):
+        holds = sorted(
+            (*hold, who)
+            for who, told in enumerate(crew)
+            for hold in zip(told[turn][place][::2], told[turn][place][1::2], strict=True)
+        )
+        gaps[place] += [b[0] - a[1] for a, b in itertools.pairwise(holds) if a[2] != b[2]]
+    return [statistics.median(each) * 1e3 if each else math.nan for each in gaps]
 
 
 class Crowd(NamedTuple):
@@ -92,76 +119,88 @@ class Crowd(NamedTuple):
     fairness: float
 
 
-def crowd(
-    rivals: Callable[[], Field], title: str, number: int, size: int = 8, seconds: float = 4.0
-) -> Crowd:
-    """Return what *size* processes get that all want one name for *seconds*.
+def crowds(which: Which, size: int, rounds: int = 3, seconds: float = 1.0) -> list[Crowd]:
+    """Return for each what *size* processes get that all want its name.
 
     1 is the index of equal shares (R. Jain et al., "A Quantitative Measure Of Fairness", 1984).
     """
-    counts = [count for (count,) in _crew(size, _compete, (rivals, title, number), seconds)]
-    squares = sum(count * count for count in counts)
-    return Crowd(sum(counts) / seconds, sum(counts) ** 2 / (size * squares) if squares else 0.0)
+    crew = _crew(size, _compete, which, rounds, seconds)
+    found = []
+    for place, _ in enumerate(which[2]):
+        counts = [sum(turn[place][0] for turn in told) for told in crew]
+        squares = sum(count * count for count in counts)
+        fairness = sum(counts) ** 2 / (size * squares) if squares else math.nan
+        found.append(Crowd(sum(counts) / (rounds * seconds), fairness))
+    return found
 
 
-def _crew(size: int, target: Callable[..., None], *args: object) -> list[list[float]]:
-    """Run *target* in so many processes, which begin together; return what each has to tell."""
+#: What each of a crew has to tell: by round, by contender.
+Told = list[list[list[float]]]
+
+
+def _crew(
+    size: int,
+    act: Callable[[Contender, Any], list[float]],
+    which: Which,
+    rounds: int,
+    amount: float,
+) -> list[Told]:
+    """Have so many processes do *act* for each contender in turns, all of them at once."""
     spawn = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[list[float]] = spawn.Queue()
+    results: multiprocessing.Queue[Told] = spawn.Queue()
     start = spawn.Barrier(size)
-    crew = [spawn.Process(target=target, args=(start, results, *args)) for _ in range(size)]
+    given = (start, results, act, which, rounds, amount)
+    crew = [spawn.Process(target=_take_turns, args=given) for _ in range(size)]
     for process in crew:
         process.start()
-    told = [results.get(timeout=300) for _ in crew]
+    told = [results.get(timeout=600) for _ in crew]
     for process in crew:
         process.join()
     return told
 
 
-def _contender(which: Which) -> Contender:
+def _take_turns(  # noqa: PLR0917 - a process is given no keywords
+    start: multiprocessing.synchronize.Barrier,
+    results: multiprocessing.Queue[Told],
+    act: Callable[[Contender, Any], list[float]],
+    which: Which,
+    rounds: int,
+    amount: float,
+) -> None:
     import django
 
     django.setup()
-    rivals, title, number = which
-    return rivals()[title][number]
+    rivals, title, numbers = which
+    field = rivals()[title]
+    told: Told = [[] for _ in range(rounds)]
+    for turn, number in itertools.product(told, numbers):
+        start.wait(300)
+        turn.append(act(field[number], amount))
+    results.put(told)
 
 
-def _pass_on(
-    start: multiprocessing.synchronize.Barrier,
-    results: multiprocessing.Queue[list[float]],
-    which: Which,
-    rounds: int,
-) -> None:
-    """Take the lock again and again, and note when it was taken and given back."""
-    one = _contender(which)
+def _pass_on(one: Contender, passes: int) -> list[float]:
+    """Take the lock again and again; return when it was taken and given back."""
     assert one.wait is not None
     moments = []
-    start.wait(60)
-    for _ in range(rounds):
+    for _ in range(passes):
         one.wait()
         taken = time.monotonic()
         time.sleep(0.005)
         released = time.monotonic()
         one.free()
         moments += [taken, released]
-    results.put(moments)
+    return moments
 
 
-def _compete(
-    start: multiprocessing.synchronize.Barrier,
-    results: multiprocessing.Queue[list[float]],
-    which: Which,
-    seconds: float,
-) -> None:
-    """Take the lock as often as it can be had, for a millisecond's work each time."""
-    one = _contender(which)
+def _compete(one: Contender, seconds: float) -> list[float]:
+    """Take the lock as often as it can be had, for a millisecond's work each time; return how often."""
     assert one.wait is not None
     count = 0
-    start.wait(60)
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         one.wait()
         time.sleep(0.001)
         count += 1
         one.free()
-    results.put([count])
+    return [count]
