@@ -217,11 +217,12 @@ def _chart(path: Path, colour: str, draw_all: Any, kind: str, sections: dict[str
     from matplotlib.figure import Figure
 
     coloured = "text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"
-    # Texts stay texts, and the same figures give the same file.
+    # Texts stay texts, the same figures give the same file, and there are more lines than colours.
     style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": kind,
         "font.family": "sans-serif",
+        "axes.prop_cycle": cycler(linestyle=["-", "--"]) * mpl.rcParams["axes.prop_cycle"],
     }
     with mpl.rc_context(style | dict.fromkeys(coloured, colour)):
         figure = Figure(layout="constrained")
