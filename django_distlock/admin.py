@@ -38,6 +38,7 @@ from .ground.naming import LONGEST_LISTED, printable
 from .handler import locks
 from .models import LONGEST_SHOWN, HeldLock, MethodLock
 from .operators import Row, forget_late, look_up, read_value, survey
+from .transactions import never_atomic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -117,10 +118,7 @@ class HeldLockAdmin(ReadOnly):
                 permission_required(permissions, raise_exception=True)(view)
             )
 
-        force_release = page(self.force_release_view, VIEW, FORCE_RELEASE)
-        for database in connections:
-            # A transaction of ATOMIC_REQUESTS would keep SQLite's only writer from the locks.
-            transaction.non_atomic_requests(database)(force_release)
+        force_release = never_atomic(page(self.force_release_view, VIEW, FORCE_RELEASE))
         name = "django_distlock_heldlock_"
         return [
             path("", page(self.changelist_view, VIEW), name=f"{name}changelist"),

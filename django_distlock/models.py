@@ -51,7 +51,10 @@ class MethodLock(models.Model):
         verbose_name = _("lock")
         verbose_name_plural = _("locks")
         default_permissions = ("view", "delete")
-        permissions: ClassVar = [("force_release_methodlock", "Can force the release of a lock")]
+        permissions: ClassVar = [
+            ("force_release_methodlock", "Can force the release of a lock"),
+            ("take_over_methodlock", "Can take over what somebody else edits"),
+        ]
 
     def __str__(self) -> str:
         return Truncator(printable(self.name or self.method_name)).chars(LONGEST_SHOWN)

@@ -10,9 +10,9 @@ import warnings
 import weakref
 from asyncio import _get_running_loop
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.db import connections
+from django.db import connections, transaction
 
 from .exceptions import LockError, ReleasedBeforeCommit, SnapshotBeforeLock
 from .ground.naming import log_fields, printable
@@ -25,9 +25,17 @@ if TYPE_CHECKING:
     from .engine.lease import Lease
 
 logger = logging.getLogger("django_distlock")
+_View = TypeVar("_View", bound="Callable[..., Any]")
 _PACKAGE = __name__.rpartition(".")[0]
 #: The registries of ``warnings`` by file, for warnings that are not about the caller's line.
 _told: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
+
+
+def never_atomic(view: _View) -> _View:
+    """Return *view*, for which no transaction of ATOMIC_REQUESTS is begun: it would keep SQLite's only writer from the locks."""
+    for database in connections:
+        transaction.non_atomic_requests(database)(view)
+    return view
 
 
 def open_here() -> tuple[Any, ...]:

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from django.contrib import admin
 
+from django_distlock.contrib.editing.admin import EditLockMixin
+
 from .models import Account, Fee
 
 if TYPE_CHECKING:
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
 
 
 @admin.register(Account)
-class AccountAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
-    """Accounts and what they hold."""
+class AccountAdmin(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
+    """Accounts and what they hold; one user at a time edits an account."""
 
     list_display = ("name", "opening_balance", "balance", "fence")
     search_fields = ("name",)

@@ -85,7 +85,10 @@ class Migration(migrations.Migration):
             options={
                 "verbose_name": "lock",
                 "verbose_name_plural": "locks",
-                "permissions": [("force_release_methodlock", "Can force the release of a lock")],
+                "permissions": [
+                    ("force_release_methodlock", "Can force the release of a lock"),
+                    ("take_over_methodlock", "Can take over what somebody else edits"),
+                ],
                 "default_permissions": ("view", "delete"),
             },
         ),

@@ -1,0 +1,116 @@
+/* Renews the lock of an object while its form is open, tells who has it otherwise, and gives it back at the end. */
+"use strict";
+
+for (const box of document.querySelectorAll(".distlock-edit")) {
+    const form = box.closest("form");
+    const ticket = form.elements.distlock_edit;
+    const message = box.querySelector(".distlock-edit-message");
+    const takeOver = box.querySelector(".distlock-edit-take-over");
+    const isReading = box.dataset.reading === "yes";
+    let timer = 0;
+    let isAsking = false;
+    let failures = 0;
+    let isOld = false;
+
+    const tokens = () => document.querySelectorAll("input[name=csrfmiddlewaretoken]");
+
+    function body(what) {
+        const token = tokens()[0];
+        return new URLSearchParams({
+            csrfmiddlewaretoken: token ? token.value : "",
+            distlock_edit: ticket.value,
+            what,
+        });
+    }
+
+    function tell(text, digest) {
+        // Screen readers are told of what is new only.
+        if (message.textContent !== text) {
+            message.textContent = text;
+        }
+        if (takeOver) {
+            const choice = takeOver.querySelector("input");
+            if (choice.value !== digest) {
+                choice.checked = false;
+                choice.value = digest;
+            }
+            takeOver.hidden = !digest;
+        }
+    }
+
+    async function read(options) {
+        const response = await fetch(box.dataset.url, { redirect: "manual", ...options });
+        if (response.type === "opaqueredirect" || response.status === 401) {
+            return { state: "refused", message: box.dataset.refused };
+        }
+        if (response.status === 403) {
+            return { state: "forbidden" };
+        }
+        return response.json();
+    }
+
+    async function ask(what) {
+        const told = await read({ method: "POST", body: body(what) });
+        if (told.state !== "forbidden") {
+            return told;
+        }
+        // After another login, the page's token is not valid any more.
+        const fresh = await read({});
+        if (fresh.csrf) {
+            tokens().forEach((each) => { each.value = fresh.csrf; });
+            return read({ method: "POST", body: body(what) });
+        }
+        return fresh;
+    }
+
+    async function renew() {
+        if (isAsking) {
+            return;
+        }
+        isAsking = true;
+        clearTimeout(timer);
+        try {
+            let told = await ask(isReading ? "look" : "renew");
+            if (told.state === "free" && !isReading) {
+                told = await ask("again");
+            }
+            failures = 0;
+            if (told.text) {
+                ticket.value = told.text;
+            }
+            isOld = isOld || told.state === "changed";
+            if (told.state !== "held") {
+                tell(told.message || box.dataset.refused, told.take_over || "");
+            } else if (!isOld) {
+                tell("", "");
+            }
+        } catch {
+            failures += 1;
+            if (failures === 3) {
+                tell(box.dataset.offline, "");
+            }
+        } finally {
+            isAsking = false;
+            const seconds = document.hidden ? box.dataset.ttl / 3 : box.dataset.pause;
+            timer = setTimeout(renew, seconds * 1000);
+        }
+    }
+
+    addEventListener("pagehide", () => {
+        clearTimeout(timer);
+        if (!isReading) {
+            navigator.sendBeacon(box.dataset.url, body("leave"));
+        }
+    });
+    addEventListener("pageshow", (event) => {
+        if (event.persisted) {
+            renew();
+        }
+    });
+    document.addEventListener("visibilitychange", () => {
+        if (!document.hidden) {
+            renew();
+        }
+    });
+    renew();
+}

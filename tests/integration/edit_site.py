@@ -1,0 +1,103 @@
+"""A site where one user at a time edits an object: an admin with inlines and list_editable, and a page of its own."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from typing import Any
+
+from django.contrib import admin
+from django.contrib.auth.models import Group, User
+from django.db import transaction
+from django.forms import modelform_factory
+from django.http import HttpRequest, HttpResponse
+from django.shortcuts import get_object_or_404, redirect
+from django.template import engines
+from django.urls import path
+from django.views.i18n import JavaScriptCatalog
+
+from django_distlock.contrib.editing import edit_lock, edit_lock_view
+from django_distlock.contrib.editing.admin import EditLockMixin
+from testproject.models import Account, Fee
+
+
+class FeeInline(admin.TabularInline):  # type: ignore[type-arg]
+    model = Fee
+    extra = 0
+
+
+class AccountAdmin(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
+    inlines = (FeeInline,)
+    list_display = ("pk", "name")
+    list_editable = ("name",)
+    save_as = True
+
+
+class GroupAdmin(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
+    fields = ("name", "permissions")
+
+
+site = admin.AdminSite()
+site.register(Account, AccountAdmin)
+site.register(Group, GroupAdmin)
+site.register(User)
+
+PAGE = """{% load distlock %}<form method="post">{% csrf_token %}{% edit_lock edit %}{{ form }}
+{% if not edit.is_read_only %}<button>Save</button>{% endif %}</form>"""
+
+
+def rename(request: HttpRequest, pk: int) -> HttpResponse:
+    account = get_object_or_404(Account, pk=pk)
+    edit = edit_lock(request, account)
+    form = modelform_factory(Account, fields=["name"])(request.POST or None, instance=account)
+    if request.method == "POST":
+        with transaction.atomic():
+            is_saved = edit.accepts(form)
+            if is_saved:
+                form.save()
+        if is_saved:
+            edit.release()
+            return redirect("index")
+    page = engines["django"].from_string(PAGE).render({"form": form, "edit": edit}, request)
+    return HttpResponse(page)
+
+
+def index(request: HttpRequest) -> HttpResponse:
+    return HttpResponse("saved")
+
+
+urlpatterns = [
+    path("", index, name="index"),
+    path("admin/", site.urls),
+    path("jsi18n/", JavaScriptCatalog.as_view(), name="jsi18n"),
+    path("rename/<int:pk>/", rename, name="rename"),
+    path("edit-lock/", edit_lock_view, name="distlock_edit_lock"),
+]
+
+
+class Fields(HTMLParser):
+    """Reads what a browser would send of the forms of a page, submit buttons left out."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.values: dict[str, Any] = {}
+        self.buttons: list[str] = []
+        self._select = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = dict(attrs)
+        name, kind = known.get("name") or "", known.get("type")
+        if tag == "select":
+            self._select = name
+        elif tag == "option" and "selected" in known:
+            self.values.setdefault(self._select, []).append(known["value"])
+        elif tag == "button" or kind == "submit":
+            self.buttons.append(name)
+        elif tag == "input" and name and (kind not in {"checkbox", "radio"} or "checked" in known):
+            self.values[name] = known.get("value") or ""
+
+
+def fields_of(page: Any) -> dict[str, Any]:
+    """Return what a browser would send of the form in a response, as it was opened."""
+    values = Fields(page.content.decode()).values
+    return {name: value for name, value in values.items() if "__prefix__" not in name}

@@ -1,0 +1,519 @@
+"""Edit locks: who opens a form holds its object, and nothing is overwritten silently."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Group, Permission, User
+from django.test import Client
+from django.urls import reverse
+
+from django_distlock import lock, locks
+from django_distlock.contrib import editing
+from django_distlock.operators import holdings
+from testproject.models import Account, Fee
+from testproject.services import open_account
+
+from .edit_site import Fields, fields_of
+from .staff import client_of
+
+MEMORY = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
+DOWN = {
+    "BACKEND": "django_distlock.backends.redis.RedisBackend",
+    "OPTIONS": {"location": "redis://127.0.0.1:1"},
+}
+EDITOR = ("view_account", "change_account", "delete_account", "view_fee", "add_fee", "change_fee")
+Site = str
+
+
+@pytest.fixture(autouse=True, params=["database", "memory"])
+def site(request: pytest.FixtureRequest, settings: Any) -> Iterator[None]:
+    settings.ROOT_URLCONF = "tests.integration.edit_site"
+    settings.DISTLOCK = {"default": MEMORY if request.param == "memory" else {}}
+    yield
+    locks.close()
+
+
+@pytest.fixture
+def account() -> Account:
+    return open_account(f"Ada {uuid.uuid4().hex[:8]}", Decimal("100.00"))
+
+
+@pytest.fixture
+def ada() -> Client:
+    return client_of(*EDITOR)
+
+
+@pytest.fixture
+def bob() -> Client:
+    return client_of(*EDITOR)
+
+
+@pytest.fixture
+def chief() -> Client:
+    return client_of(*EDITOR, "take_over_methodlock")
+
+
+def page_of(account: Account) -> str:
+    return reverse("admin:testproject_account_change", args=[account.pk])
+
+
+def name_of(client: Client) -> str:
+    return User.objects.get(pk=client.session["_auth_user_id"]).username
+
+
+def held(account: Account) -> list[Any]:
+    return holdings("default", f"edit:testproject.account:{account.pk}")
+
+
+def ask(client: Client, opened: dict[str, Any], what: str, **more: str) -> Any:
+    """Send what the script of a page sends, and return the answer."""
+    url = reverse("admin:testproject_account_edit_lock")
+    return client.post(url, {"distlock_edit": opened["distlock_edit"], "what": what, **more})
+
+
+def errors(page: Any) -> list[str]:
+    assert page.status_code == 200, page
+    return [str(error) for error in page.context["adminform"].form.non_field_errors()]
+
+
+def test_the_first_edits_and_others_read_meanwhile(
+    account: Account, ada: Client, bob: Client
+) -> None:
+    first = ada.get(page_of(account))
+    second = bob.get(page_of(account))
+
+    assert "_save" in Fields(first.content.decode()).buttons
+    assert "Being edited" not in first.content.decode()
+    buttons = Fields(second.content.decode()).buttons
+    assert not {"_save", "_continue", "what"} & set(buttons)
+    assert f"Being edited by {name_of(ada)} since " in second.content.decode()
+    assert "name" not in fields_of(second)
+
+    assert ada.post(page_of(account), {**fields_of(first), "name": "Lovelace"}).status_code == 302
+    account.refresh_from_db()
+    assert account.name == "Lovelace"
+    assert held(account) == []
+    assert "_save" in Fields(bob.get(page_of(account)).content.decode()).buttons
+
+
+def test_inlines_of_others_are_read_only_too(account: Account, ada: Client, bob: Client) -> None:
+    Fee.objects.create(account=account, amount=3)
+    assert "fees-0-amount" in fields_of(ada.get(page_of(account)))
+
+    assert "fees-0-amount" not in fields_of(bob.get(page_of(account)))
+
+
+def test_a_form_that_is_sent_nevertheless_is_shown_again(
+    account: Account, ada: Client, bob: Client
+) -> None:
+    opened = fields_of(bob.get(page_of(account)))
+    ask(bob, opened, "leave")
+    ada.get(page_of(account))
+
+    page = bob.post(page_of(account), {**opened, "name": "typed by Bob"})
+
+    [error] = errors(page)
+    assert error.startswith(f"Not saved. Being edited by {name_of(ada)} since ")
+    assert fields_of(page)["name"] == "typed by Bob"
+    account.refresh_from_db()
+    assert account.name != "typed by Bob"
+
+
+def test_what_was_changed_meanwhile_is_shown_and_saved_only_the_second_time(
+    account: Account, ada: Client
+) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    Account.objects.filter(pk=account.pk).update(balance=42)
+
+    page = ada.post(page_of(account), {**opened, "name": "typed"})
+
+    [error] = errors(page)
+    assert error.startswith("Not saved yet.")
+    assert [(part.key, part.shown) for part in page.context["distlock_edit"].changes] == [
+        ("balance", "42.00")
+    ]
+    assert "42.00" in page.content.decode()
+    again = fields_of(page)
+    assert (again["name"], again["balance"]) == ("typed", "100.00")
+    account.refresh_from_db()
+    assert (account.name == "typed", account.balance) == (False, 42)
+
+    assert ada.post(page_of(account), {**again, "balance": "42.00"}).status_code == 302
+    account.refresh_from_db()
+    assert (account.name, account.balance) == ("typed", 42)
+
+
+def test_a_changed_row_of_an_inline_counts(account: Account, ada: Client) -> None:
+    fee = Fee.objects.create(account=account, amount=3)
+    opened = fields_of(ada.get(page_of(account)))
+    Fee.objects.filter(pk=fee.pk).update(amount=4)
+
+    page = ada.post(page_of(account), {**opened, "fees-0-amount": "5"})
+
+    assert [part.label for part in page.context["distlock_edit"].changes] == ["Fees"]
+    assert fields_of(page)["fees-0-amount"] == "5"
+    fee.refresh_from_db()
+    assert fee.amount == 4
+    assert ada.post(page_of(account), fields_of(page)).status_code == 302
+    fee.refresh_from_db()
+    assert fee.amount == 5
+
+
+def test_a_field_that_the_form_does_not_have_may_change(account: Account, ada: Client) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    Account.objects.filter(pk=account.pk).update(fence=7)
+
+    assert ada.post(page_of(account), opened).status_code == 302
+    account.refresh_from_db()
+    assert account.fence == 7
+
+
+def test_many_to_many_fields_are_compared(ada: Client) -> None:
+    group = Group.objects.create(name=uuid.uuid4().hex)
+    chosen, other = Permission.objects.all()[:2]
+    group.permissions.add(chosen)
+    boss = Client()
+    boss.force_login(User.objects.create_superuser(uuid.uuid4().hex))
+    url = reverse("admin:auth_group_change", args=[group.pk])
+    opened = fields_of(boss.get(url))
+    assert opened["permissions"] == [str(chosen.pk)]
+    group.permissions.add(other)
+
+    page = boss.post(url, opened)
+
+    assert [part.label for part in page.context["distlock_edit"].changes] == ["Permissions"]
+    assert group.permissions.count() == 2
+    assert boss.post(url, fields_of(page)).status_code == 302
+    assert group.permissions.count() == 1
+
+
+def test_who_may_takes_over_with_an_entry_in_the_log(
+    account: Account, ada: Client, chief: Client
+) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    page = chief.get(page_of(account))
+    assert "what" in Fields(page.content.decode()).buttons
+    shown = fields_of(page)
+
+    answer = ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
+
+    assert answer.url == page_of(account)
+    assert "_save" in Fields(chief.get(answer.url).content.decode()).buttons
+    entry = LogEntry.objects.get(object_id=str(account.pk))
+    assert str(entry) and entry.user.username == name_of(chief)
+    assert entry.get_change_message() == f"Took over from {name_of(ada)}, who was editing it."
+
+    told = ask(ada, opened, "renew").json()
+    assert told["state"] == "busy"
+    assert f"Being edited by {name_of(chief)}" in told["message"]
+    assert told["take_over"] == ""
+    assert errors(ada.post(page_of(account), {**opened, "name": "lost"}))
+
+
+def test_nobody_takes_over_without_the_permission(
+    account: Account, ada: Client, bob: Client
+) -> None:
+    ada.get(page_of(account))
+    shown = fields_of(bob.get(page_of(account)))
+    assert "distlock_take_over" not in shown
+    [before] = held(account)
+
+    ask(bob, shown, "take-over", distlock_take_over=before.owner_digest)
+
+    assert [each.owner_digest for each in held(account)] == [before.owner_digest]
+    assert not LogEntry.objects.filter(object_id=str(account.pk)).exists()
+
+
+def test_an_old_page_does_not_take_over_from_the_next_one(
+    account: Account, ada: Client, bob: Client, chief: Client
+) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    shown = fields_of(chief.get(page_of(account)))
+    ask(ada, opened, "leave")
+    bob.get(page_of(account))
+
+    ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
+
+    assert f"{name_of(bob)}" in held(account)[0].holder.purpose
+    assert not LogEntry.objects.filter(object_id=str(account.pk)).exists()
+
+
+def test_taking_over_at_save_keeps_what_was_typed(
+    account: Account, ada: Client, chief: Client
+) -> None:
+    opened = fields_of(chief.get(page_of(account)))
+    ask(chief, opened, "leave")
+    ada.get(page_of(account))
+    [taken] = held(account)
+
+    answer = chief.post(
+        page_of(account), {**opened, "name": "typed", "distlock_take_over": taken.owner_digest}
+    )
+
+    assert answer.status_code == 302
+    account.refresh_from_db()
+    assert account.name == "typed"
+    assert LogEntry.objects.filter(object_id=str(account.pk)).count() == 2
+
+
+def test_the_script_renews_with_the_shorter_ttl_and_leaves(account: Account, ada: Client) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    [at_first] = held(account)
+    assert at_first.remaining > 1000
+
+    assert ask(ada, opened, "renew").json() == {"state": "held"}
+    [live] = held(account)
+    assert 80 < live.remaining <= 90
+    assert ask(ada, opened, "renew").json() == {"state": "held"}
+
+    assert ask(ada, opened, "leave").json() == {"state": "left"}
+    assert held(account) == []
+    assert ask(ada, opened, "renew").json()["state"] == "free"
+    assert held(account) == []
+
+
+def test_a_page_that_comes_back_asks_again_and_is_told_what_changed(
+    account: Account, ada: Client
+) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    ask(ada, opened, "leave")
+
+    told = ask(ada, opened, "again").json()
+    assert told["state"] == "held"
+    opened["distlock_edit"] = told["text"]
+    assert ask(ada, opened, "renew").json() == {"state": "held"}
+    ask(ada, opened, "leave")
+
+    Account.objects.filter(pk=account.pk).update(balance=1)
+    told = ask(ada, opened, "again").json()
+    assert told["state"] == "changed"
+    opened["distlock_edit"] = told["text"]
+    assert errors(ada.post(page_of(account), opened))
+
+    account.delete()
+    assert ask(ada, opened, "again").json()["state"] == "gone"
+
+
+def test_another_window_of_the_same_user_gets_the_lock(account: Account, ada: Client) -> None:
+    first = fields_of(ada.get(page_of(account)))
+    ask(ada, first, "renew")
+    second = ada.get(page_of(account))
+
+    assert "_save" in Fields(second.content.decode()).buttons
+    told = ask(ada, first, "renew").json()
+    assert told["state"] == "busy"
+    assert told["message"].startswith("You have opened this in another window since ")
+    assert ask(ada, fields_of(second), "renew").json() == {"state": "held"}
+
+    # As after a reload: the page before says only now that it is left.
+    ask(ada, first, "leave")
+    assert ask(ada, fields_of(second), "renew").json() == {"state": "held"}
+
+    assert ada.post(page_of(account), {**first, "name": "first"}).status_code == 302
+    page = ada.post(page_of(account), {**fields_of(second), "name": "second"})
+    assert errors(page)
+    account.refresh_from_db()
+    assert account.name == "first"
+
+
+def test_a_form_with_errors_keeps_its_lock(account: Account, ada: Client, bob: Client) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    ask(ada, opened, "renew")
+
+    page = ada.post(page_of(account), {**opened, "balance": "much"})
+    ask(ada, opened, "leave")  # what the page before sends when this one has come
+
+    assert held(account)[0].remaining > 1000
+    assert "_save" not in Fields(bob.get(page_of(account)).content.decode()).buttons
+    assert ada.post(page_of(account), {**fields_of(page), "balance": "3"}).status_code == 302
+    assert held(account) == []
+
+
+def test_a_form_of_another_user_or_another_key_counts_as_changed(
+    account: Account, ada: Client, bob: Client
+) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    ask(ada, opened, "leave")
+
+    page = bob.post(page_of(account), {**opened, "name": "typed by Ada"})
+
+    assert [error[:14] for error in errors(page)] == ["Not saved yet."]
+    assert {part.key for part in page.context["distlock_edit"].changes} >= {"name", "balance"}
+    assert bob.post(page_of(account), fields_of(page)).status_code == 302
+
+
+def test_the_script_of_a_page_is_told_of_another_login(account: Account, ada: Client) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    other = client_of(*EDITOR)
+
+    assert ask(other, opened, "renew").json()["state"] == "refused"
+    assert ask(ada, {"distlock_edit": "forged"}, "renew").json()["state"] == "refused"
+    assert ask(Client(), opened, "renew").status_code == 302
+    token = ada.get(reverse("admin:testproject_account_edit_lock")).json()["csrf"]
+    assert len(token) == 64
+
+
+def test_its_address_needs_a_csrf_token(account: Account) -> None:
+    client = client_of(*EDITOR, csrf=True)
+    page = client.get(page_of(account))
+    opened = fields_of(page)
+
+    assert ask(client, opened, "renew").status_code == 403
+    token = opened["csrfmiddlewaretoken"]
+    assert ask(client, opened, "renew", csrfmiddlewaretoken=token).json() == {"state": "held"}
+
+
+def test_a_form_without_a_ticket_is_saved_if_nobody_edits(
+    account: Account, ada: Client, bob: Client
+) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    opened.pop("distlock_edit")
+    assert errors(bob.post(page_of(account), {**opened, "name": "by a script"}))
+    assert ada.post(page_of(account), {**opened, "name": "by a script"}).status_code == 302
+    assert held(account) == []
+
+
+def test_who_may_only_look_is_told_and_locks_nothing(account: Account, ada: Client) -> None:
+    viewer = client_of("view_account")
+    viewer.get(page_of(account))
+    assert held(account) == []
+
+    ada.get(page_of(account))
+    page = viewer.get(page_of(account))
+
+    assert f"Being edited by {name_of(ada)}" in page.content.decode()
+    assert ask(viewer, fields_of(page), "look").json()["state"] == "busy"
+    ask(ada, fields_of(ada.get(page_of(account))), "leave")
+    assert ask(viewer, fields_of(page), "look").json()["state"] == "free"
+
+
+def test_what_is_edited_is_not_deleted(account: Account, ada: Client, bob: Client) -> None:
+    ada.get(page_of(account))
+    delete = reverse("admin:testproject_account_delete", args=[account.pk])
+    changelist = reverse("admin:testproject_account_changelist")
+
+    page = bob.post(delete, {"post": "yes"})
+    assert f"Being edited by {name_of(ada)}" in page.content.decode()
+    action = {"action": "delete_selected", "_selected_action": account.pk, "post": "yes"}
+    page = bob.post(changelist, action)
+    assert f"Being edited by {name_of(ada)}" in page.content.decode()
+    assert Account.objects.filter(pk=account.pk).exists()
+
+    assert ada.post(delete, {"post": "yes"}).status_code == 302
+    assert not Account.objects.filter(pk=account.pk).exists()
+
+
+def test_what_is_edited_is_not_changed_in_the_list(
+    account: Account, ada: Client, bob: Client
+) -> None:
+    Account.objects.exclude(pk=account.pk).delete()
+    ada.get(page_of(account))
+    changelist = reverse("admin:testproject_account_changelist")
+    opened = {**fields_of(bob.get(changelist)), "_save": "Save"}
+
+    page = bob.post(changelist, {**opened, "form-0-name": "by Bob"})
+    assert f"Being edited by {name_of(ada)}" in page.content.decode()
+    account.refresh_from_db()
+    assert account.name != "by Bob"
+
+    assert bob.post(changelist, opened).status_code == 302
+    assert ada.post(changelist, {**opened, "form-0-name": "by Ada"}).status_code == 302
+
+
+def test_save_as_new_is_no_change_of_the_object(account: Account, bob: Client) -> None:
+    ada = client_of(*EDITOR, "add_account")
+    opened = fields_of(ada.get(page_of(account)))
+    Account.objects.filter(pk=account.pk).update(balance=1)
+
+    answer = ada.post(page_of(account), {**opened, "name": "copy", "_saveasnew": "yes"})
+
+    assert answer.status_code == 302
+    assert Account.objects.filter(name="copy", balance=100).exists()
+    assert held(account) == []
+
+
+def test_a_popup_gives_the_lock_back_too(account: Account, ada: Client) -> None:
+    opened = fields_of(ada.get(f"{page_of(account)}?_popup=1"))
+    assert opened["_popup"] == "1"
+    assert held(account)
+
+    assert ada.post(f"{page_of(account)}?_popup=1", opened).status_code == 200
+    assert held(account) == []
+
+
+def test_code_that_holds_the_lock_keeps_editors_out(account: Account, ada: Client) -> None:
+    with lock(f"edit:testproject.account:{account.pk}", purpose="the nightly import"):
+        page = ada.get(page_of(account))
+        assert "(the nightly import) since " in page.content.decode()
+
+
+def test_without_the_server_of_the_locks_people_work_and_values_are_compared(
+    account: Account, ada: Client, settings: Any
+) -> None:
+    settings.DISTLOCK = {"default": DOWN}
+    page = ada.get(page_of(account))
+    assert "It cannot be told whether somebody else edits this." in page.content.decode()
+    opened = fields_of(page)
+    assert ask(ada, opened, "renew").json()["state"] == "failed"
+
+    Account.objects.filter(pk=account.pk).update(balance=1)
+    page = ada.post(page_of(account), {**opened, "name": "typed"})
+    assert [error[:14] for error in errors(page)] == ["Not saved yet."]
+    assert ada.post(page_of(account), fields_of(page)).status_code == 302
+
+
+def test_a_deleted_object_is_said_to_be_gone(account: Account, ada: Client) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    account_page = page_of(account)
+    account.delete()
+
+    answer = ada.post(account_page, opened, follow=True)
+
+    assert "Perhaps it was deleted?" in answer.content.decode()
+
+
+def test_no_page_shows_the_owner(account: Account, ada: Client, bob: Client) -> None:
+    page = ada.get(page_of(account))
+    ticket = page.context["distlock_edit"].ticket
+    owners = [ticket.owner(editing.AT_FIRST), ticket.owner(editing.LIVE)]
+
+    for shown in (page, bob.get(page_of(account))):
+        assert not any(owner in shown.content.decode() for owner in owners)
+    assert not any(owner in str(held(account)) for owner in owners)
+    assert repr(owners[0]) == "<secret>"
+
+
+def test_a_page_of_ones_own(account: Account, ada: Client, bob: Client) -> None:
+    url = reverse("rename", args=[account.pk])
+    opened, shown = fields_of(ada.get(url)), bob.get(url)
+    assert f"Being edited by {name_of(ada)} since " in shown.content.decode()
+    view = reverse("distlock_edit_lock")
+    sent = {"distlock_edit": opened["distlock_edit"], "what": "renew"}
+    assert ada.post(view, sent).json() == {"state": "held"}
+
+    Account.objects.filter(pk=account.pk).update(name="other")
+    page = ada.post(url, {**opened, "name": "typed"})
+    assert "Not saved yet." in page.content.decode()
+    assert "other" in page.content.decode()
+    assert ada.post(url, fields_of(page)).status_code == 302
+    account.refresh_from_db()
+    assert account.name == "typed"
+    assert held(account) == []
+
+
+def test_a_page_of_ones_own_can_be_taken_over(account: Account, ada: Client, chief: Client) -> None:
+    url, view = reverse("rename", args=[account.pk]), reverse("distlock_edit_lock")
+    ada.get(url)
+    shown = fields_of(chief.get(url))
+
+    answer = chief.post(view, {**shown, "what": "take-over"})
+
+    assert answer.url == url
+    assert "Being edited" not in chief.get(url).content.decode()
+    assert f"by {name_of(chief)}" in held(account)[0].holder.purpose
