@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
 
@@ -59,6 +60,17 @@ def rename(request: HttpRequest, pk: int) -> HttpResponse:
             return redirect("index")
     page = engines["django"].from_string(PAGE).render({"form": form, "edit": edit}, request)
     return HttpResponse(page)
+
+
+def strict(get_response: Callable[[HttpRequest], HttpResponse]) -> Any:
+    """Middleware: no page may run a script or use a style that is not a file of this site."""
+
+    def answer(request: HttpRequest) -> HttpResponse:
+        response = get_response(request)
+        response["Content-Security-Policy"] = "default-src 'self'; form-action 'self'"
+        return response
+
+    return answer
 
 
 def index(request: HttpRequest) -> HttpResponse:

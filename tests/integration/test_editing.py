@@ -206,7 +206,7 @@ def test_who_may_takes_over_with_an_entry_in_the_log(
     assert answer.url == page_of(account)
     assert "_save" in Fields(chief.get(answer.url).content.decode()).buttons
     entry = LogEntry.objects.get(object_id=str(account.pk))
-    assert str(entry) and entry.user.username == name_of(chief)
+    assert entry.user.username == name_of(chief)
     assert entry.get_change_message() == f"Took over from {name_of(ada)}, who was editing it."
 
     told = ask(ada, opened, "renew").json()

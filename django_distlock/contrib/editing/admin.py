@@ -115,6 +115,8 @@ class EditLockMixin(_Admin):
             parent = response.resolve_template(response.template_name)
             response.context_data |= {"distlock_edit": edit, "distlock_parent": parent}
             response.template_name = "admin/django_distlock/edit_form.html"
+            if edit.is_read_only:
+                response.context_data["save_as"] = False  # there is nothing in the page to be sent
         return response
 
     # What somebody else edits is read only.

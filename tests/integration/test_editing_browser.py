@@ -1,0 +1,271 @@
+"""Edit locks in browsers: two users who open one object, under a strict Content-Security-Policy."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from django.contrib.auth.models import User
+from django.urls import reverse
+from selenium.webdriver.common.by import By
+
+from django_distlock.operators import holdings
+from testproject.models import Account, Fee
+from testproject.services import open_account
+from tests.fixtures.browser import OpenBrowser, served
+from tests.fixtures.eventually import eventually
+
+from .browsing import PASSWORD, Operator
+
+Start = Callable[..., "Editor"]
+NO_SCRIPTS = {"profile.managed_default_content_settings.javascript": 2}
+SAVE = "[name=_save]"
+#: Seconds until a page has asked the server again, on a machine with much to do.
+PATIENCE = 30
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
+
+
+class Editor(Operator):
+    """Somebody at a browser who edits accounts."""
+
+    username = ""
+
+    def edit(self, account: Account) -> None:
+        self.open(reverse("admin:testproject_account_change", args=[account.pk]))
+
+    def says(self) -> str:
+        """Return what the page says of who edits the object."""
+        found = self.browser.find_elements(By.CSS_SELECTOR, ".distlock-edit-message")
+        return str(found[0].text) if found else ""
+
+    def type_name(self, text: str) -> None:
+        field = self.find("#id_name")
+        field.clear()
+        field.send_keys(text)
+
+    def has(self, selector: str) -> bool:
+        return bool(self.browser.find_elements(By.CSS_SELECTOR, selector))
+
+    def complaints(self) -> list[str]:
+        """Return what the browser complains about, such as a script that the policy forbids."""
+        lines = [str(line["message"]) for line in cast("Any", self.browser).get_log("browser")]
+        return [line for line in lines if "favicon" not in line]
+
+
+@pytest.fixture(scope="module")
+def edit_site(databases: None) -> Iterator[str]:
+    with served("tests.integration.edit_settings") as address:
+        yield address
+
+
+@pytest.fixture
+def editor(edit_site: str, open_browser: OpenBrowser) -> Start:
+    """Starts browsers, each with somebody who may do everything."""
+
+    def start(name: str, **preferences: Any) -> Editor:
+        username = f"{name}-{uuid.uuid4().hex[:8]}"
+        User.objects.create_superuser(username, password=PASSWORD, first_name=name)
+        someone = Editor(open_browser(preferences), edit_site)
+        someone.username = username
+        log_in(someone)
+        return someone
+
+    return start
+
+
+def log_in(someone: Editor) -> None:
+    someone.open(f"{reverse('admin:login')}?next=/")
+    someone.find("#id_username").send_keys(someone.username)
+    someone.find("#id_password").send_keys(PASSWORD)
+    someone.press("[type=submit]")
+
+
+@pytest.fixture(autouse=True)
+def urls(settings: Any) -> None:
+    settings.ROOT_URLCONF = "tests.integration.edit_site"
+
+
+@pytest.fixture
+def account() -> Account:
+    account = open_account(f"Ada {uuid.uuid4().hex[:8]}", Decimal("100.00"))
+    Fee.objects.create(account=account, amount=3)
+    return account
+
+
+def held(account: Account) -> list[Any]:
+    return holdings("default", f"edit:testproject.account:{account.pk}")
+
+
+def is_live(account: Account) -> bool:
+    """Return whether a script has renewed the lock, whose ttl is shorter then."""
+    return bool((found := held(account)) and found[0].remaining < 100)
+
+
+def test_the_first_is_told_in_the_page_and_loses_nothing(editor: Start, account: Account) -> None:
+    ada, bob = editor("Ada"), editor("Bob")
+    ada.edit(account)
+    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    assert ada.says() == ""
+    ada.type_name("typed by Ada")
+
+    bob.edit(account)
+    assert bob.says().startswith("Being edited by Ada since ")
+    assert not bob.has(SAVE)
+    assert not bob.has("#id_name")
+    bob.press("[value=take-over]")
+    assert bob.has(SAVE)
+    assert bob.says() == ""
+
+    eventually(lambda: "Being edited by Bob" in ada.says(), PATIENCE, "the first editor is told")
+    assert ada.says().endswith("What you have typed stays here.")
+    assert ada.find("#id_name").get_attribute("value") == "typed by Ada"
+    ada.press(SAVE)
+    assert "Not saved. Being edited by Bob since " in ada.find(".errornote ~ .errorlist").text
+    assert ada.find("#id_name").get_attribute("value") == "typed by Ada"
+
+    bob.type_name("saved by Bob")
+    bob.press(SAVE)
+    eventually(
+        lambda: "changed after you had opened" in ada.says(), PATIENCE, "the first is told again"
+    )
+    ada.press(SAVE)
+    assert "saved by Bob" in ada.find(".distlock-edit-changes").text
+    assert ada.find("#id_name").get_attribute("value") == "typed by Ada"
+    ada.press(SAVE)
+    account.refresh_from_db()
+    assert account.name == "typed by Ada"
+    assert held(account) == []
+    assert ada.complaints() == bob.complaints() == []
+
+
+def test_a_tab_that_is_closed_or_left_gives_the_lock_back(editor: Start, account: Account) -> None:
+    ada = editor("Ada")
+    ada.edit(account)
+    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    first = ada.browser.current_window_handle
+    ada.browser.switch_to.new_window("tab")
+    ada.browser.switch_to.window(first)
+    ada.browser.close()
+    eventually(lambda: not held(account), PATIENCE, "the closed tab gives it back")
+
+    ada.browser.switch_to.window(ada.browser.window_handles[0])
+    ada.edit(account)
+    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    ada.open("/")
+    eventually(lambda: not held(account), PATIENCE, "the page that is left gives it back")
+    ada.browser.back()
+    eventually(lambda: is_live(account), PATIENCE, "the page that comes back takes it again")
+    assert ada.has(SAVE)
+
+
+def test_a_reload_keeps_the_lock(editor: Start, account: Account) -> None:
+    ada, bob = editor("Ada"), editor("Bob")
+    ada.edit(account)
+    for _ in range(3):
+        eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+        ada.browser.refresh()
+        assert ada.has(SAVE)
+    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+
+    bob.edit(account)
+    assert not bob.has(SAVE)
+    ada.type_name("")
+    ada.press(SAVE)
+    assert "This field is required" in ada.find("#content").text
+    eventually(lambda: is_live(account), PATIENCE, "the form that is shown again renews the lock")
+    assert ada.says() == ""
+
+
+def test_who_waits_is_told_when_it_is_free(editor: Start, account: Account) -> None:
+    ada, bob = editor("Ada"), editor("Bob")
+    ada.edit(account)
+    bob.edit(account)
+    assert "Being edited by Ada" in bob.says()
+
+    ada.open("/")
+
+    eventually(lambda: "Nobody edits this any more" in bob.says(), PATIENCE, "the reader is told")
+
+
+def test_what_was_typed_survives_another_login(editor: Start, account: Account) -> None:
+    ada = editor("Ada")
+    ada.edit(account)
+    ada.type_name("typed by Ada")
+    form = ada.browser.current_window_handle
+    ada.browser.delete_all_cookies()
+    eventually(lambda: "You are logged out" in ada.says(), PATIENCE, "the page says so")
+
+    ada.browser.switch_to.new_window("tab")
+    log_in(ada)
+    ada.browser.switch_to.window(form)
+    eventually(lambda: ada.says() == "", PATIENCE, "the page has the lock again")
+    ada.press(SAVE)
+
+    account.refresh_from_db()
+    assert account.name == "typed by Ada"
+
+
+def test_it_works_without_scripts(editor: Start, account: Account) -> None:
+    ada, bob = editor("Ada", **NO_SCRIPTS), editor("Bob", **NO_SCRIPTS)
+    ada.edit(account)
+    assert held(account)[0].remaining > 1000
+    bob.edit(account)
+    assert "Being edited by Ada" in bob.says()
+    bob.click("[value=take-over]")
+    eventually(lambda: bob.has(SAVE), PATIENCE, "the form comes")
+
+    ada.type_name("typed by Ada")
+    ada.click(SAVE)
+    eventually(lambda: ada.has(".errornote"), PATIENCE, "the form comes again")
+    assert "Being edited by Bob" in ada.says()
+    assert ada.find("#id_name").get_attribute("value") == "typed by Ada"
+    ada.click(".distlock-edit-take-over input")
+    ada.click(SAVE)
+    eventually(lambda: not ada.has("#id_name"), PATIENCE, "it is saved")
+    account.refresh_from_db()
+    assert account.name == "typed by Ada"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_off(
+    editor: Start, account: Account, width: int, theme: str, tmp_path: Path
+) -> None:
+    ada, bob = editor("Ada"), editor("Bob")
+    for someone in (ada, bob):
+        someone.resize(width, 900)
+        someone.browser.execute_script(f"localStorage.setItem('theme', '{theme}')")
+    ada.edit(account)
+    bob.edit(account)
+    assert bob.cut_off() == []
+    bob.browser.save_screenshot(str(tmp_path / "read.png"))
+    bob.press("[value=take-over]")
+    eventually(lambda: "Being edited by Bob" in ada.says(), PATIENCE, "the first editor is told")
+    assert ada.cut_off() == []
+    ada.browser.save_screenshot(str(tmp_path / "lost.png"))
+    bob.type_name("x" * 100)
+    bob.press(SAVE)
+    ada.press(SAVE)
+    assert ada.cut_off() == []
+    ada.browser.save_screenshot(str(tmp_path / "changed.png"))
+
+
+def test_a_page_of_ones_own(editor: Start, account: Account) -> None:
+    ada, bob = editor("Ada"), editor("Bob")
+    for someone in (ada, bob):
+        someone.open(reverse("rename", args=[account.pk]))
+    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    assert "Being edited by Ada" in bob.says()
+
+    bob.press("[value=take-over]")
+    eventually(lambda: "Being edited by Bob" in ada.says(), PATIENCE, "the first editor is told")
+    ada.click(".distlock-edit-take-over input")
+    ada.press("form button:last-of-type")
+
+    assert ada.find("body").text == "saved"
+    assert ada.complaints() == []
