@@ -16,9 +16,16 @@ from django.template import engines
 from django.urls import path
 from django.views.i18n import JavaScriptCatalog
 
+from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.contrib.editing import edit_lock, edit_lock_view
 from django_distlock.contrib.editing.admin import EditLockMixin
 from testproject.models import Account, Fee
+
+
+class BoundToProcess(LocMemBackend):
+    """A backend whose locks end with a process."""
+
+    supports_detach = False
 
 
 class FeeInline(admin.TabularInline):  # type: ignore[type-arg]

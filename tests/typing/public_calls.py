@@ -7,7 +7,9 @@ from datetime import timedelta
 from threading import Event
 from typing import Any, Unpack, assert_type
 
-from django.db.models import QuerySet
+from django.contrib.admin import ModelAdmin
+from django.db.models import Model, QuerySet
+from django.forms import ModelForm
 from django.http import HttpRequest, HttpResponse, StreamingHttpResponse
 from django.utils.decorators import method_decorator
 from django.views import View
@@ -52,6 +54,8 @@ from django_distlock import (
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.contrib import tasks
 from django_distlock.contrib.celery import attached, handover, unique_task
+from django_distlock.contrib.editing import EditLock, edit_lock
+from django_distlock.contrib.editing.admin import EditLockMixin
 from django_distlock.engine.values import Held
 from django_distlock.lock import LockSet
 from django_distlock.models import FencedModel
@@ -208,6 +212,22 @@ def enqueue_a_task() -> None:
     assert_type(count_orders, tasks.UniqueTask)
     if result := count_orders.enqueue(7):
         assert_type(result.id, str)
+
+
+class AccountAdmin(EditLockMixin, ModelAdmin):  # type: ignore[type-arg]  # as Django has it at run time
+    edit_lock_using = "redis"
+    edit_lock_ttl = timedelta(minutes=2)
+
+    def has_take_over_permission(self, request: HttpRequest, obj: Model) -> bool:
+        return request.user.is_active and super().has_take_over_permission(request, obj)
+
+
+def edit_an_object(request: HttpRequest, account: Account, form: ModelForm[Account]) -> None:
+    edit = edit_lock(request, account, using="redis", ttl=60, may_take_over=False)
+    assert_type(edit, EditLock)
+    assert_type(edit.is_read_only, bool)
+    assert_type(edit.accepts(form), bool)
+    edit.release()
 
 
 def send_a_task(lease: Lease) -> None:
