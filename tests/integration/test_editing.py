@@ -558,12 +558,14 @@ def test_wrong_settings_are_told_by_the_check(settings: Any) -> None:
     [text] = problems(edit_lock_using="row")
     assert text == "WrongAdmin: DISTLOCK['row'] cannot hold locks for pages."
     [text] = problems(edit_lock_using="nowhere")
-    assert text.startswith("WrongAdmin: DISTLOCK has no alias 'nowhere'")
+    assert text == "WrongAdmin: DISTLOCK has no alias 'nowhere'."
     [text] = problems(edit_lock_ttl=-1)
-    assert text.startswith("WrongAdmin: ")
+    assert text.startswith("WrongAdmin: edit_lock_ttl must be ")
     with modify_settings(INSTALLED_APPS={"remove": "django_distlock"}):
         [text] = problems()
-    assert text == "WrongAdmin needs 'django_distlock' in INSTALLED_APPS."
+    assert text == "WrongAdmin: 'django_distlock' is not in INSTALLED_APPS."
+    settings.DISTLOCK = {"other": {"BACKEND": "nowhere"}}
+    assert problems() == problems(edit_lock_using="other") == []
 
 
 def test_a_page_of_ones_own_without_its_address_says_what_to_add(

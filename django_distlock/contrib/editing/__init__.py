@@ -1,4 +1,4 @@
-"""Who edits an object: a form that is open in a page holds the object's lock, in the admin and in pages of one's own."""
+"""Edit locks: a form that is open in a page holds the lock of its object, in the admin and in pages of one's own."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Editor:
-    """Somebody who edits an object. *nonce*: of the page; empty if other code holds the lock."""
+    """A user who edits an object, or other code that holds its lock. *nonce*: of the page; empty if other code holds the lock."""
 
     held: Held
     name: str
@@ -150,7 +150,7 @@ class Editor:
 
     @property
     def sentence(self) -> str:
-        """Who edits it since when, for people."""
+        """A sentence for people: by whom it is edited since when."""
         since = Row(self.held, ()).since
         facts = {"who": self.name, "since": clock.time_of_day(since) if since else "-"}
         if self.is_me:
@@ -214,7 +214,7 @@ class EditLock:
 
     @property
     def message(self) -> str:
-        """What the page says of it when it is opened; mostly nothing."""
+        """The text that the page shows when it is opened; mostly empty."""
         if self.failed:
             return _(
                 "It cannot be told whether somebody else edits this."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
@@ -173,28 +174,24 @@ class EditLockMixin(_Admin):
         return [*super().check(**kwargs), *self._check_edit_lock()]
 
     def _check_edit_lock(self) -> Iterator[Error]:
-        where, using = f"{type(self).__name__}", self.edit_lock_using
-        page = f"See {DOCS}reference/checks.html#distlock-e050"
+        using = self.edit_lock_using
+        problems = []
+        # distlock.E001 tells what is wrong with an alias, and distlock.W001 that there is no default one.
+        with suppress(InvalidLockBackend):
+            if using in locks and not locks[using].supports_detach:
+                problems.append(f"DISTLOCK[{using!r}] cannot hold locks for pages.")
+            elif using not in {*locks, DEFAULT_ALIAS}:
+                problems.append(f"DISTLOCK has no alias {using!r}.")
         try:
-            checked_ttl(self.edit_lock_ttl)
-            problem = (
-                ""
-                if locks[using].supports_detach
-                else f"DISTLOCK[{using!r}] cannot hold locks for pages."
-            )
-        except (InvalidLockBackend, TypeError, ValueError) as error:
-            problem = str(error)
-        if problem:
-            hint = f"Correct edit_lock_using or edit_lock_ttl. {page}"
-            yield Error(f"{where}: {problem}", hint=hint, obj=type(self), id="distlock.E050")
+            checked_ttl(self.edit_lock_ttl, "edit_lock_ttl")
+        except (TypeError, ValueError) as error:
+            problems.append(str(error))
         if not apps.is_installed("django_distlock"):
-            text = f"{where} needs 'django_distlock' in INSTALLED_APPS."
-            yield Error(
-                text,
-                hint=f"Add it: it has the page's script. {page}",
-                obj=type(self),
-                id="distlock.E050",
-            )
+            problems.append("'django_distlock' is not in INSTALLED_APPS.")
+        hint = f"Correct it. See {DOCS}reference/checks.html#distlock-e050"
+        for problem in problems:
+            text = f"{type(self).__name__}: {problem}"
+            yield Error(text, hint=hint, obj=type(self), id="distlock.E050")
 
     @property
     def _url_name(self) -> str:
