@@ -28,6 +28,13 @@ class BoundToProcess(LocMemBackend):
     supports_detach = False
 
 
+class ToPostgres:
+    """A router that writes accounts to PostgreSQL."""
+
+    def db_for_write(self, model: Any, **_hints: Any) -> str | None:
+        return "postgres" if model is Account else None
+
+
 class FeeInline(admin.TabularInline):  # type: ignore[type-arg]
     model = Fee
     extra = 0

@@ -12,8 +12,9 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Group, Permission, User
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections
-from django.test import Client, modify_settings
+from django.db import connections, transaction
+from django.test import Client, RequestFactory, modify_settings
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils.translation import override
 
@@ -33,14 +34,36 @@ DOWN = {
     "BACKEND": "django_distlock.backends.redis.RedisBackend",
     "OPTIONS": {"location": "redis://127.0.0.1:1"},
 }
+REDLOCK = {
+    "BACKEND": "django_distlock.backends.redlock.RedlockBackend",
+    "OPTIONS": {"servers": [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]},
+}
 ROW = {"BACKEND": "tests.integration.edit_site.BoundToProcess"}
+CACHE = "django_distlock.backends.cache.CacheBackend"
+FIVE = ["redis_one", "redis_two", "redis_three", "redis_four", "redis_five"]
+SERVERS: dict[str, dict[str, Any]] = {
+    "postgres": {"OPTIONS": {"using": "postgres"}},
+    "mariadb": {"OPTIONS": {"using": "mariadb"}},
+    "redis": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis_cache"}},
+    "redis_five": {
+        "BACKEND": REDLOCK["BACKEND"],
+        "OPTIONS": {"servers": FIVE, "restart_guard": False},
+    },
+}
 EDITOR = ("view_account", "change_account", "delete_account", "view_fee", "add_fee", "change_fee")
 
 
 @pytest.fixture(autouse=True, params=["database", "memory"])
 def site(request: pytest.FixtureRequest, settings: Any) -> Iterator[None]:
+    kind = request.param
     settings.ROOT_URLCONF = "tests.integration.edit_site"
-    settings.DISTLOCK = {"default": MEMORY if request.param == "memory" else {}}
+    if kind == "memory":
+        settings.DISTLOCK = {"default": MEMORY}
+    elif kind == "database":
+        settings.DISTLOCK = {"default": {}}
+    else:
+        request.getfixturevalue(kind)
+        settings.DISTLOCK = {"default": SERVERS[kind]}
     yield
     locks.close()
 
@@ -561,6 +584,11 @@ def test_wrong_settings_are_told_by_the_check(settings: Any) -> None:
     assert text == "WrongAdmin: DISTLOCK has no alias 'nowhere'."
     [text] = problems(edit_lock_ttl=-1)
     assert text.startswith("WrongAdmin: edit_lock_ttl must be ")
+    [text] = problems(edit_lock_ttl_without_script="long")
+    assert text.startswith("WrongAdmin: edit_lock_ttl_without_script must be ")
+    settings.DISTLOCK = {"default": {}, "redlock": REDLOCK}
+    [text] = problems(edit_lock_using="redlock")
+    assert "a ttl of 90 seconds is more than 30 seconds" in text
     with modify_settings(INSTALLED_APPS={"remove": "django_distlock"}):
         [text] = problems()
     assert text == "WrongAdmin: 'django_distlock' is not in INSTALLED_APPS."
@@ -616,3 +644,59 @@ def test_no_transaction_is_open_when_a_lock_is_asked_for(
 
     assert len(seen) > 6
     assert not any(seen)
+
+
+def test_a_ttl_that_the_server_cannot_keep_is_refused(
+    account: Account, ada: Client, settings: Any
+) -> None:
+    settings.DISTLOCK = {"default": REDLOCK}
+
+    with pytest.raises(ValueError, match="set OPTIONS 'longest_ttl'"):
+        ada.get(page_of(account))
+
+
+@pytest.mark.parametrize("site", ["postgres", "mariadb", "redis", "redis_five"], indirect=True)
+def test_it_is_the_same_on_every_server(
+    site: None, account: Account, ada: Client, bob: Client, chief: Client
+) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    assert ask(ada, opened, "renew").json() == {"state": "held"}
+    assert ask(ada, opened, "renew").json() == {"state": "held"}
+    assert 80 < held(account)[0].remaining <= 90
+    seen = bob.get(page_of(account)).content.decode()
+    assert f"Being edited by {name_of(ada)} since " in seen
+
+    again = fields_of(ada.get(page_of(account)))
+    assert ask(ada, opened, "renew").json()["state"] == "busy"
+    assert ask(ada, opened, "leave").json() == {"state": "left"}
+    assert ask(ada, again, "renew").json() == {"state": "held"}
+    page = ada.post(page_of(account), {**again, "balance": "much"})
+    assert held(account)[0].remaining > 1000
+    last = fields_of(page)
+
+    shown = fields_of(chief.get(page_of(account)))
+    ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
+    opened = fields_of(chief.get(page_of(account)))
+    assert ask(ada, last, "renew").json()["state"] == "busy"
+    assert chief.post(page_of(account), {**opened, "name": "chief"}).status_code == 302
+    assert held(account) == []
+    assert ask(ada, last, "renew").json()["state"] == "free"
+    told = ask(ada, last, "again").json()
+    assert told["state"] == "changed"
+    assert ask(ada, {"distlock_edit": told["text"]}, "leave").json() == {"state": "left"}
+    assert held(account) == []
+
+
+@pytest.mark.parametrize("site", ["postgres"], indirect=True)
+def test_the_row_is_locked_while_it_is_compared(site: None, settings: Any) -> None:
+    settings.DATABASE_ROUTERS = ["tests.integration.edit_site.ToPostgres"]
+    account = open_account("Ada", Decimal("100.00"))
+    request = RequestFactory().post("/")
+    request.user = User(pk=1)
+    edit = editing.edit_lock(request, account, may_take_over=False)
+
+    with transaction.atomic("postgres"), CaptureQueriesContext(connections["postgres"]) as sent:
+        assert edit.row() == account
+
+    assert sent[0]["sql"].endswith("FOR UPDATE")
+    edit.release()

@@ -78,6 +78,7 @@ AT_FIRST, LIVE = "at first", "live"
 class Ticket:
     """The signed text in a page with a form: which lock it has or wants.
 
+    *ttl*: seconds, of a page whose script renews the lock; *first_ttl*: of a page whose script has not run yet.
     *nonce*: new for each page; with SECRET_KEY it makes the owners of the lock. *path*: the address of the
     page. *seen*: by field, a digest of the value that the form was opened with.
     """
@@ -88,6 +89,7 @@ class Ticket:
     pk: str
     user: str
     ttl: float
+    first_ttl: float
     path: str
     may_take_over: bool
     nonce: str
@@ -228,9 +230,11 @@ class EditLock:
         """Take the lock for the page that is answered now, if nobody else has it; NotSupported if no page can hold it."""
         if not self.backend.supports_detach:
             raise NotSupported(self.ticket.using, "edit_lock()", "Its locks end with a process.")
+        for ttl in (self.ticket.ttl, self.ticket.first_ttl):
+            self.backend.check_ttl(ttl)
         if self.request.method != "POST":
             with self._noting_failure():
-                self.editor = self._taken(self._asking(AT_FIRST, TTL_WITHOUT_SCRIPT))
+                self.editor = self._taken(self._asking(AT_FIRST, self.ticket.first_ttl))
             self.is_read_only = self.editor is not None
             return
         before = read_ticket(self.request)
@@ -292,7 +296,7 @@ class EditLock:
         """Keep the lock longer for the page that is answered now: it shows the form again, and may run no script."""
         if self.request.method == "POST" and self.editor is None:
             with self._noting_failure():
-                request = self._asking(AT_FIRST, TTL_WITHOUT_SCRIPT)
+                request = self._asking(AT_FIRST, self.ticket.first_ttl)
                 settled(lambda: self.backend.extend([request]))
 
     def release(self) -> None:
@@ -436,6 +440,7 @@ def edit_lock(
     *,
     using: str = DEFAULT_ALIAS,
     ttl: float | timedelta = TTL,
+    ttl_without_script: float | timedelta = TTL_WITHOUT_SCRIPT,
     may_take_over: bool | None = None,
 ) -> EditLock:
     """Take the lock of a saved *instance* for the page of *request*, which has its form; return the EditLock.
@@ -443,12 +448,14 @@ def edit_lock(
     For GET, *is_read_only* of the result is true if somebody else edits the instance. For POST, call its
     accepts(form) instead of ``form.is_valid()``, and its release() after the form was saved.
 
-    *ttl*: seconds that the lock lives after the page has vanished. *may_take_over*: whether the user may take the
+    *ttl*: seconds that the lock lives after the page has vanished; *ttl_without_script*: after it was opened, if it
+    runs no script. *may_take_over*: whether the user may take the
     lock from somebody else; by default, who has the permission ``django_distlock.take_over_methodlock``.
     """
     if may_take_over is None:
         may_take_over = bool(user_key(request)) and request.user.has_perm(PERMISSION)
-    edit = EditLock(request, new_ticket(request, instance, using, checked_ttl(ttl), may_take_over))
+    ttls = checked_ttl(ttl), checked_ttl(ttl_without_script, "ttl_without_script")
+    edit = EditLock(request, new_ticket(request, instance, using, ttls, may_take_over))
     edit.begin()
     if request.method != "POST":
         edit.note_seen(parts_of(instance, None))
@@ -456,16 +463,21 @@ def edit_lock(
 
 
 def new_ticket(
-    request: HttpRequest, instance: Model, using: str, ttl: float, may_take_over: bool
+    request: HttpRequest,
+    instance: Model,
+    using: str,
+    ttls: tuple[float, float],
+    may_take_over: bool,
 ) -> Ticket:
-    """Return the ticket of a new page."""
+    """Return the ticket of a new page. *ttls*: its *ttl* and *first_ttl*."""
     return Ticket(
         using=using,
         name=f"edit:{object_name(instance)}",
         model=instance._meta.label_lower,  # noqa: SLF001 - documented
         pk=str(instance.pk),
         user=user_key(request),
-        ttl=ttl,
+        ttl=ttls[0],
+        first_ttl=ttls[1],
         path=request.get_full_path(),
         may_take_over=may_take_over,
         nonce=new_nonce(),

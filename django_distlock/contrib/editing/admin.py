@@ -19,7 +19,17 @@ from django_distlock.exceptions import DOCS, InvalidLockBackend, LockBackendErro
 from django_distlock.handler import locks
 from django_distlock.transactions import never_atomic
 
-from . import PERMISSION, TTL, EditLock, Part, answer, new_ticket, parts_of, shown_value
+from . import (
+    PERMISSION,
+    TTL,
+    TTL_WITHOUT_SCRIPT,
+    EditLock,
+    Part,
+    answer,
+    new_ticket,
+    parts_of,
+    shown_value,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -50,6 +60,8 @@ class EditLockMixin(_Admin):
     edit_lock_using: str = DEFAULT_ALIAS
     #: Seconds that an object stays locked after the browser of its editor has vanished.
     edit_lock_ttl: float | timedelta = TTL
+    #: Seconds that it stays locked after it was opened by a browser that runs no script.
+    edit_lock_ttl_without_script: float | timedelta = TTL_WITHOUT_SCRIPT
 
     def has_take_over_permission(self, request: HttpRequest, obj: Model) -> bool:
         """Return whether the user may take over what somebody else edits."""
@@ -174,18 +186,18 @@ class EditLockMixin(_Admin):
         return [*super().check(**kwargs), *self._check_edit_lock()]
 
     def _check_edit_lock(self) -> Iterator[Error]:
-        using = self.edit_lock_using
-        problems = []
+        using, problems = self.edit_lock_using, []
         # distlock.E001 tells what is wrong with an alias, and distlock.W001 that there is no default one.
         with suppress(InvalidLockBackend):
-            if using in locks and not locks[using].supports_detach:
-                problems.append(f"DISTLOCK[{using!r}] cannot hold locks for pages.")
-            elif using not in {*locks, DEFAULT_ALIAS}:
+            if using not in {*locks, DEFAULT_ALIAS}:
                 problems.append(f"DISTLOCK has no alias {using!r}.")
-        try:
-            checked_ttl(self.edit_lock_ttl, "edit_lock_ttl")
-        except (TypeError, ValueError) as error:
-            problems.append(str(error))
+            elif not locks[using].supports_detach:
+                problems.append(f"DISTLOCK[{using!r}] cannot hold locks for pages.")
+            try:
+                for ttl in self._ttls():
+                    locks[using].check_ttl(ttl)
+            except (TypeError, ValueError) as error:
+                problems.append(str(error))
         if not apps.is_installed("django_distlock"):
             problems.append("'django_distlock' is not in INSTALLED_APPS.")
         hint = f"Correct it. See {DOCS}reference/checks.html#distlock-e050"
@@ -199,8 +211,12 @@ class EditLockMixin(_Admin):
 
     def _ticket(self, request: HttpRequest, obj: Model) -> Ticket:
         may_take_over = self.has_take_over_permission(request, obj)
-        ttl = checked_ttl(self.edit_lock_ttl)
-        return new_ticket(request, obj, self.edit_lock_using, ttl, may_take_over)
+        return new_ticket(request, obj, self.edit_lock_using, self._ttls(), may_take_over)
+
+    def _ttls(self) -> tuple[float, float]:
+        ttl = checked_ttl(self.edit_lock_ttl, "edit_lock_ttl")
+        longest = self.edit_lock_ttl_without_script
+        return ttl, checked_ttl(longest, "edit_lock_ttl_without_script")
 
     def _edit_lock(self, request: HttpRequest, ticket: Ticket) -> EditLock:
         site = self.admin_site.name
