@@ -131,6 +131,20 @@ def test_the_first_edits_and_others_read_meanwhile(
     assert "_save" in Fields(bob.get(page_of(account)).content.decode()).buttons
 
 
+def test_a_page_that_is_read_only_offers_nothing_else(account: Account, ada: Client) -> None:
+    adder = client_of(*EDITOR, "add_account")
+    delete = reverse("admin:testproject_account_delete", args=[account.pk])
+    first = adder.get(page_of(account))
+    assert "_saveasnew" in Fields(first.content.decode()).buttons
+    assert delete in first.content.decode()
+
+    ask(adder, fields_of(first), "leave")
+    ada.get(page_of(account))
+    page = adder.get(page_of(account)).content.decode()
+    assert "_saveasnew" not in Fields(page).buttons
+    assert delete not in page
+
+
 def test_inlines_of_others_are_read_only_too(account: Account, ada: Client, bob: Client) -> None:
     Fee.objects.create(account=account, amount=3)
     assert "fees-0-amount" in fields_of(ada.get(page_of(account)))
@@ -376,6 +390,18 @@ def test_a_form_of_another_user_or_another_key_counts_as_changed(
     assert [error[:14] for error in errors(page)] == ["Not saved yet."]
     assert {part.key for part in page.context["distlock_edit"].changes} >= {"name", "balance"}
     assert bob.post(page_of(account), fields_of(page)).status_code == 302
+
+
+def test_the_ticket_of_another_object_counts_as_none(account: Account) -> None:
+    boss = Client()
+    boss.force_login(User.objects.create_superuser(uuid.uuid4().hex))
+    group = Group.objects.create(name=uuid.uuid4().hex)
+    ticket = fields_of(boss.get(reverse("admin:auth_group_change", args=[group.pk])))
+    opened = fields_of(boss.get(page_of(account)))
+
+    page = boss.post(page_of(account), {**opened, "distlock_edit": ticket["distlock_edit"]})
+
+    assert {part.key for part in page.context["distlock_edit"].changes} >= {"name", "balance"}
 
 
 def test_the_script_of_a_page_is_told_of_another_login(account: Account, ada: Client) -> None:

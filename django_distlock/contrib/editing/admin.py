@@ -140,15 +140,6 @@ class EditLockMixin(_Admin):
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return super().has_delete_permission(request, obj) and not _keeps_out(request, obj)
 
-    def get_inline_instances(self, request: HttpRequest, obj: Any = None) -> list[Any]:
-        inlines: list[Any] = [*super().get_inline_instances(request, obj)]
-        for inline in inlines if _keeps_out(request, obj) else ():
-            inline.has_add_permission = _refuse
-            inline.has_change_permission = _refuse
-            inline.has_delete_permission = _refuse
-            inline.max_num = 0
-        return inlines
-
     def get_deleted_objects(self, objs: Any, request: HttpRequest) -> tuple[Any, Any, Any, Any]:
         found, count, missing, protected = super().get_deleted_objects(objs, request)
         edited = [f"{obj}: {text}" for obj in objs for text in self._edited_by(request, obj)]
@@ -259,10 +250,6 @@ def _keeps_out(request: HttpRequest, obj: Any) -> bool:
         return False
     ticket = edit.ticket
     return (obj._meta.label_lower, str(obj.pk)) == (ticket.model, ticket.pk)  # noqa: SLF001 - documented
-
-
-def _refuse(*_args: Any) -> bool:
-    return False
 
 
 __all__ = ["EditLockMixin"]
