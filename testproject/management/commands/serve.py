@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Iterator
 
-NAME = PASSWORD = "demo"
+#: The users, who have their names as passwords: two, as one of them keeps the other from editing.
+NAMES = "demo", "guest"
 CUSTOMERS = {"Ada": "1200.00", "Grace": "85000.50", "Linus": "310.75"}
 
 
@@ -35,23 +36,26 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         call_command("migrate", verbosity=0)
-        make_user()
+        for name in NAMES:
+            make_user(name)
         make_accounts()
         address = f"127.0.0.1:{options['port']}"
         with some_locks():
             self.stdout.write(f"Pages: http://{address}/   Admin: http://{address}/admin/")
-            self.stdout.write(f"User: {NAME}   Password: {PASSWORD}   (Ctrl-C ends it)")
+            for name in NAMES:
+                self.stdout.write(f"User: {name}   Password: {name}")
+            self.stdout.write("(Ctrl-C ends it)")
             # Written to a file, it would else be seen only when the server has ended.
             self.stdout.flush()
             call_command("runserver", address, use_reloader=False)
 
 
-def make_user() -> None:
-    """Make the demo user, who may do everything, or give it its password back."""
+def make_user(name: str) -> None:
+    """Make a user who may do everything, or give it its password back."""
     user, _ = User.objects.get_or_create(
-        username=NAME, defaults={"is_staff": True, "is_superuser": True}
+        username=name, defaults={"is_staff": True, "is_superuser": True}
     )
-    user.set_password(PASSWORD)
+    user.set_password(name)
     user.save()
 
 
