@@ -5,6 +5,7 @@ from django_distlock.engine.bells import Bell
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
+from django_distlock.ground.holder import Holder
 
 from .base import BaseLockBackend
 
@@ -15,6 +16,7 @@ __all__ = [
     "Busy",
     "Grant",
     "Held",
+    "Holder",
     "LockBackendError",
     "LockOutcomeUnknown",
     "NotSupported",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fixtures.environment import etcd_endpoints, zookeeper_hosts
+from tests.fixtures.environment import etcd_endpoints, own_folder, zookeeper_hosts
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
 ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
@@ -18,7 +18,10 @@ REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
 BY_CACHE = "django_distlock.backends.cache.CacheBackend"
 ZOOKEEPER = "django_distlock.backends.zookeeper.ZooKeeperBackend"
 ETCD = "django_distlock.backends.etcd.EtcdBackend"
-TOY = "testproject.etcd.EtcdBackend"
+TOY = {
+    "BACKEND": "testproject.directory.DirectoryBackend",
+    "OPTIONS": {"directory": own_folder()},
+}
 
 #: Traits that are flags of the backend: test_traits.py compares what is declared here with them.
 FLAGS = {
@@ -221,5 +224,5 @@ PROFILES = (
     _zookeeper(),
     _etcd(),
     # The example of docs/howto/write-a-backend.md.
-    Profile("toy", {"BACKEND": TOY}, LEASED - {"min_hold"} | {"wakes_waiters", "hides_age"}),
+    Profile("toy", TOY, LEASED - {"min_hold"} | {"cross_process"}),
 )

@@ -239,6 +239,15 @@ def test_a_reply_that_stays_lost_is_told_as_that(faulty: Faulty, using: str, nam
         lock(name, using=using).acquire()
 
 
+#: By an option of a backend: the OPTIONS with which nobody is there.
+NOWHERE: dict[str, dict[str, object]] = {
+    "servers": {"servers": [f"redis://127.0.0.1:{port}" for port in range(1, 6)]},
+    "hosts": {"hosts": "127.0.0.1:1", "io_timeout": 0.5},
+    "endpoints": {"endpoints": "127.0.0.1:1"},
+    "directory": {"directory": "/dev/null/locks"},
+}
+
+
 def _moved_nowhere(server: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a database or a cache, or OPTIONS, with a place where nobody is."""
     if sentinels := server.get("OPTIONS", {}).get("SENTINELS"):
@@ -246,12 +255,9 @@ def _moved_nowhere(server: dict[str, Any]) -> dict[str, Any]:
         return {**server, "OPTIONS": {**server["OPTIONS"], "SENTINELS": nowhere}}
     if "LOCATION" in server:
         return {**server, "LOCATION": re.sub(r":\d+", ":1", server["LOCATION"])}
-    if "servers" in server:
-        return {**server, "servers": [f"redis://127.0.0.1:{port}" for port in range(1, 6)]}
-    if "hosts" in server:
-        return {**server, "hosts": "127.0.0.1:1", "io_timeout": 0.5}
-    if "endpoints" in server:
-        return {**server, "endpoints": "127.0.0.1:1"}
+    for option, elsewhere in NOWHERE.items():
+        if option in server:
+            return {**server, **elsewhere}
     return {**server, "NAME": "/nonexistent/locks.sqlite3", "HOST": "127.0.0.1", "PORT": "1"}
 
 
@@ -261,7 +267,7 @@ def test_a_server_that_is_not_there_is_an_error_of_ours_with_its_cause(
 ) -> None:
     options = profile.settings["OPTIONS"]
     alias = f"nowhere-{profile.name}"  # Django keeps what it made for an alias
-    if {"hosts", "servers", "endpoints"} & options.keys():
+    if NOWHERE.keys() & options.keys():
         options = _moved_nowhere(options)
     else:
         key = "cache" if "cache" in options else "using"
