@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from .engine.waiting import Wait
-from .exceptions import LockBackendError, LockNotAcquired, LockNotHeld
+from .exceptions import LockBackendError, LockError, LockNotAcquired, LockNotHeld
 from .lock import Lock
 
 if TYPE_CHECKING:
@@ -46,16 +46,8 @@ def lead(
             with candidate as lease:
                 pauses = Wait(None)
                 return work(lease)
-        except LockNotAcquired:
-            if lease is not None:
-                raise
-        except LockNotHeld:
-            if lease is not None and not lease.lost:
-                raise
-        except LockBackendError:
-            if lease is not None:
-                raise
-            stop.wait(pauses.next_pause(longest=LONGEST_PAUSE))
+        except (LockNotAcquired, LockNotHeld, LockBackendError) as error:
+            stop.wait(_pause_after(error, lease, pauses))
     return None
 
 
@@ -71,10 +63,13 @@ async def alead(
             async with candidate as lease:
                 pauses = Wait(None)
                 return await work(lease)
-        except LockNotHeld:
-            if lease is not None and not lease.lost:
-                raise
-        except LockBackendError:
-            if lease is not None:
-                raise
-            await asyncio.sleep(pauses.next_pause(longest=LONGEST_PAUSE))
+        except (LockNotHeld, LockBackendError) as error:
+            await asyncio.sleep(_pause_after(error, lease, pauses))
+
+
+def _pause_after(error: LockError, lease: Lease | None, pauses: Wait) -> float:
+    """Return the seconds until the lock is wanted again, after *error*, which is raised if the work has raised it."""
+    is_of_work = lease is not None and not (isinstance(error, LockNotHeld) and lease.lost)
+    if is_of_work:
+        raise error
+    return pauses.next_pause(longest=LONGEST_PAUSE) if isinstance(error, LockBackendError) else 0.0

@@ -91,18 +91,18 @@ class Command(LockCommand):
         code, pauses = 0, Wait(None)
         #: The signals that were to end the command.
         ended_by: list[int] = []
+
+        def is_final(code: int, *others: int) -> bool:
+            return bool(ended_by) or not options["restart"] or code not in others
+
         with _ended_by_sigterm():
             while True:
                 try:
                     code = self._run_once(ended_by, options)
-                    if ended_by or not options["restart"] or code != LOST:
+                    if is_final(code, LOST):
                         break
                 except CommandError as failed:
-                    if (
-                        ended_by
-                        or not options["restart"]
-                        or failed.returncode not in {LOST, NO_SERVER}
-                    ):
+                    if is_final(failed.returncode, LOST, NO_SERVER):
                         raise
                     self._warn(str(failed), options)
                 time.sleep(pauses.next_pause(longest=LONGEST_PAUSE))
