@@ -291,7 +291,8 @@ class Lock:
         LockLost if the lease has ended before it can be returned.
         """
         try:
-            return self.take(self._patience(timeout, blocking, unknown), self._remember)
+            patience = self._patience(timeout, blocking, unknown)
+            return self.take(patience, self._remember, what="acquire()")
         except LockNotAcquired:
             return None
 
@@ -313,6 +314,7 @@ class Lock:
         awaited: Awaited,
     ) -> Lease | None:
         try:
+            self.refuse_to_cancel("acquire()")
             patience = self._patience(timeout, blocking, unknown)
             lease = await self.atake(patience, self._remember, caller)
             awaited.known = lease.ref
@@ -433,12 +435,12 @@ class Lock:
         self._remember(lease)
         self._blocks.remove(next(block for block in self._blocks if block.lease is lease))
 
-    def take(self, timeout: float | None, note: Note = id) -> Lease:
+    def take(self, timeout: float | None, note: Note = id, *, what: str = "with") -> Lease:
         """Return a lease that is held, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
 
-        -1 stands for the timeout of the alias. LockLost if it has ended since its grant, LockNotHeld if it was released.
+        *what* is called, for an error. -1 stands for the timeout of the alias. LockLost if it has ended since its grant, LockNotHeld if it was released.
         """
-        self.refuse_to_cancel("with")
+        self.refuse_to_cancel(what)
         backend = self._backend()
         entered = self._reentered()
         lease = entered or self._pending(backend)
@@ -499,7 +501,6 @@ class Lock:
     def _patience(
         self, timeout: Seconds | None, blocking: bool, unknown: dict[str, Any]
     ) -> float | None:
-        self.refuse_to_cancel("acquire()")
         for word in unknown:
             raise unknown_word(
                 "Lock.acquire()", word, {"blocking", "timeout"}, _WORDS - {"timeout"}
