@@ -103,7 +103,6 @@ def acquire(lease: Lease, timeout: float | None) -> None:
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
         _tell_acquired(lease, clock.wait_time() - came)
-        lease.check()  # a receiver may have been slow, or have released it
 
 
 def check_asyncio(alias: str) -> None:
@@ -150,7 +149,6 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
         _tell_acquired(lease, clock.wait_time() - came)
-        lease.check()  # a receiver may have been slow, or have released it
 
 
 def _may_ask_at_once(lease: Lease) -> bool:
@@ -203,6 +201,7 @@ def _tell_acquired(lease: Lease, waited: float) -> None:
         "Lock %s acquired, token %s", printable(lease.name), lease.fencing_token, extra=fields
     )
     announce(lock_acquired, lease, lease=lease, waited=waited)
+    lease.check()  # a receiver may have been slow, or have released it
 
 
 def _end(attempt: Attempt, error: BaseException) -> None:
@@ -502,6 +501,7 @@ class Attempt:
         if self._waiter is None and not self._has_waited:
             self._has_waited = True
             _refuse_to_wait_for_oneself(self.lease)
+            registry.look_at_owners(clock.lease_time())
         # With a limit, there may always be another holder, who goes on.
         may_be_deadlock = self._waiter is None and self.request.limit is None
         if may_be_deadlock and (caller := self.lease.caller) is not None:

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 
 import django_distlock
-from django_distlock import Lock, LockBackendError, LockDeadlock, LockNotHeld, lock, lock_all
+from django_distlock import Lease, Lock, LockBackendError, LockDeadlock, LockNotHeld, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.lease import State
+from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
 
 from .crew import held_in_thread, length_of_line, start
@@ -125,6 +126,28 @@ def test_an_exception_set_on_a_thread_that_stands_in_line_holds_up_nobody(
         waiting.result(20)
     eventually(lambda: length_of_line(backend, name) == 0)
     other.takes(within=SOON)
+
+
+def test_an_exception_in_the_clean_up_of_a_refused_acquire_ends_with_its_thread(
+    using: str, name: str, rival: Rivals
+) -> None:
+    other = rival()
+    other.takes()
+
+    def stop(lease: Lease) -> None:
+        raise TimeLimit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lease, "give_up", stop)
+        refused = start(lambda: lock(name, using=using, timeout=0).acquire())
+        with pytest.raises(TimeLimit):
+            refused.result(20)
+    del refused
+
+    other.leaves()
+    with lock(name, using=using, timeout=SOON):
+        pass
+    eventually(lambda: not registry.leases(), SOON)
 
 
 class TimeLimit(Exception):
