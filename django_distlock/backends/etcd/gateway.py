@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
@@ -214,6 +214,10 @@ class Gateway:
                     self._token = ""
                     continue
                 raise self._error(refused) from refused
+
+    def transaction(self, *success: dict[str, Any], **more: Sequence[dict[str, Any]]) -> Reply:
+        """Do the operations of *success*, all or none. *more*: ``compare``, the conditions, and else the ``failure``."""
+        return self.post("/v3/kv/txn", {"success": success, **more})
 
     def check(self) -> None:
         """Raise LockBackendError if etcd has no gateway, or is full."""
@@ -434,3 +438,34 @@ def kvs(answer: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what a range in *answer* has found; the gateway leaves out what is empty."""
     found: list[dict[str, Any]] = answer.get("response_range", answer).get("kvs", [])
     return found
+
+
+# The operations and conditions of a transaction.
+
+
+def put(key: str, value: str, **lease: str) -> dict[str, Any]:
+    """Return the operation that writes *key*, which goes with *lease*, if there is one."""
+    return {"request_put": {"key": encoded(key), "value": encoded(value), **lease}}
+
+
+def delete(key: str) -> dict[str, Any]:
+    return {"request_delete_range": {"key": encoded(key)}}
+
+
+def find(area: dict[str, str], **terms: Any) -> dict[str, Any]:
+    """Return the operation that reads the keys of *area*: a key, or a range."""
+    return {"request_range": {**area, **terms}}
+
+
+def nested(act: dict[str, Any], condition: dict[str, Any]) -> dict[str, Any]:
+    return {"request_txn": {"compare": [condition], "success": [act]}}
+
+
+def compare(key: str, result: str, revision: int) -> dict[str, Any]:
+    """Return the condition on the revision that has made *key*, which is 0 while it does not exist."""
+    return {
+        "key": encoded(key),
+        "target": "CREATE",
+        "result": result,
+        "create_revision": str(revision),
+    }

@@ -25,7 +25,20 @@ from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
 
 from .entries import Entry
-from .gateway import Gateway, LeaseGone, Reply, below, decoded, encoded, kvs
+from .gateway import (
+    Gateway,
+    LeaseGone,
+    Reply,
+    below,
+    compare,
+    decoded,
+    delete,
+    encoded,
+    find,
+    kvs,
+    nested,
+    put,
+)
 from .options import EtcdOptions
 from .session import Session
 from .watcher import KeyWatcher
@@ -52,7 +65,6 @@ class EtcdRecipe:
     ) -> None:
         self._alias = alias
         self._options = options
-        self._gateway = gateway
         self._session = session
         self.watcher = KeyWatcher(gateway, options.namespace, self._ring)
         #: Returns the folder of a lock, whose keys are its holders and waiters.
@@ -68,9 +80,7 @@ class EtcdRecipe:
         self._doomed: dict[Entry, None] = {}
         #: Rings at the end of the first ttl that is not extended.
         self._alarm = Alarm(self._drop_ended)
-
-    def _ask(self, *success: _Json, **more: Sequence[_Json]) -> Reply:
-        return self._gateway.post("/v3/kv/txn", {"success": success, **more})
+        self._ask = gateway.transaction
 
     # Acquiring.
 
@@ -173,8 +183,8 @@ class EtcdRecipe:
 
     def _take_if_free(self, entry: Entry) -> Busy | None:
         """Make its key if nobody is in the way, which is the common case; else return who it is."""
-        is_free = {**_compare("", "EQUAL", 0), **_in_the_way(entry)}
-        first = _range(below(entry.folder), limit=1, **_FIRST)
+        is_free = {**compare("", "EQUAL", 0), **_in_the_way(entry)}
+        first = find(below(entry.folder), limit=1, **_FIRST)
         reply = self._ask(
             self._put(entry), compare=[self._is_wanted(entry), is_free], failure=[first]
         )
@@ -188,9 +198,9 @@ class EtcdRecipe:
         """Read its own key, the first one of the line, and the last ones in its way; before that, perhaps join."""
         terms = {"max_create_revision": str(entry.revision)} if entry.revision else {}
         look = [
-            _range({"key": encoded(entry.key)}, keys_only=True),
-            _range(below(entry.folder), limit=1, **_FIRST),
-            _range(_in_the_way(entry), limit=AHEAD, keys_only=True, **_LAST, **terms),
+            find({"key": encoded(entry.key)}, keys_only=True),
+            find(below(entry.folder), limit=1, **_FIRST),
+            find(_in_the_way(entry), limit=AHEAD, keys_only=True, **_LAST, **terms),
         ]
         if not joins:
             return self._ask(*look)
@@ -202,11 +212,11 @@ class EtcdRecipe:
 
     def _put(self, entry: Entry) -> _Json:
         known = {"owner": digest(entry.request.owner), **json.loads(label(entry.request))}
-        return _put(entry.key, json.dumps(known, separators=(",", ":")), entry.lease_id)
+        return put(entry.key, json.dumps(known, separators=(",", ":")), lease=entry.lease_id)
 
     def _is_wanted(self, entry: Entry) -> _Json:
         """Return the condition that it was not given up: it may arrive late."""
-        return _compare(self._tombstone(entry), "EQUAL", 0)
+        return compare(self._tombstone(entry), "EQUAL", 0)
 
     def _refused(self, entry: Entry) -> Busy:
         if entry.revision or entry.is_late:
@@ -235,7 +245,7 @@ class EtcdRecipe:
             return Release.RELEASED
         if entry is None and request.owner in self.released:
             return Release.RELEASED
-        found = self._ask(_range(below(self._folder(request.key)), limit=1, keys_only=True))
+        found = self._ask(find(below(self._folder(request.key)), limit=1, keys_only=True))
         return Release.TAKEN if kvs(found.body["responses"][0]) else Release.GONE
 
     def _delete(self, entry: Entry) -> bool:
@@ -245,7 +255,7 @@ class EtcdRecipe:
         refusals = self._refusals([entry])
         try:
             reply = self._ask(
-                _delete(entry.key), *refusals, compare=[_is_ours(entry)], failure=refusals
+                delete(entry.key), *refusals, compare=[_is_ours(entry)], failure=refusals
             )
         except LeaseGone:
             self._session.forget(entry.lease_id)
@@ -259,7 +269,7 @@ class EtcdRecipe:
     def _refusals(self, entries: Sequence[Entry]) -> list[_Json]:
         """Return what refuses requests that may still arrive to make the keys of *entries* again."""
         return [
-            _put(self._tombstone(entry), "", entry.lease_id)
+            put(self._tombstone(entry), "", lease=entry.lease_id)
             for entry in entries
             if entry.is_late and not self._session.is_over(entry.lease_id)
         ]
@@ -309,7 +319,7 @@ class EtcdRecipe:
         try:
             for some in batches(doomed, OPERATIONS // 2):
                 # Each by its own revision: when this arrives late, others may have these keys.
-                deletes = [_nested(_delete(entry.key), _is_ours(entry)) for entry in some]
+                deletes = [nested(delete(entry.key), _is_ours(entry)) for entry in some]
                 self._ask(*deletes, *self._refusals(some))
                 for entry in some:
                     self._buried(entry)
@@ -352,7 +362,7 @@ class EtcdRecipe:
             return [False] * len(requests)
         found: dict[Entry, list[_Json]] = {}
         for some in batches(held, OPERATIONS):
-            asks = [_range({"key": encoded(entry.key)}, keys_only=True) for entry in some]
+            asks = [find({"key": encoded(entry.key)}, keys_only=True) for entry in some]
             found |= dict(zip(some, map(kvs, self._ask(*asks).body["responses"]), strict=True))
         return [
             entry in found and self._is_kept(entry, found[entry], began + wished_ttl(request))
@@ -370,7 +380,7 @@ class EtcdRecipe:
         return True
 
     def probe(self, request: Request) -> Busy | None:
-        ask = _range(below(self._folder(request.key)), limit=1, **_FIRST)
+        ask = find(below(self._folder(request.key)), limit=1, **_FIRST)
         found = kvs(self._ask(ask).body["responses"][0])
         return _busy(found) if found else None
 
@@ -388,7 +398,7 @@ class EtcdRecipe:
     def _pages(self, folder: str) -> Iterator[_Json]:
         area = below(folder)
         while True:
-            found = kvs(self._ask(_range(area, limit=PAGE)).body["responses"][0])
+            found = kvs(self._ask(find(area, limit=PAGE)).body["responses"][0])
             yield from found
             if len(found) < PAGE:
                 return
@@ -413,48 +423,21 @@ class EtcdRecipe:
         for kv in _holders([*self._pages(self._folder(key))]):
             if _owner_digest(kv) == owner_digest:
                 path = decoded(kv["key"])
-                is_same = _compare(path, "EQUAL", int(kv["create_revision"]))
-                reply = self._ask(_delete(path), compare=[is_same])
+                is_same = compare(path, "EQUAL", int(kv["create_revision"]))
+                reply = self._ask(delete(path), compare=[is_same])
                 return bool(reply.body.get("succeeded")) or not reply.is_sure
         return False
 
 
-# Operations.
+# What it asks for.
 
 _FIRST = {"sort_order": "ASCEND", "sort_target": "CREATE"}
 _LAST = {"sort_order": "DESCEND", "sort_target": "CREATE"}
 
 
-def _put(key: str, value: str, lease_id: str) -> _Json:
-    wanted = {"key": encoded(key), "value": encoded(value), "lease": lease_id}
-    return {"request_put": wanted}
-
-
-def _delete(key: str) -> _Json:
-    return {"request_delete_range": {"key": encoded(key)}}
-
-
-def _range(area: dict[str, str], **terms: Any) -> _Json:
-    return {"request_range": {**area, **terms}}
-
-
-def _compare(key: str, result: str, revision: int) -> _Json:
-    """Return the condition on the revision that has made *key*, which is 0 while it does not exist."""
-    return {
-        "key": encoded(key),
-        "target": "CREATE",
-        "result": result,
-        "create_revision": str(revision),
-    }
-
-
 def _is_ours(entry: Entry) -> _Json:
     """Return the condition that its key is there: of this revision, or of any while that is not known."""
-    return _compare(entry.key, "EQUAL" if entry.revision else "GREATER", entry.revision)
-
-
-def _nested(act: _Json, condition: _Json) -> _Json:
-    return {"request_txn": {"compare": [condition], "success": [act]}}
+    return compare(entry.key, "EQUAL" if entry.revision else "GREATER", entry.revision)
 
 
 def _in_the_way(entry: Entry) -> dict[str, str]:

@@ -10,7 +10,7 @@ from django_distlock.backends.queue.labels import TOKENS
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 
-from .gateway import SHORT, Gateway, LeaseGone, Reply, decoded, encoded, kvs
+from .gateway import SHORT, Gateway, LeaseGone, Reply, compare, decoded, encoded, find, kvs, put
 from .options import EtcdOptions
 
 #: The folder of keys by which is asked whether a session exists; no lock's folder has this name.
@@ -84,10 +84,9 @@ class Session:
 
     def _exists(self, lease_id: str) -> bool:
         """Return whether it exists, as a majority knows: by a key that goes with it."""
-        key = encoded(f"{self._options.namespace}/{SESSIONS}/{lease_id}")
-        put = {"key": key, "value": "", "lease": lease_id}
         try:
-            self._gateway.post("/v3/kv/txn", {"success": [{"request_put": put}]})
+            key = f"{self._options.namespace}/{SESSIONS}/{lease_id}"
+            self._gateway.transaction(put(key, "", lease=lease_id))
         except LeaseGone:
             return False
         return True
@@ -126,15 +125,10 @@ class Session:
         The first session writes it. The gateway tells the time in whole seconds; the rest is our clock's.
         """
         now = min(max(time.time(), granted.server_time), granted.server_time + 1)
-        key = encoded(f"{self._options.namespace}/{TOKENS}")
+        key = f"{self._options.namespace}/{TOKENS}"
         first = str(int(now * 1_000_000) - granted.revision)
-        is_new = {"key": key, "target": "CREATE", "create_revision": "0"}
-        wanted = {
-            "compare": [is_new],
-            "success": [{"request_put": {"key": key, "value": encoded(first)}}],
-            "failure": [{"request_range": {"key": key}}],
-        }
-        reply = self._gateway.post("/v3/kv/txn", wanted).body
+        is_new, known = compare(key, "EQUAL", 0), find({"key": encoded(key)})
+        reply = self._gateway.transaction(put(key, first), compare=[is_new], failure=[known]).body
         if reply.get("succeeded"):
             return int(first)
         [found] = kvs(reply["responses"][0])
