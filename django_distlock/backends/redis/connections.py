@@ -1,8 +1,7 @@
 """Connections to one Redis, to the master that Sentinels name, or to a cluster, for threads and for asyncio.
 
 redis-py opens them and logs in. Commands bypass its pools and parsers, which cost more time than the
-socket. Idle connections are in a stack, which needs no lock; the oldest ones are those that are not
-needed. No command is sent twice.
+socket. No command is sent twice.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import struct
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -48,6 +46,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
+from django_distlock.backends.idle import IdleStack
 from django_distlock.engine.bells import timeout
 from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.engine.waiting import Wait
@@ -298,7 +297,7 @@ class _Link:
         self._source = source
         self._pool = pool  # it makes connections, and keeps none
         self._master: object = None
-        self._idle: deque[Any] = deque()
+        self._idle: IdleStack[Any] = IdleStack()
         self._closings = 0
 
     def _idle_one(self) -> Any:
@@ -316,21 +315,18 @@ class _Link:
         if not connection.is_whole:
             connection.close()
             return
-        connection.used_at = now = clock.wait_time()
+        if self._idle:
+            self._idle.close_unused(_close, IDLE)
+        connection.used_at = clock.wait_time()
         self._idle.append(connection)
         if connection.born != self._closings:
-            _close_all(self._idle)
-        elif len(self._idle) > 1:
-            with suppress(IndexError):
-                while (oldest := self._idle.popleft()).used_at < now - IDLE:
-                    oldest.close()
-                self._idle.appendleft(oldest)
+            self._idle.close_all(_close)
 
     def _follow_master(self) -> None:
         """Close the idle connections if the Sentinels have just named another master."""
         if (master := getattr(self._pool, "master_address", None)) != self._master:
             self._master = master
-            _close_all(self._idle)
+            self._idle.close_all(_close)
 
     def _fail(self, meaning: Callable[..., Exception], error: BaseException) -> NoReturn:
         """Raise *error*, or what it means if it is the driver's."""
@@ -391,10 +387,12 @@ class PoolLink(_Link):
         return ThreadConnection(driver, born, self._source.io_timeout)
 
 
-def _close_all(idle: deque[Any], pool: Any = None) -> None:
-    with suppress(IndexError):
-        while True:
-            idle.pop().close()
+def _close(connection: ThreadConnection | TaskConnection) -> None:
+    connection.close()
+
+
+def _close_all(idle: IdleStack[Any], pool: Any) -> None:
+    idle.close_all(_close)
     for sentinel in _sentinels(pool):
         sentinel.connection_pool.disconnect(inuse_connections=False)
 
