@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from django_distlock import locks
 from django_distlock.backends.etcd import EtcdBackend
-from django_distlock.engine.values import Grant, Request
-from django_distlock.ground.holder import Holder
 from tests.fixtures.etcd import options
 
 if TYPE_CHECKING:
@@ -30,18 +28,6 @@ def backend(alias: str = "locks") -> EtcdBackend:
     found = locks[alias]
     assert isinstance(found, EtcdBackend)
     return found
-
-
-def rival(name: str, alias: str = "locks", **wishes: Any) -> Request:
-    """Return a request as another process would make it."""
-    known = {"ttl": 60.0, "holder": Holder.current("rival")}
-    return backend(alias).request(name, **{**known, **wishes})
-
-
-def stands(request: Request, alias: str = "locks") -> int | None:
-    """Have *request* stand in line; return its token if it is served at once."""
-    answer = backend(alias).try_acquire(request, queued=True, left=None)
-    return answer.token if isinstance(answer, Grant) else None
 
 
 def encoded(text: str) -> str:

@@ -32,11 +32,10 @@ from .etcd_tools import (
     keys,
     line,
     log_in,
-    rival,
     said,
-    stands,
     watched,
 )
+from .queue_tools import Counter, rival, stands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,17 +43,6 @@ if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
 WAITERS = 50
-
-
-class Counter:
-    """A bell that counts."""
-
-    def __init__(self) -> None:
-        self.rung = 0
-
-    def ring(self) -> bool:
-        self.rung += 1
-        return True
 
 
 @pytest.fixture(autouse=True)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from django_distlock import Lease, LockBackendError, LockLost, LockNotHeld, lock, locks
-from django_distlock.ground import clock
+from django_distlock import LockBackendError, lock, locks
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
 
-from .etcd_tools import BACKEND, aliases, backend, entries, keys, line, rival, stands, watched
-from .session_acts import WAITERS
+from .etcd_tools import BACKEND, aliases, backend, line, watched
+from .queue_tools import held, rival, stands, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +22,7 @@ if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
     from tests.fixtures.etcd import Cluster, EtcdMember
-    from tests.fixtures.processes import Child, Spawn
+    from tests.fixtures.processes import Child
 
     Start = Callable[..., Child]
 
@@ -50,32 +45,6 @@ def proxy(alias: None, etcd: Cluster, settings: Settings) -> Iterator[Proxy]:
         _set(settings, endpoints=f"127.0.0.1:{found.port}")
         yield found
         locks.close()
-
-
-@pytest.fixture
-def act(alias: None, spawn: Spawn, settings: Settings) -> Start:
-    """Start another process that runs one of session_acts.py."""
-
-    def start(verb: str, /, **arguments: Any) -> Child:
-        known = {"aliases": settings.DISTLOCK, "using": "locks", **arguments}
-        return spawn(f"tests.backends.session_acts:{verb}", **known)
-
-    return start
-
-
-def held(name: str = "x", **terms: Any) -> tuple[Lease, list[str]]:
-    """Return a lease on *name*, and a list that will tell how it was lost."""
-    lease = lock(name, **{"using": "locks", **terms}).acquire()
-    assert lease
-    told: list[str] = []
-    lease.on_lost(told.append)
-    return lease, told
-
-
-def take(name: str = "x", using: str = "locks", timeout: float = 20) -> None:
-    """Wait for the lock, hold it for a moment, and give it back."""
-    with lock(name, using=using, timeout=timeout) as lease:
-        lease.check()
 
 
 def _set(settings: Settings, **options: Any) -> None:
@@ -112,21 +81,6 @@ def test_tls(
         locks.close()
 
 
-def test_a_waiter_goes_on_after_the_line_was_cut(proxy: Proxy) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take)
-        eventually(watched)
-
-        proxy.cut()
-        never(waiting.done, 0.3)
-        proxy.pass_through()
-        backend("elsewhere").release(holder)
-
-        waiting.result(20)
-
-
 def test_a_waiter_is_woken_though_its_watch_is_a_black_hole(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,27 +100,6 @@ def test_a_waiter_is_woken_though_its_watch_is_a_black_hole(
         waiting.result(20)
 
 
-def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Proxy) -> None:
-    lost_at: list[float] = []
-    lease, _ = held()
-    lease.on_lost(lambda _: lost_at.append(clock.lease_time()))
-
-    proxy.cut()
-    with lock("x", using="elsewhere", timeout=20) as other:
-        granted_at = clock.lease_time()
-
-        assert lease.lost
-        with pytest.raises(LockLost):
-            lease.check()
-        assert lease.deadline < granted_at
-        eventually(lambda: lost_at, 5)
-        proxy.pass_through()
-        with pytest.raises(LockNotHeld):
-            lease.release()
-        other.check()
-        assert (other.fencing_token or 0) > (lease.fencing_token or 0)
-
-
 def test_what_a_session_held_that_ended_by_our_clock_does_not_come_back(
     proxy: Proxy, etcd: Cluster, namespace: str
 ) -> None:
@@ -178,122 +111,6 @@ def test_what_a_session_held_that_ended_by_our_clock_does_not_come_back(
 
     assert backend()._session.id != before
     assert line(etcd, namespace, "x") == []
-
-
-# Processes.
-
-
-def test_a_killed_holder_is_followed_once_its_session_is_over(act: Start) -> None:
-    holder = act("hold", name="x")
-    holder.expect("held")
-    began = time.monotonic()
-
-    holder.kill()
-
-    with lock("x", using="elsewhere", timeout=20):
-        assert time.monotonic() - began < 9  # it would be 10 by default
-
-
-def test_a_holder_that_ends_well_is_followed_at_once(act: Start, settings: Settings) -> None:
-    _set(settings, session_timeout=50.0)
-    holder = act("end_inside", name="x")
-    holder.expect("held")
-
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, using="elsewhere", timeout=20)
-        eventually(lambda: watched("elsewhere"))
-        holder.tell("leave")
-        waiting.result(20)
-
-    assert holder.wait() == 0
-
-
-@pytest.mark.parametrize("way", ["end", "sys.exit", "child of multiprocessing", "end in a hurry"])
-def test_a_process_that_ends_well_leaves_no_waiters_behind(
-    act: Start, etcd: Cluster, namespace: str, settings: Settings, way: str
-) -> None:
-    # Much longer than is looked for here: what is gone by then has not gone with a dead session.
-    settings.DISTLOCK = aliases(etcd, namespace, session_timeout=50.0)
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    waiting = act("cancel_waiters", name="x", way=way)
-    waiting.expect("waits")
-    eventually(lambda: len(line(etcd, namespace, "x")) == 1 + WAITERS, 20)
-
-    waiting.tell("cancel")
-
-    assert waiting.wait() == 0
-    eventually(lambda: len(line(etcd, namespace, "x")) == 1, 10)
-    backend("elsewhere").release(holder)
-
-
-def test_a_process_whose_cluster_hangs_ends_all_the_same(
-    proxy: Proxy, act: Start, settings: Settings
-) -> None:
-    _set(settings, session_timeout=50.0)
-    holder = act("end_inside", name="x", timeout=30)
-    holder.expect("held")
-    proxy.hold()
-
-    holder.tell("leave")
-
-    assert holder.wait(20) == 0
-
-
-def test_a_frozen_holder_learns_first_thing_that_it_was_superseded(act: Start) -> None:
-    frozen = act("wake_up_late", name="x")
-    frozen.expect("held")
-    frozen.stop()
-
-    with lock("x", using="elsewhere", timeout=20) as lease:
-        # It finds this word, not the time, when it goes on.
-        frozen.tell("go on")
-        frozen.cont()
-
-        check, release = frozen.result()
-        assert check == "LockLost"
-        assert release in {"LockLost", "LockNotOwned"}
-        lease.check()
-
-
-def test_a_holder_frozen_for_a_moment_keeps_the_lock(
-    act: Start, etcd: Cluster, namespace: str, settings: Settings
-) -> None:
-    settings.DISTLOCK = aliases(etcd, namespace, session_timeout=8.0)
-    frozen = act("wake_up_late", name="x")
-    frozen.expect("held")
-    other = rival("x", "elsewhere")
-    assert stands(other, "elsewhere") is None
-    frozen.stop()
-    never(lambda: stands(other, "elsewhere"), 0.3)
-    frozen.tell("go on")
-
-    frozen.cont()
-
-    assert frozen.result() == ["done", "done"]
-    assert eventually(lambda: stands(other, "elsewhere"))
-
-
-def test_a_forked_process_has_a_session_of_its_own(act: Start) -> None:
-    parent = act("fork_and_lock", name="x")
-
-    assert parent.result(20) == {"child": True, "parent": True, "sessions": 2}
-
-
-def test_a_process_that_holds_a_lock_at_its_end_leaves_no_socket_open(
-    etcd: Cluster, namespace: str
-) -> None:
-    text = (
-        "import django; from django.conf import settings; django.setup();"
-        f"settings.DISTLOCK = {aliases(etcd, namespace)!r};"
-        "from django_distlock import lock; lease = lock('x', using='locks').acquire()"
-    )
-    command = [sys.executable, "-X", "dev", "-c", text]
-
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-
-    assert "ResourceWarning: unclosed <socket" not in ended.stderr
-    assert keys(etcd.members[0], f"{namespace}/x/") == {}
 
 
 # Members that are stopped.
@@ -362,92 +179,3 @@ async def test_tasks_go_on_whichever_member_hangs(frail: Cluster, settings: Sett
                 lease.check()
             finally:
                 member.resume()
-
-
-def test_without_a_majority_leases_are_lost_and_with_one_locks_work_again(frail: Cluster) -> None:
-    lease, told = held()
-    tokens = [lease.fencing_token or 0]
-    known = backend()
-
-    for member in _by_rank(frail)[:2]:
-        member.kill()
-
-    eventually(lambda: lease.in_jeopardy, 6)
-    lease.check()
-    eventually(lambda: told, 10)
-    with pytest.raises(LockLost):
-        lease.check()
-    with pytest.raises(LockBackendError):
-        lock("y", using="locks", timeout=0).acquire()
-
-    frail.start()
-    # What was lost is given back, whether or not its holder was told of that.
-    with lock("x", using="elsewhere", timeout=20) as again:
-        tokens.append(again.fencing_token or 0)
-    with lock("x", using="locks", timeout=10) as third:
-        tokens.append(third.fencing_token or 0)
-    assert backend() is known
-    assert tokens == sorted(set(tokens))
-
-
-def test_waiters_go_on_waiting_without_a_majority_and_are_served_once_there_is_one(
-    frail: Cluster, settings: Settings
-) -> None:
-    settings.DISTLOCK = {
-        **settings.DISTLOCK,
-        "elsewhere": aliases(frail, backend().options.namespace, session_timeout=50.0)["locks"],
-    }
-    holders = [rival(name, "elsewhere") for name in ("thread", "task")]
-    assert all(stands(holder, "elsewhere") for holder in holders)
-
-    async def take_as_task() -> bool:
-        async with lock("task", using="locks", timeout=50) as lease:
-            return lease.held
-
-    with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(_is_taken, "thread"), pool.submit(asyncio.run, take_as_task())]
-        eventually(lambda: len(watched()) == 2)
-        for member in _by_rank(frail)[:2]:
-            member.kill()
-
-        # Longer than their session.
-        never(lambda: any(each.done() for each in waiting), SESSION + 2)
-
-        frail.start()
-        for holder in holders:
-            backend("elsewhere").release(holder)
-        assert [each.result(30) for each in waiting] == [True, True]
-
-
-def _is_taken(name: str) -> bool:
-    with lock(name, using="locks", timeout=50) as lease:
-        return lease.held
-
-
-def test_a_waiter_whose_timeout_ends_without_a_majority_is_told_of_that(frail: Cluster) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, timeout=8)
-        eventually(watched)
-        for member in _by_rank(frail)[:2]:
-            member.kill()
-
-        # Not that the lock is held: nobody can know that now.
-        with pytest.raises(LockBackendError, match="no member of"):
-            waiting.result(30)
-
-
-def test_tokens_rise_across_a_restart_of_all_members(frail: Cluster) -> None:
-    tokens = []
-    for _ in range(2):
-        with lock("x", using="locks", timeout=20) as lease:
-            tokens.append(lease.fencing_token or 0)
-        for member in frail.members:
-            member.kill()
-        frail.start()
-    with lock("x", using="locks", timeout=20) as lease:
-        tokens.append(lease.fencing_token or 0)
-
-    assert tokens == sorted(set(tokens))
-    assert not entries()[1:]

@@ -27,6 +27,7 @@ from testproject.models import Account
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 
+from .queue_tools import Counter, rival, stands
 from .zookeeper_tools import (
     BACKEND,
     aliases,
@@ -34,8 +35,6 @@ from .zookeeper_tools import (
     expire,
     line,
     operator,
-    rival,
-    stands,
     watched,
 )
 
@@ -45,17 +44,6 @@ if TYPE_CHECKING:
     from tests.fixtures.zookeeper import Ensemble
 
 WAITERS = 200
-
-
-class Counter:
-    """A bell that counts."""
-
-    def __init__(self) -> None:
-        self.rung = 0
-
-    def ring(self) -> bool:
-        self.rung += 1
-        return True
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kazoo.client import KazooClient
 
-from django_distlock import Lease, LockBackendError, LockLost, LockNotHeld, lock, locks
+from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
 from django_distlock.engine.background import background
 from django_distlock.ground import clock
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.processes import Child, Spawn
+from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
 
-from .session_acts import WAITERS
+from .queue_tools import held, rival, stands, take
 from .zookeeper_tools import (
     BACKEND,
     aliases,
@@ -34,8 +30,6 @@ from .zookeeper_tools import (
     line,
     nodes,
     operator,
-    rival,
-    stands,
     watched,
 )
 
@@ -70,32 +64,6 @@ def proxy(alias: None, zookeeper: Ensemble, settings: Settings) -> Iterator[Prox
         locks.close()
 
 
-@pytest.fixture
-def act(alias: None, spawn: Spawn, settings: Settings) -> Start:
-    """Start another process that runs one of session_acts.py."""
-
-    def start(verb: str, /, **arguments: Any) -> Child:
-        known = {"aliases": settings.DISTLOCK, "using": "locks", **arguments}
-        return spawn(f"tests.backends.session_acts:{verb}", **known)
-
-    return start
-
-
-def held(name: str = "x", **terms: Any) -> tuple[Lease, list[str]]:
-    """Return a lease on *name*, and a list that will tell how it was lost."""
-    lease = lock(name, **{"using": "locks", **terms}).acquire()
-    assert lease
-    told: list[str] = []
-    lease.on_lost(told.append)
-    return lease, told
-
-
-def take(using: str = "locks", timeout: float = 20) -> None:
-    """Wait for "x", hold it for a moment, and give it back."""
-    with lock("x", using=using, timeout=timeout) as lease:
-        lease.check()
-
-
 # The session begins, and goes on.
 
 
@@ -122,7 +90,7 @@ def test_tls(
         take()
         assert proxy.bytes_sent
         with pytest.raises(LockBackendError):
-            take("elsewhere", timeout=0)
+            take(using="elsewhere", timeout=0)
         locks.close()
         eventually(lambda: "zk_loop" not in str(threading.enumerate()), 10, "kazoo has ended")
     gc.collect()  # here, where it is expected to complain
@@ -224,23 +192,6 @@ def _set_options(settings: Settings, **seconds: float) -> None:
     settings.DISTLOCK = settings.DISTLOCK | {"locks": {"BACKEND": BACKEND, "OPTIONS": options}}
 
 
-def test_what_was_asked_for_while_suspended_is_answered_after_the_reconnect(
-    proxy: Proxy,
-) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, timeout=20)
-        eventually(watched)
-
-        proxy.cut()
-        never(waiting.done, 0.3)
-        proxy.pass_through()
-        backend("elsewhere").release(holder)
-
-        waiting.result(10)
-
-
 def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,27 +211,6 @@ def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
 
 
 # The session ends.
-
-
-def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Proxy) -> None:
-    lost_at: list[float] = []
-    lease, _ = held()
-    lease.on_lost(lambda _: lost_at.append(clock.lease_time()))
-
-    proxy.cut()
-    with lock("x", using="elsewhere", timeout=20) as other:
-        granted_at = clock.lease_time()
-
-        assert lease.lost
-        with pytest.raises(LockLost):
-            lease.check()
-        assert lease.deadline < granted_at
-        eventually(lambda: lost_at, 5)
-        proxy.pass_through()
-        with pytest.raises(LockNotHeld):
-            lease.release()
-        other.check()
-        assert (other.fencing_token or 0) > (lease.fencing_token or 0)
 
 
 def test_an_expired_session_is_told_at_once_and_the_next_lock_has_a_new_one(
@@ -384,109 +314,6 @@ def test_a_node_of_another_session_is_not_ours(alias: None) -> None:
     assert lease.lost
 
 
-# Processes.
-
-
-def test_a_killed_holder_is_followed_once_its_session_is_over(act: Start) -> None:
-    holder = act("hold", name="x")
-    holder.expect("held")
-    began = time.monotonic()
-
-    holder.kill()
-
-    with lock("x", using="elsewhere", timeout=20):
-        assert time.monotonic() - began < 8  # it would be 10 by default
-
-
-def test_a_holder_that_ends_well_is_followed_at_once(act: Start) -> None:
-    holder = act("hold", name="x")
-    holder.expect("held")
-
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, using="elsewhere", timeout=20)
-        eventually(lambda: watched("elsewhere"))
-        told = time.monotonic()
-        holder.tell("leave")
-        waiting.result(20)
-
-    assert time.monotonic() - told < SESSION
-    assert holder.wait() == 0
-
-
-@pytest.mark.parametrize("way", ["end", "sys.exit", "child of multiprocessing", "end in a hurry"])
-def test_a_process_that_ends_well_leaves_no_waiters_behind(
-    act: Start, zookeeper: Ensemble, root: str, settings: Settings, way: str
-) -> None:
-    # Much longer than is looked for here: what is gone by then has not gone with a dead session.
-    settings.DISTLOCK = aliases(zookeeper, root, session_timeout=50.0)
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with operator(zookeeper) as client:
-        waiting = act("cancel_waiters", name="x", way=way)
-        waiting.expect("waits")
-        eventually(lambda: len(line(client, root, "x")) == 1 + WAITERS, 20)
-
-        waiting.tell("cancel")
-
-        assert waiting.wait() == 0
-        eventually(lambda: len(line(client, root, "x")) == 1, 10)
-    backend("elsewhere").release(holder)
-
-
-def test_a_process_whose_ensemble_hangs_ends_all_the_same(
-    proxy: Proxy, act: Start, settings: Settings
-) -> None:
-    _set_options(settings, session_timeout=50.0)
-    holder = act("end_inside", name="x", timeout=30)
-    holder.expect("held")
-    proxy.hold()
-
-    holder.tell("leave")
-
-    # Kazoo's own close would wait for as long as the session.
-    assert holder.wait(20) == 0
-
-
-def test_a_frozen_holder_learns_first_thing_that_it_was_superseded(act: Start) -> None:
-    frozen = act("wake_up_late", name="x")
-    frozen.expect("held")
-    frozen.stop()
-
-    with lock("x", using="elsewhere", timeout=20) as lease:
-        # It finds this word, not the time, when it goes on.
-        frozen.tell("go on")
-        frozen.cont()
-
-        check, release = frozen.result()
-        assert check == "LockLost"
-        assert release in {"LockLost", "LockNotOwned"}
-        lease.check()
-
-
-def test_a_holder_frozen_for_a_moment_keeps_the_lock(
-    act: Start, zookeeper: Ensemble, root: str, settings: Settings
-) -> None:
-    settings.DISTLOCK = aliases(zookeeper, root, session_timeout=8.0)
-    frozen = act("wake_up_late", name="x")
-    frozen.expect("held")
-    other = rival("x", "elsewhere")
-    assert stands(other, "elsewhere") is None
-    frozen.stop()
-    never(lambda: stands(other, "elsewhere"), 0.3)
-    frozen.tell("go on")
-
-    frozen.cont()
-
-    assert frozen.result() == ["done", "done"]
-    assert eventually(lambda: stands(other, "elsewhere"))
-
-
-def test_a_forked_process_has_a_session_of_its_own(act: Start) -> None:
-    parent = act("fork_and_lock", name="x")
-
-    assert parent.result(20) == {"child": True, "parent": True, "sessions": 2}
-
-
 # Servers that are stopped.
 
 
@@ -534,116 +361,3 @@ def test_one_server_of_three_can_die_while_hundreds_of_locks_are_taken(
     assert all(not told and lease.held for lease, told in leases)
     for lease, _ in leases:
         lease.release()
-
-
-def test_a_process_that_holds_a_lock_at_its_end_leaves_no_socket_open(
-    zookeeper: Ensemble, root: str
-) -> None:
-    text = (
-        "import django; from django.conf import settings; django.setup();"
-        f"settings.DISTLOCK = {aliases(zookeeper, root)!r};"
-        "from django_distlock import lock; lease = lock('x', using='locks').acquire()"
-    )
-    command = [sys.executable, "-X", "dev", "-c", text]
-
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-
-    assert "ResourceWarning: unclosed <socket" not in ended.stderr
-
-
-def test_without_a_quorum_leases_are_lost_and_with_one_locks_work_again(frail: Ensemble) -> None:
-    lease, told = held()
-    released, _ = held("released")
-    tokens = [lease.fencing_token or 0]
-    known = backend()
-    leader = frail.leader
-    follower = next(member for member in frail.members if member is not leader)
-
-    leader.kill()
-    follower.kill()
-
-    eventually(lambda: lease.in_jeopardy, 4)
-    lease.check()
-    eventually(lambda: told, 10)
-    with pytest.raises(LockLost):
-        lease.check()
-    with pytest.raises(LockBackendError):
-        lock("y", using="locks", timeout=0).acquire()
-    with pytest.raises(LockBackendError):
-        released.release()
-
-    frail.start()
-    # What was lost is given back, whether or not its holder was told of that.
-    with (
-        lock("released", using="elsewhere", timeout=20),
-        lock("x", using="elsewhere", timeout=20) as again,
-    ):
-        tokens.append(again.fencing_token or 0)
-    with lock("x", using="locks", timeout=10) as third:
-        tokens.append(third.fencing_token or 0)
-    assert backend() is known
-    assert tokens == sorted(set(tokens))
-
-
-def test_waiters_go_on_waiting_without_a_quorum_and_are_served_once_there_is_one(
-    frail: Ensemble, settings: Settings
-) -> None:
-    _set_options(settings, session_timeout=2.0)
-    holders = [rival(name, "elsewhere") for name in ("thread", "task")]
-    assert all(stands(holder, "elsewhere") for holder in holders)
-
-    async def take_as_task() -> bool:
-        async with lock("task", using="locks", timeout=50) as lease:
-            return lease.held
-
-    with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(_is_taken, "thread"), pool.submit(asyncio.run, take_as_task())]
-        eventually(lambda: sum(node.looked_at > 0 for node in nodes()) == 2)
-        leader = frail.leader
-        for member in [leader, *(each for each in frail.members if each is not leader)][:2]:
-            member.kill()
-
-        # Several sessions long, and longer than a waiter goes without looking.
-        never(lambda: any(each.done() for each in waiting), 10)
-
-        frail.start()
-        for holder in holders:
-            backend("elsewhere").release(holder)
-        assert [each.result(30) for each in waiting] == [True, True]
-
-
-def _is_taken(name: str) -> bool:
-    with lock(name, using="locks", timeout=50) as lease:
-        return lease.held
-
-
-def test_a_waiter_whose_timeout_ends_without_a_quorum_is_told_of_that(
-    frail: Ensemble, settings: Settings
-) -> None:
-    _set_options(settings, session_timeout=2.0)
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, timeout=9)
-        eventually(lambda: any(node.looked_at for node in nodes()))
-        for member in frail.members[:2]:
-            member.kill()
-
-        # Not that the lock is held: nobody can know that now.
-        with pytest.raises(LockBackendError, match="no server of"):
-            waiting.result(30)
-
-
-def test_tokens_rise_across_a_restart_of_all_servers(frail: Ensemble) -> None:
-    tokens = []
-    for _ in range(2):
-        with lock("x", using="locks", timeout=20) as lease:
-            tokens.append(lease.fencing_token or 0)
-        for member in frail.members:
-            member.kill()
-        frail.start()
-        eventually(lambda: backend()._session.client, 20)
-    with lock("x", using="locks", timeout=20) as lease:
-        tokens.append(lease.fencing_token or 0)
-
-    assert tokens == sorted(set(tokens))

@@ -10,8 +10,6 @@ from kazoo.client import KazooClient
 from django_distlock import locks
 from django_distlock.backends.zookeeper import ZooKeeperBackend
 from django_distlock.backends.zookeeper.nodes import Node
-from django_distlock.engine.values import Grant, Request
-from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
 from tests.fixtures.zookeeper import Ensemble, options
 
@@ -34,18 +32,6 @@ def backend(alias: str = "locks") -> ZooKeeperBackend:
     return found
 
 
-def rival(name: str, alias: str = "locks", **wishes: Any) -> Request:
-    """Return a request as another process would make it."""
-    known = {"ttl": 60.0, "holder": Holder.current("rival")}
-    return backend(alias).request(name, **{**known, **wishes})
-
-
-def stands(request: Request, alias: str = "locks") -> int | None:
-    """Have *request* stand in line; return its token if it is served at once."""
-    answer = backend(alias).try_acquire(request, queued=True)
-    return answer.token if isinstance(answer, Grant) else None
-
-
 @contextmanager
 def operator(ensemble: Ensemble, hosts: str = "") -> Iterator[Any]:
     """Give a client of its own, by which an operator looks and deletes: of any server, or of *hosts*."""
@@ -63,6 +49,12 @@ def line(client: Any, root: str, name: str) -> list[str]:
     folder = f"{root}/{name}"
     client.sync(folder)
     return list(client.get_children(folder)) if client.exists(folder) else []
+
+
+def length(ensemble: Ensemble, root: str, name: str) -> int:
+    """Return how many hold *name* or wait for it."""
+    with operator(ensemble) as client:
+        return len(line(client, root, name))
 
 
 def watched(alias: str = "locks") -> set[str]:

@@ -1,0 +1,47 @@
+"""What the tests of ZooKeeper and etcd share: others who want a lock, and leases that tell of their end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django_distlock import Lease, lock, locks
+from django_distlock.engine.values import Grant, Request
+from django_distlock.ground.holder import Holder
+
+
+class Counter:
+    """A bell that counts."""
+
+    def __init__(self) -> None:
+        self.rung = 0
+
+    def ring(self) -> bool:
+        self.rung += 1
+        return True
+
+
+def rival(name: str, alias: str = "locks", **wishes: Any) -> Request:
+    """Return a request as another process would make it."""
+    known = {"ttl": 60.0, "holder": Holder.current("rival")}
+    return locks[alias].request(name, **{**known, **wishes})
+
+
+def stands(request: Request, alias: str = "locks") -> int | None:
+    """Have *request* stand in line; return its token if it is served at once."""
+    answer = locks[alias].try_acquire(request, queued=True, left=None)
+    return answer.token if isinstance(answer, Grant) else None
+
+
+def held(name: str = "x", **terms: Any) -> tuple[Lease, list[str]]:
+    """Return a lease on *name*, and a list that will tell how it was lost."""
+    lease = lock(name, **{"using": "locks", **terms}).acquire()
+    assert lease
+    told: list[str] = []
+    lease.on_lost(told.append)
+    return lease, told
+
+
+def take(name: str = "x", using: str = "locks", timeout: float = 20) -> None:
+    """Wait for the lock, hold it for a moment, and give it back."""
+    with lock(name, using=using, timeout=timeout) as lease:
+        lease.check()

@@ -1,0 +1,380 @@
+"""Sessions of ZooKeeper and etcd that end, processes that freeze or die, servers that are stopped: holders are told the truth, others go on."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
+from django_distlock.ground import clock
+from tests.fixtures.etcd import Cluster
+from tests.fixtures.eventually import eventually, never
+from tests.fixtures.processes import Child, Spawn
+from tests.fixtures.proxy import Proxy
+from tests.fixtures.zookeeper import Ensemble
+
+from . import etcd_tools, zookeeper_tools
+from .queue_tools import held, rival, stands, take
+from .session_acts import WAITERS
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
+
+Start = Callable[..., Child]
+#: Seconds of the sessions here; a second later at the latest the servers have freed what they held.
+SESSION = 4.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """Three servers of one kind, and the aliases "locks" and "elsewhere" in a place of their own."""
+
+    servers: Ensemble | Cluster
+    settings: Settings
+    #: Returns the setting DISTLOCK for OPTIONS.
+    aliases: Callable[..., dict[str, Any]]
+    #: The option with the addresses of the servers.
+    addresses: str
+    #: Returns how many hold a lock or wait for it.
+    length: Callable[[str], int]
+    #: Returns what the waiters of an alias wait for.
+    watched: Callable[..., set[str]]
+    #: Returns what this process has in all lines.
+    entries: Callable[[], Sequence[object]]
+
+    @classmethod
+    def of(cls, servers: Ensemble | Cluster, request: pytest.FixtureRequest) -> Side:
+        """Return that of *servers*."""
+        settings = request.getfixturevalue("settings")
+        if isinstance(servers, Ensemble):
+            root = request.getfixturevalue("root")
+            return cls(
+                servers,
+                settings,
+                partial(zookeeper_tools.aliases, servers, root),
+                "hosts",
+                partial(zookeeper_tools.length, servers, root),
+                zookeeper_tools.watched,
+                zookeeper_tools.nodes,
+            )
+        namespace = request.getfixturevalue("namespace")
+        return cls(
+            servers,
+            settings,
+            partial(etcd_tools.aliases, servers, namespace),
+            "endpoints",
+            lambda name: len(etcd_tools.line(servers, namespace, name)),
+            etcd_tools.watched,
+            etcd_tools.entries,
+        )
+
+    def configure(self, **options: Any) -> None:
+        """Make the aliases, which have not been used, with these OPTIONS."""
+        self.settings.DISTLOCK = self.aliases(**{"session_timeout": SESSION, **options})
+
+
+@pytest.fixture(params=["zookeeper", "etcd"])
+def side(request: pytest.FixtureRequest) -> Iterator[Side]:
+    """Each kind of servers, which keep running."""
+    found = Side.of(request.getfixturevalue(request.param), request)
+    found.configure()
+    yield found
+    locks.close()
+
+
+@pytest.fixture
+def proxy(side: Side) -> Iterator[Proxy]:
+    """Stands between "locks" and one of the servers."""
+    with Proxy(side.servers.members[0].port) as found:
+        address = {side.addresses: f"127.0.0.1:{found.port}"}
+        near = side.aliases(session_timeout=SESSION, **address)["locks"]
+        side.settings.DISTLOCK = {**side.settings.DISTLOCK, "locks": near}
+        yield found
+        locks.close()
+
+
+@pytest.fixture
+def act(side: Side, spawn: Spawn) -> Start:
+    """Start another process that runs one of session_acts.py."""
+
+    def start(verb: str, /, **arguments: Any) -> Child:
+        known = {"aliases": side.settings.DISTLOCK, "using": "locks", **arguments}
+        return spawn(f"tests.backends.session_acts:{verb}", **known)
+
+    return start
+
+
+def test_a_waiter_goes_on_after_the_line_was_cut(side: Side, proxy: Proxy) -> None:
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take)
+        eventually(side.watched)
+
+        proxy.cut()
+        never(waiting.done, 0.3)
+        proxy.pass_through()
+        locks["elsewhere"].release(holder)
+
+        waiting.result(20)
+
+
+def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Proxy) -> None:
+    lost_at: list[float] = []
+    lease, _ = held()
+    lease.on_lost(lambda _: lost_at.append(clock.lease_time()))
+
+    proxy.cut()
+    with lock("x", using="elsewhere", timeout=20) as other:
+        granted_at = clock.lease_time()
+
+        assert lease.lost
+        with pytest.raises(LockLost):
+            lease.check()
+        assert lease.deadline < granted_at
+        eventually(lambda: lost_at, 5)
+        proxy.pass_through()
+        with pytest.raises(LockNotHeld):
+            lease.release()
+        other.check()
+        assert (other.fencing_token or 0) > (lease.fencing_token or 0)
+
+
+# Processes.
+
+
+def test_a_killed_holder_is_followed_once_its_session_is_over(act: Start) -> None:
+    holder = act("hold", name="x")
+    holder.expect("held")
+    began = time.monotonic()
+
+    holder.kill()
+
+    with lock("x", using="elsewhere", timeout=20):
+        assert time.monotonic() - began < 9  # it would be 10 by default
+
+
+def test_a_holder_that_ends_well_is_followed_at_once(side: Side, act: Start) -> None:
+    side.configure(session_timeout=50.0)
+    holder = act("end_inside", name="x")
+    holder.expect("held")
+
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take, using="elsewhere")
+        eventually(lambda: side.watched("elsewhere"))
+        holder.tell("leave")
+        waiting.result(20)
+
+    assert holder.wait() == 0
+
+
+@pytest.mark.parametrize("way", ["end", "sys.exit", "child of multiprocessing", "end in a hurry"])
+def test_a_process_that_ends_well_leaves_no_waiters_behind(
+    side: Side, act: Start, way: str
+) -> None:
+    # Much longer than is looked for here: what is gone by then has not gone with a dead session.
+    side.configure(session_timeout=50.0)
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    waiting = act("cancel_waiters", name="x", way=way)
+    waiting.expect("waits")
+    eventually(lambda: side.length("x") == 1 + WAITERS, 20)
+
+    waiting.tell("cancel")
+
+    assert waiting.wait() == 0
+    eventually(lambda: side.length("x") == 1, 10)
+    locks["elsewhere"].release(holder)
+
+
+def test_a_process_whose_server_hangs_ends_all_the_same(
+    side: Side, proxy: Proxy, act: Start
+) -> None:
+    side.configure(session_timeout=50.0, **{side.addresses: f"127.0.0.1:{proxy.port}"})
+    holder = act("end_inside", name="x", timeout=30)
+    holder.expect("held")
+    proxy.hold()
+
+    holder.tell("leave")
+
+    # A client's own end would wait for as long as the session.
+    assert holder.wait(20) == 0
+
+
+def test_a_frozen_holder_learns_first_thing_that_it_was_superseded(act: Start) -> None:
+    frozen = act("wake_up_late", name="x")
+    frozen.expect("held")
+    frozen.stop()
+
+    with lock("x", using="elsewhere", timeout=20) as lease:
+        # It finds this word, not the time, when it goes on.
+        frozen.tell("go on")
+        frozen.cont()
+
+        check, release = frozen.result()
+        assert check == "LockLost"
+        assert release in {"LockLost", "LockNotOwned"}
+        lease.check()
+
+
+def test_a_holder_frozen_for_a_moment_keeps_the_lock(side: Side, act: Start) -> None:
+    side.configure(session_timeout=8.0)
+    frozen = act("wake_up_late", name="x")
+    frozen.expect("held")
+    other = rival("x", "elsewhere")
+    assert stands(other, "elsewhere") is None
+    frozen.stop()
+    never(lambda: stands(other, "elsewhere"), 0.3)
+    frozen.tell("go on")
+
+    frozen.cont()
+
+    assert frozen.result() == ["done", "done"]
+    assert eventually(lambda: stands(other, "elsewhere"))
+
+
+def test_a_forked_process_has_a_session_of_its_own(act: Start) -> None:
+    parent = act("fork_and_lock", name="x")
+
+    assert parent.result(20) == {"child": True, "parent": True, "sessions": 2}
+
+
+def test_a_process_that_holds_a_lock_at_its_end_leaves_no_socket_open(side: Side) -> None:
+    text = (
+        "import django; from django.conf import settings; django.setup();"
+        f"settings.DISTLOCK = {side.aliases()!r};"
+        "from django_distlock import lock; lease = lock('x', using='locks').acquire()"
+    )
+    command = [sys.executable, "-X", "dev", "-c", text]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+
+    assert "ResourceWarning: unclosed <socket" not in ended.stderr
+    assert side.length("x") == 0
+
+
+# Servers that are stopped.
+
+
+@pytest.fixture(params=["own_ensemble", "own_cluster"])
+def frail(request: pytest.FixtureRequest) -> Iterator[Side]:
+    """Each kind of servers, which may be stopped; afterwards all run."""
+    found = Side.of(request.getfixturevalue(request.param), request)
+    found.configure(io_timeout=1.5)
+    yield found
+    locks.close()
+    found.servers.start()
+
+
+def _kill_two(side: Side) -> None:
+    """Kill the leader, and one more."""
+    leader = side.servers.leader
+    leader.kill()
+    next(member for member in side.servers.members if member is not leader).kill()
+
+
+def _answers(alias: str = "locks") -> bool:
+    with suppress(LockBackendError):
+        locks[alias].probe(rival("x", alias))
+        return True
+    return False
+
+
+def test_without_a_majority_leases_are_lost_and_with_one_locks_work_again(frail: Side) -> None:
+    lease, told = held()
+    released, _ = held("released")
+    tokens = [lease.fencing_token or 0]
+    known = locks["locks"]
+
+    _kill_two(frail)
+
+    eventually(lambda: lease.in_jeopardy, 6)
+    lease.check()
+    eventually(lambda: told, 10)
+    with pytest.raises(LockLost):
+        lease.check()
+    with pytest.raises(LockBackendError):
+        lock("y", using="locks", timeout=0).acquire()
+    with pytest.raises(LockBackendError):
+        released.release()
+
+    frail.servers.start()
+    # What was lost is given back, whether or not its holder was told of that.
+    with (
+        lock("released", using="elsewhere", timeout=20),
+        lock("x", using="elsewhere", timeout=20) as again,
+    ):
+        tokens.append(again.fencing_token or 0)
+    with lock("x", using="locks", timeout=10) as third:
+        tokens.append(third.fencing_token or 0)
+    assert locks["locks"] is known
+    assert tokens == sorted(set(tokens))
+
+
+def test_waiters_go_on_waiting_without_a_majority_and_are_served_once_there_is_one(
+    frail: Side,
+) -> None:
+    lasting = frail.aliases(session_timeout=50.0)["elsewhere"]
+    frail.settings.DISTLOCK = {**frail.settings.DISTLOCK, "elsewhere": lasting}
+    holders = [rival(name, "elsewhere") for name in ("thread", "task")]
+    assert all(stands(holder, "elsewhere") for holder in holders)
+
+    async def take_as_task() -> None:
+        async with lock("task", using="locks", timeout=50) as lease:
+            lease.check()
+
+    with ThreadPoolExecutor() as pool:
+        waiting: list[Future[None]] = [
+            pool.submit(take, "thread", timeout=50),
+            pool.submit(asyncio.run, take_as_task()),
+        ]
+        eventually(lambda: len(frail.watched()) == 2)
+        _kill_two(frail)
+
+        # Longer than their session.
+        never(lambda: any(each.done() for each in waiting), SESSION + 2)
+
+        frail.servers.start()
+        for holder in holders:
+            locks["elsewhere"].release(holder)
+        for each in waiting:
+            each.result(30)
+
+
+def test_a_waiter_whose_timeout_ends_without_a_majority_is_told_of_that(frail: Side) -> None:
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take, timeout=9)
+        eventually(frail.watched)
+        _kill_two(frail)
+
+        # Not that the lock is held: nobody can know that now.
+        with pytest.raises(LockBackendError, match=r"no (server|member) of"):
+            waiting.result(30)
+
+
+def test_tokens_rise_across_a_restart_of_all_servers(frail: Side) -> None:
+    tokens = []
+    for _ in range(2):
+        with lock("x", using="locks", timeout=20) as lease:
+            tokens.append(lease.fencing_token or 0)
+        for member in frail.servers.members:
+            member.kill()
+        frail.servers.start()
+        eventually(_answers, 20)
+    with lock("x", using="locks", timeout=20) as lease:
+        tokens.append(lease.fencing_token or 0)
+
+    assert tokens == sorted(set(tokens))
+    assert len(frail.entries()) <= 1
