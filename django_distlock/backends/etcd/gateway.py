@@ -13,8 +13,10 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+from django_distlock.backends.base import KEYS
 from django_distlock.engine.values import Secret, SecretBytes
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
@@ -98,6 +100,7 @@ class MemberConnection:
         self.is_used = False
         #: Whether the member goes on to answer on it.
         self.is_kept = True
+        self._host = f"Host: {endpoint}"
         self._tls = tls if endpoint.tls else None
         self._socket: socket.socket | None = None
         self._unread = b""
@@ -141,7 +144,7 @@ class MemberConnection:
     def _head(self, path: str, body: bytes, token: str) -> bytes:
         lines = [
             f"POST {path} HTTP/1.1",
-            f"Host: {self.endpoint}",
+            self._host,
             *([f"Authorization: {token}"] if token else []),
             "Content-Type: application/json",
             f"Content-Length: {len(body)}",
@@ -429,6 +432,7 @@ def decoded(text: str) -> str:
     return base64.b64decode(text).decode(errors="replace")
 
 
+@lru_cache(KEYS)
 def below(folder: str) -> dict[str, str]:
     """Return the range of all keys that begin with *folder* and a slash."""
     return {"key": encoded(f"{folder}/"), "range_end": encoded(f"{folder}0")}
