@@ -100,6 +100,7 @@ def test_it_is_not_in_the_frames_of_an_error(
     name: str,
     request: pytest.FixtureRequest,
     settings: Settings,
+    *,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Django's error mails and Sentry show the variables of all frames."""
