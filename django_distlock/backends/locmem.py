@@ -22,11 +22,13 @@ from django_distlock.engine.values import (
     Request,
     digest,
     digest_of_reservation,
+    first_to_end,
 )
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import StaleFencingToken
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import owned, section
+from django_distlock.ground.naming import line_of
 from django_distlock.transactions import Block
 
 from .base import BaseLockBackend, memory
@@ -42,7 +44,7 @@ class _Holding:
     acquired: float
     expires: float
 
-    def held(self, mark: str, waiters: int, now: float) -> Held:
+    def held(self, mark: str, waiters: int | None, now: float) -> Held:
         request = self.request
         return Held(
             request.name,
@@ -75,9 +77,10 @@ class _MemoryRecord:
 
     def admits(self, request: Request, now: float) -> bool:
         """Return True if *request* can have the lock now: it is free for it, and no earlier waiter is first."""
-        if now < self.available or self._is_behind(request):
-            return False
-        if not self.holdings and self.is_guarded():
+        return self.is_free_for(request, now) and not self.is_behind(request)
+
+    def is_free_for(self, request: Request, now: float) -> bool:
+        if now < self.available or (not self.holdings and self.is_guarded()):
             return False
         return all(request.shared and holding.request.shared for holding in self.holdings.values())
 
@@ -98,8 +101,12 @@ class _MemoryRecord:
 
     def listed(self, now: float) -> list[Held]:
         """Return its holdings for operators, or the reservation (min_hold) of its last holder."""
-        waiters, last = len(self.waiters), self.last
-        if self.holdings or self.available <= now or last is None:
+        last = self.last
+        if last is None:
+            return []
+        # Who waits for any of several places waits for none of them.
+        waiters = len(self.waiters) if last.request.place is None else None
+        if self.holdings or self.available <= now:
             return [each.held(digest(owner), waiters, now) for owner, each in self.holdings.items()]
         shown, left = (
             last.held(digest_of_reservation(last.token), waiters, now),
@@ -123,7 +130,7 @@ class _MemoryRecord:
             else:
                 return
 
-    def _is_behind(self, request: Request) -> bool:
+    def is_behind(self, request: Request) -> bool:
         for owner, (other, _) in self.waiters.items():
             if owner == request.owner:
                 return False
@@ -151,6 +158,7 @@ class LocMemBackend(BaseLockBackend):
     supports_listing = True
     supports_detach = True
     supports_min_hold = True
+    finds_place = True
     clock = "client"
     waiting = Waiting(
         way=Way.LISTEN, queueing=Queueing.ENQUEUE, in_line=False, look_again=1.0, writers_first=True
@@ -168,6 +176,8 @@ class LocMemBackend(BaseLockBackend):
         if owned(self._memory.mutex):
             return Busy()  # this code has interrupted another verb of its thread
         with self._memory.mutex:
+            if request.is_for_any_place:
+                return self._try_places(request)
             now, record = (
                 clock.lease_time(),
                 self._memory.records.setdefault(request.key, _MemoryRecord()),
@@ -178,17 +188,59 @@ class LocMemBackend(BaseLockBackend):
                     record.wake()  # the waiters before it may be gone
                 if not record.admits(request, now):
                     return record.busy(now)
-                self._memory.token = token = max(self._memory.token + 1, time.time_ns() // 1000)
-                record.last = _Holding(request, token, now, now + request.ttl)
-                record.holdings[request.owner] = record.last
-                in_hold = max(record.available, now + request.min_hold)
-                record.available = 0.0 if request.shared else in_hold
+                self._grant(record, request, now)
                 record.waiters.pop(request.owner, None)
             return Grant(record.holdings[request.owner].token)
 
+    def _grant(self, record: _MemoryRecord, request: Request, now: float) -> None:
+        self._memory.token = token = max(self._memory.token + 1, time.time_ns() // 1000)
+        record.last = record.holdings[request.owner] = _Holding(
+            request, token, now, now + request.ttl
+        )
+        in_hold = max(record.available, now + request.min_hold)
+        record.available = 0.0 if request.shared else in_hold
+
+    def _try_places(self, request: Request) -> Grant | Busy:
+        now, line = clock.lease_time(), self._line(request)
+        found = [(each, self._record(each)) for each in request.from_any]
+        for each, record in found:
+            record.expire(now)
+            if request.owner in record.holdings:
+                return Grant(record.holdings[request.owner].token, place=each.place)
+        free = [(each, record) for each, record in found if record.is_free_for(each, now)]
+        if free and line.is_behind(request):
+            line.wake()  # the waiters before it may be gone
+        if not free or line.is_behind(request):
+            return first_to_end(record.busy(now) for _, record in found) or Busy()
+        each, record = free[0]
+        self._memory.records[each.key] = record
+        self._grant(record, each, now)
+        self._leave(request)
+        if len(free) > 1:
+            line.wake()  # with as many places free, as many waiters may come
+        return Grant(record.holdings[request.owner].token, place=each.place)
+
+    def _record(self, request: Request) -> _MemoryRecord:
+        return self._memory.records.get(request.key, _MemoryRecord())
+
+    def _line(self, request: Request) -> _MemoryRecord:
+        """Return the record with its queue: with a limit, that of all places."""
+        return self._memory.records.get(request.line, _MemoryRecord())
+
+    def _leave(self, request: Request) -> bool:
+        """Leave the queue; return whether it was in it."""
+        line = self._line(request)
+        was_there = line.waiters.pop(request.owner, None) is not None
+        if was_there and request.limit is not None and not line.waiters:
+            del self._memory.records[request.line]  # nothing else stands there
+        return was_there
+
     def release(self, request: Request) -> Release:
+        if request.is_for_any_place:
+            found = [self.release(each) for each in request.holdings]
+            return Release.RELEASED if Release.RELEASED in found else found[0]
         with self._memory.mutex:
-            record = self._memory.records.get(request.key, _MemoryRecord())
+            record = self._record(request)
             record.expire(clock.lease_time())
             holding = record.holdings.pop(request.owner, None)
             if holding is None and request.owner in self._memory.released:
@@ -197,7 +249,7 @@ class LocMemBackend(BaseLockBackend):
                 return Release.TAKEN if record.holdings else Release.GONE
             self._memory.released.add(request.owner)
             record.available = max(record.available, holding.acquired + request.min_hold)
-            record.wake()
+            (record if request.place is None else self._line(request)).wake()
             if record.is_over(clock.lease_time()):
                 del self._memory.records[request.key]
             return Release.RELEASED
@@ -208,7 +260,7 @@ class LocMemBackend(BaseLockBackend):
 
     def take_over(self, request: Request, former: str) -> bool:
         with self._memory.mutex:
-            record, now = self._memory.records.get(request.key, _MemoryRecord()), clock.lease_time()
+            record, now = self._record(request), clock.lease_time()
             record.expire(now)
             if (holding := record.holdings.pop(former, None)) is not None:
                 changed = replace(holding, request=request, expires=now + request.ttl)
@@ -219,7 +271,7 @@ class LocMemBackend(BaseLockBackend):
         """Refuse the next holder until the caller's transaction ends, on any database."""
         block = Block(connections[using], "guard()")
         with self._memory.mutex:
-            record = self._memory.records.get(request.key, _MemoryRecord())
+            record = self._record(request)
             last = record.holdings.get(request.owner, record.last)
             found = last.token if last else None
             if found != token:
@@ -228,21 +280,25 @@ class LocMemBackend(BaseLockBackend):
 
     def probe(self, request: Request) -> Busy | None:
         with self._memory.mutex:
-            now, record = clock.lease_time(), self._memory.records.get(request.key, _MemoryRecord())
-            record.expire(now)
-            return record.busy(now) if record.holdings or record.available > now else None
+            now = clock.lease_time()
+            return first_to_end(self._look(each, now) for each in request.holdings)
+
+    def _look(self, request: Request, now: float) -> Busy | None:
+        record = self._record(request)
+        record.expire(now)
+        return record.busy(now) if record.holdings or record.available > now else None
 
     def enqueue(self, request: Request, bell: Bell) -> None:
         with self._memory.mutex:
-            record = self._memory.records.setdefault(request.key, _MemoryRecord())
-            record.waiters[request.owner] = request, bell
+            line = self._memory.records.setdefault(request.line, _MemoryRecord())
+            line.waiters[request.owner] = request, bell
 
     def dequeue(self, request: Request) -> None:
         """Leave the queue, and ring the waiter that is first now."""
         with self._memory.mutex:
-            record = self._memory.records.get(request.key)
-            if record and record.waiters.pop(request.owner, None):
-                record.wake()
+            line = self._line(request)
+            if self._leave(request):
+                line.wake()
 
     forget_bell = dequeue
 
@@ -264,7 +320,7 @@ class LocMemBackend(BaseLockBackend):
                 del record.holdings[owner]
             if owner_digest in shown and not record.holdings:
                 record.available = 0.0  # free at once, without its min_hold
-            record.wake()
+            self._memory.records.get(line_of(key), _MemoryRecord()).wake()
             return owner_digest in shown
 
     def purge(
@@ -286,7 +342,7 @@ class LocMemBackend(BaseLockBackend):
         self._memory = _Memory()
 
     def _extend(self, request: Request) -> bool:
-        record, now = self._memory.records.get(request.key, _MemoryRecord()), clock.lease_time()
+        record, now = self._record(request), clock.lease_time()
         record.expire(now)
         holding = record.holdings.get(request.owner)
         if holding is not None:

@@ -105,6 +105,13 @@ class Request:
         return [self.at(place) for place in range(self.limit)]
 
     @property
+    def from_any(self) -> list[Self]:
+        """The same, from a random one on, so that callers rarely ask for the same place."""
+        found = self.holdings
+        first = first_place(len(found))
+        return found[first:] + found[:first]
+
+    @property
     def line(self) -> str:
         """The key of its queue: with a limit, that of all places."""
         return self.key if self.place is None else place_key(self.key, "")

@@ -48,17 +48,20 @@ def patient_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "LONGEST_PAUSE", 10.0)
 
 
-def rival(using: str, name: str) -> Request:
-    """Take the lock as another process would."""
+def rival(using: str, name: str, limit: int | None = None) -> Request:
+    """Take the lock as another process would, with a *limit* any place of it."""
     request = locks[using].request(name, ttl=60, holder=Holder.current("rival"))
-    assert isinstance(locks[using].try_acquire(request, queued=False), Grant)
-    return request
+    if limit is not None:
+        request = request.with_limit(limit)
+    granted = locks[using].try_acquire(request, queued=False)
+    assert isinstance(granted, Grant)
+    return request if granted.place is None else request.at(granted.place)
 
 
-def take(using: str, name: str) -> float:
+def take(using: str, name: str, limit: int | None = None) -> float:
     """Return when the lock was had."""
     try:
-        with lock(name, using=using, timeout=30):
+        with lock(name, using=using, timeout=30, limit=limit):
             return time.monotonic()
     finally:
         connections[using].close()
@@ -78,6 +81,19 @@ def test_a_waiter_has_the_lock_soon_though_it_looks_seldom_itself(watched: str, 
         delays.append(taking.result(20) - released)
 
     assert statistics.median(delays) < 0.25
+
+
+@pytest.mark.usefixtures("patient_waiters")
+def test_a_waiter_has_any_place_soon_that_is_released(watched: str, name: str) -> None:
+    held = [rival(watched, name, 3) for _ in range(3)]
+    for _ in range(3):
+        taking = start(lambda: take(watched, name, 3))
+        never(taking.done, 0.3)
+
+        assert locks[watched].release(held.pop(0)) is Release.RELEASED
+
+        assert taking.result(5)
+        held.append(rival(watched, name, 3))
 
 
 @pytest.mark.usefixtures("patient_waiters")

@@ -84,6 +84,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     supports_purge = True
     supports_detach = True
     supports_min_hold = True
+    finds_place = True
     options: DatabaseOptions
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -105,8 +106,6 @@ class DatabaseBackend(BaseDatabaseBackend):
             queueing=Queueing.ENQUEUE if listens or is_fair else Queueing.NONE,
             in_line=not is_fair,
         )
-        way = Way.LISTEN if listens else Way.POLL
-        self.waiting_for_place = replace(self.waiting, way=way)
 
     def make_dialect(self, vendor: str) -> Dialect:
         options = self.options
@@ -125,7 +124,7 @@ class DatabaseBackend(BaseDatabaseBackend):
         """Try once; the lease counts from here, after the wait for a connection."""
         start = clock.lease_time()
         answer = self.dialect.try_acquire(cursor, request, queued)
-        return Grant(answer.token, start) if isinstance(answer, Grant) else answer
+        return replace(answer, start=start) if isinstance(answer, Grant) else answer
 
     def _try(self, request: Request, queued: bool) -> Grant | Busy:
         try:
@@ -140,10 +139,13 @@ class DatabaseBackend(BaseDatabaseBackend):
         return Busy() if self._ask(self.dialect.is_guarded, request.key) else None
 
     def release(self, request: Request) -> Release:
-        released: Release = self._persist(request.ttl, self._own.ask, self.dialect.release, request)
+        ask, verb = self._own.ask, self.dialect.release
+        found: list[Release] = [
+            self._persist(request.ttl, ask, verb, each) for each in request.holdings
+        ]
         if self.options.fair:
             self._leaders.ring_leader(request.line)
-        return released
+        return Release.RELEASED if Release.RELEASED in found else found[0]
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend all leases in as few statements as possible."""
@@ -266,7 +268,6 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def _watch(self, request: Request, bell: Bell) -> None:
         """Ask the watcher to ring the bell when the lock is free, unless another waiter leads this one."""
-        if self._watcher is None or request.limit is not None:
-            return  # one place may be free while another one is watched
-        if not self._leaders.has_leader(request):
-            self._watcher.expect(request.owner, request.key, bell)
+        if self._watcher is not None and not self._leaders.has_leader(request):
+            keys = tuple(each.key for each in request.holdings)
+            self._watcher.expect(request.owner, keys, bell)

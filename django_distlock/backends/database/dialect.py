@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db.utils import DatabaseError, Error
 
-from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.values import (
+    Busy,
+    Grant,
+    Release,
+    Request,
+    first_place,
+    first_to_end,
+)
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import stored
 
@@ -63,9 +70,11 @@ UPDATE {LOCK} SET owner = %(owner)s, holder = %(holder)s, expires_at = {{expires
 WHERE method_name = %(key)s AND owner = %(former)s AND expires_at > {{now}}
 """
 
-# One row: the holder if the lease is valid, seconds until others can acquire it.
-LOOK = f"SELECT CASE WHEN expires_at > {{now}} THEN holder END, {{left}} FROM {LOCK} WHERE method_name = %(key)s"
-_PROBE = f"{LOOK} AND available_at > {{now}}"
+# For each row: the holder if the lease is valid, seconds until others can acquire it.
+_LOOK = f"SELECT CASE WHEN expires_at > {{now}} THEN holder END, {{left}} FROM {LOCK} WHERE"
+LOOK = f"{_LOOK} method_name = %(key)s"
+# A list of keys follows.
+_PROBE = f"{_LOOK} available_at > {{now}} AND method_name IN "
 
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
@@ -186,7 +195,7 @@ class Dialect(ABC):
         return False
 
     def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        """Acquire the lock, or return its holder. Crowded: it is free, but others are writing its rows."""
+        """Acquire the lock, or any place of it, or return its holder. Crowded: it is free, but others are writing its rows."""
         answer = self.take(cursor, request)
         if queued and isinstance(answer, Grant):
             self.dequeue(cursor, request)
@@ -228,9 +237,11 @@ class Dialect(ABC):
         cursor.execute(statement, {**parameters(request), **more})
 
     def probe(self, cursor: Any, request: Request) -> Busy | None:
-        cursor.execute(self.probe_sql, {"key": request.key})
-        row = cursor.fetchone()
-        return None if row is None else busy(*row)
+        holdings = request.holdings
+        marks, known = listed((each.key for each in holdings), self.parameter)
+        cursor.execute(self.probe_sql + marks, known)
+        rows = cursor.fetchall()
+        return None if len(rows) < len(holdings) else first_to_end(busy(*row) for row in rows)
 
     def version(self, cursor: Any) -> object:
         """Return a value that changes when another connection writes; None if reading it costs as much as a look."""
@@ -338,8 +349,15 @@ def listed(values: Iterable[Any], mark: str = MARK) -> tuple[str, dict[str, Any]
 
 
 def parameters(request: Request) -> dict[str, Any]:
-    """Return the parameters of an acquire; *taken_for*: seconds until others can acquire it, if it is not released."""
+    """Return the parameters of an acquire.
+
+    *taken_for*: seconds until others can acquire it, if it is not released. *first*: the place to begin with.
+    """
+    any_place = {}
+    if request.limit is not None and request.place is None:
+        any_place = {"limit": request.limit, "first": first_place(request.limit)}
     return {
+        **any_place,
         "key": request.key,
         "line": request.line,
         "name": stored(request.name),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.db.models.functions import Now
 from django.db.utils import IntegrityError
 
-from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.values import Busy, Grant, Release, Request, first_to_end
 
 from . import mysql, postgresql
 from .connections import Crowded
@@ -21,6 +21,7 @@ from .dialect import (
     WAITER,
     Dialect,
     busy,
+    listed,
     microseconds,
     parameters,
     short_transaction,
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
-_ROW = f"""
-SELECT owner, holder, fencing_token, acquired_at, expires_at, available_at
-FROM {LOCK} WHERE method_name = %(key)s"""
+_COLUMNS = "owner, holder, fencing_token, acquired_at, expires_at, available_at"
+_ROW = f"SELECT {_COLUMNS} FROM {LOCK} WHERE method_name = %(key)s"
+# A list of keys follows.
+_ROWS = f"SELECT method_name, {_COLUMNS} FROM {LOCK} WHERE method_name IN "
 
 _TAKE = f"""
 UPDATE {LOCK} SET owner = %(owner)s, holder = %(holder)s, fencing_token = %(token)s,
@@ -106,6 +108,8 @@ class Portable(Dialect):
 
     def take(self, cursor: CursorWrapper, request: Request) -> Grant | Busy:
         """Try once; the first use of a name creates its rows, in transactions of their own."""
+        if request.is_for_any_place:
+            return self._take_any(cursor, request)
         answer = self._take(cursor, request)
         if answer is None:
             known = {**parameters(request), **self.times(cursor)}
@@ -116,6 +120,26 @@ class Portable(Dialect):
         if answer is None:
             raise Crowded
         return answer
+
+    def _take_any(self, cursor: CursorWrapper, request: Request) -> Grant | Busy:
+        """Try the places that seem to be free, after its own and before those that have no rows yet."""
+        rows, now = self._rows(cursor, request), self._now(cursor)
+        ranks = {
+            key: 0 if row.owner == request.owner else 1
+            for key, row in rows.items()
+            if row.owner == request.owner or row.available <= now
+        }
+        refused = [row.busy(now) for key, row in rows.items() if key not in ranks]
+        for each in sorted(request.from_any, key=lambda each: ranks.get(each.key, 2)):
+            if each.key in rows and each.key not in ranks:
+                continue
+            answer = self.take(cursor, each)
+            if isinstance(answer, Grant):
+                return Grant(answer.token, place=each.place)
+            refused.append(answer)
+            if self.fair:
+                break  # it is not our turn
+        return first_to_end(refused) or Busy()
 
     def release(self, cursor: CursorWrapper, request: Request) -> Release:
         with self._locked(cursor, request) as (row, known):
@@ -129,12 +153,16 @@ class Portable(Dialect):
             cursor.execute(statement, {**known, **more})
 
     def probe(self, cursor: CursorWrapper, request: Request) -> Busy | None:
-        cursor.execute(_ROW, {"key": request.key})
-        columns = cursor.fetchone()
-        if columns is None:
+        rows = self._rows(cursor, request)
+        if len(rows) < len(request.holdings):
             return None
-        row, now = _LeaseRow(*columns), self._now(cursor)
-        return row.busy(now) if row.available > now else None
+        now = self._now(cursor)
+        return first_to_end(row.busy(now) if row.available > now else None for row in rows.values())
+
+    def _rows(self, cursor: CursorWrapper, request: Request) -> dict[str, _LeaseRow]:
+        marks, keys = listed(each.key for each in request.holdings)
+        cursor.execute(_ROWS + marks, keys)
+        return {key: _LeaseRow(*columns) for key, *columns in cursor.fetchall()}
 
     def enqueue(self, cursor: CursorWrapper, request: Request, channel: str) -> int:
         known = {**parameters(request), "channel": channel}

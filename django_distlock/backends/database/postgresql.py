@@ -19,6 +19,7 @@ except ImportError:
 
 from django_distlock.engine.values import Busy, Grant, Request, Secret
 from django_distlock.exceptions import first_line
+from django_distlock.ground.naming import place_of
 
 from .bounds import wait_for_reply
 from .connections import Crowded
@@ -36,6 +37,8 @@ from .dialect import (
     parameters,
 )
 
+#: Of the free places of a lock, how many are tried: others may be acquiring the first ones.
+ENOUGH = 16
 #: Whether the driver is psycopg 3, and not psycopg2.
 HAS_PSYCOPG3: bool = _is_psycopg3
 if HAS_PSYCOPG3:
@@ -74,25 +77,25 @@ _DURABLE = """set_config('synchronous_commit', CASE WHEN current_setting('synchr
 # One row: token (null: refused), holder, seconds until others can acquire it, whether it was seen free:
 # a refusal in spite of that means that the counter is locked.
 _ACQUIRE = f"""
-WITH seen AS (
+WITH {{chosen}}seen AS (
     SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, {_HOLDER} AS holder,
            {_LEFT} AS remaining
-    FROM {LOCK} WHERE method_name = %(key)s
+    FROM {LOCK} WHERE method_name = {{key}}
 ), allowed AS MATERIALIZED (
     SELECT coalesce((SELECT mine FROM seen), false) AS mine,
            coalesce((SELECT free FROM seen), true) AND {{turn}} AS free
 ), counter AS MATERIALIZED (
     SELECT value FROM {COUNTER}
-    WHERE method_name = %(key)s AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
+    WHERE method_name = {{key}} AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
 ), settled AS MATERIALIZED (
     SELECT set_config('lock_timeout', '{ROW_WAIT:g}s', true), {_DURABLE.format("true")}
     FROM allowed
     WHERE mine OR (free AND (EXISTS (SELECT FROM counter)
-        OR NOT EXISTS (SELECT FROM {COUNTER} WHERE method_name = %(key)s)))
+        OR NOT EXISTS (SELECT FROM {COUNTER} WHERE method_name = {{key}})))
 ), granted AS (
     INSERT INTO {LOCK} AS l (method_name, description, owner, holder, fencing_token, acquired_at,
                              expires_at, available_at, updated_at)
-    SELECT %(key)s, %(name)s, %(owner)s, %(holder)s,
+    SELECT {{key}}, %(name)s, %(owner)s, %(holder)s,
            greatest(coalesce((SELECT value FROM counter), 0) + 1, {MICROSECONDS}), clock_timestamp(),
            {_AFTER.format("%(ttl)s")}, {_AVAILABLE}, clock_timestamp()
     FROM settled
@@ -107,13 +110,38 @@ WITH seen AS (
     RETURNING fencing_token, holder
 ), counted AS (
     INSERT INTO {COUNTER} AS c (method_name, value, holder)
-    SELECT %(key)s, fencing_token, holder FROM granted
+    SELECT {{key}}, fencing_token, holder FROM granted
     ON CONFLICT (method_name) DO UPDATE SET value = excluded.value, holder = excluded.holder
     WHERE c.value < excluded.value
 ){{queue}}
 SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT remaining FROM seen),
-       (SELECT free FROM allowed)
+       (SELECT free FROM allowed){{more}}
 """
+
+# For a lock with a limit, the key is that of one of its places.
+#
+# places    each, in the order in which they are tried.
+# free      the first ones that were seen free.
+# open      the first of these that no other acquire has locked, locked.
+# chosen    its own, else that one, else one that has no row yet, else the one that is free first.
+# Arrays and LIMIT keep the planner, which does not know how many places there are, from reading the whole table.
+_CHOSEN = f"""places AS MATERIALIZED (
+    SELECT number, key, l.owner, l.available_at
+    FROM generate_series(0, %(limit)s::int - 1) AS number,
+        concat(%(line)s::text, mod(%(first)s::int + number, %(limit)s::int)) AS key
+    LEFT JOIN LATERAL (SELECT owner, available_at FROM {LOCK} WHERE method_name = key LIMIT 1) AS l ON true
+), free AS MATERIALIZED (
+    SELECT key FROM places WHERE available_at <= clock_timestamp() ORDER BY number LIMIT {ENOUGH}
+), open AS MATERIALIZED (
+    SELECT method_name FROM {LOCK}
+    WHERE method_name = ANY(ARRAY(SELECT key FROM free)) AND available_at <= clock_timestamp() AND {{turn}}
+    ORDER BY array_position(ARRAY(SELECT key FROM free), method_name::text) LIMIT 1 FOR UPDATE SKIP LOCKED
+), chosen AS MATERIALIZED (
+    SELECT coalesce((SELECT key FROM places WHERE owner = %(owner)s LIMIT 1), (SELECT method_name FROM open),
+        (SELECT key FROM places WHERE available_at IS NULL ORDER BY number LIMIT 1),
+        (SELECT key FROM places ORDER BY available_at LIMIT 1)) AS key
+), """
+_KEY = "(SELECT key FROM chosen)"
 
 # A waiter that is granted leaves the queue; one that is refused renews its place.
 _QUEUE = f""", gone AS (
@@ -270,11 +298,20 @@ class PostgreSQL(Dialect):
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
-        self._acquire = self.sql(_ACQUIRE, queue="")
-        self._acquire_queued = self.sql(_ACQUIRE, queue=_QUEUE)
-        self._acquire_place = self.sql(
-            _ACQUIRE + ", (SELECT count(*) FROM woken)", queue=_QUEUE_OF_PLACES
-        )
+        one = {"key": "%(key)s", "chosen": "", "more": ""}
+        any_place = {"key": _KEY, "chosen": self.sql(_CHOSEN)}
+        #: By whether it is for any place, and whether it is queued.
+        self._acquire = {
+            (False, False): self.sql(_ACQUIRE, queue="", **one),
+            (False, True): self.sql(_ACQUIRE, queue=_QUEUE, **one),
+            (True, False): self.sql(_ACQUIRE, queue="", more=f", {_KEY}", **any_place),
+            (True, True): self.sql(
+                _ACQUIRE,
+                queue=_QUEUE_OF_PLACES,
+                more=f", {_KEY}, (SELECT count(*) FROM woken)",
+                **any_place,
+            ),
+        }
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
         """Return options that find a dead server soon; remove the application's isolation level."""
@@ -312,13 +349,11 @@ class PostgreSQL(Dialect):
         return "statement pooling mode" in str(error)  # of PgBouncer
 
     def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        statement = self._acquire
-        if queued:
-            statement = self._acquire_queued if request.limit is None else self._acquire_place
+        statement = self._acquire[request.is_for_any_place, queued]
         cursor.execute(statement, parameters(request))
-        token, holder, remaining, is_free, *_ = cursor.fetchone()
+        token, holder, remaining, is_free, *chosen = cursor.fetchone()
         if token is not None:
-            return Grant(token)
+            return Grant(token, place=place_of(chosen[0]) if chosen else None)
         if is_free:
             raise Crowded
         return busy(holder, remaining)

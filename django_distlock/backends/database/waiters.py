@@ -235,14 +235,14 @@ class Watcher(Listener):
         """Ring for the locks that are free; return what was seen. *before*: what was seen at the last look."""
         with self._mutex:
             waiting = list(self._bells.values())
-        keys = sorted({key for key, _ in waiting})
+        keys = sorted({key for those, _ in waiting for key in those})
         if not keys:
             return _Seen()
         version = self._dialect.version(cursor)
         if version is not None and version == before.version and before.tokens.keys() == {*keys}:
             return before
         found = self._dialect.look_at(cursor, keys)
-        for key, bell in waiting:
-            if key not in found or found[key][1]:
+        for those, bell in waiting:
+            if any(key not in found or found[key][1] for key in those):
                 bell.ring()
         return _Seen(version, {key: found.get(key, (0, True))[0] for key in keys})
