@@ -59,7 +59,7 @@ def length(ensemble: Ensemble, root: str, name: str) -> int:
 
 def watched(alias: str = "locks") -> set[str]:
     """Return the nodes whose going the waiters of this process wait for."""
-    return {node.watched for node in nodes(alias)} - {""}
+    return {path for node in nodes(alias) for path in node.watched}
 
 
 def nodes(alias: str = "locks") -> list[Node]:

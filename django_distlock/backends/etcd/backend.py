@@ -9,6 +9,7 @@ from django.core.checks import CheckMessage, Error
 
 from django_distlock.backends.base import server_error
 from django_distlock.backends.queue.backend import QueueBackend
+from django_distlock.backends.queue.places import turn_of
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.acquisition import LAST
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
@@ -46,16 +47,17 @@ class EtcdBackend(QueueBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        goes_on = queued and _goes_on(left)
+        goes_on, waiting = queued and _goes_on(left), self._waiting(request)
         try:
             self._session.ready()
-            if goes_on and (busy := self._recipe.known_busy(request)) is not None:
+            if goes_on and (busy := self._recipe.known_busy(waiting)) is not None:
                 return busy
             return self._recipe.acquire(request, queued=queued)
         except LockBackendError:
             # A waiter keeps its place while the session lasts; by its timeout etcd may answer again.
-            entry = self._recipe.get(request.owner)
-            if goes_on and entry is not None and entry.is_in_line:
+            entry = self._recipe.get(waiting.owner)
+            is_in_line = entry is not None and (entry.is_in_line or waiting is not request)
+            if goes_on and entry is not None and is_in_line:
                 return entry.busy
             raise
 
@@ -64,7 +66,8 @@ class EtcdBackend(QueueBackend):
     ) -> Grant | Busy:
         # Without a thread, because a crowd of tasks asks for this once a second each.
         goes_on = queued and _goes_on(left)
-        if goes_on and (busy := self._recipe.known_busy(request)) is not None:
+        busy = self._recipe.known_busy(self._waiting(request)) if goes_on else None
+        if busy is not None:
             return busy
         return await super().atry_acquire(request, queued=queued, left=left)
 
@@ -78,14 +81,15 @@ class EtcdBackend(QueueBackend):
         return self._recipe.probe(request)
 
     def _is_told(self, request: Request, bell: Bell) -> bool:
-        entry = self._recipe.get(request.owner)
+        entry = self._recipe.get(self._waiting(request).owner)
         if entry is None:
             return False
         entry.bell = bell
         return bool(entry.watched) or not self._recipe.watcher.is_fresh
 
     def forget_bell(self, request: Request) -> None:
-        """Stop ringing its bell; a waiter that is not granted by now leaves the line."""
+        """Stop ringing its bell; a waiter that is not granted by now leaves the line, as does one that has a place."""
+        self._leave_line(request)
         if (entry := self._recipe.get(request.owner)) is not None:
             entry.bell = None
             if not entry.is_granted:
@@ -93,7 +97,12 @@ class EtcdBackend(QueueBackend):
 
     def abandon_later(self, request: Request) -> None:
         """Delete the key in the background; try until it works or the session has ended."""
+        self._leave_line(request)
         self._threads.after(request, partial(self._recipe.abandon, request))
+
+    def _leave_line(self, request: Request) -> None:
+        if request.limit is not None:
+            self._threads.after(request, partial(self._recipe.abandon, turn_of(request)))
 
     def is_session_over(self, request: Request) -> bool:
         entry = self._recipe.get(request.owner)

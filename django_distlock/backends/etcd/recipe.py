@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count, groupby
-from typing import Any
+from operator import call
+from typing import Any, TypeVar
 
 from django_distlock.backends.base import KEYS
 from django_distlock.backends.queue.labels import Label, label, quoted, unquoted, wished_ttl
+from django_distlock.backends.queue.places import Known, acquire_any, is_line, turn_of
 from django_distlock.engine.background import Alarm, background
+from django_distlock.engine.steps import Steps, run
 from django_distlock.engine.values import (
     Busy,
     Grant,
@@ -20,6 +23,7 @@ from django_distlock.engine.values import (
     Request,
     batches,
     digest,
+    first_to_end,
 )
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
@@ -54,6 +58,7 @@ OPERATIONS, PAGE = 128, 1000
 #: Seconds before what could not be deleted is tried again.
 RETRY = 1.0
 
+_T = TypeVar("_T")
 _Json = dict[str, Any]
 
 
@@ -92,7 +97,34 @@ class EtcdRecipe:
         return entry.busy if self._session.is_fresh(entry.lease_id) else None
 
     def acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
-        """Stand in line, and return whether the lock is ours; if not, keep the place only if *queued*."""
+        """Stand in line, and return whether the lock is ours, or any place of it; if not, keep that only if *queued*."""
+        if not request.is_for_any_place:
+            return self._acquire(request, queued=queued)
+        tried, turn = self.get(request.owner), self.get(turn_of(request).owner)
+        is_first = turn is not None and turn.is_granted and not self._session.is_over(turn.lease_id)
+        known = Known(tried.request if tried else None, turn is not None, is_first)
+        take, look = _steps(self._acquire), _steps(self._look_at_places)
+        return run(acquire_any(request, known, take, look, queued=queued), call)
+
+    def _look_at_places(self, request: Request, *, watches: bool = False) -> list[Busy | None]:
+        """Return who has each place of *request*, None where it is free; *watches*: see acquire_any()."""
+        line = self._folder(request.line)
+        # The names of places are digits.
+        area = {"key": encoded(f"{line}0"), "range_end": encoded(f"{line}:")}
+        reply = self._ask(find(area, **_FIRST))
+        firsts: dict[str, _Json] = {}
+        for kv in kvs(reply.body["responses"][0]):
+            firsts.setdefault(decoded(kv["key"]).rpartition("/")[0], kv)
+        holders = [firsts.get(self._folder(each.key)) for each in request.holdings]
+        found = [None if kv is None else _busy([kv]) for kv in holders]
+        turn = self.get(turn_of(request).owner) if watches else None
+        if turn is not None and None not in found:
+            turn.busy = first_to_end(found) or Busy()
+            keys = [decoded(kv["key"]) for kv in holders if kv is not None]
+            self.watcher.add(turn, keys, reply.revision, is_all=False)
+        return found
+
+    def _acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
         entry, began = self._entry(request), clock.lease_time()
         # Before it is granted, as an entry without an end would count as ended.
         entry.ends = max(entry.ends, began + wished_ttl(request))
@@ -380,6 +412,8 @@ class EtcdRecipe:
         return True
 
     def probe(self, request: Request) -> Busy | None:
+        if request.is_for_any_place:
+            return first_to_end(self._look_at_places(request))
         ask = find(below(self._folder(request.key)), limit=1, **_FIRST)
         found = kvs(self._ask(ask).body["responses"][0])
         return _busy(found) if found else None
@@ -392,7 +426,7 @@ class EtcdRecipe:
         folder = namespace.rstrip("/") if key is None else self._folder(key)
         for quoted_key, some in groupby(self._pages(folder), lambda kv: _folder_of(kv, namespace)):
             name = unquoted(quoted_key)
-            if name is not None:
+            if name is not None and not is_line(name):
                 yield from self._shown(name, [*some])
 
     def _pages(self, folder: str) -> Iterator[_Json]:
@@ -427,6 +461,16 @@ class EtcdRecipe:
                 reply = self._ask(delete(path), compare=[is_same])
                 return bool(reply.body.get("succeeded")) or not reply.is_sure
         return False
+
+
+def _steps(act: Callable[..., _T]) -> Callable[..., Steps[Any, _T]]:
+    """Return *act* as steps that ask for nothing."""
+
+    def steps(*args: Any, **terms: Any) -> Steps[Any, _T]:
+        return act(*args, **terms)
+        yield
+
+    return steps
 
 
 # What it asks for.

@@ -10,6 +10,7 @@ from django_distlock.engine.values import Release, Request
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 
 from .labels import SessionRequest
+from .places import turn_of
 
 if TYPE_CHECKING:
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
@@ -23,6 +24,7 @@ class QueueBackend(BaseLockBackend):
     supports_shared = True
     supports_fair = True
     supports_listing = True
+    finds_place = True
     session_bound = True
     clock = "session"
     waiting = Waiting(
@@ -44,6 +46,10 @@ class QueueBackend(BaseLockBackend):
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         if self._is_told(request, bell):
             await bell.wait(seconds)
+
+    def _waiting(self, request: Request) -> Request:
+        """Return the request that stands in the line: itself, or that for the turn of a waiter for any place."""
+        return turn_of(request) if request.is_for_any_place else request
 
     @abstractmethod
     def _is_told(self, request: Request, bell: Bell) -> bool:

@@ -11,6 +11,7 @@ from kazoo.exceptions import AuthFailedError, KazooException
 
 from django_distlock.backends.base import StepsBackend, server_error
 from django_distlock.backends.queue.backend import QueueBackend
+from django_distlock.backends.queue.places import IN_LINE, turn_of
 from django_distlock.conf import LONGEST, BackendSettings
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
@@ -71,12 +72,14 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         return await self._arun(self._verbs.acquire(request, queued=queued, ends=ends), ends, last)
 
     def has_leader(self, request: Request) -> bool:
-        node = self._nodes.get(request.owner)
+        node = self._nodes.get(self._waiting(request).owner)
         turn = node.turn if node and node.watched else None
         return turn is not None and turn.ahead is not None
 
     def forget_bell(self, request: Request) -> None:
-        """Stop ringing its bell; a waiter that is not granted by now leaves the line."""
+        """Stop ringing its bell; a waiter that is not granted by now leaves the line, as does one that has a place."""
+        if request.limit is not None:
+            self._leave_line(request)
         if (node := self._nodes.get(request.owner)) is not None:
             node.bell = None
             if not node.is_granted:
@@ -87,8 +90,14 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
 
     def abandon_later(self, request: Request) -> None:
         """Delete the node in the background; try until it works or the session has ended."""
+        if request.limit is not None:
+            self._leave_line(request)
         if (node := self._nodes.get(request.owner)) is not None:
             self._nodes.drop(node)
+
+    def _leave_line(self, request: Request) -> None:
+        if (turn := self._nodes.get(turn_of(request).owner)) is not None:
+            self._nodes.drop(turn)
 
     def is_session_over(self, request: Request) -> bool:
         node = self._nodes.get(request.owner)
@@ -161,7 +170,7 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         A waiter waits for silent servers too, as another server may take over the session. One that was answered
         before, and is in line, waits longest: the ensemble may be without a quorum for long.
         """
-        node = self._nodes.get(request.owner)
+        node = self._nodes.get(self._waiting(request).owner)
         longest = LONGEST if node and node.looked_at else self.options.session_timeout
         patience = LONGEST if left is None else left
         now, soon = clock.wait_time(), self.options.io_timeout
@@ -197,7 +206,7 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         return LockBackendError(self.alias, f"the ensemble refused: {kind}")
 
     def _is_told(self, request: Request, bell: Bell) -> bool:
-        node = self._nodes.get(request.owner)
+        node = self._nodes.get(self._waiting(request).owner)
         if node is None:
             return False
         node.bell = bell
@@ -235,7 +244,7 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         """Release the locks whose leases have ended by our own clock meanwhile, and confirm the others."""
         owners = {lease.request.owner for lease in registry.leases() if lease.backend is self}
         for node in self._nodes.granted():
-            if node.request.owner not in owners:
+            if node.request.owner.removesuffix(IN_LINE) not in owners:
                 self._nodes.drop(node)
         asked = [(lease, request) for lease in self._leases() if (request := _renewal(lease))]
         start = clock.lease_time()

@@ -85,8 +85,8 @@ class Node:
     #: The end of its hold (``clock.lease_time()``), unless it is extended.
     ends: float = 0.0
     bell: Bell | None = None
-    #: The node that it waits for, if any; the holder seen at the last look, and when that was (wait time).
-    watched: str = ""
+    #: The nodes that it waits for: until one has gone; the holder seen at the last look, and when that was (wait time).
+    watched: tuple[str, ...] = ()
     busy: Busy = field(default_factory=Busy)
     looked_at: float = 0.0
 
@@ -145,7 +145,7 @@ class Nodes:
         self._leave_owner(node)
 
     def _leave_owner(self, node: Node) -> None:
-        node.watched = ""
+        node.watched = ()
         with self.mutex:
             if self.by_owner.get(node.request.owner) is node:
                 del self.by_owner[node.request.owner]
@@ -157,10 +157,10 @@ class Nodes:
         """Ring the waiters of the node in *event*. Kazoo calls this once for each node, however many watch it."""
         # The path is None if the connection was lost: kazoo has then dropped all watches.
         watching = [node for node in list(self.by_owner.values()) if node.watched]
-        waiting = [node for node in watching if event.path in {None, node.watched}]
+        waiting = [node for node in watching if event.path in {None, *node.watched}]
         for node in waiting:
             # Before the bell, because a waiter checks this right before it waits for the bell.
-            node.watched = ""
+            node.watched = ()
         self._ring(waiting)
 
     def _ring(self, nodes: Iterable[Node]) -> None:

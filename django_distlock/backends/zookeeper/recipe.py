@@ -10,7 +10,8 @@ from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, Sessio
 
 from django_distlock.backends.base import KEYS
 from django_distlock.backends.queue.labels import TOKENS, Label, quoted, unquoted, wished_ttl
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request
+from django_distlock.backends.queue.places import Known, acquire_any, is_line, turn_of
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request, first_to_end
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 from django_distlock.ground import clock
 
@@ -60,10 +61,48 @@ class Recipe:
     # Acquiring.
 
     def acquire(self, request: Request, *, queued: bool, ends: float = 0.0) -> Steps[Grant | Busy]:
-        """Make a node, and return whether the lock is ours; if not, keep the node only if *queued*.
+        """Make a node, and return whether the lock is ours, or any place of it; if not, keep the node only if *queued*.
 
         *ends*: the time (wait time) until which to try again if the connection breaks.
         """
+        if not request.is_for_any_place:
+            return (yield from self._acquire(request, queued=queued, ends=ends))
+        tried, turn = self._nodes.get(request.owner), self._nodes.get(turn_of(request).owner)
+        if queued and turn and self._is_unchanged(turn):
+            return turn.busy
+        is_first = turn is not None and turn.is_granted and not self._nodes.is_dead(turn)
+        known = Known(tried.request if tried else None, turn is not None, is_first)
+        take = partial(self._acquire, ends=ends)
+        return (yield from acquire_any(request, known, take, self._look_at_places, queued=queued))
+
+    def _look_at_places(
+        self, request: Request, *, watches: bool = False
+    ) -> Steps[list[Busy | None]]:
+        """Return who has each place of *request*, None where it is free; *watches*: see acquire_any()."""
+        client = yield from self._connected()
+        folders = [self.folder(each.key) for each in request.holdings]
+        lines = yield [partial(client.get_children_async, folder) for folder in folders]
+        firsts = [
+            f"{folder}/{children.all[0].name}"
+            for folder, line in zip(folders, lines, strict=True)
+            if not isinstance(line, NoNodeError) and (children := Children(value(line))).all
+        ]
+        if len(firsts) < len(folders):
+            taken = {path.rpartition("/")[0] for path in firsts}
+            return [Busy() if folder in taken else None for folder in folders]
+        node = self._nodes.get(turn_of(request).owner) if watches else None
+        watch = () if node is None else (self._nodes.changed,)
+        if node is not None:
+            node.watched = tuple(firsts)  # before the requests, because a watch may fire at once
+        outcomes = yield [partial(client.get_async, path, *watch) for path in firsts]
+        found = [None if isinstance(each, NoNodeError) else _busy(each) for each in outcomes]
+        if node is not None:
+            node.busy, node.looked_at = first_to_end(found) or Busy(), clock.wait_time()
+            if None in found:
+                node.watched = ()
+        return found
+
+    def _acquire(self, request: Request, *, queued: bool, ends: float) -> Steps[Grant | Busy]:
         node = self._nodes.get(request.owner)
         if queued and node and self._is_unchanged(node):
             return node.busy
@@ -111,21 +150,21 @@ class Recipe:
                 self._nodes.drop(node)
                 return _busy(*(yield [first]))
             path = f"{node.folder}/{ahead.name}"
-            node.watched = path  # before the request, because its watch may fire at once
+            node.watched = (path,)  # before the request, because its watch may fire at once
             watching = partial(client.get_async, path, self._nodes.changed)
             outcomes = yield [watching] if ahead is children.all[0] else [watching, first]
             if not isinstance(outcomes[0], Exception):
                 node.busy, node.looked_at = _busy(outcomes[-1]), clock.wait_time()
                 node.crowd.busy = node.busy
                 return node.busy
-            node.watched = ""
+            node.watched = ()
             if not isinstance(outcomes[0], NoNodeError):  # else it has gone since the list
                 raise outcomes[0]
         return Busy()
 
     def _grant(self, client: Any, node: Node) -> Steps[Grant]:
         offset = yield from self._token_offset(client, node.czxid, node.made_at)
-        node.watched, node.is_granted = "", True
+        node.watched, node.is_granted = (), True
         node.crowd.busy = Busy(node.request.holder)
         if node.turn is not None:
             node.turn.has_held, node.turn.ahead = not node.request.shared, None
@@ -146,12 +185,12 @@ class Recipe:
                 yield from self._make_folder(client, node.folder)
                 yield [creating]
         while node.turn is not None and (ahead := node.turn.ahead) is not None:
-            node.watched = ahead.path  # as below
+            node.watched = (ahead.path,)  # as below
             [outcome] = yield [partial(client.get_async, ahead.path, self._nodes.changed)]
             if not isinstance(outcome, Exception):
                 node.busy, node.looked_at = node.crowd.busy, clock.wait_time()
                 return False
-            node.watched = ""
+            node.watched = ()
             if not isinstance(outcome, NoNodeError):
                 raise outcome
             if ahead.has_held:
@@ -263,6 +302,8 @@ class Recipe:
         return True
 
     def probe(self, request: Request) -> Steps[Busy | None]:
+        if request.is_for_any_place:
+            return first_to_end((yield from self._look_at_places(request)))
         client = yield from self._connected()
         folder = self.folder(request.key)
         children = Children((yield from self._nodes.names(client, folder))).all
@@ -282,6 +323,7 @@ class Recipe:
 
     def holders(self, keys: Sequence[str]) -> Steps[list[Held]]:
         client = yield from self._connected()
+        keys = [key for key in keys if not is_line(key)]
         folders = [self.folder(key) for key in keys]
         outcomes = yield [partial(client.get_children_async, folder) for folder in folders]
         shown = []
