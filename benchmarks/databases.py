@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.contenders import Contender, ours, peer, polled
+from benchmarks.contenders import Contender, ours, peer, places, polled
 from django_distlock import locks
 from django_distlock.ground.holder import Holder
 from tests.fixtures.mariadb import MariaDB
@@ -72,7 +72,8 @@ def sqlite() -> Iterator[None]:
 @cache
 def sqlite_field() -> Field:
     """Return who is measured there."""
-    return {"SQLite, lease rows": [_raw_lease("sqlite"), _our_statements("sqlite"), ours("sqlite")]}
+    own = [ours("sqlite"), *places("sqlite")]
+    return {"SQLite, lease rows": [_raw_lease("sqlite"), _our_statements("sqlite"), *own]}
 
 
 @contextmanager
@@ -133,7 +134,12 @@ def _all_kinds(alias: str) -> Field:
 
     advisory = ADVISORY[connections[alias].vendor]
     return {
-        f"{alias}, lease rows": [_raw_lease(alias), _our_statements(alias), ours(alias)],
+        f"{alias}, lease rows": [
+            _raw_lease(alias),
+            _our_statements(alias),
+            ours(alias),
+            *places(alias),
+        ],
         f"{alias}, held rows": [
             _raw(alias, "raw FOR UPDATE", HOLD, "COMMIT"),
             ours(f"{alias}-rowlock"),

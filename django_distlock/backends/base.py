@@ -65,8 +65,8 @@ class BaseLockBackend(ABC):
     supports_purge: bool = False
     supports_detach: ClassVar[bool] = False
     supports_min_hold: ClassVar[bool] = False
-    #: Whether try_acquire() and probe() find a free place themselves, for a request with a limit; otherwise each
-    #: place is asked for as a lock of its own.
+    #: Whether try_acquire() and probe() find a free place themselves, for a request with a limit, whose queue has
+    #: the key ``Request.line``; otherwise each place is asked for as a lock of its own.
     finds_place: bool = False
     #: Whether extend() prolongs a lease; otherwise it only returns whether the lease is still held.
     supports_extend: ClassVar[bool] = True
@@ -81,8 +81,6 @@ class BaseLockBackend(ABC):
 
     #: How waiters wait; in some backends it depends on the server or the OPTIONS.
     waiting: Waiting = Waiting()
-    #: How they wait for one of several places, unless try_acquire() finds it: the queue has the key ``Request.line``.
-    waiting_for_place: Waiting = Waiting()
 
     def __init__(self, settings: BackendSettings) -> None:
         """Make the backend of one alias; ValueError or TypeError for wrong OPTIONS."""

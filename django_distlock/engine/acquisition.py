@@ -33,7 +33,7 @@ from .deadlocks import LockId, Waiter, wait_graph
 from .registry import registry
 from .steps import Steps, arun, asking_again, is_worth_asking_again, run
 from .values import Busy, Grant, Request, first_place, first_to_end
-from .waiting import Queueing, Wait, Way
+from .waiting import Queueing, Wait, Waiting, Way
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +60,8 @@ _AT_A_LOCK = {
 INTERRUPTS = "this code has interrupted its own thread in the midst of a lock: use timeout=0 here, or another thread"
 #: What it says to a task, of trio perhaps, whose wait would stop all tasks of its thread.
 STOPS_HOLDER = "a task of this thread holds it, which cannot go on while this one waits: use trio.to_thread.run_sync"
+#: How to wait where each place must be asked for.
+_FOR_PLACES = Waiting()
 #: What is known of the holder before the first answer.
 _UNKNOWN = Busy()
 #: Seconds to stand back for other processes, after many hand-offs inside this one.
@@ -297,7 +299,7 @@ class Attempt:
         # An asynchronous exception may have ended the first try after the server carried it out.
         self.on_server = OnServer.UNKNOWN
         self._tries_places = _tries_places(backend, lease.request)
-        self._waiting = backend.waiting_for_place if self._tries_places else backend.waiting
+        self._waiting = _FOR_PLACES if self._tries_places else backend.waiting
         self._way = self._waiting.way
         #: Of the lock; the request may become that for one of its places.
         self._key = lease.request.key
@@ -390,7 +392,7 @@ class Attempt:
         gets_place = self._waiting.queueing is Queueing.BY_TRYING and not this.is_last
         queued = gets_place or self.on_server is OnServer.PLACE
         if self._tries_places:
-            answer = yield from self._ask_places(this, queued=queued)
+            answer = yield from self._ask_places(this)
         elif not isinstance(answer, (Grant, Busy)):
             answer = yield from self._ask(this, answer, queued=queued)
         if isinstance(answer, Busy):
@@ -440,16 +442,16 @@ class Attempt:
             raise
         return answer
 
-    def _ask_places(self, this: Try, *, queued: bool) -> Steps[Act, Grant | Busy]:
+    def _ask_places(self, this: Try) -> Steps[Act, Grant | Busy]:
         """Ask for each place, until one is granted; else return the one whose lease ends first."""
         refused: list[Busy] = []
         for place in _places(self.request.limit or 0):
             self.lease.ask_for(place)
             start = clock.lease_time()
-            answer = yield from self._ask(this._replace(start=start), None, queued=queued)
+            answer = yield from self._ask(this._replace(start=start), None, queued=False)
             if isinstance(answer, Grant):
                 return Grant(answer.token, answer.start or start)
-            self.on_server = OnServer.PLACE if queued else OnServer.NOTHING
+            self.on_server = OnServer.NOTHING
             refused.append(answer)
         return first_to_end(refused) or _UNKNOWN
 
@@ -491,7 +493,7 @@ class Attempt:
                 seconds = self.wait.bounded(LED)
             else:
                 seconds = waiting.pause(self.wait, self.busy.remaining)
-            if self._tries_places and waiting.queueing is Queueing.NONE:
+            if self._tries_places:
                 yield self._rest(self.bell.wait, seconds)
             else:
                 yield self._rest(self.calls.sleep, self.request, self.bell, seconds)

@@ -15,7 +15,7 @@ import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.etcd.gateway import MemberConnection, Reply
-from django_distlock.engine.values import Busy, Release
+from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.naming import LONGEST_LISTED
 from testproject.models import Account
 from tests.fixtures.etcd import Cluster, EtcdMember
@@ -99,6 +99,51 @@ def test_a_free_lock_costs_two_requests(sent: list[Any]) -> None:
         assert [path for path, _ in sent] == ["/v3/kv/txn"]
 
     assert [path for path, _ in sent] == ["/v3/kv/txn"] * 2
+
+
+def test_a_free_place_costs_two_requests(sent: list[Any]) -> None:
+    with lock("warm", using="locks"):
+        pass
+    sent.clear()
+
+    with lock("x", using="locks", limit=4):
+        assert [path for path, _ in sent] == ["/v3/kv/txn"]
+
+    assert [path for path, _ in sent] == ["/v3/kv/txn"] * 2
+
+
+def test_one_look_tells_which_places_are_free(sent: list[Any]) -> None:
+    taken = [lock("x", using="elsewhere", limit=4, reentrant=False).acquire() for _ in range(3)]
+    with lock("warm", using="locks"):
+        pass
+    sent.clear()
+
+    with lock("x", using="locks", limit=4) as lease:
+        assert lease.place not in {each.place for each in taken if each}
+        # The first one may have been asked for at once.
+        assert len(sent) in {1, 3}
+
+    for each in taken:
+        assert each
+        each.release()
+
+
+def test_a_waiter_for_a_place_that_nobody_rings_asks_nothing(sent: list[Any]) -> None:
+    holders, (waiter, next_one) = _places("x", 2), _places("x", 2)
+    assert all(stands(holder) for holder in holders)
+    for each in (waiter, next_one, waiter, next_one):
+        assert stands(each) is None
+    sent.clear()
+
+    for _ in range(5):
+        assert stands(waiter) is None
+        assert stands(next_one) is None
+
+    assert sent == []
+
+
+def _places(name: str, limit: int) -> list[Request]:
+    return [rival(name).with_limit(limit) for _ in range(limit)]
 
 
 async def test_a_task_sends_the_same(sent: list[Any]) -> None:

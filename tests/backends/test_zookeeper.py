@@ -20,7 +20,7 @@ from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNot
 from django_distlock.backends.queue.labels import quoted
 from django_distlock.backends.zookeeper.nodes import Node
 from django_distlock.backends.zookeeper.recipe import Recipe
-from django_distlock.engine.values import Busy, Release
+from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground import clock
 from django_distlock.ground.naming import LONGEST_LISTED
 from testproject.models import Account
@@ -112,6 +112,39 @@ def test_a_free_lock_costs_three_requests(sent: Callable[[], list[str]]) -> None
 
     assert sorted(taken) == ["Create2", "GetChildren", "reply", "reply"]
     assert sent() == ["Delete", "reply"]
+
+
+def test_a_free_place_costs_three_requests(sent: Callable[[], list[str]]) -> None:
+    for _ in range(20):  # until each place has been used
+        with lock("warm", using="locks"), lock("x", using="locks", limit=2):
+            pass
+    sent()
+
+    with lock("x", using="locks", limit=2):
+        taken = sent()
+
+    assert sorted(taken) == ["Create2", "GetChildren", "reply", "reply"]
+    assert sent() == ["Delete", "reply"]
+
+
+def test_a_waiter_for_a_place_that_nobody_rings_asks_nothing(
+    sent: Callable[[], list[str]],
+) -> None:
+    holders, (waiter, next_one) = _places("x", 2), _places("x", 2)
+    assert all(stands(holder) for holder in holders)
+    for each in (waiter, next_one, waiter, next_one):
+        assert stands(each) is None
+    eventually(lambda: not sent())
+
+    for _ in range(5):
+        assert stands(waiter) is None
+        assert stands(next_one) is None
+
+    assert sent() == []
+
+
+def _places(name: str, limit: int) -> list[Request]:
+    return [rival(name).with_limit(limit) for _ in range(limit)]
 
 
 async def test_a_task_sends_the_same(sent: Callable[[], list[str]]) -> None:

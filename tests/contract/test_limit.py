@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from django_distlock import (
     lock_all,
     locks,
 )
+from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.registry import registry
+from django_distlock.engine.values import Grant, Release
+from django_distlock.ground.holder import Holder
 from django_distlock.operators import force_release, holdings
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
@@ -153,6 +157,41 @@ def test_a_waiter_gets_the_place_that_comes_free(using: str, name: str, take: Ta
 def _waits(using: str, name: str) -> bool:
     """Return whether somebody of this process has been refused, and waits."""
     return any(lease.name == name and not lease.is_granted for lease in registry.leases())
+
+
+@needs("fair")
+def test_waiters_come_in_order_whichever_place_comes_free(name: str, take: Taker) -> None:
+    leases: list[Lease | None] = [*take.all(2)]
+    waiters = []
+    for number in range(4):
+        waiters.append(start(lambda: take(2, timeout=60)))
+        eventually(lambda: _asleep(name) == number + 1)  # noqa: B023
+
+    for waiter in waiters:
+        freed = leases.pop(0)
+        assert freed is not None
+        freed.release()
+        leases.append(waiter.result(20))
+
+    assert all(leases)
+
+
+def _asleep(name: str) -> int:
+    """Return how many of this process wait for the lock, and ask nothing."""
+    leases = [lease for lease in registry.leases() if lease.name == name]
+    return sum(not lease.is_granted and not lease.is_asking for lease in leases)
+
+
+def test_who_gives_up_lets_the_next_one_in(using: str, name: str, take: Taker, tick: float) -> None:
+    leases = take.all(2)
+    first = start(lambda: take(2, timeout=3 * tick))
+    eventually(lambda: _waits(using, name))
+    second = start(lambda: take(2, timeout=60))
+    assert first.result(20) is None
+
+    leases[0].release()
+
+    assert second.result(20)
 
 
 def test_a_waiter_gives_up_in_time(take: Taker, tick: float) -> None:
@@ -307,6 +346,37 @@ def test_two_owners_never_have_one_place(take: Taker, rival: Callable[..., Rival
     lease.release()
     other.takes()
     assert take(1) is None
+
+
+def test_who_asks_again_gets_the_same_place(backend: BaseLockBackend, name: str) -> None:
+    if not backend.finds_place:
+        pytest.skip("each place is a lock that is asked for")
+    for _ in range(5):
+        request = backend.request(name, ttl=20, holder=Holder.current()).with_limit(9)
+
+        answers = [backend.try_acquire(request, queued=False) for _ in range(3)]
+
+        first = answers[0]
+        assert isinstance(first, Grant)
+        assert [replace(each, start=None) for each in answers if isinstance(each, Grant)] == [
+            replace(first, start=None)
+        ] * 3
+        assert backend.release(request.at(first.place or 0)) is Release.RELEASED
+        assert backend.probe(request) is None
+
+
+@needs("leased")
+def test_a_request_without_an_answer_is_given_back_at_every_place(
+    backend: BaseLockBackend, name: str, take: Taker
+) -> None:
+    if not backend.finds_place:
+        pytest.skip("each place is a lock that is asked for")
+    request = backend.request(name, ttl=60, holder=Holder.current()).with_limit(2)
+    assert isinstance(backend.try_acquire(request, queued=False), Grant)
+
+    backend.abandon(request)
+
+    take.all(2)
 
 
 @needs("min_hold")

@@ -60,12 +60,14 @@ _ONE = {
     "counted": _TOKEN.format("c.value"),
 }
 
-# Of the rows of places, the first one that is free: the list of their keys goes between. As a table it is read
-# once, before any row is locked.
+# Of the rows of places its own, which the look will tell, else the first one that is free: the list of their keys
+# goes between. As a table it is read once, before any row is locked.
 _CHOSEN = (
-    f"(SELECT p.method_name FROM {LOCK} AS p WHERE p.available_at <= NOW(6) AND p.method_name IN "
+    f"(SELECT p.method_name FROM {LOCK} AS p WHERE (p.owner = %(owner)s OR p.available_at <= NOW(6))"
+    " AND p.method_name IN "
 )
-_FIRST = " ORDER BY MOD({} + %(limit)s - %(first)s, %(limit)s) LIMIT 1) AS f STRAIGHT_JOIN "
+_FIRST = """ ORDER BY p.owner <=> %(owner)s DESC, MOD({} + %(limit)s - %(first)s, %(limit)s) LIMIT 1
+) AS f STRAIGHT_JOIN """
 _NUMBER = "CAST(SUBSTRING_INDEX({}.method_name, '~', -1) AS SIGNED)"
 # The token of a place ends with its number, as the OK packet has no other.
 _OF_PLACE = f"({_TOKEN} DIV {MOST_PLACES} + 1) * {MOST_PLACES} + {_NUMBER.format('l')}"
