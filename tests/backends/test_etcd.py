@@ -16,6 +16,7 @@ import pytest
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.etcd.gateway import MemberConnection, Reply
 from django_distlock.engine.values import Busy, Release, Request
+from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
 from testproject.models import Account
 from tests.fixtures.etcd import Cluster, EtcdMember
@@ -129,10 +130,13 @@ def test_one_look_tells_which_places_are_free(sent: list[Any]) -> None:
 
 
 def test_a_waiter_for_a_place_that_nobody_rings_asks_nothing(sent: list[Any]) -> None:
-    holders, (waiter, next_one) = _places("x", 2), _places("x", 2)
+    holders, (waiter, next_one) = _places("x", 2, "holder"), _places("x", 2)
     assert all(stands(holder) for holder in holders)
     for each in (waiter, next_one, waiter, next_one):
         assert stands(each) is None
+    holder = backend().try_acquire(next_one, queued=True).holder  # type: ignore[union-attr]  # busy
+    assert holder is not None
+    assert holder.purpose == "holder"
     sent.clear()
 
     for _ in range(5):
@@ -142,8 +146,9 @@ def test_a_waiter_for_a_place_that_nobody_rings_asks_nothing(sent: list[Any]) ->
     assert sent == []
 
 
-def _places(name: str, limit: int) -> list[Request]:
-    return [rival(name).with_limit(limit) for _ in range(limit)]
+def _places(name: str, limit: int, purpose: str = "rival") -> list[Request]:
+    holder = Holder.current(purpose)
+    return [rival(name, holder=holder).with_limit(limit) for _ in range(limit)]
 
 
 async def test_a_task_sends_the_same(sent: list[Any]) -> None:

@@ -22,6 +22,7 @@ from django_distlock.backends.zookeeper.nodes import Node
 from django_distlock.backends.zookeeper.recipe import Recipe
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
 from testproject.models import Account
 from tests.fixtures.eventually import aeventually, eventually
@@ -130,10 +131,13 @@ def test_a_free_place_costs_three_requests(sent: Callable[[], list[str]]) -> Non
 def test_a_waiter_for_a_place_that_nobody_rings_asks_nothing(
     sent: Callable[[], list[str]],
 ) -> None:
-    holders, (waiter, next_one) = _places("x", 2), _places("x", 2)
+    holders, (waiter, next_one) = _places("x", 2, "holder"), _places("x", 2)
     assert all(stands(holder) for holder in holders)
     for each in (waiter, next_one, waiter, next_one):
         assert stands(each) is None
+    holder = backend().try_acquire(next_one, queued=True).holder  # type: ignore[union-attr]  # busy
+    assert holder is not None
+    assert holder.purpose == "holder"
     eventually(lambda: not sent())
 
     for _ in range(5):
@@ -143,8 +147,9 @@ def test_a_waiter_for_a_place_that_nobody_rings_asks_nothing(
     assert sent() == []
 
 
-def _places(name: str, limit: int) -> list[Request]:
-    return [rival(name).with_limit(limit) for _ in range(limit)]
+def _places(name: str, limit: int, purpose: str = "rival") -> list[Request]:
+    holder = Holder.current(purpose)
+    return [rival(name, holder=holder).with_limit(limit) for _ in range(limit)]
 
 
 async def test_a_task_sends_the_same(sent: Callable[[], list[str]]) -> None:

@@ -102,9 +102,14 @@ class EtcdRecipe:
             return self._acquire(request, queued=queued)
         tried, turn = self.get(request.owner), self.get(turn_of(request).owner)
         is_first = turn is not None and turn.is_granted and not self._session.is_over(turn.lease_id)
-        known = Known(tried.request if tried else None, turn is not None, is_first)
+        busy = turn.busy if turn else Busy()
+        known = Known(tried.request if tried else None, busy, turn is not None, is_first)
         take, look = _steps(self._acquire), _steps(self._look_at_places)
-        return run(acquire_any(request, known, take, look, queued=queued), call)
+        answer = run(acquire_any(request, known, take, look, queued=queued), call)
+        turn = self.get(turn_of(request).owner)
+        if turn is not None and isinstance(answer, Busy):
+            turn.busy = answer
+        return answer
 
     def _look_at_places(self, request: Request, *, watches: bool = False) -> list[Busy | None]:
         """Return who has each place of *request*, None where it is free; *watches*: see acquire_any()."""
@@ -119,7 +124,6 @@ class EtcdRecipe:
         found = [None if kv is None else _busy([kv]) for kv in holders]
         turn = self.get(turn_of(request).owner) if watches else None
         if turn is not None and None not in found:
-            turn.busy = first_to_end(found) or Busy()
             keys = [decoded(kv["key"]) for kv in holders if kv is not None]
             self.watcher.add(turn, keys, reply.revision, is_all=False)
         return found

@@ -61,5 +61,10 @@ class QueueBackend(BaseLockBackend):
     dequeue_later = dequeue
 
     def abandon(self, request: Request) -> Release:
-        """Release the lock; release() takes a waiter out of the line too."""
+        """Release the lock; release() takes a waiter out of the line too, but not out of that for any place."""
+        self._leave_line(request)
         return self.release(request)
+
+    @abstractmethod
+    def _leave_line(self, request: Request) -> None:
+        """Give up, in the background, the turn in the line for any place, if it has one."""

@@ -27,9 +27,13 @@ def turn_of(request: Request) -> Request:
 
 
 class Known(NamedTuple):
-    """What is known of a waiter: the place whose request may have been carried out, and its turn in the line."""
+    """What is known of a waiter: the place whose request may have been carried out, and its turn in the line.
+
+    *busy*: what it was told when it joined the line.
+    """
 
     tried: Request | None
+    busy: Busy
     is_in_line: bool
     is_first: bool
 
@@ -68,7 +72,7 @@ def acquire_any(
     if known.is_in_line and not known.is_first:
         answer = yield from take(turn, queued=True)
         if isinstance(answer, Busy):
-            return answer
+            return known.busy  # the first of the line has no place either
     found = yield from look(request, watches=known.is_in_line)
     for each in (each for each in request.from_any if found[each.place or 0] is None):
         answer = yield from take(each, queued=False)

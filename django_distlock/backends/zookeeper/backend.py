@@ -78,25 +78,24 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
 
     def forget_bell(self, request: Request) -> None:
         """Stop ringing its bell; a waiter that is not granted by now leaves the line, as does one that has a place."""
-        if request.limit is not None:
-            self._leave_line(request)
+        self._leave_line(request)
         if (node := self._nodes.get(request.owner)) is not None:
             node.bell = None
             if not node.is_granted:
                 self._nodes.drop(node)
 
     async def aabandon(self, request: Request) -> None:
+        self._leave_line(request)
         await self.arelease(request)
 
     def abandon_later(self, request: Request) -> None:
         """Delete the node in the background; try until it works or the session has ended."""
-        if request.limit is not None:
-            self._leave_line(request)
+        self._leave_line(request)
         if (node := self._nodes.get(request.owner)) is not None:
             self._nodes.drop(node)
 
     def _leave_line(self, request: Request) -> None:
-        if (turn := self._nodes.get(turn_of(request).owner)) is not None:
+        if request.limit is not None and (turn := self._nodes.get(turn_of(request).owner)):
             self._nodes.drop(turn)
 
     def is_session_over(self, request: Request) -> bool:

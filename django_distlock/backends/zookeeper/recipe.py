@@ -71,9 +71,14 @@ class Recipe:
         if queued and turn and self._is_unchanged(turn):
             return turn.busy
         is_first = turn is not None and turn.is_granted and not self._nodes.is_dead(turn)
-        known = Known(tried.request if tried else None, turn is not None, is_first)
-        take = partial(self._acquire, ends=ends)
-        return (yield from acquire_any(request, known, take, self._look_at_places, queued=queued))
+        busy = turn.busy if turn else Busy()
+        known = Known(tried.request if tried else None, busy, turn is not None, is_first)
+        take, look = partial(self._acquire, ends=ends), self._look_at_places
+        answer = yield from acquire_any(request, known, take, look, queued=queued)
+        turn = self._nodes.get(turn_of(request).owner)
+        if turn is not None and isinstance(answer, Busy):
+            turn.busy = answer
+        return answer
 
     def _look_at_places(
         self, request: Request, *, watches: bool = False
@@ -97,7 +102,7 @@ class Recipe:
         outcomes = yield [partial(client.get_async, path, *watch) for path in firsts]
         found = [None if isinstance(each, NoNodeError) else _busy(each) for each in outcomes]
         if node is not None:
-            node.busy, node.looked_at = first_to_end(found) or Busy(), clock.wait_time()
+            node.looked_at = clock.wait_time()
             if None in found:
                 node.watched = ()
         return found
