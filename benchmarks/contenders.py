@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 Act = Callable[[], object]
 #: By what is measured: contenders, the raw commands first.
@@ -38,11 +38,6 @@ def ours(
     recipe = lock("benchmark", using=alias, timeout=60, limit=limit)
     name = f"django_distlock {alias}" + (f", limit={limit}" if limit else "")
     return Contender(name, recipe.__enter__, _left(recipe), recipe.__enter__, alias, spent)
-
-
-def places(alias: str) -> list[Contender]:
-    """Return locks with a limit: of one place, for which others wait as for a lock; of four, where one is mostly free."""
-    return [ours(alias, limit=1), replace(ours(alias, limit=4), wait=None)]
 
 
 def peer(

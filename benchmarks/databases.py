@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.contenders import Contender, ours, peer, places, polled
+from benchmarks.contenders import Contender, ours, peer, polled
 from django_distlock import locks
 from django_distlock.ground.holder import Holder
 from tests.fixtures.mariadb import MariaDB
@@ -72,7 +72,7 @@ def sqlite() -> Iterator[None]:
 @cache
 def sqlite_field() -> Field:
     """Return who is measured there."""
-    own = [ours("sqlite"), *places("sqlite")]
+    own = [ours("sqlite"), ours("sqlite", limit=1)]
     return {"SQLite, lease rows": [_raw_lease("sqlite"), _our_statements("sqlite"), *own]}
 
 
@@ -138,7 +138,7 @@ def _all_kinds(alias: str) -> Field:
             _raw_lease(alias),
             _our_statements(alias),
             ours(alias),
-            *places(alias),
+            ours(alias, limit=1),
         ],
         f"{alias}, held rows": [
             _raw(alias, "raw FOR UPDATE", HOLD, "COMMIT"),

@@ -36,6 +36,8 @@ class Entry:
     is_in_line: bool = False
     #: The keys before it that it waits for; whether these are all; whether all of them are gone.
     watched: set[str] = field(default_factory=set)
+    #: The one of them that has gone last.
+    gone: str = ""
     watches_all: bool = False
     is_next: bool = False
 

@@ -11,7 +11,13 @@ from typing import Any, TypeVar
 
 from django_distlock.backends.base import KEYS
 from django_distlock.backends.queue.labels import Label, label, quoted, unquoted, wished_ttl
-from django_distlock.backends.queue.places import Known, acquire_any, is_line, turn_of
+from django_distlock.backends.queue.places import (
+    Known,
+    acquire_any,
+    is_line,
+    place_of_holder,
+    turn_of,
+)
 from django_distlock.engine.background import Alarm, background
 from django_distlock.engine.steps import Steps, run
 from django_distlock.engine.values import (
@@ -100,10 +106,13 @@ class EtcdRecipe:
         """Stand in line, and return whether the lock is ours, or any place of it; if not, keep that only if *queued*."""
         if not request.is_for_any_place:
             return self._acquire(request, queued=queued)
-        tried, turn = self.get(request.owner), self.get(turn_of(request).owner)
+        entry, turn = self.get(request.owner), self.get(turn_of(request).owner)
         is_first = turn is not None and turn.is_granted and not self._session.is_over(turn.lease_id)
-        busy = turn.busy if turn else Busy()
-        known = Known(tried.request if tried else None, busy, turn is not None, is_first)
+        tried, busy = entry.request if entry else None, turn.busy if turn else Busy()
+        if turn is not None and is_first:
+            tried = tried or place_of_holder(request, turn.gone, self._folder)
+            turn.gone = ""
+        known = Known(tried, busy, turn is not None, is_first)
         take, look = _steps(self._acquire), _steps(self._look_at_places)
         answer = run(acquire_any(request, known, take, look, queued=queued), call)
         turn = self.get(turn_of(request).owner)

@@ -164,6 +164,7 @@ class KeyWatcher:
         """Return whether the deletion of *key* concerns this waiter; then it is watched for no longer."""
         if key != entry.key:
             entry.watched.discard(key)
+            entry.gone = key
             if entry.watched and entry.watches_all:
                 return False
             # Nobody can come before it any more.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -27,7 +28,7 @@ def turn_of(request: Request) -> Request:
 
 
 class Known(NamedTuple):
-    """What is known of a waiter: the place whose request may have been carried out, and its turn in the line.
+    """What is known of a waiter: the place that it has perhaps, or that has come free; and its turn in the line.
 
     *busy*: what it was told when it joined the line.
     """
@@ -48,6 +49,12 @@ class Look(Protocol):
     """See acquire_any()."""
 
     def __call__(self, request: Request, /, *, watches: bool) -> Steps[Any, list[Busy | None]]: ...
+
+
+def place_of_holder(request: Request, path: str, folder: Callable[[str], str]) -> Request | None:
+    """Return the request for the place that the holder with this *path* had; *folder* gives that of a key."""
+    above, _, _ = path.rpartition("/")
+    return next((each for each in request.holdings if folder(each.key) == above), None)
 
 
 def is_line(key: str) -> bool:

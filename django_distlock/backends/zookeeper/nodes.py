@@ -87,6 +87,8 @@ class Node:
     bell: Bell | None = None
     #: The nodes that it waits for: until one has gone; the holder seen at the last look, and when that was (wait time).
     watched: tuple[str, ...] = ()
+    #: The one that has gone, if it is known.
+    gone: str = ""
     busy: Busy = field(default_factory=Busy)
     looked_at: float = 0.0
 
@@ -160,7 +162,7 @@ class Nodes:
         waiting = [node for node in watching if event.path in {None, *node.watched}]
         for node in waiting:
             # Before the bell, because a waiter checks this right before it waits for the bell.
-            node.watched = ()
+            node.watched, node.gone = (), event.path or ""
         self._ring(waiting)
 
     def _ring(self, nodes: Iterable[Node]) -> None:

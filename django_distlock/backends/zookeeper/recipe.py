@@ -10,7 +10,13 @@ from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, Sessio
 
 from django_distlock.backends.base import KEYS
 from django_distlock.backends.queue.labels import TOKENS, Label, quoted, unquoted, wished_ttl
-from django_distlock.backends.queue.places import Known, acquire_any, is_line, turn_of
+from django_distlock.backends.queue.places import (
+    Known,
+    acquire_any,
+    is_line,
+    place_of_holder,
+    turn_of,
+)
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, first_to_end
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 from django_distlock.ground import clock
@@ -67,12 +73,15 @@ class Recipe:
         """
         if not request.is_for_any_place:
             return (yield from self._acquire(request, queued=queued, ends=ends))
-        tried, turn = self._nodes.get(request.owner), self._nodes.get(turn_of(request).owner)
+        node, turn = self._nodes.get(request.owner), self._nodes.get(turn_of(request).owner)
         if queued and turn and self._is_unchanged(turn):
             return turn.busy
         is_first = turn is not None and turn.is_granted and not self._nodes.is_dead(turn)
-        busy = turn.busy if turn else Busy()
-        known = Known(tried.request if tried else None, busy, turn is not None, is_first)
+        tried, busy = node.request if node else None, turn.busy if turn else Busy()
+        if turn is not None and is_first:
+            tried = tried or place_of_holder(request, turn.gone, self.folder)
+            turn.gone = ""
+        known = Known(tried, busy, turn is not None, is_first)
         take, look = partial(self._acquire, ends=ends), self._look_at_places
         answer = yield from acquire_any(request, known, take, look, queued=queued)
         turn = self._nodes.get(turn_of(request).owner)
