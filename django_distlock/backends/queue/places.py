@@ -28,7 +28,7 @@ def turn_of(request: Request) -> Request:
 
 
 class Known(NamedTuple):
-    """What is known of a waiter: the place that it has perhaps, or that has come free; and its turn in the line.
+    """Facts about a waiter: the place that it has perhaps, or that has come free; and its turn in the line.
 
     *busy*: what it was told when it joined the line.
     """
