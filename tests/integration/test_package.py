@@ -21,7 +21,7 @@ from django.utils.translation import override
 from django_distlock import LockNotAcquired, __version__, respond
 from django_distlock.exceptions import DOCS
 from django_distlock.management.commands.release_lock import Command as ReleaseLock
-from tests.fixtures.pages import DOCS as PAGES, ROOT
+from tests.fixtures.pages import DOCS as FOLDER, PAGES, ROOT
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCALE = Path("django_distlock/locale")
@@ -57,13 +57,21 @@ def test_the_wheel_has_the_package_and_nothing_else(built: Path) -> None:
     assert "django_distlock/py.typed" in names
 
 
-def test_the_sdist_can_be_built_from(built: Path) -> None:
+def test_the_sdist_has_what_the_docs_and_the_tests_need_too(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
+        names = {member.name.partition("/")[2] for member in archive if member.isfile()}
 
-    others = {"CHANGELOG.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml", "PKG-INFO"}
-    assert names - {".gitignore"} == shipped() | others
+    needed = {str(page.relative_to(ROOT)) for page in PAGES}
+    needed |= {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}
+    needed |= {"CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "Makefile"}
+    needed |= {"SECURITY.md", "PKG-INFO", "pyproject.toml", "tools/lint", "docs/conf.py"}
+    assert shipped() | needed <= names
+    others = {name.partition("/")[0] for name in names - needed} - {".gitignore"}
+    assert others == {
+        *("benchmarks", "django_distlock", "docs", "testproject", "tests", "tools", "tox.ini")
+    }
+    assert [name for name in names if "_build" in name or name.endswith((".pyc", ".sqlite3"))] == []
 
 
 def test_the_package_index_shows_what_it_is_and_where_to_read_on(built: Path) -> None:
@@ -86,18 +94,28 @@ def test_links_of_the_long_description_are_absolute_and_lead_to_pages() -> None:
     for link in links:
         assert link.startswith("https://"), f"{link} leads nowhere on the package index"
         page = link.removeprefix(DOCS).partition("#")[0]
-        file = PAGES / page if "_static" in page else (PAGES / page).with_suffix(".md")
+        file = FOLDER / page if "_static" in page else (FOLDER / page).with_suffix(".md")
         assert not link.startswith(DOCS) or file.exists(), link
 
 
 def test_hints_of_checks_and_the_index_have_the_same_address() -> None:
-    page = (PAGES / "reference" / "checks.md").read_text()
+    page = (FOLDER / "reference" / "checks.md").read_text()
 
     assert PROJECT["urls"]["Documentation"] == DOCS
     assert [
         f"distlock-{number.lower()}"
         for number in re.findall(r"^## `distlock\.(.+)`", page, re.MULTILINE)
     ] == (re.findall(r"^\((.+)\)=$", page, re.MULTILINE))
+
+
+def test_the_index_and_the_page_on_versions_have_the_same() -> None:
+    page = (FOLDER / "reference" / "versions.md").read_text()
+    listed = [each.split(" :: ") for each in PROJECT["classifiers"]]
+
+    for name, prefix in {"Python": "Programming Language", "Django": "Framework"}.items():
+        versions = [last for *first, last in listed if first == [prefix, name] and "." in last]
+        assert f"| {name} | {', '.join(versions)} |" in page
+    assert [last for kind, *_, last in listed if kind == "Operating System"] == ["MacOS", "Linux"]
 
 
 def test_every_extra_is_of_use() -> None:
