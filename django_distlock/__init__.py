@@ -30,7 +30,7 @@ from .operators import force_release
 if TYPE_CHECKING:
     from .backends.rowlock import transaction_lock
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 __all__ = [
     "Holder",
     "InvalidLockBackend",

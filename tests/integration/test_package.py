@@ -87,15 +87,46 @@ def test_the_package_index_shows_what_it_is_and_where_to_read_on(built: Path) ->
     assert metadata.get_all("Provides-Extra") == sorted(PROJECT["optional-dependencies"])
 
 
-def test_links_of_the_long_description_are_absolute_and_lead_to_pages() -> None:
+#: What leads into the documentation from outside of it.
+DOORS = [
+    *(
+        ROOT / name
+        for name in ("README.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md")
+    ),
+    *sorted((ROOT / ".github").rglob("*.yml")),
+]
+
+
+def _is_page(address: str) -> bool:
+    """Return whether there is such a page or picture, with such a heading or label on it."""
+    page, _, anchor = address.removeprefix(DOCS).partition("#")
+    if page.startswith("_static/"):
+        return (FOLDER / page).is_file()
+    file = (FOLDER / (page or "index.html")).with_suffix(".md")
+    if not file.is_file():
+        return False
+    text = file.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9]+", "-", each.lower()).strip("-") for each in headings}
+    return anchor in {"", *anchors, *re.findall(r"^\((.+)\)=$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
+def test_links_from_outside_lead_to_pages(door: Path) -> None:
+    text = door.read_text()
+    pages = re.findall(rf"{DOCS}[^\s)\"'`]*", text)
+    files = re.findall(r"\]\((?!https://)([^)#\s]+)", text)
+
+    assert [each for each in pages if not _is_page(each)] == []
+    assert [each for each in files if not (door.parent / each).is_file()] == []
+
+
+def test_links_of_the_long_description_are_absolute() -> None:
+    """The package index shows it, where a relative link leads nowhere."""
     links = re.findall(r"\]\((\S+?)\)", (ROOT / "README.md").read_text())
 
     assert links
-    for link in links:
-        assert link.startswith("https://"), f"{link} leads nowhere on the package index"
-        page = link.removeprefix(DOCS).partition("#")[0]
-        file = FOLDER / page if "_static" in page else (FOLDER / page).with_suffix(".md")
-        assert not link.startswith(DOCS) or file.exists(), link
+    assert [link for link in links if not link.startswith("https://")] == []
 
 
 def test_hints_of_checks_and_the_index_have_the_same_address() -> None:
