@@ -149,6 +149,12 @@ def test_the_index_and_the_page_on_versions_have_the_same() -> None:
     assert [last for kind, *_, last in listed if kind == "Operating System"] == ["MacOS", "Linux"]
 
 
+def test_the_changelog_begins_with_this_version() -> None:
+    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+    assert re.fullmatch(rf"{re.escape(__version__)} - \d{{4}}-\d\d-\d\d", headings[0])
+
+
 def test_every_extra_is_of_use() -> None:
     """What an extra installs is imported, by us or, for a driver of a database, by Django."""
     sources = "".join(path.read_text() for path in (ROOT / "django_distlock").rglob("*.py"))
