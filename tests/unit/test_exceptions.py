@@ -6,6 +6,7 @@ import copy
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,8 @@ def test_an_error_survives_the_result_backends_of_celery(error: Exception, seria
 
 
 def test_an_error_survives_the_way_out_of_another_process() -> None:
-    with ProcessPoolExecutor(1) as pool:
+    # A fork would be refused once some test has imported eventlet.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         error = pool.submit(_fail).exception(30)
 
     assert isinstance(error, LockNotAcquired)
