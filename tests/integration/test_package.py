@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gettext
+import os
 import re
 import shutil
 import subprocess
@@ -177,8 +178,10 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "django_distlock", package)
     make = [sys.executable, "-m", "django", "makemessages", "--all", "--no-obsolete"]
     format_ = ["--no-location", "--no-wrap"]
+    # The settings are found from there too where this package is not installed as editable.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     made = subprocess.run(
-        [*make, *format_], cwd=package, capture_output=True, text=True, check=False
+        [*make, *format_], cwd=package, env=environment, capture_output=True, text=True, check=False
     )
     assert made.returncode == 0, made.stderr
     return folder
