@@ -1,0 +1,1 @@
+"""Processes that lock while servers and processes fail, and a checker that reads what they wrote down."""

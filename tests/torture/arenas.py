@@ -1,0 +1,719 @@
+"""Where a run takes place: a backend, its servers, the lines to them, and what may happen to them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import redis as driver
+
+from django_distlock.ground import clock
+from testproject.redis_aliases import HOST, cluster_cache, five_caches, sentinel_cache
+from tests.contract.profiles import (
+    ADVISORY,
+    BY_CACHE,
+    DATABASE,
+    ETCD,
+    LOCMEM,
+    REDLOCK,
+    ROWLOCK,
+    ZOOKEEPER,
+)
+from tests.fixtures.environment import free_port, sqlite_path
+from tests.fixtures.etcd import Cluster
+from tests.fixtures.eventually import eventually
+from tests.fixtures.mariadb import MariaDB
+from tests.fixtures.postgres import PostgreSQL
+from tests.fixtures.proxy import Proxy
+from tests.fixtures.redis import Redis, Replicated, Sentinel
+from tests.fixtures.redis_servers import AT_ONCE, cluster_node, make_cluster
+from tests.fixtures.servers import Server
+from tests.fixtures.zookeeper import Ensemble
+from tests.torture.clocks import (
+    ClockedMember,
+    ClockedMemcached,
+    ClockedPostgreSQL,
+    ClockedRedis,
+    HasClock,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+REDIS = "django_distlock.backends.redis.RedisBackend"
+DUMMY = "django_distlock.backends.dummy.DummyBackend"
+#: Seconds that a clock is set ahead or back.
+STEP = 3.0
+#: Seconds for which a server hangs.
+HANG = 2.0
+#: An error within so many seconds tells of a server that hangs.
+IO = {"io_timeout": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """One kind of fault of the servers; *kind* is what the guarantees page calls it, *effect* what it promises."""
+
+    kind: str
+    effect: str
+    #: It may return from when to when it was surely in force.
+    strike: Callable[[random.Random], tuple[float, float] | None]
+
+
+@dataclass(slots=True)
+class Arena:
+    """One backend as workers use it, and the faults that its servers can have.
+
+    *alias* are its settings in DISTLOCK; *lined*: the same by lines that the nemesis can break.
+    """
+
+    alias: dict[str, Any]
+    ttl: float = 1.0
+    lined: dict[str, Any] = field(default_factory=dict)
+    lines: list[Proxy] = field(default_factory=list)
+    blows: list[Blow] = field(default_factory=list)
+    databases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    lined_databases: dict[str, dict[str, Any]] = field(default_factory=dict)
+    caches: dict[str, dict[str, Any]] = field(default_factory=dict)
+    migrated: list[str] = field(default_factory=list)
+    fencing: bool = True
+    shared: bool = False
+    purge: bool = False
+    listing: bool = True
+    #: The backend works in one process alone.
+    alone: bool = False
+    #: Rows are written without a check and without a fence.
+    careless: bool = False
+    workers: int = 4
+    #: Seconds between reading a row and writing it.
+    work: float = 0.003
+    #: The only kind of fault of workers; all of them if it is empty.
+    only: str = ""
+    #: Seconds until the lock of a killed holder is free.
+    free_within: float = 3.0
+    #: Seconds that a caller rests at most after each attempt.
+    pause: float = 0.02
+    #: Seconds without faults at the end, in which every lock must be granted.
+    calm: float = 3.0
+    versions: list[str] = field(default_factory=list)
+
+
+#: Makes an arena, and ends its servers.
+Make = Callable[[], AbstractContextManager[Arena]]
+
+
+def postgres_database(port: int | str, host: str = HOST, **options: Any) -> dict[str, Any]:
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "HOST": host,
+        "PORT": str(port),
+        "NAME": "distlock",
+        "USER": "distlock",
+        "PASSWORD": "distlock",
+        "OPTIONS": options,
+    }
+
+
+def _mariadb(port: int) -> dict[str, Any]:
+    return {
+        "ENGINE": "django.db.backends.mysql",
+        "HOST": HOST,
+        "PORT": str(port),
+        "NAME": "distlock",
+        "USER": "distlock",
+        "PASSWORD": "distlock",
+        "OPTIONS": {"charset": "utf8mb4", "ssl_disabled": True},
+    }
+
+
+# What happens to servers.
+
+
+def _restart(server: Server, _random: random.Random) -> None:
+    server.stop()
+    server.start()
+
+
+def _crash(server: Server, _random: random.Random) -> None:
+    server.kill()
+    server.start()
+
+
+def _hang(server: Server, chance: random.Random) -> tuple[float, float]:
+    server.pause()
+    began = clock.lease_time()
+    time.sleep(HANG * (0.7 + chance.random()))
+    ended = clock.lease_time()
+    server.resume()
+    return began, ended
+
+
+def _step_clocks(servers: list[HasClock], seconds: float, _random: random.Random) -> None:
+    for server in servers:
+        server.clock.set(seconds)
+    time.sleep(1.5)
+
+
+def _clock_blows(servers: list[HasClock], ahead: str) -> list[Blow]:
+    """Two blows: ahead, and back again; one that is back twice, or ahead twice, is not set at all."""
+    return [
+        Blow("server's clock jumps ahead", ahead, partial(_step_clocks, servers, STEP)),
+        Blow("server's clock is set back", "X", partial(_step_clocks, servers, 0.0)),
+    ]
+
+
+@contextmanager
+def _line(port: int) -> Iterator[Proxy]:
+    with Proxy(port) as proxy:
+        yield proxy
+
+
+# Databases.
+
+
+@contextmanager
+def memory() -> Iterator[Arena]:
+    """Locks in memory: one process."""
+    yield Arena({"BACKEND": LOCMEM}, alone=True, workers=1, shared=True)
+
+
+@contextmanager
+def sqlite() -> Iterator[Arena]:
+    """Leases in a file of SQLite."""
+    import sqlite3
+
+    path = sqlite_path()
+    database = {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": path,
+        "OPTIONS": {
+            "timeout": 20,
+            "init_command": "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL",
+        },
+    }
+    yield Arena(
+        {"BACKEND": DATABASE, "OPTIONS": {"using": "locks"}},
+        databases={"locks": database},
+        migrated=["locks"],
+        purge=True,
+        versions=[f"SQLite {sqlite3.sqlite_version}"],
+    )
+
+
+@contextmanager
+def _on_postgres(backend: str, blows: str, **arena: Any) -> Iterator[Arena]:
+    """*blows*: the effect of a restart."""
+    options = arena.pop("options", {})
+    with ClockedPostgreSQL() as server, _line(server.port) as line:
+        ahead = "F" if backend == DATABASE else "X"
+        with server.admin() as admin:
+            [version] = admin.execute("SHOW server_version").fetchone() or [""]
+        yield Arena(
+            {"BACKEND": backend, "OPTIONS": {"using": "locks", **IO, **options}},
+            databases={"locks": postgres_database(server.port)},
+            lined_databases={"locks": postgres_database(line.port)},
+            lines=[line],
+            migrated=["locks"],
+            blows=[
+                Blow("server restarts and has kept all its data", blows, partial(_restart, server)),
+                Blow("server restarts and has kept all its data", blows, partial(_crash, server)),
+                Blow("server hangs", "X", partial(_hang, server)),
+                *_clock_blows([server], ahead),
+            ],
+            versions=[f"PostgreSQL {version}", f"psycopg {psycopg.__version__}"],
+            **arena,
+        )
+
+
+def postgres() -> AbstractContextManager[Arena]:
+    """Leases on PostgreSQL."""
+    return _on_postgres(DATABASE, "X", purge=True)
+
+
+def postgres_fair() -> AbstractContextManager[Arena]:
+    """Fair leases on PostgreSQL."""
+    return _on_postgres(DATABASE, "X", purge=True, options={"fair": True})
+
+
+def postgres_rowlock() -> AbstractContextManager[Arena]:
+    """Rows held by sessions of PostgreSQL."""
+    return _on_postgres(ROWLOCK, "F", shared=True)
+
+
+def postgres_advisory() -> AbstractContextManager[Arena]:
+    """Advisory locks of PostgreSQL."""
+    return _on_postgres(ADVISORY, "F", shared=True)
+
+
+class Standby(PostgreSQL):
+    """A PostgreSQL that follows *primary*, asynchronously, until it is promoted."""
+
+    def __init__(self, primary: PostgreSQL, port: int | None = None) -> None:
+        super().__init__(port)
+        self._primary = primary
+
+    def prepare(self) -> None:
+        """Copy the primary."""
+        copy = self.binary("/usr/lib/postgresql/*/bin/pg_basebackup", "pg_basebackup")
+        source = f"host={HOST} port={self._primary.port} user=postgres"
+        target = f"--pgdata={self.folder / 'data'}"
+        options = ["--write-recovery-conf", "--wal-method=stream", "--checkpoint=fast", "--no-sync"]
+        self.run(copy, f"--dbname={source}", target, *options)
+
+    def after_first_start(self) -> None:
+        """See Server.after_first_start(): all was copied."""
+
+    def promote(self) -> None:
+        """Make it the primary, and return once it writes."""
+        with self.admin() as admin:
+            admin.execute("SELECT pg_promote()")
+            ask = "SELECT pg_is_in_recovery()"
+            eventually(lambda: admin.execute(ask).fetchone() == (False,), 20, "a new primary")
+
+
+class Pair:
+    """A primary and its standby; a fail-over kills the one, promotes the other, and makes a new standby."""
+
+    def __init__(self) -> None:
+        self.ports = [free_port(), free_port()]
+        self.primary: PostgreSQL = PostgreSQL(self.ports[0])
+        self.primary.start()
+        self.standby = Standby(self.primary, self.ports[1])
+        self.standby.start()
+
+    def fail_over(self, _random: random.Random) -> None:
+        """Lose the primary."""
+        port = self.primary.port
+        self.primary.close()
+        self.standby.promote()
+        self.primary = self.standby
+        self.standby = Standby(self.primary, port)
+        self.standby.start()
+
+    def close(self) -> None:
+        """End both."""
+        self.standby.close()
+        self.primary.close()
+
+
+@contextmanager
+def postgres_standby() -> Iterator[Arena]:
+    """Leases on a PostgreSQL with an asynchronous standby."""
+    pair = Pair()
+    try:
+        ports = ",".join(map(str, pair.ports))
+        with pair.primary.admin() as admin:
+            [version] = admin.execute("SHOW server_version").fetchone() or [""]
+        yield Arena(
+            {"BACKEND": DATABASE, "OPTIONS": {"using": "locks", **IO}},
+            databases={
+                "locks": postgres_database(
+                    ports, f"{HOST},{HOST}", target_session_attrs="read-write"
+                )
+            },
+            migrated=["locks"],
+            purge=True,
+            blows=[Blow("fail-over to an asynchronous replica", "F", pair.fail_over)],
+            versions=[f"PostgreSQL {version} with a standby"],
+        )
+    finally:
+        pair.close()
+
+
+@contextmanager
+def _on_mariadb(backend: str, restart: str, **arena: Any) -> Iterator[Arena]:
+    with MariaDB() as server, _line(server.port) as line:
+        with server.admin() as admin, admin.cursor() as cursor:
+            cursor.execute("SELECT version()")
+            [version] = cursor.fetchone()
+        yield Arena(
+            {"BACKEND": backend, "OPTIONS": {"using": "locks", **IO}},
+            ttl=2.0,
+            free_within=5.0,
+            databases={"locks": _mariadb(server.port)},
+            lined_databases={"locks": _mariadb(line.port)},
+            lines=[line],
+            migrated=["locks"],
+            blows=[
+                Blow("server restarts and has kept all its data", restart, partial(_crash, server)),
+                Blow("server hangs", "X", partial(_hang, server)),
+            ],
+            versions=[f"MariaDB {version}"],
+            **arena,
+        )
+
+
+def mariadb() -> AbstractContextManager[Arena]:
+    """Leases on MariaDB."""
+    return _on_mariadb(DATABASE, "X", purge=True)
+
+
+def mariadb_rowlock() -> AbstractContextManager[Arena]:
+    """Rows held by sessions of MariaDB."""
+    return _on_mariadb(ROWLOCK, "F", shared=True)
+
+
+def mariadb_advisory() -> AbstractContextManager[Arena]:
+    """GET_LOCK() of MariaDB."""
+    return _on_mariadb(ADVISORY, "F")
+
+
+# Redis and memcached.
+
+
+def _redis_alias(port: int, **options: Any) -> dict[str, Any]:
+    return {"BACKEND": REDIS, "OPTIONS": {"location": f"redis://{HOST}:{port}/1", **options}}
+
+
+def _flush(servers: list[Redis], _random: random.Random) -> None:
+    for server in servers:
+        with server.client() as client:
+            client.flushall()
+
+
+def _redis_versions(server: Redis) -> list[str]:
+    return [f"Redis {server.info('server')['redis_version']}", f"redis-py {driver.__version__}"]
+
+
+@contextmanager
+def _on_redis(
+    settings: dict[str, str], restart: Blow | None = None, **options: Any
+) -> Iterator[Arena]:
+    with ClockedRedis(settings=settings) as server, _line(server.port) as line:
+        keeps = settings.get("appendonly") == "yes"
+        kept = Blow("server restarts and has kept all its data", "X", partial(_crash, server))
+        lost = Blow("server restarts and has lost its last writes", "F", partial(_crash, server))
+        yield Arena(
+            _redis_alias(server.port, **options),
+            lined=_redis_alias(line.port, **options),
+            lines=[line],
+            shared=True,
+            blows=[
+                kept if keeps else lost,
+                Blow("server hangs", "X", partial(_hang, server)),
+                Blow("eviction, `FLUSHALL`", "F", partial(_flush, [server])),
+                *_clock_blows([server], "F"),
+            ],
+            versions=_redis_versions(server),
+        )
+
+
+def redis() -> AbstractContextManager[Arena]:
+    """Redis that keeps nothing."""
+    return _on_redis({})
+
+
+def redis_durable() -> AbstractContextManager[Arena]:
+    """Redis that writes each command to its disk, with fair locks."""
+    return _on_redis({"appendonly": "yes", "appendfsync": "always"}, fair=True)
+
+
+@contextmanager
+def redis_sentinel() -> Iterator[Arena]:
+    """A master of Redis, its replica and a sentinel."""
+    with ExitStack() as stack:
+        master = stack.enter_context(Redis(settings=AT_ONCE))
+        follows = {"replicaof": f"{master.host} {master.port}"}
+        replica = stack.enter_context(Redis(settings={**AT_ONCE, **follows}))
+        sentinel = stack.enter_context(Sentinel(master))
+        pair = Replicated((master, replica), sentinel)
+        pair.wait_for_replica()
+
+        def fail_over(chance: random.Random) -> None:
+            if chance.random() < 0.5:
+                pair.master.kill()
+            pair.fail_over()
+            pair.heal()
+
+        yield Arena(
+            {"BACKEND": BY_CACHE, "OPTIONS": {"cache": "locks"}},
+            caches={"locks": sentinel_cache(sentinel.port)},
+            shared=True,
+            blows=[Blow("fail-over to an asynchronous replica", "F", fail_over)],
+            versions=[*_redis_versions(master), "with a replica and a sentinel"],
+        )
+
+
+@contextmanager
+def redis_cluster() -> Iterator[Arena]:
+    """Three masters of a cluster of Redis."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(cluster_node()) for _ in range(3)]
+        make_cluster(servers)
+
+        def crash(chance: random.Random) -> None:
+            _crash(chance.choice(servers), chance)
+            eventually(lambda: all(map(_is_whole, servers)), 20, "the cluster is whole")
+
+        yield Arena(
+            {"BACKEND": BY_CACHE, "OPTIONS": {"cache": "locks", "cluster": True}},
+            caches={"locks": cluster_cache(str(servers[0].port))},
+            shared=True,
+            blows=[Blow("server restarts and has lost its last writes", "F", crash)],
+            versions=[*_redis_versions(servers[0]), "as a cluster of three masters"],
+        )
+
+
+def _is_whole(server: Redis) -> bool:
+    with suppress(driver.RedisError), server.client() as client:
+        return bool(client.cluster("INFO")["cluster_state"] == "ok")
+    return False
+
+
+@contextmanager
+def _on_redlock(*, fencing: bool) -> Iterator[Arena]:
+    ttl = 2.0
+    with ExitStack() as stack:
+        servers = [stack.enter_context(ClockedRedis()) for _ in range(5)]
+        lines = [stack.enter_context(_line(server.port)) for server in servers]
+        names = [f"redis_{number}" for number in ("one", "two", "three", "four", "five")]
+        options = {"servers": names, "fencing": fencing, "longest_ttl": ttl}
+        # The guard lets a server that has just started grant nothing.
+        time.sleep(ttl + 1.5)
+
+        def crash_one(chance: random.Random) -> None:
+            _crash(chance.choice(servers), chance)
+
+        def hang_two(chance: random.Random) -> None:
+            chosen = chance.sample(servers, 2)
+            for server in chosen:
+                server.pause()
+            time.sleep(HANG)
+            for server in chosen:
+                server.resume()
+
+        alias = {"BACKEND": REDLOCK, "OPTIONS": options}
+        yield Arena(
+            alias,
+            ttl=ttl,
+            free_within=6.0,
+            caches={
+                **five_caches(",".join(str(server.port) for server in servers)),
+                **_lined(five_caches(",".join(str(line.port) for line in lines))),
+            },
+            lined=_through(alias, names),
+            lines=lines,
+            fencing=fencing,
+            blows=[
+                Blow("server restarts and has lost its last writes", "X", crash_one),
+                Blow("two of five servers hang", "X", hang_two),
+                Blow(
+                    "server's clock jumps ahead",
+                    "X",
+                    partial(_step_clocks, list[HasClock](servers[:2]), STEP),
+                ),
+                Blow(
+                    "server's clock is set back",
+                    "X",
+                    partial(_step_clocks, list[HasClock](servers[:2]), 0.0),
+                ),
+            ],
+            versions=[*_redis_versions(servers[0]), "five of them"],
+        )
+
+
+def _lined(caches: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {f"lined_{name}": cache for name, cache in caches.items()}
+
+
+def _through(alias: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return the same alias over caches whose names begin with "lined_"."""
+    options = {**alias["OPTIONS"], "servers": [f"lined_{name}" for name in names]}
+    return {**alias, "OPTIONS": options}
+
+
+def redlock() -> AbstractContextManager[Arena]:
+    """A majority of five Redis servers."""
+    return _on_redlock(fencing=False)
+
+
+def redlock_fencing() -> AbstractContextManager[Arena]:
+    """The same, with fencing tokens."""
+    return _on_redlock(fencing=True)
+
+
+@contextmanager
+def memcached() -> Iterator[Arena]:
+    """memcached."""
+    with ClockedMemcached() as server, _line(server.port) as line:
+
+        def cache(port: int) -> dict[str, Any]:
+            kind = "django.core.cache.backends.memcached.PyMemcacheCache"
+            return {"BACKEND": kind, "LOCATION": f"{HOST}:{port}"}
+
+        yield Arena(
+            {"BACKEND": BY_CACHE, "OPTIONS": {"cache": "locks"}},
+            lined={"BACKEND": BY_CACHE, "OPTIONS": {"cache": "lined_locks"}},
+            caches={"locks": cache(server.port), "lined_locks": cache(line.port)},
+            lines=[line],
+            ttl=2.0,
+            free_within=6.0,
+            fencing=False,
+            listing=False,
+            blows=[
+                Blow("server restarts and has lost its last writes", "B", partial(_crash, server)),
+                Blow("server hangs", "X", partial(_hang, server)),
+                Blow("eviction, `FLUSHALL`", "B", lambda _: server.flush()),
+                *_clock_blows([server], "X"),
+            ],
+            versions=[f"memcached {server.stats()['version']}"],
+        )
+
+
+# ZooKeeper and etcd.
+
+
+class ClockedEnsemble(Ensemble):
+    """An ensemble whose servers have wall clocks of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = [
+            ClockedMember(each.number, each.port, dict(_peers(each.settings)))
+            for each in self.members
+        ]
+
+
+def _peers(settings: dict[str, str]) -> Iterator[tuple[str, str]]:
+    return ((name, value) for name, value in settings.items() if name.startswith("server."))
+
+
+@contextmanager
+def zookeeper() -> Iterator[Arena]:
+    """An ensemble of three ZooKeeper servers."""
+    session = 2.0
+    with ExitStack() as stack:
+        ensemble = ClockedEnsemble()
+        stack.enter_context(ensemble)
+        lines = [stack.enter_context(_line(member.port)) for member in ensemble.members]
+
+        def lose(what: str, chance: random.Random) -> None:
+            member = ensemble.leader if what == "leader" else chance.choice(ensemble.members)
+            member.kill()
+            time.sleep(0.5 + chance.random())
+            ensemble.start()
+
+        def crash_all(_chance: random.Random) -> None:
+            for member in ensemble.members:
+                member.kill()
+            ensemble.start()
+
+        clocks = [each for each in ensemble.members if isinstance(each, ClockedMember)]
+        options = {"session_timeout": session, "io_timeout": 1.5}
+        hosts = ",".join(f"{HOST}:{line.port}" for line in lines)
+        release = ensemble.members[0].says("srvr").partition(",")[0].rpartition(" ")[2]
+        yield Arena(
+            {"BACKEND": ZOOKEEPER, "OPTIONS": {"hosts": ensemble.hosts, **options}},
+            lined={"BACKEND": ZOOKEEPER, "OPTIONS": {"hosts": hosts, **options}},
+            lines=lines,
+            ttl=session,
+            free_within=15.0,
+            shared=True,
+            purge=True,
+            blows=[
+                Blow("the leader of ZooKeeper or etcd is killed", "X", partial(lose, "leader")),
+                Blow("one of three members is killed", "X", partial(lose, "any")),
+                Blow("server restarts and has kept all its data", "X", crash_all),
+                *_clock_blows(list[HasClock](clocks), "X"),
+            ],
+            versions=[f"ZooKeeper {release}, three servers"],
+        )
+
+
+@contextmanager
+def etcd() -> Iterator[Arena]:
+    """A cluster of three etcd members."""
+    session = 2.0
+    with ExitStack() as stack:
+        cluster = stack.enter_context(Cluster())
+        lines = [stack.enter_context(_line(member.port)) for member in cluster.members]
+
+        def lose(what: str, chance: random.Random) -> None:
+            member = cluster.leader if what == "leader" else chance.choice(cluster.members)
+            member.kill()
+            time.sleep(0.5 + chance.random())
+            cluster.start()
+
+        def hang_one(chance: random.Random) -> tuple[float, float]:
+            return _hang(chance.choice(cluster.members), chance)
+
+        def crash_all(_chance: random.Random) -> None:
+            for member in cluster.members:
+                member.kill()
+            cluster.start()
+
+        options = {"session_timeout": session, "io_timeout": 2.0}
+        endpoints = [f"{HOST}:{line.port}" for line in lines]
+        yield Arena(
+            {"BACKEND": ETCD, "OPTIONS": {"endpoints": cluster.endpoints, **options}},
+            lined={"BACKEND": ETCD, "OPTIONS": {"endpoints": endpoints, **options}},
+            lines=lines,
+            ttl=session,
+            free_within=15.0,
+            shared=True,
+            blows=[
+                Blow("the leader of ZooKeeper or etcd is killed", "X", partial(lose, "leader")),
+                Blow("one of three members is killed", "X", partial(lose, "any")),
+                Blow("one of three members hangs", "X", hang_one),
+                Blow("server restarts and has kept all its data", "X", crash_all),
+            ],
+            versions=[f"etcd {cluster.members[0].status['version']}, three members"],
+        )
+
+
+# What the checker must find.
+
+
+@contextmanager
+def no_lock() -> Iterator[Arena]:
+    """No lock at all: a lease is granted to everybody."""
+    yield Arena({"BACKEND": DUMMY}, fencing=False, listing=False, free_within=0.1, calm=1.0)
+
+
+@contextmanager
+def careless() -> Iterator[Arena]:
+    """A lock of Redis, whose holders neither check it nor write through a fence."""
+    with Redis() as server:
+        yield Arena(
+            _redis_alias(server.port),
+            ttl=0.4,
+            fencing=False,
+            careless=True,
+            workers=2,
+            work=0.1,
+            only="holder stopped for longer",
+            free_within=1.0,
+            calm=1.0,
+            versions=_redis_versions(server),
+        )
+
+
+ARENAS: dict[str, Make] = {
+    "memory": memory,
+    "sqlite": sqlite,
+    "postgres": postgres,
+    "postgres-fair": postgres_fair,
+    "postgres-standby": postgres_standby,
+    "postgres-rowlock": postgres_rowlock,
+    "postgres-advisory": postgres_advisory,
+    "mariadb": mariadb,
+    "mariadb-rowlock": mariadb_rowlock,
+    "mariadb-advisory": mariadb_advisory,
+    "redis": redis,
+    "redis-durable": redis_durable,
+    "redis-sentinel": redis_sentinel,
+    "redis-cluster": redis_cluster,
+    "redlock": redlock,
+    "redlock-fencing": redlock_fencing,
+    "memcached": memcached,
+    "zookeeper": zookeeper,
+    "etcd": etcd,
+}
+#: Arenas without a lock, or without what a lock needs: the checker must find that.
+CONTROLS: dict[str, Make] = {"no-lock": no_lock, "careless": careless}

@@ -1,0 +1,58 @@
+"""A short run: no promise is broken, and what is no lock, or has no fence, is found by the same checker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.postgres import PostgreSQL
+from tests.torture.arenas import ARENAS, CONTROLS
+from tests.torture.checker import Verdict
+from tests.torture.run import run, store
+
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.caches,
+    pytest.mark.timeout(150),
+    pytest.mark.usefixtures("warm_parents"),
+]
+SEED = 1
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[PostgreSQL]:
+    with store() as server:
+        yield server
+
+
+def test_no_promise_is_broken_while_processes_lines_and_the_server_fail(
+    rows: PostgreSQL, tmp_path: Path
+) -> None:
+    verdict = run("redis", ARENAS["redis"], rows, tmp_path, seconds=7, seed=SEED).verdict
+
+    assert verdict.findings == []
+    assert verdict.grants
+    assert verdict.faults.total() > 5
+    assert verdict.written["claimed"]
+
+
+def _control(name: str, rows: PostgreSQL, folder: Path, seconds: float) -> Verdict:
+    return run(name, CONTROLS[name], rows, folder, seconds=seconds, seed=SEED).verdict
+
+
+def test_the_checker_finds_that_there_is_no_lock(rows: PostgreSQL, tmp_path: Path) -> None:
+    verdict = _control("no-lock", rows, tmp_path, 1.5)
+
+    assert {finding.rule for finding in verdict.findings} == {"exclusion"}
+    assert verdict.lost["unfenced"] > 0
+
+
+def test_the_checker_finds_updates_lost_by_holders_that_were_stopped_without_a_fence(
+    rows: PostgreSQL, tmp_path: Path
+) -> None:
+    verdict = _control("careless", rows, tmp_path, 6)
+
+    assert {finding.rule for finding in verdict.findings} == {"lost updates"}
+    assert verdict.lost["unfenced"] > 0
