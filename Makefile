@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test coverage all-installed test-fast see-red mutants benchmark lint docs messages clean
+.PHONY: help demo demo-server test coverage all-installed test-fast torture see-red mutants benchmark lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -30,6 +30,9 @@ all-installed:
 
 test-fast: $(VENV)/.installed-dev ## no servers, nothing slow, under a minute
 	printf '%s\n' 1/3 2/3 3/3 | xargs -P 3 -I PART $(BIN)/python -m pytest -q --part PART -m "not server and not slow"
+
+torture: all-installed ## real servers and processes that fail for some minutes, on every backend (ARGUMENTS="--minutes 60 --backend redis")
+	$(BIN)/python -m tests.torture $(ARGUMENTS)
 
 see-red: $(VENV)/.installed-dev ## take each protection out of a copy, and see its tests fail (ONLY="words of its name")
 	$(BIN)/python -m tests.protections $(if $(ONLY),"$(ONLY)")

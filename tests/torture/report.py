@@ -1,14 +1,174 @@
-"""The page that a run writes."""
+"""The page of the documentation that a run writes: what was tortured, with what, and what was found."""
 
 from __future__ import annotations
 
+import platform
+from collections import Counter
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+import django
+
+from tests.torture.matrix import IN_TRANSACTION, MET, is_test
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from tests.torture.run import Result
 
+INTRODUCTION = """\
+# What happens under torture
 
-def page(results: Sequence[Result], seed: int) -> str:
-    return ""
+`make torture` runs locks on real servers while processes, lines and servers fail, and checks afterwards that no promise was broken.
+This page was written by the run that it tells of: `python -m tests.torture --report docs/explanation/torture.md`.
+
+## How it works
+
+On each backend, four processes with two threads and two asyncio tasks each take the same six locks: exclusive ones, one with readers, one with a limit of two.
+Holders update two rows of a database that no fault reaches: one after a `check()`, and one through `claim()`.
+Some attempts are cancelled, some holders keep the lock until it has been renewed.
+
+Meanwhile a *nemesis* kills and stops processes, cuts and delays their lines, and loses replies.
+It kills, hangs and restarts the servers, sets their clocks, and has an operator purge records and free locks that are held.
+Two of the four processes reach the server by lines that can be broken, and one has a wall clock that is wrong.
+The seed decides which faults come in which order; how the processes get on is decided by the machine.
+
+Each process appends what it sees to a file of its own, which survives its death.
+A checker then reads these files, and nothing else:
+
+- **Exclusion**: no two holders are sure of a lock at the same time. A holder is sure from its first `check()` that passes to its last, which is more careful than the processes themselves: a pause between the check and the writing down counts for nobody.
+- **Tokens** rise: a process that asked after another had been granted has a higher one.
+- **Lost updates**: each update is committed with a receipt, and a claimed row shows all of them.
+- **Progress**: each attempt ends within its timeout, and once the faults are over, each lock is granted, and is free at the end.
+- **Truth**: nobody is granted a lock by a server that hangs, nor told that somebody else has it.
+- **Errors** are those of this package, and **resources** (descriptors, threads, memory) are flat.
+
+After a fault for which [the guarantees](guarantees.md#what-each-fault-leads-to) say F or B, two holders at once are allowed, for at most one ttl; they are counted.
+The checker is tested on histories made by hand, good and bad, and by two controls that it must find: no lock at all, and a lock whose holders are stopped for longer than the ttl and write without a check or a fence.
+A short run is part of `make test`.
+"""
+RESULTS = (
+    "Backend",
+    "Seconds",
+    "Grants",
+    "Refused",
+    "Errors",
+    "Faults",
+    "Two holders, as allowed",
+    "Writes refused by the fence",
+    "Updates of claimed rows: lost",
+    "Updates of other rows: lost",
+    "Broken promises",
+)
+CONTROLS = """
+The controls, in which the checker must find what is wrong:
+"""
+FAULTS = """
+## The faults
+
+"""
+ROWS = """
+## The rows of the fault matrix
+
+Each fault of [the guarantees](guarantees.md#what-each-fault-leads-to) is met by the nemesis, by tests that bring it about alone, or by both.
+
+"""
+NOT_REACHED = """
+Not reached by the nemesis: the clocks of etcd and of MariaDB, which cannot be set for one process alone; [locks in your transaction](transactions.md), which have tests of their own; and the loss of power, which takes a machine.
+"""
+
+
+def page(results: Sequence[Result], controls: Sequence[Result], seed: int) -> str:
+    """Return the page of these *results*, and of *controls*, in which findings are expected."""
+    parts = [INTRODUCTION, _run(results, seed), _results(results)]
+    if controls:
+        parts += [CONTROLS, _controls(controls)]
+    parts += [_findings(results), FAULTS, _faults(results), ROWS, _rows(), NOT_REACHED]
+    return "".join(parts)
+
+
+def _run(results: Sequence[Result], seed: int) -> str:
+    minutes = sum(result.seconds for result in results) / 60
+    grants = sum(result.verdict.grants for result in results)
+    faults = sum(result.verdict.faults.total() for result in results)
+    day = datetime.now(UTC).date().isoformat()
+    versions = sorted({version for result in results for version in result.versions})
+    return f"""
+## The run of {day}
+
+Seed {seed}, {minutes:.0f} minutes in all: {grants:,} grants and {faults:,} faults.
+Python {platform.python_version()}, Django {django.__version__}, Linux {platform.release().partition("-")[0]}; {"; ".join(versions)}.
+
+"""
+
+
+def _results(results: Sequence[Result]) -> str:
+    lines = [_line(RESULTS), "|" + "---|" * len(RESULTS)]
+    for result in results:
+        verdict = result.verdict
+        cells = (
+            result.name,
+            f"{result.seconds:.0f}",
+            f"{verdict.grants:,}",
+            f"{verdict.outcomes['refused']:,}",
+            f"{verdict.outcomes['failed']:,}",
+            verdict.faults.total(),
+            verdict.allowed_pairs,
+            verdict.refused_writes,
+            _lost(result, "claimed"),
+            _lost(result, "unfenced"),
+            len(verdict.findings),
+        )
+        lines.append(_line(cells))
+    return "\n".join(lines) + "\n"
+
+
+def _lost(result: Result, kind: str) -> str:
+    written = result.verdict.written[kind]
+    return f"{written:,}: {result.verdict.lost[kind]}" if written else "none"
+
+
+def _controls(controls: Sequence[Result]) -> str:
+    lines = ["| Control | Grants | Found | Updates: lost |", "|---|---|---|---|"]
+    for result in controls:
+        found = Counter(finding.rule for finding in result.verdict.findings)
+        told = ", ".join(f"{rule} {count:,}" for rule, count in sorted(found.items()))
+        cells = (result.name, f"{result.verdict.grants:,}", told, _lost(result, "unfenced"))
+        lines.append(_line(cells))
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _findings(results: Sequence[Result]) -> str:
+    found = [(result.name, finding) for result in results for finding in result.verdict.findings]
+    if not found:
+        return "\nNo promise was broken.\n"
+    lines = [f"- {name}: {str(finding).strip().splitlines()[0]}" for name, finding in found]
+    return "\nBroken promises:\n\n" + "\n".join(lines) + "\n"
+
+
+def _faults(results: Sequence[Result]) -> str:
+    kinds = sorted({kind for result in results for kind in result.verdict.faults})
+    lines = ["| Fault | Times | On |", "|---|---|---|"]
+    for kind in kinds:
+        on = {result.name: result.verdict.faults[kind] for result in results}
+        where = [name for name, times in on.items() if times]
+        told = "all" if len(where) == len(results) else ", ".join(where)
+        lines.append(_line((kind, sum(on.values()), told)))
+    return "\n".join(lines) + "\n"
+
+
+def _rows() -> str:
+    lines = ["| Row | Faults of the nemesis | Tests |", "|---|---|---|"]
+    for row, met in MET.items():
+        faults = [each for each in met if not is_test(each)]
+        lines.append(_line((row, ", ".join(faults), _named(filter(is_test, met)))))
+    lines.append(_line(("the column *in your transaction*", "", _named(IN_TRANSACTION))))
+    return "\n".join(lines) + "\n"
+
+
+def _named(tests: Iterable[str]) -> str:
+    return ", ".join(f"`{test.partition('::')[2]}`" for test in tests)
+
+
+def _line(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |".replace("|  |", "| |")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from tests.fixtures.warm import WarmParent
-from tests.torture.arenas import ARENAS
+from tests.torture.arenas import ARENAS, CONTROLS
 from tests.torture.report import page
 from tests.torture.run import Result, run, store
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.fixtures.postgres import PostgreSQL
+    from tests.torture.arenas import Make
 
 #: Findings of one run that are printed; the histories have all.
 MOST_SHOWN = 8
@@ -26,17 +30,24 @@ def torture(
     chosen = names or [*ARENAS]
     seconds = minutes * 60 / len(chosen)
     _console.print(f"seed {seed}, {seconds:.0f} s each, histories in {folder}")
-    results = []
     with store() as rows:
-        for name in chosen:
-            there = folder / name
-            there.mkdir(parents=True)
-            results.append(run(name, ARENAS[name], rows, there, seconds=seconds, seed=seed))
-            WarmParent.close_all()
-            _tell(results[-1])
-    if report is not None:
-        report.write_text(page(results, seed))
+        tried = partial(_tried, rows=rows, folder=folder, seed=seed)
+        results = [tried(name, ARENAS[name], seconds=seconds) for name in chosen]
+        if report is not None:
+            controls = [tried(name, make, seconds=10.0) for name, make in CONTROLS.items()]
+            report.write_text(page(results, controls, seed))
     return 1 if any(result.verdict.findings for result in results) else 0
+
+
+def _tried(
+    name: str, make: Make, *, rows: PostgreSQL, folder: Path, seconds: float, seed: int
+) -> Result:
+    there = folder / name
+    there.mkdir(parents=True)
+    result = run(name, make, rows, there, seconds=seconds, seed=seed)
+    WarmParent.close_all()
+    _tell(result)
+    return result
 
 
 def _tell(result: Result) -> None:

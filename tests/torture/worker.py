@@ -188,23 +188,26 @@ class Worker:
         """Do the work that the lock is held for, in this thread; a lost lease or a refused write ends it."""
         try:
             self._check(id_, lease)
-            work = self.config["work"]
+            work = self._seconds_of_work()
             if not wish.writes:
-                time.sleep(2 * work)
+                time.sleep(work)
             elif self.config["careless"]:
                 rows.raise_unfenced(wish.lock, work, lambda: None)
             else:
                 rows.raise_unfenced(wish.lock, work, lambda: self._check(id_, lease))
                 if self.config["fencing"]:
                     rows.raise_claimed(wish.lock, work, lease)
-            if self._random.random() < 0.03:
-                # Long enough to be renewed.
-                self.over.wait(self.config["ttl"])
             self._check(id_, lease)
         except StaleFencingToken:
             self.history.write("stale", id=id_)
         except LockError as error:
             self.history.write("lost", id=id_, reason=lease.reason, error=type(error).__name__)
+
+    def _seconds_of_work(self) -> float:
+        """Return how long a holder takes between reading and writing: now and then long enough to be renewed, or stopped in it."""
+        if self._random.random() < 0.04:
+            return float(self.config["ttl"]) * self._random.uniform(0.3, 1.0)
+        return float(self.config["work"])
 
     def _check(self, id_: str, lease: Lease) -> None:
         before = clock.lease_time()
@@ -295,11 +298,16 @@ def _probe(config: dict[str, Any], history: Writer, names: list[str]) -> str:
     """Acquire each lock, now that nobody wants it any more."""
     for name in names:
         limit = config["limits"].get(name)
+        free = lock(
+            name,
+            using=USING,
+            timeout=config["free_within"],
+            ttl=config["ttl"],
+            limit=limit,
+            reentrant=False,
+        )
         try:
-            taken = [
-                lock(name, using=USING, timeout=config["free_within"], limit=limit).acquire()
-                for _ in range(limit or 1)
-            ]
+            taken = [free.acquire() for _ in range(limit or 1)]
         except LockError as error:
             history.write("stuck", lock=name, why=f"{type(error).__name__}: {error}")
             continue
