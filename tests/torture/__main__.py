@@ -24,8 +24,11 @@ def main() -> int:
     import django
 
     django.setup()
-    from tests.torture.session import torture
+    from tests.torture.session import torture, write
 
+    if arguments.again:
+        write(arguments.folder, arguments.report)
+        return 0
     return torture(
         arguments.backend,
         minutes=arguments.minutes,
@@ -44,6 +47,7 @@ def _arguments() -> argparse.Namespace:
     folder = Path(tempfile.gettempdir()) / f"torture-{os.getpid()}"
     add("--folder", type=Path, default=folder, help="where the histories go (default: %(default)s)")
     add("--report", type=Path, help="a page to write, in Markdown")
+    add("--again", action="store_true", help="only write the page of the run that is in the folder")
     return parser.parse_args()
 
 

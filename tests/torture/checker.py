@@ -30,6 +30,13 @@ MORE_MEMORY = 12 * 1024
 OUTCOMES = ("got", "refused", "failed", "cancelled")
 #: Effects of faults after which two holders are possible: see the guarantees page.
 TWO_HOLDERS = "FB"
+#: A token may fall only if the server loses its record of the lock, and its clock is set back, both since the last grant.
+LOSSES = {
+    "server restarts and has lost its last writes",
+    "fail-over to an asynchronous replica",
+    "eviction, `FLUSHALL`",
+}
+SET_BACK = "server's clock is set back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +240,25 @@ def _tokens(run: Run, verdict: Verdict) -> Iterator[Finding]:
         numbered.sort(key=lambda each: (each.token or 0, each.ended or 0.0))
         latest: Attempt | None = None
         for each in numbered:
-            if latest is not None and (each.ended or 0.0) < latest.asked:
+            if latest is not None and _falls(run.faults, each, latest):
                 text = f"{lock!r}: {_named(latest)} asked after {_named(each)} was granted"
                 yield Finding("tokens", text)
             if latest is None or each.asked > latest.asked:
                 latest = each
         for one, other in pairwise(numbered):
-            if one.token == other.token:
+            if one.token == other.token and not _may_fall(run.faults, one, other):
                 yield Finding("tokens", f"{lock!r}: {_named(one)} and {_named(other)} are the same")
+
+
+def _falls(faults: Iterable[Fault], before: Attempt, after: Attempt) -> bool:
+    """Return whether *after*, which has the lower token, asked when *before* had been granted, and no faults explain it."""
+    return (before.ended or 0.0) < after.asked and not _may_fall(faults, before, after)
+
+
+def _may_fall(faults: Iterable[Fault], one: Attempt, other: Attempt) -> bool:
+    begin, end = min(one.asked, other.asked), max(one.ended or 0.0, other.ended or 0.0)
+    kinds = {fault.kind for fault in faults if fault.began <= end and fault.ended >= begin}
+    return SET_BACK in kinds and not kinds.isdisjoint(LOSSES)
 
 
 def _progress(run: Run, verdict: Verdict) -> Iterator[Finding]:

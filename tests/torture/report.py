@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
-
-import django
 
 from tests.torture.matrix import IN_TRANSACTION, MET, is_test
 
@@ -78,26 +74,25 @@ Not reached by the nemesis: the clocks of etcd and of MariaDB, which cannot be s
 """
 
 
-def page(results: Sequence[Result], controls: Sequence[Result], seed: int) -> str:
+def page(results: Sequence[Result], controls: Sequence[Result]) -> str:
     """Return the page of these *results*, and of *controls*, in which findings are expected."""
-    parts = [INTRODUCTION, _run(results, seed), _results(results)]
+    parts = [INTRODUCTION, _run(results), _results(results)]
     if controls:
         parts += [CONTROLS, _controls(controls)]
     parts += [_findings(results), FAULTS, _faults(results), ROWS, _rows(), NOT_REACHED]
     return "".join(parts)
 
 
-def _run(results: Sequence[Result], seed: int) -> str:
+def _run(results: Sequence[Result]) -> str:
     minutes = sum(result.seconds for result in results) / 60
     grants = sum(result.verdict.grants for result in results)
     faults = sum(result.verdict.faults.total() for result in results)
-    day = datetime.now(UTC).date().isoformat()
     versions = sorted({version for result in results for version in result.versions})
     return f"""
-## The run of {day}
+## The run of {results[0].day}
 
-Seed {seed}, {minutes:.0f} minutes in all: {grants:,} grants and {faults:,} faults.
-Python {platform.python_version()}, Django {django.__version__}, Linux {platform.release().partition("-")[0]}; {"; ".join(versions)}.
+Seed {results[0].seed}, {minutes:.0f} minutes in all: {grants:,} grants and {faults:,} faults.
+{"; ".join(versions)}.
 
 """
 

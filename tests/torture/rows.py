@@ -6,7 +6,6 @@ that shows fewer updates than it has receipts has lost some.
 
 from __future__ import annotations
 
-import time
 from contextlib import contextmanager
 from decimal import Decimal
 from typing import TYPE_CHECKING
@@ -33,20 +32,19 @@ def make(lock: str) -> None:
         Account.objects.using(STORE).create(name=f"{lock}:{kind}", opening_balance=0, balance=0)
 
 
-def raise_claimed(lock: str, work: float, lease: Lease) -> None:
+def raise_claimed(lock: str, lease: Lease, work: Callable[[], object]) -> None:
     """Claim the row, read it by that, *work*, and write it one higher; StaleFencingToken if a later holder has claimed it."""
     row = lease.claim(_row(lock, "claimed"))
-    time.sleep(work)
+    work()
     row.balance += ONE
     with _with_receipt(row):
         row.save(using=STORE)
 
 
-def raise_unfenced(lock: str, work: float, check: Callable[[], None]) -> None:
-    """Read the row, *work*, *check* whether the lock is still ours, and write the row one higher."""
+def raise_unfenced(lock: str, work: Callable[[], object]) -> None:
+    """Read the row, *work*, and write the row one higher."""
     row = _row(lock, "unfenced")
-    time.sleep(work)
-    check()
+    work()
     with _with_receipt(row):
         Account.objects.using(STORE).filter(pk=row.pk).update(balance=row.balance + ONE)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from django_distlock.ground import clock
+import django
+
 from tests.fixtures.postgres import PostgreSQL
 from tests.torture.arenas import postgres_database
-from tests.torture.checker import Finding, Verdict, check
+from tests.torture.checker import Verdict, check
 from tests.torture.crew import Crew
 from tests.torture.history import Writer, read
 from tests.torture.nemesis import Nemesis, longest_clock_error
@@ -28,8 +31,19 @@ class Result:
 
     name: str
     seconds: float
+    seed: int
+    day: str
     versions: list[str]
     verdict: Verdict
+
+
+def result_of(folder: Path) -> Result:
+    """Return what the histories in *folder*, which has the name of the arena, tell."""
+    events = read(folder)
+    began = next(event for event in events if event.kind == "arena")
+    seconds = events[-1].at - began.at
+    verdict = check(events, unfenced=began["careless"])
+    return Result(folder.name, seconds, began["seed"], began["day"], began["versions"], verdict)
 
 
 @contextmanager
@@ -39,20 +53,24 @@ def store() -> Iterator[PostgreSQL]:
         yield server
 
 
-def run(
-    name: str, make: Make, rows: PostgreSQL, folder: Path, *, seconds: float, seed: int
-) -> Result:
-    """Torture the arena *name* for so many *seconds*; the histories are written to *folder*, which must be empty."""
+def run(make: Make, rows: PostgreSQL, folder: Path, *, seconds: float, seed: int) -> Result:
+    """Torture an arena for so many *seconds*; the histories are written to *folder*, which is empty and has its name."""
+    name = folder.name
     with ExitStack() as stack:
         arena = stack.enter_context(make())
         history = Writer(folder, "nemesis")
         stack.callback(history.close)
-        label = f"{name}-{folder.name}"
-        crew = Crew(arena, label, folder, postgres_database(rows.port), f"{seed} {name}")
+        history.write(
+            "arena",
+            seed=seed,
+            day=datetime.now(UTC).date().isoformat(),
+            versions=[*arena.versions, *software()],
+            careless=arena.careless,
+        )
+        crew = Crew(arena, name, folder, postgres_database(rows.port), f"{seed} {name}")
         stack.callback(crew.close)
         crew.start()
         nemesis = Nemesis(arena, crew, history, f"{seed} {name}")
-        began = clock.lease_time()
         nemesis.start()
         try:
             time.sleep(seconds)
@@ -62,7 +80,16 @@ def run(
         history.write("calm", locks=crew.hot)
         time.sleep(arena.calm)
         crew.end()
-        took = clock.lease_time() - began
-        verdict = check(read(folder), unfenced=arena.careless)
-        verdict.findings += [Finding("errors", each[:3000]) for each in crew.tracebacks()]
-        return Result(name, took, arena.versions, verdict)
+        for each in crew.tracebacks():
+            history.write("broke", id="output", text=each[:3000])
+    return result_of(folder)
+
+
+def software() -> list[str]:
+    """Return the versions of what runs on any arena."""
+    release = platform.release().partition("-")[0]
+    return [
+        f"Python {platform.python_version()}",
+        f"Django {django.__version__}",
+        f"Linux {release}",
+    ]

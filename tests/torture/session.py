@@ -10,7 +10,7 @@ from rich.console import Console
 from tests.fixtures.warm import WarmParent
 from tests.torture.arenas import ARENAS, CONTROLS
 from tests.torture.report import page
-from tests.torture.run import Result, run, store
+from tests.torture.run import Result, result_of, run, store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Findings of one run that are printed; the histories have all.
 MOST_SHOWN = 8
+SECONDS_OF_CONTROL = 10.0
 _console = Console(highlight=False, soft_wrap=True)
 
 
@@ -31,20 +32,25 @@ def torture(
     seconds = minutes * 60 / len(chosen)
     _console.print(f"seed {seed}, {seconds:.0f} s each, histories in {folder}")
     with store() as rows:
-        tried = partial(_tried, rows=rows, folder=folder, seed=seed)
-        results = [tried(name, ARENAS[name], seconds=seconds) for name in chosen]
+        tried = partial(_tried, rows=rows, seed=seed)
+        results = [tried(ARENAS[name], folder / name, seconds=seconds) for name in chosen]
         if report is not None:
-            controls = [tried(name, make, seconds=10.0) for name, make in CONTROLS.items()]
-            report.write_text(page(results, controls, seed))
+            for name, make in CONTROLS.items():
+                tried(make, folder / name, seconds=SECONDS_OF_CONTROL)
+            write(folder, report)
     return 1 if any(result.verdict.findings for result in results) else 0
 
 
-def _tried(
-    name: str, make: Make, *, rows: PostgreSQL, folder: Path, seconds: float, seed: int
-) -> Result:
-    there = folder / name
+def write(folder: Path, report: Path) -> None:
+    """Write the page of a run, once more perhaps, from the histories in *folder*."""
+    results = [result_of(folder / name) for name in ARENAS if (folder / name).is_dir()]
+    controls = [result_of(folder / name) for name in CONTROLS if (folder / name).is_dir()]
+    report.write_text(page(results, controls))
+
+
+def _tried(make: Make, there: Path, *, rows: PostgreSQL, seconds: float, seed: int) -> Result:
     there.mkdir(parents=True)
-    result = run(name, make, rows, there, seconds=seconds, seed=seed)
+    result = run(make, rows, there, seconds=seconds, seed=seed)
     WarmParent.close_all()
     _tell(result)
     return result

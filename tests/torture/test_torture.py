@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fixtures.postgres import PostgreSQL
-from tests.torture.arenas import ARENAS, CONTROLS
+from tests.torture.arenas import ARENAS, CONTROLS, Make
 from tests.torture.checker import Verdict
 from tests.torture.run import run, store
 
@@ -30,7 +30,7 @@ def rows() -> Iterator[PostgreSQL]:
 def test_no_promise_is_broken_while_processes_lines_and_the_server_fail(
     rows: PostgreSQL, tmp_path: Path
 ) -> None:
-    verdict = run("redis", ARENAS["redis"], rows, tmp_path, seconds=7, seed=SEED).verdict
+    verdict = _tortured("redis", ARENAS["redis"], rows, tmp_path, 6)
 
     assert verdict.findings == []
     assert verdict.grants
@@ -38,12 +38,14 @@ def test_no_promise_is_broken_while_processes_lines_and_the_server_fail(
     assert verdict.written["claimed"]
 
 
-def _control(name: str, rows: PostgreSQL, folder: Path, seconds: float) -> Verdict:
-    return run(name, CONTROLS[name], rows, folder, seconds=seconds, seed=SEED).verdict
+def _tortured(name: str, make: Make, rows: PostgreSQL, folder: Path, seconds: float) -> Verdict:
+    there = folder / name
+    there.mkdir()
+    return run(make, rows, there, seconds=seconds, seed=SEED).verdict
 
 
 def test_the_checker_finds_that_there_is_no_lock(rows: PostgreSQL, tmp_path: Path) -> None:
-    verdict = _control("no-lock", rows, tmp_path, 1.5)
+    verdict = _tortured("no-lock", CONTROLS["no-lock"], rows, tmp_path, 1.5)
 
     assert {finding.rule for finding in verdict.findings} == {"exclusion"}
     assert verdict.lost["unfenced"] > 0
@@ -52,7 +54,7 @@ def test_the_checker_finds_that_there_is_no_lock(rows: PostgreSQL, tmp_path: Pat
 def test_the_checker_finds_updates_lost_by_holders_that_were_stopped_without_a_fence(
     rows: PostgreSQL, tmp_path: Path
 ) -> None:
-    verdict = _control("careless", rows, tmp_path, 6)
+    verdict = _tortured("careless", CONTROLS["careless"], rows, tmp_path, 6)
 
     assert {finding.rule for finding in verdict.findings} == {"lost updates"}
     assert verdict.lost["unfenced"] > 0

@@ -14,6 +14,7 @@ import time
 import traceback
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ USING = "tried"
 TIMEOUTS = (0.0, 0.3, 2.0, 6.0)
 #: Seconds after which unused records are purged: more than the steps of a server's clock, see the guarantees page.
 OLD = 5
+#: Seconds between two checks of a holder who works for long.
+LOOK = 0.03
 #: Seconds between two samples of what the process uses.
 SAMPLE = 0.5
 
@@ -188,15 +191,16 @@ class Worker:
         """Do the work that the lock is held for, in this thread; a lost lease or a refused write ends it."""
         try:
             self._check(id_, lease)
-            work = self._seconds_of_work()
+            seconds = self._seconds_of_work()
+            watched = partial(self._work, id_, lease, seconds)
             if not wish.writes:
-                time.sleep(work)
+                watched()
             elif self.config["careless"]:
-                rows.raise_unfenced(wish.lock, work, lambda: None)
+                rows.raise_unfenced(wish.lock, partial(time.sleep, seconds))
             else:
-                rows.raise_unfenced(wish.lock, work, lambda: self._check(id_, lease))
+                rows.raise_unfenced(wish.lock, watched)
                 if self.config["fencing"]:
-                    rows.raise_claimed(wish.lock, work, lease)
+                    rows.raise_claimed(wish.lock, lease, partial(time.sleep, seconds))
             self._check(id_, lease)
         except StaleFencingToken:
             self.history.write("stale", id=id_)
@@ -204,10 +208,17 @@ class Worker:
             self.history.write("lost", id=id_, reason=lease.reason, error=type(error).__name__)
 
     def _seconds_of_work(self) -> float:
-        """Return how long a holder takes between reading and writing: now and then long enough to be renewed, or stopped in it."""
-        if self._random.random() < 0.04:
-            return float(self.config["ttl"]) * self._random.uniform(0.3, 1.0)
+        """Return how long a holder takes between reading and writing: now and then so long that it is renewed, or stopped meanwhile."""
+        if self._random.random() < 0.03:
+            return float(self.config["ttl"]) * self._random.uniform(0.3, 2.5)
         return float(self.config["work"])
+
+    def _work(self, id_: str, lease: Lease, seconds: float) -> None:
+        """Take so many *seconds*, and look all the time whether the lock is still ours."""
+        ends = time.monotonic() + seconds
+        while (left := ends - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK))
+            self._check(id_, lease)
 
     def _check(self, id_: str, lease: Lease) -> None:
         before = clock.lease_time()

@@ -170,6 +170,25 @@ def test_a_token_that_is_given_twice_is_found(history: History) -> None:
     assert history.broken == ["tokens"]
 
 
+@pytest.mark.parametrize(
+    ("faults", "broken"),
+    [
+        ({"eviction, `FLUSHALL`": 2.1, "server's clock is set back": 2.3}, 0),
+        ({"eviction, `FLUSHALL`": 2.1}, 1),
+        ({"server's clock is set back": 2.1}, 1),
+        ({"eviction, `FLUSHALL`": 2.1, "server's clock is set back": 9}, 1),
+    ],
+)
+def test_a_token_may_fall_if_the_record_is_lost_and_the_clock_is_set_back(
+    history: History, faults: dict[str, float], broken: int
+) -> None:
+    history.holding("1", 0, 1, 2, token=11).holding("2", 2.5, 3, 4, token=10)
+    for kind, at in faults.items():
+        history.fault(kind, at, at + 0.1, "F")
+
+    assert history.broken == ["tokens"] * broken
+
+
 def test_holders_without_tokens_are_not_compared(history: History) -> None:
     history.holding("1", 0, 1, 2, token=None).holding("2", 2.5, 3, 4, token=None)
 
