@@ -52,12 +52,18 @@ RESULTS = (
     "Faults",
     "Two holders, as allowed",
     "Writes refused by the fence",
-    "Updates of claimed rows: lost",
-    "Updates of other rows: lost",
+    "Lost updates of claimed rows",
+    "Lost updates of other rows",
     "Broken promises",
 )
 CONTROLS = """
 The controls, in which the checker must find what is wrong:
+"""
+FOUND = """
+Earlier runs have found what the pages did not say, and say now:
+
+- On Redlock, one clock that jumps ahead is enough for two holders where the first had just a majority; the page spoke of the clocks of a majority.
+- On Redis, a token can fall when the server loses its data and its clock is set back, both since the lock was last used; the page spoke of purged rows alone.
 """
 FAULTS = """
 ## The faults
@@ -79,7 +85,7 @@ def page(results: Sequence[Result], controls: Sequence[Result]) -> str:
     parts = [INTRODUCTION, _run(results), _results(results)]
     if controls:
         parts += [CONTROLS, _controls(controls)]
-    parts += [_findings(results), FAULTS, _faults(results), ROWS, _rows(), NOT_REACHED]
+    parts += [_findings(results), FOUND, FAULTS, _faults(results), ROWS, _rows(), NOT_REACHED]
     return "".join(parts)
 
 
@@ -120,11 +126,11 @@ def _results(results: Sequence[Result]) -> str:
 
 def _lost(result: Result, kind: str) -> str:
     written = result.verdict.written[kind]
-    return f"{written:,}: {result.verdict.lost[kind]}" if written else "none"
+    return f"{result.verdict.lost[kind]} of {written:,}" if written else "none"
 
 
 def _controls(controls: Sequence[Result]) -> str:
-    lines = ["| Control | Grants | Found | Updates: lost |", "|---|---|---|---|"]
+    lines = ["| Control | Grants | Found | Lost updates |", "|---|---|---|---|"]
     for result in controls:
         found = Counter(finding.rule for finding in result.verdict.findings)
         told = ", ".join(f"{rule} {count:,}" for rule, count in sorted(found.items()))

@@ -29,7 +29,7 @@ def test_it_tells_what_was_run_and_that_nothing_was_found() -> None:
     assert "## The run of 2026-01-02\n" in text
     assert "Seed 42, 2 minutes in all: 2,468 grants and 4 faults." in text
     assert "Server of etcd 1.0; Server of redis 1.0." in text
-    assert "| redis | 60 | 1,234 | 7 | 8 | 2 | 3 | 4 | 500: 0 | 600: 5 | 0 |" in text
+    assert "| redis | 60 | 1,234 | 7 | 8 | 2 | 3 | 4 | 0 of 500 | 5 of 600 | 0 |" in text
     assert "| server hangs | 4 | all |" in text
     assert "No promise was broken." in text
     assert "Control" not in text
@@ -42,4 +42,4 @@ def test_it_tells_of_broken_promises_and_of_controls() -> None:
     text = page([broken, a_result("etcd")], [control])
 
     assert "- redis: exclusion: 'a' had two holders\n" in text
-    assert "| no-lock | 1,234 | exclusion 2 | 600: 5 |" in text
+    assert "| no-lock | 1,234 | exclusion 2 | 5 of 600 |" in text
