@@ -52,6 +52,8 @@ DUMMY = "django_distlock.backends.dummy.DummyBackend"
 STEP = 3.0
 #: Seconds for which a server hangs.
 HANG = 2.0
+#: What is said of sessions that hold locks.
+SESSION: dict[str, Any] = {"shared": True, "effect_of_cut": "F", "effect_of_lost_reply": "F"}
 #: An error within so many seconds tells of a server that hangs.
 IO = {"io_timeout": 1.0}
 
@@ -86,6 +88,9 @@ class Arena:
     shared: bool = False
     purge: bool = False
     listing: bool = True
+    #: What happens if a connection ends, or a reply is lost with it: a session holds the lock no longer.
+    effect_of_cut: str = "V"
+    effect_of_lost_reply: str = "X"
     #: The backend works in one process alone.
     alone: bool = False
     #: Rows are written without a check and without a fence.
@@ -211,7 +216,6 @@ def _on_postgres(backend: str, blows: str, **arena: Any) -> Iterator[Arena]:
     """*blows*: the effect of a restart."""
     options = arena.pop("options", {})
     with ClockedPostgreSQL() as server, _line(server.port) as line:
-        ahead = "F" if backend == DATABASE else "X"
         with server.admin() as admin:
             [version] = admin.execute("SHOW server_version").fetchone() or [""]
         yield Arena(
@@ -224,7 +228,7 @@ def _on_postgres(backend: str, blows: str, **arena: Any) -> Iterator[Arena]:
                 Blow("server restarts and has kept all its data", blows, partial(_restart, server)),
                 Blow("server restarts and has kept all its data", blows, partial(_crash, server)),
                 Blow("server hangs", "X", partial(_hang, server)),
-                *_clock_blows([server], ahead),
+                *_clock_blows([server], "F"),
             ],
             versions=[f"PostgreSQL {version}", f"psycopg {psycopg.__version__}"],
             **arena,
@@ -243,12 +247,12 @@ def postgres_fair() -> AbstractContextManager[Arena]:
 
 def postgres_rowlock() -> AbstractContextManager[Arena]:
     """Rows held by sessions of PostgreSQL."""
-    return _on_postgres(ROWLOCK, "F", shared=True)
+    return _on_postgres(ROWLOCK, "F", **SESSION)
 
 
 def postgres_advisory() -> AbstractContextManager[Arena]:
     """Advisory locks of PostgreSQL."""
-    return _on_postgres(ADVISORY, "F", shared=True)
+    return _on_postgres(ADVISORY, "F", **SESSION)
 
 
 class Standby(PostgreSQL):
@@ -356,12 +360,12 @@ def mariadb() -> AbstractContextManager[Arena]:
 
 def mariadb_rowlock() -> AbstractContextManager[Arena]:
     """Rows held by sessions of MariaDB."""
-    return _on_mariadb(ROWLOCK, "F", shared=True)
+    return _on_mariadb(ROWLOCK, "F", **SESSION)
 
 
 def mariadb_advisory() -> AbstractContextManager[Arena]:
     """GET_LOCK() of MariaDB."""
-    return _on_mariadb(ADVISORY, "F")
+    return _on_mariadb(ADVISORY, "F", **{**SESSION, "shared": False})
 
 
 # Redis and memcached.

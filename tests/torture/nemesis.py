@@ -107,9 +107,9 @@ class Nemesis:
             acts.append(Act("client's clock is wrong or is set", "X", self._set_clock))
         if self._arena.lines:
             acts += [
-                Act("holder cut off from the server", "V", self._cut),
+                Act("holder cut off from the server", self._arena.effect_of_cut, self._cut),
                 Act("holder cut off without a word", "V", self._black_hole),
-                Act("reply lost", "X", self._lose_replies),
+                Act("reply lost", self._arena.effect_of_lost_reply, self._lose_replies),
                 Act("slow line", "X", self._slow),
             ]
         if self._arena.purge:
@@ -154,6 +154,9 @@ class Nemesis:
     def _lose_replies(self) -> tuple[str, None]:
         for line in self._arena.lines:
             line.drop_reply(self._chance.randint(1, 3), after=self._chance.randint(0, 20))
+        time.sleep(self._arena.ttl)
+        for line in self._arena.lines:
+            line.drop_reply(0)
         return "", None
 
     def _slow(self) -> tuple[str, None]:
