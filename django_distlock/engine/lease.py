@@ -210,9 +210,12 @@ class Lease(metaclass=_Shown):
     def check(self) -> None:
         """Raise LockLost unless it is certain that the lock is still ours, LockNotHeld if it was released.
 
-        It compares the deadline with our clock, and sends no request.
+        It compares the deadline with our clock and, where a session holds the lock, looks whether it
+        has ended. It sends no request.
         """
         state = self.state
+        if state is State.HELD and self.lose_with_session():
+            state = self._state
         if state is State.LOST:
             raise LockLost(self.name, self._reason)
         if state is not State.HELD:
@@ -748,6 +751,13 @@ class Lease(metaclass=_Shown):
                     fields = log_fields(self.name, self.using, token=token)
                     logger.exception("A callback of a lock failed", extra=fields)
             announce(lock_lost, self, lease=self, held=self._held_for, reason=reason)
+
+    def lose_with_session(self) -> bool:
+        """Become lost if the session that holds it is known to have ended; return whether it has."""
+        is_over = self.backend.is_session_over(self.request)
+        if is_over:
+            self.lose("the session that held it has ended")
+        return is_over
 
     def end_here(self) -> None:
         """End, as another process is to have the lock; LockLost if it had ended before."""

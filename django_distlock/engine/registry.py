@@ -150,8 +150,8 @@ class Registry:
 
     def _end_what_is_over(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
-            if lease.held and lease.backend.is_session_over(lease.request):
-                lease.lose("the session that held it has ended")
+            if lease.held:
+                lease.lose_with_session()
             if lease.is_unattended:
                 # Other code may still refer to it. If none does, its finalizer releases it, by a
                 # backend that is no garbage itself.

@@ -231,6 +231,22 @@ def test_a_terminated_session_is_lost_long_before_its_next_renewal(
         pass
 
 
+def test_a_check_finds_a_terminated_session_before_anything_has_looked_for_it(
+    database: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_end_what_is_over", lambda leases: None)
+    lease = lock(name, using="locks", ttl=60).acquire()
+    assert lease
+    lease.check()
+
+    end_session(database, session_number(lease.request.owner))
+
+    with pytest.raises(LockLost, match="the session that held it has ended"):
+        eventually(lease.check, 5)
+    with pytest.raises(LockLost):
+        lease.release()
+
+
 def test_an_extension_of_a_terminated_session_finds_it_lost(database: str, name: str) -> None:
     lease = lock(name, using="locks", ttl=60).acquire()
     assert lease

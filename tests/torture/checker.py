@@ -262,14 +262,19 @@ def _may_fall(faults: Iterable[Fault], one: Attempt, other: Attempt) -> bool:
 
 
 def _progress(run: Run, verdict: Verdict) -> Iterator[Finding]:
-    """Every attempt ends in time, and once the faults are over every lock is granted."""
+    """Every attempt ends in time, and once the faults are over no lock is wanted in vain."""
     yield from _late(run)
     for event in run.of_kind("stuck"):
         yield Finding("progress", f"{event['lock']!r} was not free at the end: {event['why']}")
     for calm in run.of_kind("calm"):
-        granted = {each.lock for each in run.granted if (each.ended or 0.0) > calm.at}
-        for lock in sorted(set(calm["locks"]) - granted):
-            yield Finding("progress", f"{lock!r} was not granted after the last fault")
+        wanted = {each.lock for each in run.attempts.values() if each.asked > calm.at}
+        held = {
+            each.lock
+            for each in run.granted
+            if max(each.ended or 0.0, each.last_checked or 0.0) > calm.at
+        }
+        for lock in sorted(wanted - held):
+            yield Finding("progress", f"{lock!r} was not held by anybody after the last fault")
 
 
 def _late(run: Run) -> Iterator[Finding]:

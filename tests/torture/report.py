@@ -35,7 +35,7 @@ A checker then reads these files, and nothing else:
 - **Exclusion**: no two holders are sure of a lock at the same time. A holder is sure from its first `check()` that passes to its last, which is more careful than the processes themselves: a pause between the check and the writing down counts for nobody.
 - **Tokens** rise: a process that asked after another had been granted has a higher one.
 - **Lost updates**: each update is committed with a receipt, and a claimed row shows all of them.
-- **Progress**: each attempt ends within its timeout, and once the faults are over, each lock is granted, and is free at the end.
+- **Progress**: each attempt ends within its timeout, and once the faults are over, each lock that is wanted is held, and is free at the end.
 - **Truth**: nobody is granted a lock by a server that hangs, nor told that somebody else has it.
 - **Errors** are those of this package, and **resources** (descriptors, threads, memory) are flat.
 

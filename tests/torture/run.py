@@ -77,7 +77,7 @@ def run(make: Make, rows: PostgreSQL, folder: Path, *, seconds: float, seed: int
         finally:
             nemesis.stop()
         time.sleep(arena.free_within + longest_clock_error(arena))
-        history.write("calm", locks=crew.hot)
+        history.write("calm")
         time.sleep(arena.calm)
         crew.end()
         for each in crew.tracebacks():

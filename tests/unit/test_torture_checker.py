@@ -217,12 +217,15 @@ def test_a_wait_that_outlasts_its_timeout_is_found_unless_the_worker_was_stopped
     assert history.broken == []
 
 
-def test_a_lock_that_is_not_granted_after_the_last_fault_is_found(history: History) -> None:
-    history.holding("1", 0, 1, 2, token=10)
-    history.event(3, "calm", "nemesis", locks=["a"])
+def test_a_lock_that_nobody_gets_after_the_last_fault_is_found(history: History) -> None:
+    history.holding("1", 0, 1, 2, token=10).event(3, "calm", "nemesis")
+    assert history.broken == []  # nobody wanted it
+
+    history.event(4, "asked", "w2", id="2", lock="a", timeout=1.0, shared=False)
+    history.event(5, "refused", "w2", id="2")
     assert history.broken == ["progress"]
 
-    history.holding("2", 2, 4, 5, token=11)
+    history.holding("3", 2, 2.5, 6, token=11)
     assert history.broken == []
 
 
@@ -305,7 +308,7 @@ def test_errors_and_faults_are_counted(history: History) -> None:
 def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:
     first, second = Writer(tmp_path, "w1"), Writer(tmp_path, "w2")
     first.write("asked", id="1")
-    second.write("calm", locks=["a"])
+    second.write("calm", after=["a"])
     second.write("checked", at=1.0, id="1")
     first.close()
     second.close()
@@ -318,7 +321,7 @@ def test_what_is_written_is_read_in_the_order_of_time(tmp_path: Path) -> None:
         ("calm", "w2"),
     ]
     assert events[0].at == 1.0
-    assert events[2]["locks"] == ["a"]
+    assert events[2]["after"] == ["a"]
 
 
 def test_half_a_line_of_a_killed_process_is_passed_over(tmp_path: Path) -> None:
