@@ -113,6 +113,26 @@ def test_what_a_session_held_that_ended_by_our_clock_does_not_come_back(
     assert line(etcd, namespace, "x") == []
 
 
+def test_a_session_that_ended_by_our_clock_while_it_was_prolonged_does_not_come_back(
+    alias: None, etcd: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held()
+    session = backend()._session
+    before, keep_alive = session.id, session._keep_alive
+
+    def answer_late(lease_id: str) -> bool:
+        answer = keep_alive(lease_id)
+        session._prolonged_at -= SESSION  # as after a pause of the machine
+        return answer
+
+    monkeypatch.setattr(session, "_keep_alive", answer_late)
+
+    assert not session.prolong()
+    take("y")
+    assert session.id != before
+    assert line(etcd, namespace, "x") == []
+
+
 # Members that are stopped.
 
 

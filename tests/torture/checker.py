@@ -267,14 +267,20 @@ def _progress(run: Run, verdict: Verdict) -> Iterator[Finding]:
     for event in run.of_kind("stuck"):
         yield Finding("progress", f"{event['lock']!r} was not free at the end: {event['why']}")
     for calm in run.of_kind("calm"):
-        wanted = {each.lock for each in run.attempts.values() if each.asked > calm.at}
+        refused = {
+            each.lock
+            for each in run.attempts.values()
+            if each.asked > calm.at and each.outcome == "refused"
+        }
         held = {
             each.lock
             for each in run.granted
             if max(each.ended or 0.0, each.last_checked or 0.0) > calm.at
         }
-        for lock in sorted(wanted - held):
-            yield Finding("progress", f"{lock!r} was not held by anybody after the last fault")
+        for lock in sorted(refused - held):
+            yield Finding(
+                "progress", f"{lock!r} was refused, and held by nobody, after the last fault"
+            )
 
 
 def _late(run: Run) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from tests.torture.run import run, store
 pytestmark = [
     pytest.mark.server,
     pytest.mark.caches,
-    pytest.mark.timeout(150),
+    pytest.mark.timeout(300),
     pytest.mark.usefixtures("warm_parents"),
 ]
 SEED = 1

@@ -74,6 +74,9 @@ class Session:
                 return False
             if not self._keep_alive(mine):
                 raise LockBackendError(self._alias, "its leader does not know the session yet")
+        if self.is_over(mine):
+            # By our clock, before the answer came: its locks are lost, and their keys' names may be given to others.
+            return False
         self._prolonged_at = max(began, self._prolonged_at)
         return True
 
