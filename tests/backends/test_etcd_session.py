@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -131,6 +132,23 @@ def test_a_session_that_ended_by_our_clock_while_it_was_prolonged_does_not_come_
     take("y")
     assert session.id != before
     assert line(etcd, namespace, "x") == []
+
+
+def test_a_key_that_is_given_up_twice_is_not_taken_from_the_one_that_has_its_name_by_then(
+    alias: None,
+) -> None:
+    recipe, ask = (
+        backend()._recipe,
+        partial(backend().request, "x", ttl=20.0, holder=Holder.current()),
+    )
+    first = recipe._entry(ask())
+    recipe._doomed[first] = None  # by its end, while its release was under way
+    recipe._forget(first)
+    second = recipe._entry(ask())
+
+    recipe._buried(first)
+
+    assert recipe._entry(ask()).slot != second.slot == first.slot
 
 
 # Members that are stopped.

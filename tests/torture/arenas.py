@@ -230,7 +230,7 @@ def _on_postgres(backend: str, blows: str, **arena: Any) -> Iterator[Arena]:
                 Blow("server hangs", "X", partial(_hang, server)),
                 *_clock_blows([server], "F"),
             ],
-            versions=[f"PostgreSQL {version}", f"psycopg {psycopg.__version__}"],
+            versions=[f"PostgreSQL {version.split()[0]}", f"psycopg {psycopg.__version__}"],
             **arena,
         )
 
@@ -324,7 +324,7 @@ def postgres_standby() -> Iterator[Arena]:
             migrated=["locks"],
             purge=True,
             blows=[Blow("fail-over to an asynchronous replica", "F", pair.fail_over)],
-            versions=[f"PostgreSQL {version} with a standby"],
+            versions=[f"PostgreSQL {version.split()[0]} with a standby"],
         )
     finally:
         pair.close()
@@ -348,7 +348,7 @@ def _on_mariadb(backend: str, restart: str, **arena: Any) -> Iterator[Arena]:
                 Blow("server restarts and has kept all its data", restart, partial(_crash, server)),
                 Blow("server hangs", "X", partial(_hang, server)),
             ],
-            versions=[f"MariaDB {version}"],
+            versions=[f"MariaDB {version.partition('-')[0]}"],
             **arena,
         )
 
@@ -603,7 +603,7 @@ def zookeeper() -> Iterator[Arena]:
         clocks = [each for each in ensemble.members if isinstance(each, ClockedMember)]
         options = {"session_timeout": session, "io_timeout": 1.5}
         hosts = ",".join(f"{HOST}:{line.port}" for line in lines)
-        release = ensemble.members[0].says("srvr").partition(",")[0].rpartition(" ")[2]
+        release = ensemble.members[0].says("srvr").partition("-")[0].rpartition(" ")[2]
         yield Arena(
             {"BACKEND": ZOOKEEPER, "OPTIONS": {"hosts": ensemble.hosts, **options}},
             lined={"BACKEND": ZOOKEEPER, "OPTIONS": {"hosts": hosts, **options}},

@@ -163,8 +163,10 @@ class EtcdRecipe:
 
     def _free_slot(self, entry: Entry) -> None:
         """Free its key for others, unless a late request might make it again."""
-        if not entry.is_late:
-            self._slots.pop((entry.folder, entry.slot), None)
+        place = entry.folder, entry.slot
+        # Once: by its end and by its release, for one, and another entry may have the slot by then.
+        if not entry.is_late and self._slots.get(place) is entry:
+            del self._slots[place]
 
     def _stand_in_line(self, entry: Entry, began: float, *, queued: bool) -> Grant | Busy:
         for _ in range(ROUNDS):
