@@ -440,7 +440,7 @@ def redis_sentinel() -> Iterator[Arena]:
             caches={"locks": sentinel_cache(sentinel.port)},
             shared=True,
             blows=[Blow("fail-over to an asynchronous replica", "F", fail_over)],
-            versions=[*_redis_versions(master), "with a replica and a sentinel"],
+            versions=[*_redis_versions(master)],
         )
 
 
@@ -460,7 +460,7 @@ def redis_cluster() -> Iterator[Arena]:
             caches={"locks": cluster_cache(str(servers[0].port))},
             shared=True,
             blows=[Blow("server restarts and has lost its last writes", "F", crash)],
-            versions=[*_redis_versions(servers[0]), "as a cluster of three masters"],
+            versions=[*_redis_versions(servers[0])],
         )
 
 
@@ -510,7 +510,7 @@ def _on_redlock(*, fencing: bool) -> Iterator[Arena]:
                 # Two of five are enough for two holders, if the first was granted by no more than three.
                 *_clock_blows(list[HasClock](servers[:2]), "F"),
             ],
-            versions=[*_redis_versions(servers[0]), "five of them"],
+            versions=[*_redis_versions(servers[0])],
         )
 
 
