@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import LockBackendError, lock, locks
+from django_distlock.ground.holder import Holder
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
@@ -137,10 +138,8 @@ def test_a_session_that_ended_by_our_clock_while_it_was_prolonged_does_not_come_
 def test_a_key_that_is_given_up_twice_is_not_taken_from_the_one_that_has_its_name_by_then(
     alias: None,
 ) -> None:
-    recipe, ask = (
-        backend()._recipe,
-        partial(backend().request, "x", ttl=20.0, holder=Holder.current()),
-    )
+    recipe = backend()._recipe
+    ask = partial(backend().request, "x", ttl=20.0, holder=Holder.current())
     first = recipe._entry(ask())
     recipe._doomed[first] = None  # by its end, while its release was under way
     recipe._forget(first)
