@@ -24,8 +24,10 @@ from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
+from tests.fixtures.environment import free_port
 from tests.fixtures.eventually import eventually
 from tests.fixtures.redis import Redis
+from tests.fixtures.redis_servers import cluster_node, make_cluster
 
 from .redis_tools import connections_to
 
@@ -583,11 +585,91 @@ def test_a_password_and_a_unix_socket(configure: Configure, user: str, name: str
         locks.reset()
 
 
+class Tokens(driver.CredentialProvider):
+    """Gives a new password each time, as services do whose passwords live for minutes."""
+
+    def __init__(self, server: Redis | None = None) -> None:
+        self._server = server
+        self.given = 0
+
+    def get_credentials(self) -> tuple[str, str]:
+        assert self._server, "the service of tokens does not answer"
+        self.given += 1
+        token = f"token-{self.given}"
+        with self._server.client() as client:
+            client.acl_setuser(
+                "app", enabled=True, reset_passwords=True, passwords=[f"+{token}"],
+                categories=["+@all"], keys=["*"], channels=["*"],
+            )  # fmt: skip
+        return "app", token
+
+    async def get_credentials_async(self) -> tuple[str, str]:
+        return self.get_credentials()
+
+    def expire(self) -> None:
+        """Let the server end the connections of those who have logged in."""
+        assert self._server
+        with self._server.client() as client:
+            client.client_kill_filter(user="app")
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+async def test_each_connection_has_a_password_of_the_credential_provider(
+    configure: Configure, name: str, *, cluster: bool
+) -> None:
+    with cluster_node() if cluster else Redis() as server:
+        if cluster:
+            make_cluster([server])
+        tokens = Tokens(server)
+        configure(
+            f"redis://127.0.0.1:{server.port}",
+            cluster=cluster,
+            options={"credential_provider": tokens},
+        )
+        for number in (1, 2):
+            with lock(name, timeout=0) as lease:
+                tokens.expire()
+                lease.extend()
+            async with lock(name, timeout=0) as lease:
+                tokens.expire()
+                await lease.aextend()
+            assert tokens.given >= 4 * number
+        locks.reset()
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+async def test_a_credential_provider_that_fails_is_an_error_of_the_backend(
+    redis: Redis, redis_cluster: list[Redis], configure: Configure, name: str, *, cluster: bool
+) -> None:
+    server = redis_cluster[0] if cluster else redis
+    url = f"redis://127.0.0.1:{server.port}"
+    configure(url, cluster=cluster, options={"credential_provider": Tokens()})
+
+    with pytest.raises(LockBackendError, match="the service of tokens does not answer") as caught:
+        lock(name, timeout=0).acquire()
+    assert isinstance(caught.value.__cause__, AssertionError)
+    with pytest.raises(LockBackendError, match="the service of tokens does not answer"):
+        await lock(name, timeout=0).aacquire()
+    locks.reset()
+
+
+async def test_tls_by_options(certificate: Path, configure: Configure, name: str) -> None:
+    port, file = free_port(), str(certificate)
+    tls = {"tls-port": str(port), "tls-cert-file": file, "tls-key-file": file}
+    with Redis(settings={**tls, "tls-ca-cert-file": file, "tls-auth-clients": "yes"}):
+        options = {"ssl_ca_certs": file, "ssl_certfile": file, "ssl_keyfile": file}
+        backend = configure(f"rediss://127.0.0.1:{port}", options={**options, "password": ""})
+        with lock(name) as lease:
+            assert lease.held
+        async with lock(name) as lease:
+            assert lease.held
+        assert file not in repr(backend.options) + repr(backend.source)
+        locks.reset()
+
+
 # The driver leaves a socket whose handshake failed to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_tls(certificate: Path, configure: Configure, name: str) -> None:
-    from tests.fixtures.environment import free_port
-
     port, file = free_port(), str(certificate)
     tls = {
         "tls-port": str(port),
@@ -654,6 +736,19 @@ def test_a_key_function_that_hides_the_key_is_refused() -> None:
         ({"cluster": True, "wait_replicas": 1}, "'wait_replicas'"),
         ({"wait_replicas": -1}, "'wait_replicas'"),
         ({"wait_replicas": True}, "'wait_replicas'"),
+        ({"cluster": True, "wait_disk": True}, "'wait_disk'"),
+        ({"wait_disk": 1}, "'wait_disk'"),
+        ({"options": ["ssl_ca_certs"]}, "'options' must be a dict"),
+        ({"options": {"socket_timeout": 3}}, "'socket_timeout': locks have their own"),
+        ({"options": {"port": 3}}, "'port': the URL has it"),
+        ({"options": {"ssl_ca_certs": "x"}}, "'ssl_ca_certs'"),  # without TLS
+        ({"options": {"ssl_ca_crets": "x"}, "location": "rediss://x"}, "'ssl_ca_crets'"),
+        ({"options": {"credential_provider": "hush"}}, "get_credentials"),
+        ({"options": {"credential_provider": Tokens(), "username": "x"}}, "'credential_provider'"),
+        (
+            {"options": {"ssl_min_version": 1}, "location": "rediss://x", "cluster": True},
+            "clusters have no 'ssl_min_version'",
+        ),
         ({"io_timeout": 0}, "'io_timeout'"),
         ({"connect_timeout": float("nan")}, "'connect_timeout'"),
         ({"fair": "yes"}, "'fair'"),

@@ -1167,6 +1167,8 @@ URLS = [f"redis://127.0.0.1:{port}" for port in range(1, 7)]
         ({"servers": [*URLS[:2], URLS[0]]}, "127.0.0.1:1 stands there twice"),
         ({"servers": [*URLS[:2], f"{URLS[0]}/3"]}, "127.0.0.1:1 stands there twice"),
         ({"servers": [*URLS[:2], "nowhere"]}, "CACHES has no alias 'nowhere'"),
+        ({"servers": URLS[:3], "options": {"nonsense": 1}}, "'nonsense'"),
+        ({"servers": URLS[:3], "options": "x"}, "'options' must be a dict"),
         ({"servers": URLS[:3], "fencing": 1}, "'fencing' must be True or False"),
         ({"servers": URLS[:3], "server_timeout": 0}, "'server_timeout' must be more than 0"),
         ({"servers": URLS[:3], "longest_ttl": "x"}, "'longest_ttl' must be a number"),
@@ -1191,6 +1193,9 @@ async def test_tls(
         with lock(name, using=alias):
             pass
         async with lock(name, using=alias):
+            pass
+        locks.close()
+        with lock(name, using=using(urls, options={"ssl_ca_certs": str(certificate)}, **PATIENT)):
             pass
 
         await aeventually(lambda: all(proxy.bytes_sent for proxy in proxies))

@@ -31,7 +31,14 @@ from .connections import (
     PerLoop,
     PoolLink,
 )
-from .sources import RedisCacheOptions, RedisOptions, RedisSettings, Source, source_of_cache
+from .sources import (
+    RedisCacheOptions,
+    RedisOptions,
+    RedisSettings,
+    Source,
+    source_of_cache,
+    source_of_url,
+)
 from .verbs import BATCH, KeySpace, MakeKey, RedisVerbs
 
 Act = Callable[[], Any]
@@ -40,6 +47,8 @@ _T = TypeVar("_T")
 
 #: BLPOP takes fractions of a second, and EVALSHA's effects are replicated, not the script.
 OLDEST = (6, 0)
+#: The first with WAITAOF, and the first whose answer comes after fsync() though this runs once a second only.
+OLDEST_WITH_DISK, OLDEST_WITH_SURE_DISK = (7, 2), (8, 0)
 #: Seconds for which a waiter listens without a look: less than half its patience.
 LISTEN = 0.2
 #: Doorbells that one waiter listens to for all: the server rings them in about the order in which they came.
@@ -84,11 +93,9 @@ class RedisBackend(StepsBackend):
         self._open()
 
     def make_source(self) -> Source:
-        return Source(
-            self.options.location,
-            connect_timeout=self.options.connect_timeout,
-            io_timeout=self.options.io_timeout,
-            is_cluster=self.options.cluster,
+        options = self.options
+        return source_of_url(
+            options.location, options.options, is_cluster=options.cluster, **options.limits
         )
 
     def make_key(self) -> MakeKey:
@@ -141,7 +148,10 @@ class RedisBackend(StepsBackend):
             return []
         where = f"DISTLOCK[{self.alias!r}]"
         return self.check_server(self.source.place) or check_facts(
-            where, self._link, allow_eviction=self.options.allow_eviction
+            where,
+            self._link,
+            allow_eviction=self.options.allow_eviction,
+            wait_disk=self.options.wait_disk,
         )
 
     def close(self) -> None:
@@ -167,7 +177,7 @@ class RedisBackend(StepsBackend):
         try:
             start = clock.lease_time()
             steps = self._verbs.acquire(request, queued=queued)
-            answer = await link.converse(steps, self.source.io_timeout)
+            answer = await link.converse(steps, self.source.answers_within)
         finally:
             link.gate_of_tries.release()
         return replace(answer, start=start) if isinstance(answer, Grant) else answer
@@ -242,8 +252,7 @@ class CacheRedisBackend(RedisBackend):
         return source_of_cache(
             caches.settings[self.options.cache],
             is_cluster=self.options.cluster,
-            connect_timeout=self.options.connect_timeout,
-            io_timeout=self.options.io_timeout,
+            **self.options.limits,
         )
 
     def make_key(self) -> MakeKey:
@@ -260,7 +269,7 @@ def _done(act: Act) -> Any:
 
 
 def check_facts(
-    where: str, link: PoolLink | ClusterLink, *, allow_eviction: bool
+    where: str, link: PoolLink | ClusterLink, *, allow_eviction: bool, wait_disk: bool = False
 ) -> list[CheckMessage]:
     facts = link.converse(_facts())
     if isinstance(facts, Exception):
@@ -268,10 +277,13 @@ def check_facts(
         return [CheckWarning(text, hint="Let the user run INFO.", id="distlock.W020")]
     found: list[CheckMessage] = []
     version, policy = facts.get("redis_version", ""), facts.get("maxmemory_policy", "noeviction")
-    if version and tuple(map(int, version.split(".")[:2])) < OLDEST:
+    number = tuple(map(int, version.split(".")[:2]))
+    if version and number < OLDEST:
         text = f"{where}: Redis {printable(version)} is too old."
         hint = "Use Redis 6.0 or later, or Valkey."
         found.append(Error(text, hint=hint, id="distlock.E020"))
+    if version and wait_disk:
+        found += _check_disk(where, facts, number)
     if policy == "noeviction":
         return found
     text = f"{where}: the server's maxmemory-policy is {printable(policy)}: it drops locks that are held when its memory is full."
@@ -282,6 +294,21 @@ def check_facts(
         "bearable, set OPTIONS 'allow_eviction': True."
     )
     return [*found, Error(text, hint=hint, id="distlock.E021")]
+
+
+def _check_disk(
+    where: str, facts: dict[str, str], number: tuple[int, ...]
+) -> Iterator[CheckMessage]:
+    is_valkey = "valkey_version" in facts
+    name = f"Valkey {facts['valkey_version']}" if is_valkey else f"Redis {facts['redis_version']}"
+    if number < OLDEST_WITH_DISK or facts.get("aof_enabled") == "0":
+        text = f"{where}: {printable(name)} cannot tell when a lock is on its disk (OPTIONS 'wait_disk')."
+        hint = "Use Redis 8.0 or later with appendonly yes."
+        yield Error(text, hint=hint, id="distlock.E022")
+    elif is_valkey or number < OLDEST_WITH_SURE_DISK:
+        text = f"{where}: {printable(name)} may tell that a lock is on its disk before it is (OPTIONS 'wait_disk')."
+        hint = "Use Redis 8.0 or later, or set appendfsync always, with which 'wait_disk' is not needed."
+        yield CheckWarning(text, hint=hint, id="distlock.W022")
 
 
 def _facts() -> Conversation[dict[str, str] | Exception]:

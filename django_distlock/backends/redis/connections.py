@@ -384,7 +384,7 @@ class PoolLink(_Link):
             driver.disconnect()
             self._fail(unreachable, error)
         self._follow_master()
-        return ThreadConnection(driver, born, self._source.io_timeout)
+        return ThreadConnection(driver, born, self._source.answers_within)
 
 
 def _close(connection: ThreadConnection | TaskConnection) -> None:
@@ -409,7 +409,7 @@ class AsyncPoolLink(_Link):
         # With a limit of its own it is a try, which has passed its own gate, or it listens, maybe for long.
         async with self._gate if within is None else nullcontext():
             connection = self._idle_one() or await self._connected()
-            limit = self._source.io_timeout if within is None else within
+            limit = self._source.answers_within if within is None else within
             try:
                 answer = await arun(conversation, partial(connection.exchange, within=limit))
             except BaseException as error:  # noqa: BLE001 - raised by _fail()

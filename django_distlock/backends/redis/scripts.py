@@ -353,11 +353,16 @@ return kept
 
 # Has an owner hold what another one holds, with the same token, for its own ttl from now.
 # ARGV: bells, new owner, former owner, ttl (microseconds), holder.
-# Returns 1 if it is the new owner's now (also when asked again), or 0.
+# Returns 1 if it is the new owner's now (also when asked again: what is written then waits for replicas and the disk
+# again), or 0.
 _TAKE_OVER = """
 local owner, former, ends = ARGV[2], ARGV[3], now + tonumber(ARGV[4])
 expire()
-if redis.call('ZSCORE', holders, owner) then return 1 end
+local last = redis.call('ZSCORE', holders, owner)
+if last then
+  redis.call('ZADD', holders, math.max(tonumber(last), ends), owner)
+  return 1
+end
 if not redis.call('ZSCORE', holders, former) then return 0 end
 local token, acquired = described(former)
 forget(former)

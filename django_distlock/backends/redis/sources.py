@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from redis import connection as driver
+from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
 from redis.asyncio.connection import (
+    ConnectionPool as AsyncConnectionPool,
     SSLConnection as AsyncSSLConnection,
     parse_url as parse_async_url,
 )
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.asyncio.sentinel import SentinelManagedSSLConnection as AsyncMasterSSLConnection
 from redis.backoff import NoBackoff
-from redis.connection import SSLConnection
+from redis.cluster import REDIS_ALLOWED_KEYS, RedisCluster
+from redis.connection import ConnectionPool, SSLConnection
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError, RedisError
 from redis.retry import Retry
 from redis.sentinel import SentinelManagedSSLConnection
 
 from django_distlock.conf import check_values
+from django_distlock.exceptions import first_line
 
 try:
     from redis.driver_info import DriverInfo
@@ -41,6 +48,12 @@ _OURS = frozenset(
     }
 )  # fmt: skip
 
+#: Settings that the URL of a server has.
+_IN_URL = frozenset({"host", "port", "path", "db"})
+
+#: Seconds that a server has to write a lock to its disk: with ``appendfsync everysec`` it begins once a second.
+DISK = 2.0
+
 #: No limit of ours: the server reports when there are too many.
 MOST_CONNECTIONS = 2**31
 
@@ -49,12 +62,14 @@ MOST_CONNECTIONS = 2**31
 class Source:
     """One Redis, the master *service* of *sentinels*, or the cluster with the server *url*.
 
-    *settings* are redis-py's, without timeouts: these are *connect_timeout* and *io_timeout*, in seconds.
+    *settings* are redis-py's, without timeouts: these are *connect_timeout* and *io_timeout*, in seconds;
+    *disk_timeout* is added to the second for the answers to locks.
     """
 
     url: str = field(repr=False)
     connect_timeout: float
     io_timeout: float
+    disk_timeout: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict, repr=False)
     sentinels: tuple[tuple[str, int], ...] = ()
     sentinel_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -72,6 +87,9 @@ class Source:
             raise ValueError(msg) from None
         if self.is_cluster and database:
             raise ValueError(f"a Redis Cluster has database 0 only, not {database}")
+        if provider := self.settings.get("credential_provider"):
+            settings = {**self.settings, "credential_provider": _Credentials(provider)}
+            object.__setattr__(self, "settings", settings)
 
     @property
     def where(self) -> str:
@@ -116,6 +134,11 @@ class Source:
         return {**_NAMED, **self.sentinel_kwargs, **limits}
 
     @property
+    def answers_within(self) -> float:
+        """Seconds until a request about locks that has no answer is given up."""
+        return self.io_timeout + self.disk_timeout
+
+    @property
     def connects_within(self) -> float:
         """Seconds that a task waits for a new connection: for its server, and for each Sentinel that may hang."""
         return (self.connect_timeout + self.io_timeout) * (1 + len(self.sentinels))
@@ -144,9 +167,60 @@ class Source:
         return known
 
 
-def source_of_cache(
-    settings: Mapping[str, Any], *, is_cluster: bool, connect_timeout: float, io_timeout: float
-) -> Source:
+class _Credentials(CredentialProvider):
+    """A credential provider of users; what it raises is an error of logging in."""
+
+    def __init__(self, provider: Any) -> None:
+        self._provider = provider
+
+    def get_credentials(self) -> Any:
+        try:
+            return self._provider.get_credentials()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    async def get_credentials_async(self) -> Any:
+        try:
+            return await self._provider.get_credentials_async()
+        except Exception as error:
+            raise self._failed(error) from error
+
+    @staticmethod
+    def _failed(error: Exception) -> AuthenticationError:
+        return AuthenticationError(f"its credential provider failed: {first_line(error)}")
+
+
+def source_of_url(url: str, options: Mapping[str, Any], **limits: Any) -> Source:
+    """Return the Source of the server *url*; *options* are redis-py's, *limits* those of a Source.
+
+    Raise ValueError if redis-py does not take the options, for threads or for asyncio.
+    """
+    for name in options:
+        if name in _OURS | _IN_URL:
+            problem = "the URL has it" if name in _IN_URL else "locks have their own"
+            raise ValueError(f"'options' cannot have {name!r}: {problem}.")
+    source = Source(url, settings=options, **limits)
+    try:
+        _make_connections(source)
+    except (TypeError, ValueError, RedisError) as error:
+        raise ValueError(f"'options': redis-py does not take them: {first_line(error)}.") from error
+    return source
+
+
+def _make_connections(source: Source) -> None:
+    """Make the objects that would connect to *source*; of a cluster's client, which connects at once, compare the names."""
+    if source.is_cluster:
+        of_threads = {*inspect.signature(RedisCluster).parameters, *REDIS_ALLOWED_KEYS}
+        known = of_threads & inspect.signature(AsyncRedisCluster).parameters.keys()
+        if unknown := sorted(source.settings.keys() - known):
+            raise ValueError(f"its clients of clusters have no {unknown[0]!r}")
+        return
+    pools = ConnectionPool(**source.connection), AsyncConnectionPool(**source.async_connection)
+    for pool in pools:
+        pool.connection_class(**pool.connection_kwargs)
+
+
+def source_of_cache(settings: Mapping[str, Any], *, is_cluster: bool, **limits: float) -> Source:
     """Return the Source of the cache with these *settings* (an alias of CACHES); of several servers, the first one."""
     options = dict(settings.get("OPTIONS", {}))
     location = settings.get("LOCATION", "")
@@ -161,8 +235,7 @@ def source_of_cache(
     known |= {key: value for key, value in options.items() if key.islower()}
     return Source(
         url=servers[0].strip(),
-        connect_timeout=connect_timeout,
-        io_timeout=io_timeout,
+        **limits,
         settings={key: value for key, value in known.items() if key not in _OURS},
         sentinels=tuple((host, int(port)) for host, port in options.get("SENTINELS", ())),
         sentinel_kwargs=options.get("SENTINEL_KWARGS") or {},
@@ -175,6 +248,17 @@ def _read_url(url: str) -> dict[str, Any]:
     return known
 
 
+def check_connection_options(options: object) -> None:
+    """Raise TypeError if *options*, which may hold a password, are no keyword arguments."""
+    if not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        raise TypeError("'options' must be a dict of redis-py's keyword arguments.")
+    provider = options.get("credential_provider")
+    if provider is not None and not hasattr(provider, "get_credentials"):
+        raise TypeError(
+            "'options': 'credential_provider' must be an object with get_credentials()."
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class RedisSettings:
     """The common OPTIONS of backends on Redis. Times are in seconds."""
@@ -182,10 +266,20 @@ class RedisSettings:
     fair: bool = False
     scripting: bool = True
     wait_replicas: int = 0
+    wait_disk: bool = False
     cluster: bool = False
     allow_eviction: bool = False
     connect_timeout: float = 0.25
     io_timeout: float = 1.0
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The time limits of a Source."""
+        return {
+            "connect_timeout": self.connect_timeout,
+            "io_timeout": self.io_timeout,
+            "disk_timeout": DISK if self.wait_disk else 0.0,
+        }
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -194,8 +288,9 @@ class RedisSettings:
             raise TypeError(f"'wait_replicas' must be a whole number, not {replicas!r}.")
         if replicas < 0:
             raise ValueError(f"'wait_replicas' must be 0 or more, not {replicas!r}.")
-        if replicas and self.cluster:
-            raise ValueError("'wait_replicas' cannot be used with a cluster.")
+        for option in ("wait_replicas", "wait_disk") if self.cluster else ():
+            if getattr(self, option):
+                raise ValueError(f"{option!r} cannot be used with a cluster.")
         if self.cluster and not self.scripting:
             raise ValueError("'scripting' cannot be False with a cluster.")
         if self.fair and not self.scripting:
@@ -204,14 +299,16 @@ class RedisSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RedisOptions(RedisSettings):
-    """The OPTIONS of RedisBackend. *location* is a URL; it may hold a password."""
+    """The OPTIONS of RedisBackend. *location* is a URL; it and *options*, for redis-py, may hold a password."""
 
     location: str = field(default="redis://127.0.0.1:6379/0", repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.location, str):
             raise TypeError(f"'location' must be a URL, not {type(self.location).__name__}.")
+        check_connection_options(self.options)
 
 
 @dataclass(frozen=True, kw_only=True)

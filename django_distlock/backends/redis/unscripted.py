@@ -145,6 +145,7 @@ class _LockRecord:
     def take_over(self, owner: str, former: str, ttl: int, holder: str) -> int:
         self.forget(*self.expired)
         if owner in self.holders:
+            self.hold(owner, ttl)
             return 1
         if former not in self.holders:
             return 0

@@ -30,7 +30,7 @@ from django_distlock.ground.naming import LONGEST_LISTED, line_of, place_of, pri
 from . import scripts
 from .connections import Command, Conversation
 from .scripts import Call, Script
-from .sources import RedisSettings
+from .sources import DISK, RedisSettings
 from .unscripted import transact
 
 #: Locks that are renewed by one script, or looked at in one go: others wait while it runs.
@@ -126,6 +126,7 @@ class RedisVerbs:
         if self._replicas:
             # Less than what the answer is waited for.
             self._after = (("WAIT", self._replicas, microseconds(options.io_timeout) // 2000),)
+        self._waits_for_disk = options.wait_disk
         self._batch = batch
         self._has_scripts = options.scripting
 
@@ -148,7 +149,7 @@ class RedisVerbs:
             left = _left(answer[2])
             return Busy(Holder.from_json(answer[1]), left, reserved=bool(left and not answer[1]))
         try:
-            self._check_replicas(replicas)
+            yield from self._confirm(replicas)
         except LockBackendError:
             yield from self.release(request)
             raise
@@ -172,15 +173,17 @@ class RedisVerbs:
 
     def extend(self, requests: Sequence[Request]) -> Conversation[list[bool]]:
         kept: list[bool] = []
+        counts: list[Any] = []
         for some in batches(requests, self._batch):
             keys = [self._space.of(request.key) for request in some]
             names = tuple(key for each in keys for key in each.all[:2])
             args = [(each.owner, microseconds(each.ttl)) for each in some]
             call = Call(scripts.EXTEND, names, tuple(itertools.chain(*args)))
             answer, *replicas = yield from self._answers(call, *self._after)
-            if any(answer):
-                self._check_replicas(replicas)
+            counts += replicas if any(answer) else ()
             kept += [one == 1 for one in answer]
+        if any(kept):
+            yield from self._confirm(counts)
         return kept
 
     def take_over(self, request: Request, former: str) -> Conversation[bool]:
@@ -188,7 +191,7 @@ class RedisVerbs:
         call = self._call(scripts.TAKE_OVER, request, *args)
         answer, *replicas = yield from self._answers(call, *self._after)
         if answer == 1:
-            self._check_replicas(replicas)
+            yield from self._confirm(replicas)
         return bool(answer == 1)
 
     def probe(self, request: Request) -> Conversation[Busy | None]:
@@ -232,12 +235,24 @@ class RedisVerbs:
             raise LockBackendError(self._alias, f"Redis refused BLPOP: {answer}") from answer
         return answer[0].decode() if isinstance(answer, (list, tuple)) else None
 
-    def _check_replicas(self, answers: Sequence[Any]) -> None:
-        """Raise LockBackendError unless the replicas that *answers* of WAIT count are enough."""
-        for answer in answers:
+    def _confirm(self, replicas: Sequence[Any]) -> Conversation[None]:
+        """Raise LockBackendError unless all *replicas*, answers of WAIT, are enough, and the disk has what was written.
+
+        The disk is waited for after the script: a server that refuses a lock need not write that down.
+        """
+        for answer in replicas:
             if not isinstance(answer, int) or answer < self._replicas:
                 problem = f"{answer} of {self._replicas} replicas (OPTIONS 'wait_replicas') confirmed the lock"
                 raise LockBackendError(self._alias, problem)
+        if not self._waits_for_disk:
+            return
+        (answer,) = yield (("WAITAOF", 1, 0, round(DISK * 1000)),)
+        if isinstance(answer, ResponseError):
+            problem = f"Redis refused WAITAOF: {answer} (OPTIONS 'wait_disk' needs Redis 7.2 or later, with appendonly yes)"
+            raise LockBackendError(self._alias, problem) from answer
+        if answer[0] < 1:
+            problem = f"Redis did not write the lock to its disk within {DISK:g} seconds (OPTIONS 'wait_disk')"
+            raise LockBackendError(self._alias, problem)
 
     def _release(
         self, requests: Sequence[Request], is_final: str

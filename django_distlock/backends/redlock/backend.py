@@ -16,7 +16,7 @@ from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 from django_distlock.backends.base import StepsBackend, server_error
 from django_distlock.backends.redis.backend import check_facts
 from django_distlock.backends.redis.connections import PoolLink, ask
-from django_distlock.backends.redis.sources import Source, source_of_cache
+from django_distlock.backends.redis.sources import Source, source_of_cache, source_of_url
 from django_distlock.backends.redis.verbs import KeySpace
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
@@ -162,7 +162,7 @@ class RedlockBackend(StepsBackend):
         answering = max(connecting, options.server_timeout or LONGEST)
         limits: dict[str, Any] = {"connect_timeout": connecting, "io_timeout": answering}
         if "://" in server:
-            return Source(server, **limits)
+            return source_of_url(server, options.options, **limits)
         if server not in caches.settings:
             # A URL that is mistyped may have a password.
             is_secret = "@" in server

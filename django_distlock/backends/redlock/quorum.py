@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from django_distlock.backends.redis.connections import packed
+from django_distlock.backends.redis.sources import check_connection_options
 from django_distlock.backends.redis.verbs import BATCH, KeySpace, microseconds
 from django_distlock.conf import check_values, checked_ttl
 from django_distlock.engine.steps import Steps
@@ -42,9 +43,13 @@ FEWEST = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RedlockOptions:
-    """The OPTIONS of RedlockBackend. *servers* are URLs, which may hold passwords, or aliases of CACHES. Times are seconds."""
+    """The OPTIONS of RedlockBackend. Times are seconds.
+
+    *servers* are URLs, which may hold passwords, or aliases of CACHES; *options* are redis-py's, for all URLs.
+    """
 
     servers: Sequence[str] = field(default=(), repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     fencing: bool = False
     restart_guard: bool = True
     longest_ttl: float | None = None
@@ -62,6 +67,7 @@ class RedlockOptions:
             msg = f"'servers' must be {FEWEST}, 5 or another odd number of servers, not {number}."
             raise ValueError(msg)
         check_values(self)
+        check_connection_options(self.options)
         if self.longest_ttl is not None:
             checked_ttl(self.longest_ttl, "'longest_ttl'")
 
