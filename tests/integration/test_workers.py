@@ -76,6 +76,8 @@ ALL = combinations(
     ("gunicorn-gevent", "zookeeper"),
     ("gunicorn-gevent", "etcd"),
     ("uvicorn", "postgres-rowlock"),
+    ("uvicorn-uvloop", "redis"),
+    ("uvicorn-uvloop", "postgres"),
     ("gunicorn-uvicorn", "redis"),
     ("gunicorn-asgi", "redis"),
     ("uwsgi-threads", "postgres"),
@@ -201,6 +203,44 @@ def test_a_wait_keeps_a_worker_from_nothing(
         assert not any(future.done() for future in waiting)
     for future in waiting:
         done_well(future.result())
+    site.close()
+
+
+over_uvloop = over(("uvicorn-uvloop", "redis"), ("uvicorn-uvloop", "postgres"))
+
+
+@over_uvloop
+def test_three_hundred_requests_of_an_async_view_exclude_each_other(site: Site, name: str) -> None:
+    names = [f"{name}:{number % 6}" for number in range(300)]
+
+    holds = [site.hold(each, 0.001, ttl=LONG, timeout=60) for each in names]
+
+    holdings = [done_well(hold.result()) for hold in holds]
+    for each in set(names):
+        found = sorted(
+            (holding["entered"], holding["left"])
+            for holding, of in zip(holdings, names, strict=True)
+            if of == each
+        )
+        assert len(found) == 50
+        assert all(early[1] <= late[0] for early, late in itertools.pairwise(found))
+
+
+@over_uvloop
+def test_requests_that_nobody_waits_for_any_more_leave_no_lock(
+    start_site: StartSite, name: str, combination: Combination
+) -> None:
+    site, ttl = start_site(combination, workers=1), ttl_of(combination)
+    with held_in_thread(lock(name, ttl=LONG)):
+        terms = {"seconds": 1, "ttl": LONG, "timeout": 60}
+        asked = [site.begin(f"ahold/{name}/", **terms) for _ in range(100)]
+        eventually(lambda: site.get("ping/").body["asked"] == 100, what="all are at work")
+        for connection in asked:
+            connection.close()
+
+    # Each of them would hold it for a second.
+    done_well(site.hold(name, 0, ttl=ttl, timeout=10).result())
+    assert free_within(name, 5)
     site.close()
 
 

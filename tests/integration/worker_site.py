@@ -17,6 +17,8 @@ from django_distlock import Lease, lock
 
 wsgi, asgi = get_wsgi_application(), get_asgi_application()
 _kept: list[Lease | None] = []
+#: The names that the async view was asked for.
+_asked: list[str] = []
 STEP = 0.05
 
 
@@ -27,7 +29,7 @@ def now() -> float:
 
 def ping(request: HttpRequest) -> JsonResponse:
     held = [lease.name for lease in _kept if lease and lease.held]
-    return JsonResponse({"pid": os.getpid(), "held": held})
+    return JsonResponse({"pid": os.getpid(), "held": held, "asked": len(_asked)})
 
 
 def hold(request: HttpRequest, name: str) -> JsonResponse:
@@ -40,6 +42,7 @@ def hold(request: HttpRequest, name: str) -> JsonResponse:
 
 
 async def ahold(request: HttpRequest, name: str) -> JsonResponse:
+    _asked.append(name)
     async with lock(name, **_terms(request)) as lease:
         entered = now()
         while now() < entered + _seconds(request):
