@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test coverage all-installed test-fast torture see-red mutants benchmark lint docs messages clean
+.PHONY: help demo demo-server test test-newest test-oldest coverage all-installed test-fast torture see-red mutants benchmark lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -20,6 +20,12 @@ demo-server: $(VENV)/.installed ## serve the demo's pages and its admin
 
 test: all-installed ## all that CI does, on every server; installs what is missing
 	tools/run-all-tests
+
+test-newest: $(VENV)/.installed-dev ## the contract on the servers and the Python of Debian sid, in a folder (20 min)
+	tools/test-newest
+
+test-oldest: all-installed ## the contract on the oldest Django and drivers that pyproject.toml allows (20 min)
+	tools/test-oldest
 
 coverage: all-installed ## the same, in twice the time, and a list of the lines that no test runs
 	tools/run-all-tests --coverage
