@@ -277,12 +277,12 @@ def check_facts(
         return [CheckWarning(text, hint="Let the user run INFO.", id="distlock.W020")]
     found: list[CheckMessage] = []
     version, policy = facts.get("redis_version", ""), facts.get("maxmemory_policy", "noeviction")
-    number = tuple(map(int, version.split(".")[:2]))
-    if version and number < OLDEST:
+    number = tuple(map(int, version.split(".")[:2])) if version else OLDEST_WITH_SURE_DISK
+    if number < OLDEST:
         text = f"{where}: Redis {printable(version)} is too old."
         hint = "Use Redis 6.0 or later, or Valkey."
         found.append(Error(text, hint=hint, id="distlock.E020"))
-    if version and wait_disk:
+    if wait_disk:
         found += _check_disk(where, facts, number)
     if policy == "noeviction":
         return found
@@ -300,7 +300,8 @@ def _check_disk(
     where: str, facts: dict[str, str], number: tuple[int, ...]
 ) -> Iterator[CheckMessage]:
     is_valkey = "valkey_version" in facts
-    name = f"Valkey {facts['valkey_version']}" if is_valkey else f"Redis {facts['redis_version']}"
+    version = facts["valkey_version"] if is_valkey else facts.get("redis_version", "")
+    name = f"{'Valkey' if is_valkey else 'Redis'} {version}"
     if number < OLDEST_WITH_DISK or facts.get("aof_enabled") == "0":
         text = f"{where}: {printable(name)} cannot tell when a lock is on its disk (OPTIONS 'wait_disk')."
         hint = "Use Redis 8.0 or later with appendonly yes."

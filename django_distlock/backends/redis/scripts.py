@@ -360,6 +360,8 @@ local owner, former, ends = ARGV[2], ARGV[3], now + tonumber(ARGV[4])
 expire()
 local last = redis.call('ZSCORE', holders, owner)
 if last then
+  -- As in EXTEND.
+  redis.call('ZREM', holders, '')
   redis.call('ZADD', holders, math.max(tonumber(last), ends), owner)
   return 1
 end
