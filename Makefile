@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test test-newest test-oldest coverage all-installed test-fast torture see-red mutants benchmark lint docs messages clean
+.PHONY: help demo demo-server test test-newest test-oldest coverage all-installed test-fast simulate torture see-red mutants benchmark lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -36,6 +36,9 @@ all-installed:
 
 test-fast: $(VENV)/.installed-dev ## no servers, nothing slow, under a minute
 	printf '%s\n' 1/3 2/3 3/3 | xargs -P 3 -I PART $(BIN)/python -m pytest -q --part PART -m "not server and not slow"
+
+simulate: $(VENV)/.installed-dev ## run a million schedules of the engine in simulated processes, for hours (SEEDS="--from 5000 --seeds 1000")
+	nice -n 19 $(BIN)/python -m tests.simulation $(SEEDS)
 
 torture: all-installed ## real servers and processes that fail for some minutes, on every backend (ARGUMENTS="--minutes 60 --backend redis")
 	$(BIN)/python -m tests.torture $(ARGUMENTS)

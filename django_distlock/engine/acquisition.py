@@ -407,6 +407,7 @@ class Attempt:
             yield from self._settled(partial(self.calls.abandon, self.request))
             if self.lease.is_granted:  # not that it was: it was abandoned meanwhile
                 raise LockNotHeld(self.lease.name)
+            self.backend.forget_bell(self.request)
             self.lease.change_owner()
             self.on_server = OnServer.NOTHING
         return False

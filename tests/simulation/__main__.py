@@ -30,12 +30,18 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=1_000_000, help="how many schedules (default: a million)")
+    parser.add_argument(
+        "--seeds", type=int, default=1_000_000, help="how many schedules (default: a million)"
+    )
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--jobs", type=int, default=2, help="how many processes (default: 2)")
-    parser.add_argument("--until-found", action="store_true", help="stop at the first one, and do not shrink it")
+    parser.add_argument(
+        "--until-found", action="store_true", help="stop at the first one, and do not shrink it"
+    )
     parser.add_argument("--replay", type=int, help="show what happens in the schedule of this seed")
-    parser.add_argument("--mutants", nargs="*", help="find planted mistakes: all, or those with these words")
+    parser.add_argument(
+        "--mutants", nargs="*", help="find planted mistakes: all, or those with these words"
+    )
     return parser.parse_args()
 
 
@@ -53,7 +59,9 @@ def _search(arguments: argparse.Namespace) -> int:
             _console.print(f"found after {found[0] - arguments.first + 1} schedules")
             return 1
         if done % 1000 == 0 or done == arguments.seeds:
-            _console.print(f"{done} schedules, {len(found)} broken promises, {monotonic() - start:.0f} s")
+            _console.print(
+                f"{done} schedules, {len(found)} broken promises, {monotonic() - start:.0f} s"
+            )
     return bool(found)
 
 
@@ -92,11 +100,15 @@ def _find_mutants(words: list[str], jobs: int) -> int:
                 *("--seeds", str(MOST), "--jobs", str(jobs)),
             ]
             environment = {**os.environ, "PYTHONPATH": str(tree)}
-            told = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+            told = subprocess.run(
+                command, cwd=tree, env=environment, capture_output=True, text=True, check=False
+            )
         last = (told.stdout.splitlines() or [told.stderr])[-1]
         is_found = last.startswith("found")
         missed += not is_found
-        _console.print(f"{last if is_found else f'NOT found in {MOST} schedules'}: {mutant.kind}, {mutant.name}")
+        _console.print(
+            f"{last if is_found else f'NOT found in {MOST} schedules'}: {mutant.kind}, {mutant.name}"
+        )
     return bool(missed)
 
 

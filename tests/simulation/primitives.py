@@ -222,11 +222,12 @@ class Selector:
         return self._ready()
 
     def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = [
-            (key, (key.events & selectors.EVENT_WRITE) | (selectors.EVENT_READ if key.fileobj.has_news() else 0))  # type: ignore[union-attr] # sockets of ours
-            for key in self._keys.values()
-        ]
-        return [each for each in ready if each[1]]
+        ready = []
+        for socket, key in self._keys.items():
+            readable = selectors.EVENT_READ if socket.has_news() else 0
+            if mask := readable | (key.events & selectors.EVENT_WRITE):
+                ready.append((key, mask))
+        return ready
 
 
 class EventLoop(asyncio.BaseEventLoop):

@@ -40,7 +40,14 @@ class Process:
     """One process, with a backend for *settings*."""
 
     def __init__(
-        self, here: World, number: int, network: Network, servers: list[Server], *, rate: float, grain: float
+        self,
+        here: World,
+        number: int,
+        network: Network,
+        servers: list[Server],
+        *,
+        rate: float,
+        grain: float,
     ) -> None:
         self.world, self.number, self.name = here, number, f"p{number}"
         self.network, self.servers = network, servers
@@ -137,8 +144,15 @@ def simulated(here: World, watch: Watch) -> Iterator[None]:
 @cache
 def _caches() -> list[Any]:
     """Return what keeps results: a schedule is to take the same steps, whatever ran before it."""
-    modules = [module for name, module in [*sys.modules.items()] if name.startswith("django_distlock.")]
-    owners = [each for module in modules for each in [module, *vars(module).values()] if hasattr(each, "__dict__")]
+    modules = [
+        module for name, module in [*sys.modules.items()] if name.startswith("django_distlock.")
+    ]
+    owners = [
+        each
+        for module in modules
+        for each in [module, *vars(module).values()]
+        if hasattr(each, "__dict__")
+    ]
     # A class method's is behind its descriptor.
     found = [getattr(each, "__func__", each) for owner in owners for each in vars(owner).values()]
     return [each for each in found if isinstance(each, _lru_cache_wrapper)]

@@ -22,9 +22,19 @@ class Status(bytes):
     """What Redis answers with a plus."""
 
 
-_lua: Any = lua51.LuaRuntime(encoding=None)  # type: ignore[call-arg] # its stubs know no other encoding
+_lua: Any = lua51.LuaRuntime(encoding=None)
 _compile: Any = _lua.eval(b"function(text) return assert(loadstring(text)) end")
+# redis.call() and redis.pcall() of a script ask the server that runs it.
+_run: Any = _lua.eval(
+    b"""function(script, keys, arguments, ask)
+        KEYS, ARGV = keys, arguments
+        redis = {call = function(...) return ask(false, ...) end, pcall = function(...) return ask(true, ...) end}
+        return script()
+    end"""
+)
+_table: Any = _lua.table_from
 _compiled: dict[bytes, Any] = {}
+_sha_of: dict[bytes, bytes] = {}
 
 
 def to_wire(answer: Any) -> bytes:
@@ -130,36 +140,34 @@ class RedisInMemory:
         return None
 
     def _call(self, words: Words) -> Any:
-        command = getattr(self, f"do_{words[0].decode().lower()}", None)
-        if command is None:
+        name = _COMMANDS.get(words[0])
+        if name is None:
             raise Refusal(f"ERR unknown command '{words[0].decode()}'")
-        return command(*words[1:])
+        return getattr(self, name)(*words[1:])
 
     # Scripts.
 
     def do_eval(self, text: bytes, count: bytes, *rest: bytes) -> Any:
-        self.scripts[hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()] = text
         if text not in _compiled:
             _compiled[text] = _compile(text)
-        there = _lua.globals()
-        there[b"KEYS"] = _lua.table_from(rest[: int(count)])
-        there[b"ARGV"] = _lua.table_from(rest[int(count) :])
-        there[b"redis"] = _lua.table_from({b"call": self._call_from_lua, b"pcall": self._pcall_from_lua})
-        return _from_lua(_compiled[text]())
+            _sha_of[text] = hashlib.sha1(text, usedforsecurity=False).hexdigest().encode()
+        self.scripts[_sha_of[text]] = text
+        keys, arguments = rest[: int(count)], rest[int(count) :]
+        return _from_lua(_run(_compiled[text], _table(keys), _table(arguments), self._from_lua))
 
     def do_evalsha(self, sha: bytes, count: bytes, *rest: bytes) -> Any:
         if sha not in self.scripts:
             raise Refusal("NOSCRIPT No matching script. Please use EVAL.")
         return self.do_eval(self.scripts[sha], count, *rest)
 
-    def _call_from_lua(self, *words: Any) -> Any:
-        return _to_lua(self._call([word if isinstance(word, bytes) else _number(word) for word in words]))
-
-    def _pcall_from_lua(self, *words: Any) -> Any:
+    def _from_lua(self, is_protected: bool, *words: Any) -> Any:
         try:
-            return self._call_from_lua(*words)
+            answer = self._call([word if type(word) is bytes else _number(word) for word in words])
         except Refusal as error:
-            return _lua.table_from({b"err": str(error).encode()})
+            if not is_protected:
+                raise
+            return _table({b"err": str(error).encode()})
+        return answer if type(answer) in {int, bytes} else _to_lua(answer)
 
     # Keys.
 
@@ -232,7 +240,9 @@ class RedisInMemory:
     def _sorted(self, key: bytes) -> list[tuple[bytes, float]]:
         return sorted(self._get(key, {}).items(), key=lambda item: (item[1], item[0]))
 
-    def _range(self, found: list[tuple[bytes, float]], first: bytes, last: bytes, options: Words) -> list[bytes]:
+    def _range(
+        self, found: list[tuple[bytes, float]], first: bytes, last: bytes, options: Words
+    ) -> list[bytes]:
         end = int(last) % len(found) if found and int(last) < 0 else int(last)
         start = int(first) % len(found) if found and int(first) < 0 else int(first)
         some = found[start : end + 1]
@@ -298,7 +308,9 @@ class RedisInMemory:
         return len(listeners)
 
     def do_pubsub(self, what: bytes, *channels: bytes) -> list[bytes | int]:
-        return [each for channel in channels for each in (channel, len(self.channels.get(channel, ())))]
+        return [
+            each for channel in channels for each in (channel, len(self.channels.get(channel, ())))
+        ]
 
     # The server.
 
@@ -310,6 +322,13 @@ class RedisInMemory:
         return b"uptime_in_seconds:%d\r\naof_enabled:0\r\n" % up
 
 
+_COMMANDS = {
+    name.removeprefix("do_").upper().encode(): name
+    for name in dir(RedisInMemory)
+    if name.startswith("do_")
+}
+
+
 def _number(value: float) -> bytes:
     return b"%d" % value if value == int(value) else b"%.17g" % value
 
@@ -318,9 +337,9 @@ def _to_lua(answer: Any) -> Any:
     if answer is None:
         return False
     if isinstance(answer, Status):
-        return _lua.table_from({b"ok": bytes(answer)})
+        return _table({b"ok": bytes(answer)})
     if isinstance(answer, list):
-        return _lua.table_from([_to_lua(each) for each in answer])
+        return _table([_to_lua(each) for each in answer])
     return answer
 
 

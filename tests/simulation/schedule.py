@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -90,23 +90,33 @@ class Schedule(Watch):
 
     def _begin(self) -> None:
         plan, here = self.plan, self.world
-        self.servers = [Server(here, number, plan.rates[-1 - number]) for number in range(plan.servers)]
+        self.servers = [
+            Server(here, number, plan.rates[-1 - number]) for number in range(plan.servers)
+        ]
         count = max(actor.process for actor in plan.actors) + 1
         self.processes = [
-            Process(here, number, self.network, self.servers, rate=plan.rates[number], grain=plan.grain)
+            Process(
+                here, number, self.network, self.servers, rate=plan.rates[number], grain=plan.grain
+            )
             for number in range(count)
         ]
         for process in self.processes:
             process.enter()
             process.open(self._settings())
-            tasks = [(n, a) for n, a in enumerate(plan.actors) if a.process == process.number and a.is_task]
+            tasks = [
+                (n, a)
+                for n, a in enumerate(plan.actors)
+                if a.process == process.number and a.is_task
+            ]
             if tasks:
                 process.start(partial(self._run_loop, process, tasks), "loop")
         for number, actor in enumerate(plan.actors):
             if not actor.is_task:
                 process = self.processes[actor.process]
                 process.enter()
-                self.strands[number] = process.start(partial(self._run_thread, number, actor), f"actor-{number}")
+                self.strands[number] = process.start(
+                    partial(self._run_thread, number, actor), f"actor-{number}"
+                )
         for fault in plan.faults:
             here.after(fault.at, partial(self._strike, fault))
         here.after(LOOK, self._look)
@@ -144,7 +154,9 @@ class Schedule(Watch):
     def _kill(self, fault: Fault, server: Server, process: Process) -> None:
         process.is_dead = True
         for each in self.servers:
-            for connection in [each_one for each_one in each.connections if each_one.process is process]:
+            for connection in [
+                each_one for each_one in each.connections if each_one.process is process
+            ]:
                 connection.close()
         for number, actor in enumerate(self.plan.actors):
             if actor.process == process.number:
@@ -176,7 +188,9 @@ class Schedule(Watch):
     def _hang(self, fault: Fault, server: Server, process: Process) -> None:
         server.hangs_until = self.world.now + fault.length
 
-    def _restart(self, fault: Fault, server: Server, process: Process, *, keeps_data: bool = True) -> None:
+    def _restart(
+        self, fault: Fault, server: Server, process: Process, *, keeps_data: bool = True
+    ) -> None:
         server.stop()
         self.world.after(fault.length / 4, lambda: server.start_again(keeps_data=keeps_data))
 
@@ -217,26 +231,7 @@ class Schedule(Watch):
                 strand.wait(seconds)
 
         try:
-            wanted = lock(one.name, using=ALIAS, **self._terms(one))
-            if one.how == "all":
-                with lock_all("a", "b", using=ALIAS, **self._terms(one)) as leases:
-                    work(leases[one.name == "b"])
-            elif one.how == "acquire":
-                if (lease := wanted.acquire()) is None:
-                    self._note_refused(number, one, process, came)
-                    return
-                try:
-                    work(lease)
-                finally:
-                    lease.release()
-            else:
-                with wanted as lease:
-                    work(lease)
-                    if one.how == "nested":
-                        with wanted as again:
-                            self._check_same(lease, again)
-                    elif one.how == "extend":
-                        lease.extend()
+            _use_lock(one, work)
         except LockNotAcquired:
             self._note_refused(number, one, process, came)
         except (LockBackendError, LockNotHeld) as error:
@@ -248,7 +243,9 @@ class Schedule(Watch):
         async def main() -> None:
             for number, actor in actors:
                 self.tasks[number] = loop.create_task(self._run_task(number, actor, process))
-            await asyncio.gather(*(self.tasks[number] for number, _ in actors), return_exceptions=True)
+            await asyncio.gather(
+                *(self.tasks[number] for number, _ in actors), return_exceptions=True
+            )
             # As asyncio.run(): what goes on in the background is cancelled.
             rest = asyncio.all_tasks() - {asyncio.current_task()}
             for each in rest:
@@ -286,39 +283,11 @@ class Schedule(Watch):
                 await asyncio.sleep(seconds)
 
         try:
-            wanted = lock(one.name, using=ALIAS, **self._terms(one))
-            if one.how == "all":
-                async with lock_all("a", "b", using=ALIAS, **self._terms(one)) as leases:
-                    await work(leases[one.name == "b"])
-            elif one.how == "acquire":
-                if (lease := await wanted.aacquire()) is None:
-                    self._note_refused(number, one, process, came)
-                    return
-                try:
-                    await work(lease)
-                finally:
-                    await lease.arelease()
-            else:
-                async with wanted as lease:
-                    await work(lease)
-                    if one.how == "nested":
-                        async with wanted as again:
-                            self._check_same(lease, again)
-                    elif one.how == "extend":
-                        await lease.aextend()
+            await _use_lock_async(one, work)
         except LockNotAcquired:
             self._note_refused(number, one, process, came)
         except (LockBackendError, LockNotHeld) as error:
             self._note_error(number, one, process, came, error)
-
-    @staticmethod
-    def _terms(one: Round) -> Any:
-        terms: dict[str, Any] = {"timeout": one.timeout, "ttl": one.ttl}
-        if one.shared:
-            terms["shared"] = True
-        if one.limit is not None:
-            terms["limit"] = one.limit
-        return terms
 
     def _work(self, lease: Lease, one: Round) -> Iterator[float]:
         """Change what the lock protects; yield the pauses."""
@@ -351,32 +320,31 @@ class Schedule(Watch):
     def granted(self, lease: Lease) -> None:
         here, process, key = self.world, self.world.entered, lease.request.key
         here.note("granted", process.name, key, lease.fencing_token, lease.request.owner[:6])
-        known = self.leases.setdefault(key, [])
-        for other, of in known:
-            one = other()
-            if one is None or one._state is not State.HELD or not one.entries:
-                continue
-            if one.shared and lease.shared:
-                continue
-            if of.time() < one.deadline and self.plan.promises_exclusion:
-                here.fail("two-holders", f"{process.name} was granted {key}, which {of.name} holds: {one!r}, {lease!r}")
-        known.append((lease.ref, process))
-        token, last = lease.fencing_token, self.tokens.get(key, 0)
-        if (token is None) == self.plan.has_fencing:
-            here.fail("token", f"the token of {lease!r} is {token}")
-        elif token is not None and not lease.shared:
-            if token <= last and self.plan.promises_exclusion:
-                here.fail("token", f"the token of {lease!r} is not above {last}")
-            self.tokens[key] = max(token, last)
+        if self.plan.promises_exclusion:
+            for other, of in self.leases.get(key, ()):
+                if _excludes(other(), lease, of):
+                    text = f"{process.name} was granted {key}, which {of.name} holds: {other()!r}, {lease!r}"
+                    here.fail("two-holders", text)
+        self.leases.setdefault(key, []).append((lease.ref, process))
         if lease.request.limit is not None and lease.place not in range(lease.request.limit):
             here.fail("place", f"{lease!r} has place {lease.place}")
+        self._check_token(lease, key)
+
+    def _check_token(self, lease: Lease, key: str) -> None:
+        token, last = lease.fencing_token, self.tokens.get(key, 0)
+        if (token is None) == self.plan.has_fencing:
+            self.world.fail("token", f"the token of {lease!r} is {token}")
+        elif token is not None and not lease.shared:
+            if token <= last and self.plan.promises_exclusion:
+                self.world.fail("token", f"the token of {lease!r} is not above {last}")
+            self.tokens[key] = max(token, last)
 
     def losing(self, lease: Lease, reason: str) -> None:
         self.world.note("losing", lease.request.owner[:6], reason)
         is_early = self.world.entered.time() < lease.deadline
-        if reason.startswith("the server says") and lease._state is State.HELD and is_early:
-            if self.plan.promises_exclusion and lease.is_granted:
-                self.world.fail("untrue-loss", f"{lease!r} was lost before its deadline: {reason}")
+        is_news = lease._state is State.HELD and reason.startswith("the server says")
+        if is_news and is_early and self.plan.promises_exclusion:
+            self.world.fail("untrue-loss", f"{lease!r} was lost before its deadline: {reason}")
 
     def _note_granted(self, number: int, one: Round, process: Process, came: float) -> None:
         self.waiting.pop(number, None)
@@ -390,11 +358,15 @@ class Schedule(Watch):
             self.world.fail("early", f"actor {number} was refused after {waited} s: {one}")
         self._check_lateness(number, one, process, came)
 
-    def _note_error(self, number: int, one: Round, process: Process, came: float, error: Exception) -> None:
+    def _note_error(
+        self, number: int, one: Round, process: Process, came: float, error: Exception
+    ) -> None:
         self.world.note("actor", number, "got", type(error).__name__)
         # Whatever a caller did, its server answered.
         if isinstance(error, LockBackendError) and self.plan.is_calm:
-            self.world.fail("error", f"actor {number} got {error!r} though the servers are well", error)
+            self.world.fail(
+                "error", f"actor {number} got {error!r} though the servers are well", error
+            )
         if number in self.waiting:
             self.waiting.pop(number)
             self._check_lateness(number, one, process, came)
@@ -408,10 +380,6 @@ class Schedule(Watch):
         if one.timeout is not None and waited > one.timeout + late:
             self.world.fail("late", f"actor {number} waited {waited} s: {one}")
 
-    def _check_same(self, lease: Lease, again: Lease) -> None:
-        if again is not lease:
-            self.world.fail("re-entry", f"{again!r} is not {lease!r}")
-
     def _look(self) -> None:
         """See that no lock is free for long while somebody waits for it."""
         here = self.world
@@ -421,13 +389,20 @@ class Schedule(Watch):
         if not self.plan.is_calm or self.plan.stalling:
             return
         for name in ("a", "b"):
-            waiting = [since for since, one in self.waiting.values() if one.name == name and one.how != "all"]
+            waiting = [
+                since
+                for since, one in self.waiting.values()
+                if one.name == name and one.how != "all"
+            ]
             if not waiting or self._is_held(name):
                 self.free_since.pop(name, None)
                 continue
             since = max(self.free_since.setdefault(name, here.now), min(waiting))
             if here.now - since > longest:
-                here.fail("idle", f"{name!r} has been free for {here.now - since} s, and somebody waits for it")
+                here.fail(
+                    "idle",
+                    f"{name!r} has been free for {here.now - since} s, and somebody waits for it",
+                )
 
     def _is_held(self, name: str) -> bool:
         """Whether some owner has the lock, or a place of it, on most servers."""
@@ -453,7 +428,11 @@ class Schedule(Watch):
     def _end(self) -> None:
         here = self.world
         alive = [process for process in self.processes if not process.is_dead]
-        hung = [each.name for each in here.strands if not each.is_over and each.process in alive and "/actor" in each.name]
+        hung = [
+            each.name
+            for each in here.strands
+            if not each.is_over and each.process in alive and "/actor" in each.name
+        ]
         if hung:
             here.fail("hung", f"{hung} never ended")
             return
@@ -472,7 +451,7 @@ class Schedule(Watch):
 
     def _check_nothing_left(self, process: Process) -> None:
         left = {
-            "leases": [each for each in registry._leases.values()] and registry.leases(),
+            "leases": [each() for each in registry._leases.values()],
             "kept": list(registry._kept.values()),
             "in flight": registry._in_flight,
             "lines": process.backend.queue.lines,
@@ -503,7 +482,11 @@ class Schedule(Watch):
         level, was_propagated, handlers = logger.level, logger.propagate, logger.handlers
         with ExitStack() as stack:
             if self.plan.has_receivers:
-                for signal, receiver in ((lock_acquired, acquired), (lock_lost, ended), (lock_released, ended)):
+                for signal, receiver in (
+                    (lock_acquired, acquired),
+                    (lock_lost, ended),
+                    (lock_released, ended),
+                ):
                     signal.connect(receiver)
                     stack.callback(signal.disconnect, receiver)
             logger.setLevel(logging.WARNING)
@@ -513,6 +496,72 @@ class Schedule(Watch):
             finally:
                 logger.setLevel(level)
                 logger.propagate, logger.handlers = was_propagated, handlers
+
+
+def _terms(one: Round) -> Any:
+    wishes: dict[str, Any] = {"using": ALIAS, "timeout": one.timeout, "ttl": one.ttl}
+    if one.shared:
+        wishes["shared"] = True
+    if one.limit is not None:
+        wishes["limit"] = one.limit
+    return wishes
+
+
+def _check_same(lease: Lease, again: Lease) -> None:
+    if again is not lease:
+        raise Violation("re-entry", f"{again!r} is not {lease!r}")
+
+
+def _use_lock(one: Round, work: Callable[[Lease], object]) -> None:
+    """Acquire the lock as *one* says, *work*, and release it; LockNotAcquired also for None."""
+    wanted = lock(one.name, **_terms(one))
+    if one.how == "all":
+        with lock_all("a", "b", **_terms(one)) as leases:
+            work(leases[one.name == "b"])
+    elif one.how == "acquire":
+        if (lease := wanted.acquire()) is None:
+            raise LockNotAcquired(one.name)
+        try:
+            work(lease)
+        finally:
+            lease.release()
+    else:
+        with wanted as lease:
+            work(lease)
+            if one.how == "nested":
+                with wanted as again:
+                    _check_same(lease, again)
+            elif one.how == "extend":
+                lease.extend()
+
+
+async def _use_lock_async(one: Round, work: Callable[[Lease], Awaitable[object]]) -> None:
+    wanted = lock(one.name, **_terms(one))
+    if one.how == "all":
+        async with lock_all("a", "b", **_terms(one)) as leases:
+            await work(leases[one.name == "b"])
+    elif one.how == "acquire":
+        if (lease := await wanted.aacquire()) is None:
+            raise LockNotAcquired(one.name)
+        try:
+            await work(lease)
+        finally:
+            await lease.arelease()
+    else:
+        async with wanted as lease:
+            await work(lease)
+            if one.how == "nested":
+                async with wanted as again:
+                    _check_same(lease, again)
+            elif one.how == "extend":
+                await lease.aextend()
+
+
+def _excludes(other: Lease | None, lease: Lease, process: Process) -> bool:
+    """Return whether *other*, a lease of *process*, is sure to be held, so that *lease* must not be."""
+    if other is None or other._state is not State.HELD or not other.entries:
+        return False
+    return process.time() < other.deadline and not (other.shared and lease.shared)
 
 
 class _Errors(logging.Handler):

@@ -15,7 +15,11 @@ SCHEDULES, CHUNK = 1000, 50
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
 def test_no_schedule_breaks_a_promise(first: int) -> None:
-    broken = {seed: violation for seed in range(first, first + CHUNK) if (violation := outcome(plan_of(seed))[0])}
+    broken = {
+        seed: violation
+        for seed in range(first, first + CHUNK)
+        if (violation := outcome(plan_of(seed))[0])
+    }
 
     assert broken == {}
 

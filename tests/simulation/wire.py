@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from redis._parsers.base import BaseParser
@@ -63,7 +64,9 @@ class Network:
         due = self.world.now + random.uniform(SOONEST, LATEST)
         if self.lateness and random.random() < self.lateness:
             due += random.random() * self.longest_late
-        due = max(due, self.cut.get((process, server.number), 0.0) + random.uniform(SOONEST, LATEST))
+        due = max(
+            due, self.cut.get((process, server.number), 0.0) + random.uniform(SOONEST, LATEST)
+        )
         return max(due, after)
 
     def breaks(self) -> bool:
@@ -210,7 +213,7 @@ class Connection:
                 waiting = (words[1:-1], self._unblock)
                 redis.blocked.append(waiting)
                 late = self.world.random.random() * BLPOP_LATE
-                self.world.after(float(words[-1]) + late, lambda: self._give_up(waiting))
+                self.world.after(float(words[-1]) + late, partial(self._give_up, waiting))
             else:
                 self.answer(to_wire(answer))
 
@@ -315,7 +318,9 @@ class ThreadDriver:
         finally:
             sock.readers.remove(me)
         if not sock.is_open:
-            raise ConnectionRefusedError("refused") if sock.is_refused else TimeoutError("timed out")
+            raise (
+                ConnectionRefusedError("refused") if sock.is_refused else TimeoutError("timed out")
+            )
 
     def disconnect(self, *args: object) -> None:
         self._sock.close()
@@ -364,13 +369,18 @@ async def news(connection: Connection) -> None:
     arrived: asyncio.Future[None] = loop.create_future()
 
     def tell() -> None:
-        loop.call_soon_threadsafe(lambda: arrived.done() or arrived.set_result(None))
+        loop.call_soon_threadsafe(_set, arrived)
 
     connection.on_news = tell
     try:
         await arrived
     finally:
         connection.on_news = None
+
+
+def _set(arrived: asyncio.Future[None]) -> None:
+    if not arrived.done():
+        arrived.set_result(None)
 
 
 class TaskDriver:

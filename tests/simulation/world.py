@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,12 @@ PACKAGE = str(Path(django_distlock.__file__).parent)
 STEP = 2e-5
 #: Steps after which a schedule is taken for one that never ends.
 MOST_STEPS = 400_000
-_LOCALS = (caller.here, mutexes.this_thread)
+_LOCALS: tuple[Any, ...] = (caller.here, mutexes.this_thread)
+
+
+@cache
+def _is_ours(path: str) -> bool:
+    return path.startswith(PACKAGE)
 
 
 class Over(BaseException):
@@ -51,7 +57,9 @@ class Violation(Exception):
 class Strand:
     """One simulated thread."""
 
-    def __init__(self, world: World, process: Process, target: Callable[[], object], name: str) -> None:
+    def __init__(
+        self, world: World, process: Process, target: Callable[[], object], name: str
+    ) -> None:
         self.world, self.process, self.name = world, process, name
         self.ident = next(world.idents)
         self.is_over = False
@@ -138,12 +146,12 @@ class Strand:
             sys.settrace(self._trace_call)
             frame = sys._getframe(1)
             while frame is not None:
-                if frame.f_code.co_filename.startswith(PACKAGE):
+                if _is_ours(frame.f_code.co_filename):
                     frame.f_trace = self._trace_line
                 frame = frame.f_back  # type: ignore[assignment] # None at the end
 
     def _trace_call(self, frame: Any, event: str, argument: object) -> Any:
-        return self._trace_line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        return self._trace_line if _is_ours(frame.f_code.co_filename) else None
 
     def _trace_line(self, frame: Any, event: str, argument: object) -> Any:
         if event == "line":
@@ -333,7 +341,7 @@ def _close(loop: asyncio.AbstractEventLoop) -> None:
     for task in asyncio.all_tasks(loop):
         task._log_destroy_pending = False  # type: ignore[attr-defined] # as asyncio itself does
         with suppress(BaseException):
-            task.get_coro().close()  # type: ignore[union-attr] # a coroutine of ours
+            task.get_coro().close()
     if not loop.is_closed():
         loop.close()
 
