@@ -181,6 +181,9 @@ class Schedule(Watch):
         self.network.breaking = 0.15
         self.world.after(fault.length, lambda: setattr(self.network, "breaking", 0.0))
 
+    def _drop(self, fault: Fault, server: Server, process: Process) -> None:
+        self.network.lost_in = 1 + fault.lines % 7
+
     def _slow(self, fault: Fault, server: Server, process: Process) -> None:
         self.network.lateness, self.network.longest_late = 0.3, 1.3
         self.world.after(fault.length, lambda: setattr(self.network, "lateness", 0.0))
@@ -328,6 +331,8 @@ class Schedule(Watch):
         self.leases.setdefault(key, []).append((lease.ref, process))
         if lease.request.limit is not None and lease.place not in range(lease.request.limit):
             here.fail("place", f"{lease!r} has place {lease.place}")
+        if not self._may_be_held_up and process.time() > lease.deadline + LATE:
+            here.fail("late-grant", f"{lease!r} was granted after its deadline")
         self._check_token(lease, key)
 
     def _check_token(self, lease: Lease, key: str) -> None:
@@ -345,6 +350,14 @@ class Schedule(Watch):
         is_news = lease._state is State.HELD and reason.startswith("the server says")
         if is_news and is_early and self.plan.promises_exclusion:
             self.world.fail("untrue-loss", f"{lease!r} was lost before its deadline: {reason}")
+
+        is_over = lease._state is State.HELD and reason.startswith("its deadline")
+        if is_over and self.plan.is_calm and not self._may_be_held_up:
+            self.world.fail("not-renewed", f"{lease!r} was lost though nothing is wrong")
+
+    @property
+    def _may_be_held_up(self) -> bool:
+        return self.plan.stalling > 0 or any(fault.kind == "freeze" for fault in self.plan.faults)
 
     def _note_granted(self, number: int, one: Round, process: Process, came: float) -> None:
         self.waiting.pop(number, None)

@@ -57,6 +57,8 @@ class Network:
         self.cut: dict[tuple[str, int], float] = {}
         #: How likely a connection breaks at a message, and a message is late, and by how much at most.
         self.breaking, self.lateness, self.longest_late = 0.0, 0.0, 0.0
+        #: Messages until one is lost; 0: none is.
+        self.lost_in = 0
 
     def arrival(self, process: str, server: Server, *, after: float) -> float:
         """Return when a message that is sent now arrives, not before another one that arrives at *after*."""
@@ -70,6 +72,9 @@ class Network:
         return max(due, after)
 
     def breaks(self) -> bool:
+        if self.lost_in:
+            self.lost_in -= 1
+            return self.lost_in == 0
         return self.breaking > 0 and self.world.random.random() < self.breaking
 
 

@@ -1,0 +1,101 @@
+"""The Redis in memory answers the scripts of locks as a real one does."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import redis as driver
+
+from django_distlock.backends.redis import scripts
+from django_distlock.backends.redlock import scripts as redlock
+from tests.fixtures.redis_servers import Redis
+
+from .redis_memory import RedisInMemory, from_wire, to_wire
+
+TTL = 900_000_000
+OWNERS = ("11111111", "22222222", "33333333")
+Question = tuple[str, list[str], list[str | int]]
+
+
+def redis_question(random: Random, key: str) -> Question:
+    owner, other = random.sample(OWNERS, 2)
+    lock = [key, f"{key}:h", f"{key}:q", f"{key}:a", f"{key}:r"]
+    places = [f"{key}{place}{end}" for place in range(2) for end in ("", ":h", ":r")]
+    bells, mode, queued, fair = f"{key}:b:", random.choice("xxs"), *random.choices(("", "1"), k=2)
+    wish: list[str | int] = [bells, owner, mode, TTL, 0, "name", "{}", queued, fair]
+    return random.choice(
+        [
+            (scripts.ACQUIRE.text, lock, wish),
+            (scripts.ACQUIRE.text, lock, wish),
+            (scripts.ACQUIRE_PLACE.text, [*lock[2:4], *places], [*wish, 1]),
+            (scripts.RELEASE.text, lock, [bells, owner, random.choice(("", "", "1")), 0]),
+            (scripts.EXTEND.text, lock[:2], [owner, 2 * TTL]),
+            (scripts.TAKE_OVER.text, lock, [bells, owner, other, TTL, "{}"]),
+            (scripts.LOOK.text, [key, f"{key}:h", f"{key}:a"], []),
+            (scripts.FORCE.text, lock, [bells, owner]),
+            (scripts.LEAVE.text, lock, [bells, owner]),
+            (scripts.KEEP.text, lock, [bells, f"x{owner}", f"s{other}"]),
+        ]
+    )
+
+
+def redlock_question(random: Random, key: str) -> Question:
+    owner, other = random.sample(OWNERS, 2)
+    sent, channel = random.randrange(100), random.choice(("", "channel"))
+    return random.choice(
+        [
+            (redlock.ACQUIRE, [key], [owner, sent, TTL, "name", "{}", 0, "", channel]),
+            (redlock.ACQUIRE, [key], [owner, sent, TTL, "name", "{}", 10**9, "", channel]),
+            (redlock.RELEASE, [key], [owner, sent, channel]),
+            (redlock.EXTEND, [key], [owner, 2 * TTL]),
+            (redlock.TAKE_OVER, [key], [owner, other, TTL, "{}", sent]),
+            (redlock.RAISE, [key], [owner, 2_000_000_000_000_000 + sent]),
+            (redlock.LOOK, [key], []),
+            (redlock.FORCE, [key], [owner]),
+        ]
+    )
+
+
+@pytest.mark.parametrize("question", [redis_question, redlock_question])
+@pytest.mark.parametrize("seed", range(10))
+def test_scripts_are_answered_alike(
+    question: Callable[[Random, str], Question], seed: int, redis: Redis
+) -> None:
+    random, key = Random(seed), f"{{{uuid.uuid4()}}}"
+    memory = RedisInMemory(lambda: int(time.time() * 1e6))
+    real: Any = driver.Redis(host=redis.host, port=redis.port)
+
+    with real.client() as client:
+        for _ in range(150):
+            text, keys, arguments = question(random, key)
+            words = ["EVAL", text, len(keys), *keys, *arguments]
+            theirs = client.execute_command(*words)
+            ours = memory.carry_out([str(word).encode() for word in words], print)
+            assert [*_without_instants(ours)] == [*_without_instants(theirs)], (text, arguments)
+        left = {each.decode() for each in client.keys(f"*{key}*")}
+    assert {each.decode() for each in memory.data} == left
+
+
+def _without_instants(answer: Any) -> Iterator[object]:
+    """Give the parts of *answer*, without times and tokens, which depend on the moment."""
+    if isinstance(answer, list):
+        yield "["
+        for each in answer:
+            yield from _without_instants(each)
+    else:
+        yield type(answer) if isinstance(answer, int) and abs(answer) > 100 else answer
+
+
+def test_what_is_sent_is_read_in_whatever_pieces_it_comes() -> None:
+    sent = to_wire([b"SET", b"key", b"a\r\nb"]) + to_wire([b"TIME"])
+
+    for cut in range(len(sent)):
+        first, rest = from_wire(sent[:cut])
+        second, none = from_wire(rest + sent[cut:])
+        assert [*first, *second] == [[b"SET", b"key", b"a\r\nb"], [b"TIME"]]
+        assert none == b""
