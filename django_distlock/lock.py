@@ -618,7 +618,8 @@ class Lock:
 
     def __del__(self) -> None:
         """Keep no lease of a block that an asynchronous exception ended before __exit__() could begin."""
-        for block in self._blocks:
+        # An asynchronous exception may have ended __init__() before there were any.
+        for block in self.__dict__.get("_blocks", ()):
             if len(block.lease.entries) == 1:
                 registry.let_go(block.lease)
 

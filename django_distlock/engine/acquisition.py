@@ -28,6 +28,7 @@ from django_distlock.ground.naming import LONGEST_SHOWN, log_fields, printable
 from django_distlock.signals import backend_failed, lock_acquired, lock_busy
 
 from .announcements import announce
+from .background import background
 from .bells import TaskBell, ThreadBell
 from .deadlocks import LockId, Waiter, wait_graph
 from .registry import registry
@@ -101,7 +102,13 @@ def acquire(lease: Lease, timeout: float | None) -> None:
             attempt = Attempt(lease, Wait(timeout, came), calls, ThreadBell())
             run(attempt.steps(start, answer), call)
     except BaseException as error:
-        _end(attempt or Attempt(lease, Wait(timeout, came)), error)
+        attempt = attempt or Attempt(lease, Wait(timeout, came))
+        try:
+            _end(attempt, error)
+        except BaseException:
+            # An asynchronous exception: all of it again, in a thread that none is raised in.
+            background.at(clock.lease_time(), attempt.abandon)
+            raise
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
         _tell_acquired(lease, clock.wait_time() - came)
@@ -147,7 +154,13 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
             attempt = Attempt(lease, Wait(timeout, came), calls, TaskBell())
             await arun(attempt.steps(start, answer), call)
     except BaseException as error:
-        _end(attempt or Attempt(lease, Wait(timeout, came)), error)
+        attempt = attempt or Attempt(lease, Wait(timeout, came))
+        try:
+            _end(attempt, error)
+        except BaseException:
+            # An asynchronous exception: all of it again, in a thread that none is raised in.
+            background.at(clock.lease_time(), attempt.abandon)
+            raise
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
         _tell_acquired(lease, clock.wait_time() - came)
@@ -551,7 +564,10 @@ class Attempt:
         )
 
     def abandon(self) -> None:
-        """Leave nothing: what the server has, or may have, is given back in the background."""
+        """Leave nothing: what the server has, or may have, is given back in the background.
+
+        Safe to call twice; the second call finishes what an asynchronous exception interrupted.
+        """
         try:
             self._wait_no_more()
             self.backend.interrupt(self.request)

@@ -76,9 +76,13 @@ class Background:
             self.at(clock.lease_time() + delay, lambda: self.submit(lane, job))
             return
         with self._mutex:
-            # In one step, because an asynchronous exception may interrupt this between two.
-            self._lanes.setdefault(lane, deque()).append(job)
-            self._find_worker()
+            try:
+                # In one step, because an asynchronous exception may interrupt this between two.
+                self._lanes.setdefault(lane, deque()).append(job)
+                self._find_worker()
+            except BaseException:
+                self.at(clock.lease_time(), self._find_worker_now)
+                raise
 
     def drain(self, seconds: float = 2.0) -> None:
         """Run the remaining jobs in this thread, at the exit of the interpreter."""

@@ -123,7 +123,7 @@ class Leaders:
         was_leader = group.leader == request.owner
         group.waiters.pop(request.owner, None)
         group.rung.discard(request.owner)
-        if was_leader:
+        if was_leader or not group.waiters:
             self._ring_leader(request.line, group)
 
     def _is_silent(self, group: _Group) -> bool:

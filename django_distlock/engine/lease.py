@@ -807,15 +807,16 @@ class Lease(metaclass=_Shown):
             self.lose("its deadline passed before it was extended")
 
     def _end(self, state: State, reason: str = "") -> bool:
-        with self._mutex:
-            if self._state not in (State.PENDING, State.HELD):
-                return False
-            self._state, self._reason = state, reason
         try:
+            with self._mutex:
+                if self._state not in (State.PENDING, State.HELD):
+                    return False
+                self._state, self._reason = state, reason
             self._tell_of_the_end()
         except BaseException:
             # An asynchronous exception: those who were not told yet are told all the same.
-            background.at(clock.lease_time(), self._tell_of_the_end)
+            if self._state not in (State.PENDING, State.HELD):
+                background.at(clock.lease_time(), self._tell_of_the_end)
             raise
         return True
 
