@@ -55,7 +55,7 @@ class Fault:
     length: float = 0.0
     who: int = 0
     server: int = 0
-    lines: int = 0
+    places: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _faults(random: Random, plan: Plan) -> Iterator[Fault]:
             length=random.choice((0.05, 0.3, 1.2, 2.5)) * random.random(),
             who=random.randrange(len(plan.actors)),
             server=random.randrange(plan.servers),
-            lines=random.choice((0, 5, 50, 400)),
+            places=random.choice((0, random.randrange(1, 20), random.randrange(1, 200))),
         )
 
 

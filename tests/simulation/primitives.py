@@ -40,6 +40,7 @@ class Mutex:
             finally:
                 self._waiters.remove(me)
         self._is_locked = True
+        here.end_call()
         return True
 
     def release(self) -> None:
@@ -49,6 +50,7 @@ class Mutex:
         for each in self._waiters:
             each.wake()
         world.current().step()
+        world.current().end_call()
 
     def locked(self) -> bool:
         return self._is_locked
@@ -99,6 +101,7 @@ class ReentrantMutex:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+        world.current().end_call()
 
 
 class Condition:

@@ -90,6 +90,7 @@ class Process:
 def _now() -> float:
     here = world.current()
     here.step()
+    here.end_call()
     return here.entered.time()
 
 

@@ -142,9 +142,7 @@ class Schedule(Watch):
     def _interrupt(self, fault: Fault, server: Server, process: Process) -> None:
         strand = self.strands.get(fault.who)
         if strand is not None and not strand.is_over:
-            strand.interrupt(Interruption(), fault.lines)
-            if not fault.lines:
-                strand.disturb()
+            strand.interrupt(Interruption(), fault.places)
 
     def _cancel(self, fault: Fault, server: Server, process: Process) -> None:
         task = self.tasks.get(fault.who)
@@ -182,7 +180,7 @@ class Schedule(Watch):
         self.world.after(fault.length, lambda: setattr(self.network, "breaking", 0.0))
 
     def _drop(self, fault: Fault, server: Server, process: Process) -> None:
-        self.network.lost_in = 1 + fault.lines % 7
+        self.network.lost_in = 1 + fault.places % 7
 
     def _slow(self, fault: Fault, server: Server, process: Process) -> None:
         self.network.lateness, self.network.longest_late = 0.3, 1.3
@@ -469,7 +467,7 @@ class Schedule(Watch):
             "in flight": registry._in_flight,
             "lines": process.backend.queue.lines,
             "waiting": wait_graph._waiting,
-            "lanes": background._lanes,
+            "jobs": any(background._lanes.values()),
             "leaders": getattr(getattr(process.backend, "_leaders", None), "_groups", None),
         }
         if found := {what: each for what, each in left.items() if each}:

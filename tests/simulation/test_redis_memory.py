@@ -13,7 +13,7 @@ import redis as driver
 
 from django_distlock.backends.redis import scripts
 from django_distlock.backends.redlock import scripts as redlock
-from tests.fixtures.redis_servers import Redis
+from tests.fixtures.redis import Redis
 
 from .redis_memory import RedisInMemory, from_wire, to_wire
 
@@ -28,37 +28,35 @@ def redis_question(random: Random, key: str) -> Question:
     places = [f"{key}{place}{end}" for place in range(2) for end in ("", ":h", ":r")]
     bells, mode, queued, fair = f"{key}:b:", random.choice("xxs"), *random.choices(("", "1"), k=2)
     wish: list[str | int] = [bells, owner, mode, TTL, 0, "name", "{}", queued, fair]
-    return random.choice(
-        [
-            (scripts.ACQUIRE.text, lock, wish),
-            (scripts.ACQUIRE.text, lock, wish),
-            (scripts.ACQUIRE_PLACE.text, [*lock[2:4], *places], [*wish, 1]),
-            (scripts.RELEASE.text, lock, [bells, owner, random.choice(("", "", "1")), 0]),
-            (scripts.EXTEND.text, lock[:2], [owner, 2 * TTL]),
-            (scripts.TAKE_OVER.text, lock, [bells, owner, other, TTL, "{}"]),
-            (scripts.LOOK.text, [key, f"{key}:h", f"{key}:a"], []),
-            (scripts.FORCE.text, lock, [bells, owner]),
-            (scripts.LEAVE.text, lock, [bells, owner]),
-            (scripts.KEEP.text, lock, [bells, f"x{owner}", f"s{other}"]),
-        ]
-    )
+    questions: list[Question] = [
+        (scripts.ACQUIRE.text, lock, wish),
+        (scripts.ACQUIRE.text, lock, wish),
+        (scripts.ACQUIRE_PLACE.text, [*lock[2:4], *places], [*wish, 1]),
+        (scripts.RELEASE.text, lock, [bells, owner, random.choice(("", "", "1")), 0]),
+        (scripts.EXTEND.text, lock[:2], [owner, 2 * TTL]),
+        (scripts.TAKE_OVER.text, lock, [bells, owner, other, TTL, "{}"]),
+        (scripts.LOOK.text, [key, f"{key}:h", f"{key}:a"], []),
+        (scripts.FORCE.text, lock, [bells, owner]),
+        (scripts.LEAVE.text, lock, [bells, owner]),
+        (scripts.KEEP.text, lock, [bells, f"x{owner}", f"s{other}"]),
+    ]
+    return random.choice(questions)
 
 
 def redlock_question(random: Random, key: str) -> Question:
     owner, other = random.sample(OWNERS, 2)
     sent, channel = random.randrange(100), random.choice(("", "channel"))
-    return random.choice(
-        [
-            (redlock.ACQUIRE, [key], [owner, sent, TTL, "name", "{}", 0, "", channel]),
-            (redlock.ACQUIRE, [key], [owner, sent, TTL, "name", "{}", 10**9, "", channel]),
-            (redlock.RELEASE, [key], [owner, sent, channel]),
-            (redlock.EXTEND, [key], [owner, 2 * TTL]),
-            (redlock.TAKE_OVER, [key], [owner, other, TTL, "{}", sent]),
-            (redlock.RAISE, [key], [owner, 2_000_000_000_000_000 + sent]),
-            (redlock.LOOK, [key], []),
-            (redlock.FORCE, [key], [owner]),
-        ]
-    )
+    questions: list[Question] = [
+        (redlock.ACQUIRE, [key], [owner, sent, TTL, "name", "{}", 0, "", channel]),
+        (redlock.ACQUIRE, [key], [owner, sent, TTL, "name", "{}", 10**9, "", channel]),
+        (redlock.RELEASE, [key], [owner, sent, channel]),
+        (redlock.EXTEND, [key], [owner, 2 * TTL]),
+        (redlock.TAKE_OVER, [key], [owner, other, TTL, "{}", sent]),
+        (redlock.RAISE, [key], [owner, 2_000_000_000_000_000 + sent]),
+        (redlock.LOOK, [key], []),
+        (redlock.FORCE, [key], [owner]),
+    ]
+    return random.choice(questions)
 
 
 @pytest.mark.parametrize("question", [redis_question, redlock_question])

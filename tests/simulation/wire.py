@@ -108,6 +108,7 @@ class Connection:
         if self.is_broken or not self.is_open:
             raise ConnectionResetError("Connection reset by peer")
         self._send_to_server(lambda: self._arrive(data))
+        self.world.end_call()
         return len(data)
 
     sendall = send
@@ -119,6 +120,7 @@ class Connection:
         if self.is_broken:
             raise ConnectionResetError("Connection reset by peer")
         data, self.inbox = self.inbox[:size], self.inbox[size:]
+        self.world.end_call()
         return data
 
     def wait_for_news(self) -> bool:

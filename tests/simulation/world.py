@@ -63,9 +63,9 @@ class Strand:
         self.world, self.process, self.name = world, process, name
         self.ident = next(world.idents)
         self.is_over = False
-        #: The exception that is to be raised in it, and after how many lines of the package.
+        #: The exception that is to be raised in it, and at how many more places it is not yet.
         self.pending: BaseException | None = None
-        self.lines_left = -1
+        self.places_left = 0
         #: How likely another thread goes on before a line of the package.
         self.grain = process.grain
         #: Whether it has been woken since it began to wait; None while it does not wait.
@@ -133,9 +133,23 @@ class Strand:
 
     # Asynchronous exceptions, and switches before a line.
 
-    def interrupt(self, error: BaseException, lines: int) -> None:
-        """Have *error* raised in it before its line number *lines* of the package, counted from now; or while it waits."""
-        self.pending, self.lines_left = error, lines
+    def interrupt(self, error: BaseException, places: int) -> None:
+        """Have *error* raised in it where Python does that: when a function begins, or a call of C code has ended.
+
+        It is raised at the place number *places* from now, or, for 0, also while it waits.
+        """
+        self.pending, self.places_left = error, places
+        if not places and self.was_woken is False:
+            self._waits += 1
+            self.world.make_ready(self)
+
+    def raise_pending(self, where: str) -> None:
+        """Raise what is to be raised here."""
+        if self.pending is not None:
+            self.places_left -= 1
+            if self.places_left <= 0:
+                self.world.note("interrupted", self.name, where)
+                raise self.take_pending() or Over
 
     def take_pending(self) -> BaseException | None:
         pending, self.pending = self.pending, None
@@ -144,25 +158,23 @@ class Strand:
     def trace(self) -> None:
         if self.grain or self.pending is not None:
             sys.settrace(self._trace_call)
-            frame = sys._getframe(1)
-            while frame is not None:
-                if _is_ours(frame.f_code.co_filename):
-                    frame.f_trace = self._trace_line
-                frame = frame.f_back  # type: ignore[assignment] # None at the end
+            if self.grain:
+                frame = sys._getframe(1)
+                while frame is not None:
+                    if _is_ours(frame.f_code.co_filename):
+                        frame.f_trace = self._trace_line
+                    frame = frame.f_back  # type: ignore[assignment] # None at the end
 
     def _trace_call(self, frame: Any, event: str, argument: object) -> Any:
-        return self._trace_line if _is_ours(frame.f_code.co_filename) else None
+        if not _is_ours(frame.f_code.co_filename):
+            return None
+        self.raise_pending(frame.f_code.co_qualname)
+        return self._trace_line if self.grain else None
 
     def _trace_line(self, frame: Any, event: str, argument: object) -> Any:
-        if event == "line":
-            if self.pending is not None:
-                self.lines_left -= 1
-                if self.lines_left <= 0:
-                    self.world.note("interrupted", self.name, frame.f_code.co_name)
-                    raise self.take_pending() or Over
-            if self.grain and self.world.random.random() < self.grain:
-                self.world.pause()
-                sys.settrace(self._trace_call)
+        if event == "line" and self.world.random.random() < self.grain:
+            self.world.pause()
+            sys.settrace(self._trace_call)
         return self._trace_line
 
     # Waiting.
@@ -181,12 +193,6 @@ class Strand:
     def wake(self) -> None:
         if self.was_woken is False:
             self.was_woken = True
-            self._waits += 1
-            self.world.make_ready(self)
-
-    def disturb(self) -> None:
-        """Have it notice now that an exception is to be raised in it, if it waits."""
-        if self.was_woken is False:
             self._waits += 1
             self.world.make_ready(self)
 
@@ -275,6 +281,11 @@ class World:
         elif chance < self.switching:
             self.pause()
 
+    def end_call(self) -> None:
+        """End what stands for a call of C code: Python looks for asynchronous exceptions then."""
+        if self.running is not None and not self.is_over:
+            self.running.raise_pending("after a call")
+
     def pause(self) -> None:
         """Let other threads run."""
         if self.running is not None and not self.is_over:
@@ -291,10 +302,9 @@ class World:
         self.hub.switch()
         if self.is_over:
             raise Over
-        if strand.pending is not None and strand.was_woken is False and strand.lines_left <= 0:
+        if strand.pending is not None and strand.was_woken is False and not strand.places_left:
             strand.was_woken = None
-            self.note("interrupted", strand.name, "waiting")
-            raise strand.take_pending() or Over
+            strand.raise_pending("waiting")
         strand.trace()
 
     def _switch_to(self, strand: Strand) -> None:
