@@ -164,7 +164,7 @@ def plan_of(seed: int) -> Plan:
 def _faults(random: Random, plan: Plan) -> Iterator[Fault]:
     kinds = [
         "interrupt", "interrupt", "cancel", "kill", "drop", "drop", "freeze", "cut", "reset", "lossy", "lossy", "slow", "hang", "restart",
-        "back", random.choice((WIPE, FORWARD)),
+        "back", WIPE if plan.servers > 1 else random.choice((WIPE, FORWARD)),
     ]  # fmt: skip
     count = random.choice((0, 1, 1, 2, 3))
     for kind in random.sample(kinds, count):

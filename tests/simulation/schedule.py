@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from django_distlock import Lease, lock, lock_all
 from django_distlock.conf import BackendSettings
@@ -478,6 +480,10 @@ class Schedule(Watch):
 
     # Signals and logs.
 
+    def _note_unraisable(self, what: Any) -> None:
+        if not isinstance(what.exc_value, (world.Over, Interruption)):
+            self.world.fail("unraisable", f"{what.object!r}: {what.exc_value!r}", what.exc_value)
+
     @contextmanager
     def _told(self) -> Iterator[None]:
         def ended(*, signal: Any, lease: Lease, **_: Any) -> None:
@@ -500,6 +506,7 @@ class Schedule(Watch):
                 ):
                     signal.connect(receiver)
                     stack.callback(signal.disconnect, receiver)
+            stack.enter_context(patch.object(sys, "unraisablehook", self._note_unraisable))
             logger.setLevel(logging.WARNING)
             logger.propagate, logger.handlers = False, [handler]
             try:
