@@ -82,6 +82,11 @@ class Plan:
         return FORWARD not in kinds and (WIPE not in kinds or self.servers > 1)
 
     @property
+    def keeps_leases(self) -> bool:
+        """Whether no server forgets a lease before its time."""
+        return not {WIPE, FORWARD} & {fault.kind for fault in self.faults}
+
+    @property
     def has_fencing(self) -> bool:
         return self.servers == 1 or self.backend.endswith("fencing")
 

@@ -348,7 +348,7 @@ class Schedule(Watch):
         self.world.note("losing", lease.request.owner[:6], reason)
         is_early = self.world.entered.time() < lease.deadline
         is_news = lease._state is State.HELD and reason.startswith("the server says")
-        if is_news and is_early and self.plan.promises_exclusion:
+        if is_news and is_early and self.plan.keeps_leases:
             self.world.fail("untrue-loss", f"{lease!r} was lost before its deadline: {reason}")
 
         is_over = lease._state is State.HELD and reason.startswith("its deadline")
