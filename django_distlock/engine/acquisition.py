@@ -517,7 +517,6 @@ class Attempt:
         if self._waiter is None and not self._has_waited:
             self._has_waited = True
             _refuse_to_wait_for_oneself(self.lease)
-            registry.look_at_owners(clock.lease_time())
         # With a limit, there may always be another holder, who goes on.
         may_be_deadlock = self._waiter is None and self.request.limit is None
         if may_be_deadlock and (caller := self.lease.caller) is not None:

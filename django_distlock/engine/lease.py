@@ -779,14 +779,10 @@ class Lease(metaclass=_Shown):
             settled(partial(self.backend.abandon, self.request))
 
     def end_unowned(self) -> None:
-        """Become lost, or stay without a grant, and release it on the server: its caller has ended."""
+        """Become lost, and release it on the server: its caller has ended."""
         if self.held:
             self.lose("the thread or task that held it ended without releasing it")
-        elif self._state is State.PENDING:
-            self.give_up()  # an asynchronous exception broke off the clean-up of its acquire
-        else:
-            return
-        self.backend.abandon_later(self.request)
+            self.backend.abandon_later(self.request)
 
     def give_up(self) -> None:
         """End a pending lease that will not be granted."""

@@ -83,11 +83,6 @@ class Registry:
             self._alarm.at(look)
         return due
 
-    def look_at_owners(self, now: float) -> None:
-        """Search soon (*now* is the lease time) for leases whose thread or task has ended: one may be in a waiter's way."""
-        if now + SWEEP < self._alarm.due:
-            self._alarm.at(now + SWEEP)
-
     def discard(self, lease: Lease) -> None:
         self._leases.pop(id(lease), None)
         self._kept.pop(id(lease), None)
@@ -141,7 +136,7 @@ class Registry:
             gc.collect()
         leases = self._held()
         try:
-            self._end_what_is_over(self.leases())
+            self._end_what_is_over(leases)
             for backend, due in self._take_due().items():
                 background.submit(backend.alias, partial(self._extend, backend, due))
         finally:
