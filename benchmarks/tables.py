@@ -31,8 +31,9 @@ class Wanted:
 
     @property
     def of_ours(self) -> list[tuple[str, str]]:
-        """Return the names and aliases of ours."""
-        return [(one.name, one.alias) for one in self.rivals()[self.title] if one.alias]
+        """Return the names and aliases of ours, each alias once."""
+        ours = (one for one in self.rivals()[self.title] if one.alias and "limit" not in one.name)
+        return [(one.name, one.alias) for one in ours]
 
     @property
     def waiting(self) -> tuple[list[str], Which]:
