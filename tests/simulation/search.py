@@ -28,6 +28,26 @@ def broken(first: int, count: int) -> list[int]:
     return [seed for seed in range(first, first + count) if outcome(plan_of(seed))[0] is not None]
 
 
+def what_broke(first: int, count: int) -> dict[str, str]:
+    """Return the promises that *count* seeds from *first* on break."""
+    settle()
+    found = {str(seed): outcome(plan_of(seed))[0] for seed in range(first, first + count)}
+    return {seed: str(violation) for seed, violation in found.items() if violation is not None}
+
+
+def what_broke_again() -> dict[str, str]:
+    """Return the promises that the plans which once broke one break now."""
+    settle()
+    found = {str(plan): outcome(plan)[0] for plan in regressions()}
+    return {plan: str(violation) for plan, violation in found.items() if violation is not None}
+
+
+def digests(seeds: list[int]) -> list[str]:
+    """Return what the schedules of *seeds* did, in this order."""
+    settle()
+    return [outcome(plan_of(seed))[1] for seed in seeds]
+
+
 def search(first: int, count: int, jobs: int) -> Iterator[tuple[int, list[int]]]:
     """Run *count* seeds from *first* on; give how many are done, and the seeds that were found since."""
     ready = [(at, min(CHUNK, first + count - at)) for at in range(first, first + count, CHUNK)]

@@ -1,42 +1,48 @@
-"""A thousand schedules of the real engine, each decided by a seed; `make simulate` runs more."""
+"""A thousand schedules of the real engine, each decided by a seed; `make simulate` runs more.
+
+They run in processes of their own, as they replace the threads and clocks of the package.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.protections.listed import places
 
 from .plan import Plan, plan_of
-from .schedule import outcome
-from .search import mutants, regressions
+from .search import mutants
 
-SCHEDULES, CHUNK = 1000, 25
-#: On a machine that is busy, what takes a second or two of a processor takes long.
+if TYPE_CHECKING:
+    from tests.fixtures.processes import Spawn
+
+SCHEDULES, CHUNK = 1000, 125
+#: On a machine that is busy, what takes seconds of a processor takes long.
 PATIENCE = 600
 
+pytestmark = pytest.mark.timeout(PATIENCE)
 
-@pytest.mark.timeout(PATIENCE)
+
+def run(spawn: Spawn, act: str, **arguments: Any) -> Any:
+    return spawn(f"tests.simulation.search:{act}", **arguments).result(PATIENCE)
+
+
 @pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
-def test_no_schedule_breaks_a_promise(first: int) -> None:
-    broken = {
-        seed: violation
-        for seed in range(first, first + CHUNK)
-        if (violation := outcome(plan_of(seed))[0])
-    }
-
-    assert broken == {}
+def test_no_schedule_breaks_a_promise(spawn: Spawn, first: int) -> None:
+    assert run(spawn, "what_broke", first=first, count=CHUNK) == {}
 
 
-@pytest.mark.parametrize("plan", regressions(), ids=str)
-def test_what_was_found_stays_mended(plan: Plan) -> None:
-    assert outcome(plan)[0] is None
+def test_what_was_found_stays_mended(spawn: Spawn) -> None:
+    assert run(spawn, "what_broke_again") == {}
 
 
-@pytest.mark.timeout(PATIENCE)
-def test_a_seed_makes_the_same_steps_again() -> None:
-    first = [outcome(plan_of(seed))[1] for seed in range(40)]
+def test_a_seed_makes_the_same_steps_again(spawn: Spawn) -> None:
+    seeds = [*range(40)]
 
-    assert [outcome(plan_of(seed))[1] for seed in reversed(range(40))] == first[::-1]
+    first = run(spawn, "digests", seeds=seeds)
+
+    assert run(spawn, "digests", seeds=seeds[::-1]) == first[::-1]
 
 
 def test_a_plan_is_kept_as_text() -> None:

@@ -251,7 +251,9 @@ class World:
         heapq.heappush(self._events, (self.now + max(seconds, 0.0), next(self._numbers), job))
 
     def make_ready(self, strand: Strand) -> None:
-        self._ready.append(strand)
+        # Once: an exception may have come between the wake-up and the turn of the same thread.
+        if strand not in self._ready:
+            self._ready.append(strand)
 
     def run(self, is_done: Callable[[], bool] = lambda: False) -> None:
         """Run until nothing is left to do, *is_done*, or a promise was broken."""
