@@ -74,10 +74,10 @@ def main() -> None:
                     for name in arguments.only or KINDS:
                         progress.update(task, description=f"{title}: {name}")
                         found.add(name, title, KINDS[name].rows(wanted))
+            if arguments.save:
+                found.save(arguments.save)
+                report.draw(arguments.save)
     found.show(Console())
-    if arguments.save:
-        found.save(arguments.save)
-        report.draw(arguments.save)
 
 
 def _choose_places() -> None:
