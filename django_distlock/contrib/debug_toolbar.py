@@ -81,24 +81,35 @@ def _add(name: str, using: str, state: str, **known: Any) -> Row | None:
     """Add a row to the panel of the running request; return it, or None if there is none."""
     if (panel := _current.get()) is None:
         return None
-    row: Row = {**dict.fromkeys(TIMES), "about": "", **known}
+    row: Row = {**dict.fromkeys(TIMES), "requests": None, "about": "", **known}
     row |= {"name": printable(name), "using": using, "state": state}
     panel.rows.append(row)
     return row
 
 
-def _acquired(name: str, using: str, lease: Lease, waited: float, **_others: Never) -> None:
-    if row := _add(name, using, _("held"), waited=waited):
+def _acquired(
+    name: str, using: str, lease: Lease, waited: float, requests: int, **_others: Never
+) -> None:
+    if row := _add(name, using, _("held"), waited=waited, requests=requests):
         _rows[lease] = row
 
 
-def _busy(name: str, using: str, waited: float, holder: object, **_others: Never) -> None:
+def _busy(
+    name: str, using: str, waited: float, requests: int, holder: object, **_others: Never
+) -> None:
     about = "" if holder is None else printable(holder)
-    _add(name, using, _("busy"), waited=waited, about=about)
+    _add(name, using, _("busy"), waited=waited, requests=requests, about=about)
 
 
-def _failed(name: str, using: str, error: object, waited: float | None, **_others: Never) -> None:
-    _add(name, using, _("error"), waited=waited, about=printable(error))
+def _failed(
+    name: str,
+    using: str,
+    error: object,
+    waited: float | None,
+    requests: int | None,
+    **_others: Never,
+) -> None:
+    _add(name, using, _("error"), waited=waited, requests=requests, about=printable(error))
 
 
 def _ended(state: str) -> Any:

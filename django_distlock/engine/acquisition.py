@@ -111,7 +111,7 @@ def acquire(lease: Lease, timeout: float | None) -> None:
             raise
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
-        _tell_acquired(lease, clock.wait_time() - came)
+        _tell_acquired(lease, clock.wait_time() - came, attempt.requests if attempt else 1)
 
 
 def check_asyncio(alias: str) -> None:
@@ -163,7 +163,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
             raise
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
-        _tell_acquired(lease, clock.wait_time() - came)
+        _tell_acquired(lease, clock.wait_time() - came, attempt.requests if attempt else 1)
 
 
 def _may_ask_at_once(lease: Lease) -> bool:
@@ -210,12 +210,12 @@ def taken(
     return first_to_end(all_found)
 
 
-def _tell_acquired(lease: Lease, waited: float) -> None:
+def _tell_acquired(lease: Lease, waited: float, requests: int) -> None:
     fields = log_fields(lease.name, lease.using, waited=waited, token=lease.fencing_token)
     logger.debug(
         "Lock %s acquired, token %s", printable(lease.name), lease.fencing_token, extra=fields
     )
-    announce(lock_acquired, lease, lease=lease, waited=waited)
+    announce(lock_acquired, lease, lease=lease, waited=waited, requests=requests)
     lease.check()  # a receiver may have been slow, or have released it
 
 
@@ -229,6 +229,7 @@ def _end(attempt: Attempt, error: BaseException) -> None:
             lock_busy,
             lease,
             waited=error.waited,
+            requests=attempt.requests,
             holder=error.holder,
             remaining=error.remaining,
             reserved_until=error.reserved_until,
@@ -236,7 +237,8 @@ def _end(attempt: Attempt, error: BaseException) -> None:
     elif isinstance(error, LockBackendError):
         fields = log_fields(lease.name, lease.using)
         logger.error("Lock %s: %s", printable(lease.name), printable(error), extra=fields)
-        announce(backend_failed, lease, error=error, waited=attempt.wait.waited)
+        waited, requests = attempt.wait.waited, attempt.requests
+        announce(backend_failed, lease, error=error, waited=waited, requests=requests)
 
 
 def _refuse_to_wait_for_oneself(lease: Lease) -> None:
@@ -308,6 +310,8 @@ class Attempt:
         self.wait = wait
         self.calls: Any = calls
         self.bell: Any = bell
+        #: How often the server was asked, without those that wait for a wake-up.
+        self.requests = 0
         self.busy = _UNKNOWN
         # An asynchronous exception may have ended the first try after the server carried it out.
         self.on_server = OnServer.UNKNOWN
@@ -327,6 +331,7 @@ class Attempt:
     def steps(self, start: float, answer: Answer | None) -> Steps[Act, None]:
         """Go on after the first *answer*, to a try begun at *start*; None: others of this process came first."""
         this = Try(start, is_first=True, is_last=self.wait.is_for_one_try)
+        self.requests = int(answer is not None)
         if answer is None:
             self.on_server = OnServer.NOTHING
             yield from self._take_turn()
@@ -443,6 +448,7 @@ class Attempt:
         had_place, self.on_server = self.on_server is OnServer.PLACE, OnServer.UNKNOWN
         answer: Grant | Busy
         if waits:
+            self.requests += 1
             answer = yield ask
             return answer
         try:
@@ -475,12 +481,14 @@ class Attempt:
         """Send the request, and once more if its reply is lost. *failed*, *began*: of a first time already over."""
         if failed is None:
             began = clock.lease_time()
+            self.requests += 1
             try:
                 return (yield ask)
             except LockOutcomeUnknown as lost:
                 failed = lost.with_traceback(None)  # as in acquire()
         if not is_worth_asking_again(failed, began):
             raise failed
+        self.requests += 1
         return (yield from asking_again(ask, failed))
 
     # Between two tries.
@@ -494,6 +502,7 @@ class Attempt:
         if self.on_server is not OnServer.PLACE and waiting.queueing is not Queueing.NONE:
             # The next try follows at once: a release may have slipped in.
             self.on_server = OnServer.PLACE
+            self.requests += 1
             try:
                 yield partial(self.calls.enqueue, self.request, self.bell)
             except Contended:

@@ -187,7 +187,7 @@ class Registry:
             for lease, _ in asked:
                 lease.endanger()
                 warn("Lock %s could not be renewed yet: %s", lease.name, error, of=lease)
-                announce(backend_failed, lease, error=error, waited=None)
+                announce(backend_failed, lease, error=error, waited=None, requests=None)
         else:
             for (lease, request), is_kept in zip(asked, kept, strict=True):
                 if is_kept:

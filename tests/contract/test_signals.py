@@ -102,6 +102,7 @@ def test_a_holding_is_told_from_its_begin_to_its_end(
     acquired, extended, released = (facts for _, facts in told)
     assert [word for word, _ in told] == ["acquired", "extended", "released"]
     assert 0 <= acquired.pop("waited") < 20
+    assert acquired.pop("requests") >= 1
     assert 0 <= released.pop("took") < 20
     assert 0 < released.pop("held") < 20
     assert acquired == extended == released == facts
@@ -141,6 +142,7 @@ def test_who_gave_up_is_told_of_the_holder(
         "using",
         "template",
         "waited",
+        "requests",
         "holder",
         "remaining",
         "reserved_until",
@@ -240,6 +242,7 @@ def test_a_waiter_is_told_how_long_it_waited(
     [facts] = [facts for word, facts in told if word == "acquired"]
     # A busy machine may let some time pass before the wait begins.
     assert left[0] - came - 2 * tick < facts["waited"] < 30
+    assert facts["requests"] > 1
 
 
 def test_the_name_of_a_decorated_function_is_told_with_what_it_is_made_of(
@@ -268,6 +271,7 @@ def test_an_error_of_the_server_is_told_and_logged_with_fields(
     [facts] = heard
     assert facts["error"] is failed.value
     assert 0 <= facts["waited"] < 30
+    assert facts["requests"] >= 1
     assert (facts["name"], facts["using"]) == (name, using)
     [record] = [record for record in caplog.records if record.levelname == "ERROR"]
     assert (record.distlock_name, record.distlock_using) == (name, using)  # type: ignore[attr-defined]

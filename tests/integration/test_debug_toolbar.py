@@ -27,6 +27,8 @@ def test_it_lists_the_locks_of_the_request() -> None:
         ("lost", "default", "lost"),
     ]
     released, busy, lost = told["rows"]
+    assert released["requests"] == lost["requests"] == 1
+    assert busy["requests"] >= 1
     assert all(time.endswith(" ms") for time in released["times"])
     assert "pid" in busy["about"]
     assert "operator" in lost["about"]
