@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from django_distlock.engine.values import Busy, first_to_end
 from django_distlock.ground.naming import line_key, line_of, place_key, place_of, server_key
 from django_distlock.testing import assert_held, assert_not_held, held_elsewhere
 from tests.contract.crew import elsewhere, start
-from tests.fixtures.eventually import eventually
+from tests.fixtures.eventually import aeventually, eventually
 
 
 @pytest.mark.parametrize("name", ["a", "a~", "a~3", "~", "x" * 10_000, "Ärger"])
@@ -139,28 +140,50 @@ def test_it_holds_for_many_threads(three: Any) -> None:
     assert most <= 3
 
 
+class Two:
+    """At most two tasks at once: called, it enters; *waiting* tells how many wait."""
+
+    def __init__(self, enter: Callable[[], Any], waiting: Callable[[], int]) -> None:
+        self.enter, self.waiting = enter, waiting
+
+    def __call__(self) -> Any:
+        return self.enter()
+
+
 @pytest.fixture(params=["ours", "asyncio's"])
-def two(request: pytest.FixtureRequest, memory: LocMemBackend) -> Any:
-    """At most two tasks at once, as a function that enters."""
+def two(request: pytest.FixtureRequest, memory: LocMemBackend) -> Two:
     if request.param == "ours":
-        return lambda: lock("a", limit=2, timeout=None)
+        records = memory._memory.records
+        return Two(
+            lambda: lock("a", limit=2, timeout=None),
+            lambda: sum(len(record.waiters) for record in records.copy().values()),
+        )
     semaphore = asyncio.Semaphore(2)
-    return lambda: semaphore
+    return Two(lambda: semaphore, lambda: len(semaphore._waiters or ()))  # type: ignore[attr-defined]
 
 
-async def test_tasks_come_in_the_order_in_which_they_waited(two: Any) -> None:
+async def test_tasks_come_in_the_order_in_which_they_waited(two: Two) -> None:
     order: list[int] = []
+    leave = [asyncio.Event() for _ in range(8)]
 
     async def work(number: int) -> None:
         async with two():
             order.append(number)
-            await asyncio.sleep(0.01)
+            await leave[number].wait()
 
-    await asyncio.gather(*(work(number) for number in range(8)))
+    tasks = []
+    for number in range(8):
+        tasks.append(asyncio.create_task(work(number)))
+        await aeventually(lambda: len(order) + two.waiting() == len(tasks))
+    for number in range(8):
+        leave[number].set()
+        await aeventually(lambda: len(order) == min(number + 3, 8))  # noqa: B023 - awaited at once
+    await asyncio.gather(*tasks)
+
     assert order == [*range(8)]
 
 
-async def test_a_cancelled_waiter_takes_no_place(two: Any) -> None:
+async def test_a_cancelled_waiter_takes_no_place(two: Two) -> None:
     async def hold() -> None:
         async with two():
             await leave.wait()
