@@ -3,7 +3,7 @@
 The sender is the class of the backend. Every signal has *name* and *using* (the alias). All but the last
 have *template*: the text with fields from which such names are made, "" if that is not known. And:
 
-``lock_acquired``: *lease*, *waited* (seconds), *requests* (to the server, until it was granted)
+``lock_acquired``: *lease*, *waited* (seconds), *requests* (to the server, until it was granted), *waited_for* (a holder)
 ``lock_busy``: *waited* (seconds), *requests*, *holder*, *remaining* (seconds), *reserved_until*
 ``lock_extended``: *lease*
 ``lock_released``: *lease*, *held*, *took* (seconds: how long it was held, how long its release took)

@@ -6,7 +6,7 @@ Add ``"django_distlock.contrib.debug_toolbar.LocksPanel"`` to ``DEBUG_TOOLBAR_PA
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from debug_toolbar.panels import Panel
@@ -87,36 +87,29 @@ def _add(name: str, using: str, state: str, **known: Any) -> Row | None:
     return row
 
 
-def _acquired(
-    name: str, using: str, lease: Lease, waited: float, requests: int, **_others: Never
-) -> None:
-    if row := _add(name, using, _("held"), waited=waited, requests=requests):
+def _acquired(name: str, using: str, lease: Lease, **facts: Any) -> None:
+    if row := _add(name, using, _("held"), **_known(facts, facts["waited_for"])):
         _rows[lease] = row
 
 
-def _busy(
-    name: str, using: str, waited: float, requests: int, holder: object, **_others: Never
-) -> None:
-    about = "" if holder is None else printable(holder)
-    _add(name, using, _("busy"), waited=waited, requests=requests, about=about)
+def _busy(name: str, using: str, **facts: Any) -> None:
+    _add(name, using, _("busy"), **_known(facts, facts["holder"]))
 
 
-def _failed(
-    name: str,
-    using: str,
-    error: object,
-    waited: float | None,
-    requests: int | None,
-    **_others: Never,
-) -> None:
-    _add(name, using, _("error"), waited=waited, requests=requests, about=printable(error))
+def _failed(name: str, using: str, **facts: Any) -> None:
+    _add(name, using, _("error"), **_known(facts, facts["error"]))
+
+
+def _known(facts: dict[str, Any], about: object) -> Row:
+    shown = "" if about is None else printable(about)
+    return {"waited": facts["waited"], "requests": facts["requests"], "about": shown}
 
 
 def _ended(state: str) -> Any:
     def note(lease: Lease, **known: Any) -> None:
         if (row := _rows.get(lease)) is not None:
             row |= {"state": _(state), "held": known["held"], "took": known.get("took")}
-            row["about"] = printable(known.get("reason") or "")
+            row["about"] = printable(known.get("reason") or row["about"])
 
     return note
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from django_distlock.backends.base import BaseLockBackend
     from django_distlock.engine.lease import Lease
+    from django_distlock.ground.holder import Holder
 
     Answer = Grant | Busy | LockBackendError
 
@@ -111,7 +112,7 @@ def acquire(lease: Lease, timeout: float | None) -> None:
             raise
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
-        _tell_acquired(lease, clock.wait_time() - came, attempt.requests if attempt else 1)
+        _tell_acquired(lease, clock.wait_time() - came, attempt)
 
 
 def check_asyncio(alias: str) -> None:
@@ -163,7 +164,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
             raise
         raise
     if lock_acquired.receivers or logger.isEnabledFor(logging.DEBUG):
-        _tell_acquired(lease, clock.wait_time() - came, attempt.requests if attempt else 1)
+        _tell_acquired(lease, clock.wait_time() - came, attempt)
 
 
 def _may_ask_at_once(lease: Lease) -> bool:
@@ -210,12 +211,14 @@ def taken(
     return first_to_end(all_found)
 
 
-def _tell_acquired(lease: Lease, waited: float, requests: int) -> None:
+def _tell_acquired(lease: Lease, waited: float, attempt: Attempt | None) -> None:
+    requests, waited_for = (attempt.requests, attempt.waited_for) if attempt else (1, None)
     fields = log_fields(lease.name, lease.using, waited=waited, token=lease.fencing_token)
     logger.debug(
         "Lock %s acquired, token %s", printable(lease.name), lease.fencing_token, extra=fields
     )
-    announce(lock_acquired, lease, lease=lease, waited=waited, requests=requests)
+    facts = {"waited": waited, "requests": requests, "waited_for": waited_for}
+    announce(lock_acquired, lease, lease=lease, **facts)
     lease.check()  # a receiver may have been slow, or have released it
 
 
@@ -313,6 +316,8 @@ class Attempt:
         #: How often the server was asked, without those that wait for a wake-up.
         self.requests = 0
         self.busy = _UNKNOWN
+        #: The last holder that the server has named.
+        self.waited_for: Holder | None = None
         # An asynchronous exception may have ended the first try after the server carried it out.
         self.on_server = OnServer.UNKNOWN
         self._tries_places = _tries_places(backend, lease.request)
@@ -415,6 +420,7 @@ class Attempt:
             answer = yield from self._ask(this, answer, queued=queued)
         if isinstance(answer, Busy):
             self.on_server, self.busy = OnServer.PLACE if queued else OnServer.NOTHING, answer
+            self.waited_for = answer.holder or self.waited_for
         elif self.lease.grant(answer, this.start):
             return True
         # A server that let it wait has looked until the last moment.

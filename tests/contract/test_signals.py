@@ -103,6 +103,7 @@ def test_a_holding_is_told_from_its_begin_to_its_end(
     assert [word for word, _ in told] == ["acquired", "extended", "released"]
     assert 0 <= acquired.pop("waited") < 20
     assert acquired.pop("requests") >= 1
+    assert acquired.pop("waited_for") is None
     assert 0 <= released.pop("took") < 20
     assert 0 < released.pop("held") < 20
     assert acquired == extended == released == facts
@@ -222,8 +223,8 @@ def test_a_lease_that_is_handed_on_is_told_with_how_long_it_was_held(
     Lease.attach(text).release()
 
 
-def test_a_waiter_is_told_how_long_it_waited(
-    using: str, name: str, told: Told, rival: Rivals, tick: float
+def test_a_waiter_is_told_how_long_it_waited_and_for_whom(
+    using: str, name: str, told: Told, rival: Rivals, profile: Profile
 ) -> None:
     holder = rival()
     holder.takes()
@@ -233,7 +234,7 @@ def test_a_waiter_is_told_how_long_it_waited(
         left.append(time.monotonic())
         holder.leaves()
 
-    threading.Timer(5 * tick, leave).start()
+    threading.Timer(5 * profile.tick, leave).start()
     came = time.monotonic()
 
     with lock(name, using=using, timeout=30):
@@ -241,8 +242,9 @@ def test_a_waiter_is_told_how_long_it_waited(
 
     [facts] = [facts for word, facts in told if word == "acquired"]
     # A busy machine may let some time pass before the wait begins.
-    assert left[0] - came - 2 * tick < facts["waited"] < 30
+    assert left[0] - came - 2 * profile.tick < facts["waited"] < 30
     assert facts["requests"] > 1
+    assert facts["waited_for"] == (holder.request.holder if profile.names_holder else None)
 
 
 def test_the_name_of_a_decorated_function_is_told_with_what_it_is_made_of(

@@ -159,7 +159,7 @@ def two(request: pytest.FixtureRequest, memory: LocMemBackend) -> Two:
             lambda: sum(len(record.waiters) for record in records.copy().values()),
         )
     semaphore = asyncio.Semaphore(2)
-    return Two(lambda: semaphore, lambda: len(semaphore._waiters or ()))  # type: ignore[attr-defined]
+    return Two(lambda: semaphore, lambda: len(semaphore._waiters or ()))
 
 
 async def test_tasks_come_in_the_order_in_which_they_waited(two: Two) -> None:
