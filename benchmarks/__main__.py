@@ -64,7 +64,7 @@ def main() -> None:
     django.setup()
     found = report.Report(arguments.no_disk)
     console = Console(stderr=True)
-    with Progress(console=console) as progress:
+    with Progress(console=console, auto_refresh=False) as progress:
         task = progress.add_task("", total=None)
         for server in arguments.servers or SERVERS:
             start, rivals = SERVERS[server]
@@ -72,7 +72,7 @@ def main() -> None:
                 for title in rivals():
                     wanted = Wanted(rivals, title, arguments.rounds, arguments.files)
                     for name in arguments.only or KINDS:
-                        progress.update(task, description=f"{title}: {name}")
+                        progress.update(task, description=f"{title}: {name}", refresh=True)
                         found.add(name, title, KINDS[name].rows(wanted))
             if arguments.save:
                 found.save(arguments.save)
