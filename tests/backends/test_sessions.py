@@ -483,6 +483,7 @@ def test_who_holds_nothing_stands_in_the_line_of_its_process_and_takes_no_connec
 
     lease = waiting.result(20)
     assert lease
+    lease.release()
 
 
 def test_what_nobody_released_is_given_back_though_its_alias_is_gone(
