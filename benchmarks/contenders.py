@@ -17,7 +17,7 @@ class Contender:
     """A way to take a lock and give it back.
 
     *wait* takes it when somebody else may have it; None where that is not measured.
-    *alias* is the backend, where the way is ours. *spent* returns the microseconds that the server has
+    *alias* is the backend, where the way is ours, and *limit* that of the lock. *spent* returns the microseconds that the server has
     spent on its commands so far; None where servers do not tell.
     """
 
@@ -27,6 +27,7 @@ class Contender:
     wait: Act | None = None
     alias: str = ""
     spent: Callable[[], float] | None = None
+    limit: int | None = None
 
 
 def ours(
@@ -37,7 +38,8 @@ def ours(
 
     recipe = lock("benchmark", using=alias, timeout=60, limit=limit)
     name = f"django_distlock {alias}" + (f", limit={limit}" if limit else "")
-    return Contender(name, recipe.__enter__, _left(recipe), recipe.__enter__, alias, spent)
+    take = recipe.__enter__
+    return Contender(name, take, _left(recipe), take, alias, spent, limit)
 
 
 def peer(

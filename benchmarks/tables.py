@@ -32,7 +32,7 @@ class Wanted:
     @property
     def of_ours(self) -> list[tuple[str, str]]:
         """Return the names and aliases of ours, each alias once."""
-        ours = (one for one in self.rivals()[self.title] if one.alias and "limit" not in one.name)
+        ours = (one for one in self.rivals()[self.title] if one.alias and one.limit is None)
         return [(one.name, one.alias) for one in ours]
 
     @property

@@ -23,6 +23,7 @@ from django_distlock.engine.values import (
     digest,
     digest_of_reservation,
     first_to_end,
+    of_all,
 )
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import StaleFencingToken
@@ -237,8 +238,7 @@ class LocMemBackend(BaseLockBackend):
 
     def release(self, request: Request) -> Release:
         if request.is_for_any_place:
-            found = [self.release(each) for each in request.holdings]
-            return Release.RELEASED if Release.RELEASED in found else found[0]
+            return of_all([self.release(each) for each in request.holdings])
         with self._memory.mutex:
             record = self._record(request)
             record.expire(clock.lease_time())

@@ -6,7 +6,7 @@ import gc
 import itertools
 import multiprocessing
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,22 +23,19 @@ TRIES = 12
 REGRESSIONS = Path(__file__).parent / "regressions.jsonl"
 
 
-def broken(first: int, count: int) -> list[int]:
-    """Return which of *count* seeds from *first* on break a promise."""
-    return [seed for seed in range(first, first + count) if outcome(plan_of(seed))[0] is not None]
-
-
 def what_broke(first: int, count: int) -> dict[str, str]:
-    """Return the promises that *count* seeds from *first* on break."""
-    settle()
-    found = {str(seed): outcome(plan_of(seed))[0] for seed in range(first, first + count)}
-    return {seed: str(violation) for seed, violation in found.items() if violation is not None}
+    """Return by plan the promises that *count* seeds from *first* on break."""
+    return _violations(map(plan_of, range(first, first + count)))
 
 
 def what_broke_again() -> dict[str, str]:
-    """Return the promises that the plans which once broke one break now."""
+    """Return by plan the promises that the plans which once broke one break now."""
+    return _violations(regressions())
+
+
+def _violations(plans: Iterable[Plan]) -> dict[str, str]:
     settle()
-    found = {str(plan): outcome(plan)[0] for plan in regressions()}
+    found = {str(plan): outcome(plan)[0] for plan in plans}
     return {plan: str(violation) for plan, violation in found.items() if violation is not None}
 
 
@@ -67,7 +64,8 @@ def _begin() -> None:
 
 
 def _broken(chunk: tuple[int, int]) -> list[int]:
-    return broken(*chunk)
+    first, count = chunk
+    return [seed for seed in range(first, first + count) if outcome(plan_of(seed))[0] is not None]
 
 
 def settle() -> None:

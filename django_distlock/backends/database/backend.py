@@ -16,7 +16,7 @@ from django_distlock import conf
 from django_distlock.backends.base import server_error
 from django_distlock.engine.leaders import Leaders
 from django_distlock.engine.steps import settled
-from django_distlock.engine.values import Busy, Grant, Release, batches
+from django_distlock.engine.values import Busy, Grant, Release, batches, of_all
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError
 from django_distlock.ground import clock
@@ -145,7 +145,7 @@ class DatabaseBackend(BaseDatabaseBackend):
         ]
         if self.options.fair:
             self._leaders.ring_leader(request.line)
-        return Release.RELEASED if Release.RELEASED in found else found[0]
+        return of_all(found)
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend all leases in as few statements as possible."""
