@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
+from django_distlock.backends.etcd.entries import Entry
 from django_distlock.backends.etcd.gateway import MemberConnection, Reply
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.holder import Holder
@@ -21,6 +22,7 @@ from django_distlock.ground.naming import LONGEST_LISTED
 from testproject.models import Account
 from tests.fixtures.etcd import Cluster, EtcdMember
 from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.interruption import StopAt, TimeLimit
 from tests.fixtures.proxy import Proxy
 
 from .etcd_tools import (
@@ -503,6 +505,14 @@ def test_a_request_that_arrives_after_its_lock_was_given_back_makes_no_key(
     # Nor has a later one its key, which might be refused.
     with lock("x", using="locks", timeout=0):
         assert len(line(etcd, namespace, "x")) == 1
+
+
+def test_an_exception_while_a_key_gets_its_name_does_not_keep_others_from_being_deleted() -> None:
+    for number in range(1, 10):
+        entry = Entry(Request("job", "job", owner="", ttl=60.0, holder=Holder.current()), "job")
+        with suppress(TimeLimit), StopAt(number):
+            entry.leave("77")
+        assert entry.key or not entry.lease_id
 
 
 def test_a_late_deletion_does_not_free_who_has_the_key_now(

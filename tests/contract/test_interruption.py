@@ -13,18 +13,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
-import django_distlock
 from django_distlock import Lease, Lock, LockBackendError, LockDeadlock, LockNotHeld, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
+from tests.fixtures.interruption import StopAt, TimeLimit, is_ours
 
 from .crew import held_in_thread, length_of_line, start
 from .faults import Faulty, total
@@ -155,10 +154,6 @@ def test_the_clean_up_of_a_refused_acquire_is_finished_though_an_exception_break
     eventually(lambda: not registry.leases(), SOON)
 
 
-class TimeLimit(Exception):
-    """What a task queue raises in a job that takes too long."""
-
-
 def test_a_time_limit_by_a_signal_goes_up_as_it_is_and_leaves_nothing(
     using: str, name: str, rival: Rivals
 ) -> None:
@@ -202,38 +197,6 @@ def _wait_until_the_time_limit(using: str, name: str, seconds: float) -> None:
     limiting.result(10)
 
 
-OURS = str(Path(django_distlock.__file__).parent)
-
-
-def _is_ours(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_filename.startswith(OURS)
-
-
-class StopAt:
-    """Raises TimeLimit where this thread makes its call of that number, as a signal might."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.calls = 0
-        # CPython 3.11 has no reference to it of its own while the collector runs a finalizer that ends it.
-        self._counting = self._count
-
-    def __enter__(self) -> StopAt:
-        sys.setprofile(self._counting)
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        sys.setprofile(None)
-
-    def _count(self, frame: FrameType, event: str, _: object) -> None:
-        if event != "call" or not (_is_ours(frame) or _is_ours(frame.f_back)):
-            return
-        self.calls += 1
-        if self.calls == self.number:
-            sys.setprofile(None)
-            raise TimeLimit
-
-
 def test_an_exception_at_any_step_of_an_acquire_goes_up_and_leaves_nothing(
     using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +221,9 @@ def test_an_exception_at_any_step_of_an_acquire_goes_up_and_leaves_nothing(
             assert made < number or TimeLimit in dropped
 
     for number in numbers:
-        rival(of=f"{name}:at:{number}").takes(within=SOON)
+        other = rival(of=f"{name}:at:{number}")
+        other.takes(within=SOON)
+        other.leaves()
 
 
 def test_an_exception_at_any_last_step_of_acquiring_several_leaves_nothing(
@@ -345,7 +310,7 @@ class InterruptAt:
         sys.settrace(None)
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
-        if not _is_ours(frame):
+        if not is_ours(frame):
             return None
         self.lines += event == "line"
         if event == "line" and self.lines % self._every == 0:

@@ -44,10 +44,17 @@ class Entry:
     @property
     def place(self) -> str:
         """Its session and slot."""
-        return f"{int(self.lease_id):x}-{self.slot}"
+        return _place(self.lease_id, self.slot)
 
     def leave(self, lease_id: str) -> None:
         """Begin again at the end of the line, with this lease: its key is gone."""
-        self.revision, self.lease_id = 0, lease_id
-        self.key = f"{self.folder}/{'r' if self.request.shared else 'w'}-{self.place}"
+        kind = "r" if self.request.shared else "w"
+        self.key = f"{self.folder}/{kind}-{_place(lease_id, self.slot)}"
+        self.revision = 0
         self.is_granted = self.is_ending = self.is_in_line = self.is_next = False
+        # Last, as an exception may come between two lines: without a key, etcd would refuse to delete it.
+        self.lease_id = lease_id
+
+
+def _place(lease_id: str, slot: int) -> str:
+    return f"{int(lease_id):x}-{slot}"
