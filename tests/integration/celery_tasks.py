@@ -97,7 +97,7 @@ def skipping(page: str) -> str:
 
 @shared_task
 @distributed_lock(
-    "page:{page}", using="redis", timeout=0, on_busy=retry(countdown=0.05, max_retries=2)
+    "page:{page}", using="redis", timeout=0, on_busy=retry(countdown=0.5, max_retries=2)
 )
 def giving_up(page: str) -> str:
     return body(page)

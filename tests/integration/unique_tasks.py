@@ -46,7 +46,8 @@ def retried_while_others_wait(self: Any, page: str) -> str:
         diary = Diary(page)
         diary.write("tried")
         diary.wait()
-        raise self.retry(countdown=0)
+        # Not at once: Celery sends it before it stores the state RETRY, which must not come after that of its end.
+        raise self.retry(countdown=1)
     return body(page)
 
 
