@@ -542,6 +542,20 @@ def test_a_lost_lease_that_nobody_releases_takes_no_place_for_ever(
         pass
 
 
+def test_a_lost_lease_that_nobody_releases_leaves_no_open_connection(
+    database: str, name: str
+) -> None:
+    lease = lock(name, using="locks").acquire()
+    assert lease
+    session = backend("locks")._sessions[lease.request.owner]
+    end_session(database, session_number(lease.request.owner))
+    eventually(lambda: lease.lost, 5)
+
+    locks.close()
+
+    assert session.connection.connection is None
+
+
 def test_an_exception_from_outside_as_a_session_is_opened_takes_no_place(
     kind: tuple[str, str], settings: Settings, name: str
 ) -> None:

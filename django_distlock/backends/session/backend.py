@@ -165,6 +165,7 @@ class SessionBackend(BaseDatabaseBackend):
 
     def close(self) -> None:
         super().close()
+        self._close_ended()
         self._pool.close()
 
     def abandon_after_fork(self) -> None:
@@ -187,9 +188,7 @@ class SessionBackend(BaseDatabaseBackend):
         Whoever is *to_wait* gets none that died while it was idle: else that is found out by asking.
         """
         if len(self._sessions) >= self.options.max_connections:
-            # Sessions that the server has ended are nobody's any more, and take places.
-            for each in [each for each in list(self._sessions.values()) if each.is_over]:
-                self._close(each, is_sound=False)
+            self._close_ended()
         connection = self._pool.borrow(left)
         while to_wait and is_cut(connection):
             self._pool.give_back(connection, is_sound=False)
@@ -207,6 +206,11 @@ class SessionBackend(BaseDatabaseBackend):
             connection.distlock_limit = None
             self.server.begin(connection)
         session.is_open = True
+
+    def _close_ended(self) -> None:
+        """Close what the server has ended, if no release of a lost lease has: it is nobody's any more, and takes a place."""
+        for each in [each for each in list(self._sessions.values()) if each.is_over]:
+            self._close(each, is_sound=False)
 
     def _close(self, session: DatabaseSession, *, is_sound: bool) -> None:
         """Forget *session*; its connection is used again if it *is_sound*, else closed."""
