@@ -475,7 +475,8 @@ class Lease(metaclass=_Shown):
         last = self.entries[-1:]  # none: it is being released, and may be free already
         if self.caller is None or not last or not self.held or runs_foreign_tasks():
             return False
-        return last[0].is_current or waits_for_us(last[0])
+        is_ours = last[0].is_current or waits_for_us(last[0])
+        return is_ours and not self.lose_with_session()
 
     def is_of_caller(self) -> bool:
         """Return whether the running thread or task has entered it."""

@@ -153,6 +153,15 @@ def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Prox
 # Processes.
 
 
+def test_nobody_enters_a_lease_again_whose_session_is_over(side: Side) -> None:
+    lease, _ = held()
+    locks.close()
+
+    with lock("x", using="locks", timeout=5) as another:
+        assert another is not lease
+        another.check()
+
+
 def test_a_killed_holder_is_followed_once_its_session_is_over(act: Start) -> None:
     holder = act("hold", name="x")
     holder.expect("held")

@@ -247,6 +247,21 @@ def test_a_check_finds_a_terminated_session_before_anything_has_looked_for_it(
         lease.release()
 
 
+def test_nobody_enters_the_lease_of_a_terminated_session_again(
+    database: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_end_what_is_over", lambda leases: None)
+    lease = lock(name, using="locks", ttl=60).acquire()
+    assert lease
+
+    end_session(database, session_number(lease.request.owner))
+    eventually(lambda: backend("locks").is_session_over(lease.request), 5)
+
+    with lock(name, using="locks", timeout=5) as another:
+        assert another is not lease
+        another.check()
+
+
 def test_an_extension_of_a_terminated_session_finds_it_lost(database: str, name: str) -> None:
     lease = lock(name, using="locks", ttl=60).acquire()
     assert lease
