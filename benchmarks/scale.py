@@ -73,8 +73,11 @@ def waiters(alias: str) -> list[float]:
 
         async with lock("waited for", using=alias, timeout=120):
             tasks = [asyncio.create_task(work()) for _ in range(number)]
-            await asyncio.sleep(0.5)  # all wait
-            began = time.perf_counter()
+            all_wait = time.perf_counter() + 0.5
+            while (began := time.perf_counter()) < all_wait:
+                # Virtual machines may take memory that is not used for a moment: that would be measured then.
+                async with lock("another", using=alias):
+                    await asyncio.sleep(0)
         await asyncio.gather(*tasks)
         return (time.perf_counter() - began) / number * 1e3
 
