@@ -523,7 +523,7 @@ def test_more_locks_than_connections_is_an_error_that_names_the_option(
     settings.DISTLOCK = aliases(*kind, max_connections=2)
     with lock(f"{name}:a", using="locks"), lock(f"{name}:b", using="locks"):
         with pytest.raises(LockBackendError, match="max_connections"):
-            lock(f"{name}:c", using="locks").acquire()
+            lock(f"{name}:c", using="locks", timeout=1).acquire()
 
     with lock(f"{name}:c", using="locks"):
         pass
