@@ -374,6 +374,33 @@ def test_a_lock_whose_votes_are_split_is_busy_and_nobody_has_it(
     eventually(lambda: _voters(servers[4:], name) == 0, what="the vote it got is given back")
 
 
+def test_a_vote_whose_way_back_is_cut_is_given_back_later(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    _take(make([_url(each) for each in servers[2:]]), name)
+    _all_voted(servers[2:], name)
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        proxies = [stack.enter_context(Proxy(server.port)) for server in servers]
+        backend = make([_url(proxy) for proxy in proxies], **PATIENT)
+        _warm_up(backend, name)
+        for proxy in proxies[2:]:
+            proxy.hold()
+        received = proxies[0].bytes_received
+        answer = pool.submit(backend.try_acquire, _request(backend, name), queued=False)
+        eventually(lambda: proxies[0].bytes_received > received, what="its vote is on its way")
+        eventually(lambda: _voters(servers[:2], name) == 2)
+        proxies[0].cut()
+
+        for proxy in proxies[2:]:
+            proxy.pass_through()
+        assert isinstance(answer.result(10), Busy)
+        assert _voters(servers[:1], name) == 1
+        proxies[0].pass_through()
+
+        eventually(lambda: _voters(servers[:2], name) == 0, what="the vote is given back")
+        backend.close()
+
+
 def test_votes_that_arrive_late_are_given_back(servers: list[Redis], make: Make, name: str) -> None:
     with ExitStack() as stack:
         proxies = [stack.enter_context(Proxy(server.port)) for server in servers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from django_distlock.backends.redis.connections import packed
@@ -76,6 +77,7 @@ class RedlockVerbs:
     """The verbs of one alias on its *servers*, with its keys in *spaces*.
 
     *guard*: seconds that a server must have been up before it may grant; 0: no guard.
+    *until_done*: runs a verb in the background, again until it succeeds or so many seconds have passed.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class RedlockVerbs:
         options: RedlockOptions,
         *,
         guard: float,
+        until_done: Callable[[Callable[[], Verb[None]], float], None],
     ) -> None:
         self._alias = alias
+        self._until_done = until_done
         self._servers = servers
         self._places = servers.places
         self._spaces = spaces
@@ -255,11 +259,23 @@ class RedlockVerbs:
     ) -> Verb[None]:
         """Release the lock on *granted*, and on *others*, which may have it; wait for the answers of *granted* only.
 
-        Places in queues are kept.
+        Those among *granted* that do not answer are asked again in the background. Places in queues are kept.
         """
         if servers := granted.union(others):
-            calls = self._calls(servers, RELEASE, [request.key], request.owner, _sent(), "")
-            yield self._question(calls, request.ttl, lambda count: not granted & count.pending)
+            sent = _sent()
+            calls = self._calls(servers, RELEASE, [request.key], request.owner, sent, "")
+            count: Count = yield self._question(
+                calls, request.ttl, lambda count: not granted & count.pending
+            )
+            if silent := granted - count.answers.keys():
+                self._until_done(partial(self._give_back_again, request, silent, sent), request.ttl)
+
+    def _give_back_again(self, request: Request, servers: set[int], sent: int) -> Verb[None]:
+        """Repeat a release of that instant, which leaves alone what its owner was granted later."""
+        calls = self._calls(servers, RELEASE, [request.key], request.owner, sent, "")
+        count: Count = yield self._question(calls, request.ttl)
+        if count.failures:
+            self._fail(count)
 
     def _question(
         self,
