@@ -266,7 +266,11 @@ class Lease(metaclass=_Shown):
             task = asyncio.ensure_future(self._arelease())
             _BACKGROUND.add(task)
             task.add_done_callback(_BACKGROUND.discard)
-            await asyncio.shield(task)
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                task.add_done_callback(self._tell_unless_released)
+                raise
 
     def extend(self, ttl: float | timedelta | None = None) -> None:
         """Extend it to at least *ttl* seconds from now (by default its own ttl).
@@ -650,6 +654,11 @@ class Lease(metaclass=_Shown):
         except BaseException:
             self._break_off()
             raise
+
+    def _tell_unless_released(self, release: asyncio.Task[None]) -> None:
+        """Log how a *release* failed that nobody waits for any more."""
+        if not release.cancelled() and (problem := release.exception()):
+            warn("Leaving lock %s: %s", self.name, problem, of=self, token=self.fencing_token)
 
     def _leaves_reentry(self) -> bool:
         """Remove the last entry of this caller; return whether others are left."""

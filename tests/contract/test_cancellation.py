@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable
 
@@ -145,6 +146,28 @@ async def test_a_task_cancelled_while_it_releases_has_released(
     hung.set()
 
     await aeventually(lambda: taken[0].state is State.RELEASED)
+    await _becomes_free(other)
+
+
+async def test_a_release_that_fails_after_its_task_was_cancelled_is_a_warning(
+    faulty: Faulty, using: str, name: str, rival: Rivals, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = list[dict[str, object]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+    other, hung = rival(), faulty.hang("release")
+    lease = await lock(name, using=using).aacquire(timeout=0)
+    assert lease is not None
+    task = asyncio.create_task(lease.arelease())
+    await aeventually(lambda: faulty.calls["release"])
+    await _ends(task)
+
+    faulty.lose_replies("release", times=2)
+    hung.set()
+
+    await aeventually(lambda: "the test loses this reply" in caplog.text)
+    gc.collect()
+    assert f"Leaving lock {name}" in caplog.text
+    assert not errors  # as a task whose exception nobody has retrieved
     await _becomes_free(other)
 
 
