@@ -108,6 +108,7 @@ _FREE = _both(f"""
 SELECT pg_advisory_unlock{{shared}}(%(number)s::bigint),
     set_config('idle_session_timeout', '0', false), set_config('application_name', '{PREFIX}', false)
 """)
+_FREE_ALL = f"SELECT pg_advisory_unlock_all(); SET idle_session_timeout = 0; SET application_name = '{PREFIX}'"
 _IS_HELD = """
 SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -250,7 +251,6 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
             if not self.dialect.is_wait_over(error):
                 raise
             # A guard() holds the token: the statement has failed, and what it had locked is locked still.
-            session.execute("ROLLBACK")
             self.free(session)
             return Busy()
         if is_taken:
@@ -258,26 +258,27 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return busy(Occupant.from_json(last))
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
-        """In a transaction, whose end frees what was granted *and* timed out; then take it for the session."""
+        """Wait for it as the session that the server ends when it is silent; then raise the token."""
         request = session.request
         suffix = "_shared" if request.shared else ""
-        limits = f"""BEGIN; SET LOCAL lock_timeout = {milliseconds(wait.left)};
-            SET LOCAL idle_in_transaction_session_timeout = {milliseconds(request.ttl)};
-            SET LOCAL application_name = '{session.label}';"""
+        settled = f"""SET LOCAL lock_timeout = {milliseconds(wait.left)};
+            SET {self.silence} = {milliseconds(request.ttl)}; SET application_name = '{session.label}';"""
         try:
             number = lock_number(request.key)
-            session.execute(f"{limits} SELECT pg_advisory_xact_lock{suffix}({number})")
+            session.execute(f"{settled} SELECT pg_advisory_lock{suffix}({number})")
+            if not self.fencing:
+                return Grant(None)
+            start = clock.lease_time()
+            cursor = session.connection.distlock_cursor
+            with session.connection.wrap_database_errors:
+                token = self.raise_token(cursor, request.key, session.record(), stay(wait))
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
-            session.execute("ROLLBACK")
+            # The lock may have been granted just then, or a guard() holds its token.
+            session.execute(_FREE_ALL)
             return Busy()
-        start = clock.lease_time()
-        answer = self.take(session, stay(wait))
-        if isinstance(answer, Busy):
-            return answer
-        session.execute("COMMIT")
-        return Grant(answer.token, start)
+        return Grant(token, start)
 
     def free(self, session: DatabaseSession) -> bool:
         number = {"number": str(lock_number(session.request.key))}
