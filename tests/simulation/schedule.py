@@ -19,7 +19,12 @@ from django_distlock.engine.background import background
 from django_distlock.engine.deadlocks import wait_graph
 from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
-from django_distlock.exceptions import LockBackendError, LockNotAcquired, LockNotHeld
+from django_distlock.exceptions import (
+    LockBackendError,
+    LockDeadlock,
+    LockNotAcquired,
+    LockNotHeld,
+)
 from django_distlock.signals import lock_acquired, lock_lost, lock_released
 
 from . import world
@@ -211,12 +216,18 @@ class Schedule(Watch):
     def _run_thread(self, number: int, actor: Actor) -> None:
         strand = self.world.running
         assert strand is not None
+        was_interrupted = False
         for one in actor.rounds:
             try:
                 strand.wait(one.pause)
                 self._use(number, one, strand)
             except Interruption:
+                was_interrupted = True
                 self.world.note("actor", number, "was interrupted")
+            except LockDeadlock:
+                # Right at the call of release(), an exception leaves the lock held while its thread lives.
+                if not was_interrupted:
+                    raise
             finally:
                 self.waiting.pop(number, None)
         strand.take_pending()
