@@ -185,13 +185,16 @@ async def test_an_inner_block_of_the_same_lock_ends_too() -> None:
 
 
 async def test_a_block_that_has_ended_cancels_nothing_more() -> None:
+    loop, told, errors = asyncio.get_running_loop(), asyncio.Event(), list[object]()
+    loop.set_exception_handler(lambda _, error: errors.append(error))
     with pytest.raises(LockLost):
         async with lock("a") as lease:
             async with lock("a", cancel_when_lost=True):
                 pass
+            lease.on_lost(lambda _: loop.call_soon_threadsafe(told.set))
             await lose()
-            await aeventually(lambda: lease.lost)
-            await asyncio.sleep(0)
+            await told.wait()
+    assert not errors
 
 
 async def test_several_locks_are_cancelled_by_the_loss_of_any() -> None:
