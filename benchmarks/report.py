@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: What is measured: the Debian packages of the servers, and the libraries of their clients and of the peers.
 SERVERS = (
-    *("postgresql-15", "mariadb-server-10.6", "mariadb-server", "redis-server", "memcached"),
+    *("postgresql-15", "mariadb-server-core", "redis-server", "memcached"),
     *("zookeeper", "etcd-server"),
 )
 LIBRARIES = (
