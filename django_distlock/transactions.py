@@ -98,8 +98,8 @@ def call_at_end(open_ones: Sequence[BaseDatabaseWrapper], then: Callable[[bool],
 
 def tell_of_release(name: str, *, strict: bool) -> None:
     """Warn if the lock *name* is released inside an open atomic block, even if it was acquired before that."""
-    for connection in still_open(None):
-        if connection.in_atomic_block:
+    for connection in _used_here():
+        if connection.in_atomic_block and connection in still_open(None):
             _tell(ReleasedBeforeCommit, name, connection.alias, strict=strict)
 
 
