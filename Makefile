@@ -21,10 +21,10 @@ demo-server: $(VENV)/.installed ## serve the demo's pages and its admin
 test: all-installed ## all that CI does, on every server; installs what is missing
 	tools/run-all-tests
 
-test-newest: $(VENV)/.installed-dev ## the contract on the servers and the Python of Debian sid, in a folder (20 min)
+test-newest: $(VENV)/.installed-dev ## the contract on the servers and the Python of Debian sid, in a folder (an hour)
 	tools/test-newest
 
-test-oldest: all-installed ## the contract on the oldest Django and drivers that pyproject.toml allows (20 min)
+test-oldest: all-installed ## the contract on the oldest Django and drivers that pyproject.toml allows (an hour)
 	tools/test-oldest
 
 coverage: all-installed ## the same, in twice the time, and a list of the lines that no test runs
