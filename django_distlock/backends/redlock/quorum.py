@@ -262,18 +262,18 @@ class RedlockVerbs:
         Those among *granted* that do not answer are asked again in the background. Places in queues are kept.
         """
         if servers := granted.union(others):
-            sent = _sent()
-            calls = self._calls(servers, RELEASE, [request.key], request.owner, sent, "")
+            calls = self._calls(servers, RELEASE, [request.key], request.owner, _sent(), "")
             count: Count = yield self._question(
                 calls, request.ttl, lambda count: not granted & count.pending
             )
             if silent := granted - count.answers.keys():
-                self._until_done(partial(self._give_back_again, request, silent, sent), request.ttl)
+                # Of the same instant: it leaves alone what its owner is granted later.
+                again = {server: calls[server] for server in silent}
+                self._until_done(partial(self._insist, again, request.ttl), request.ttl)
 
-    def _give_back_again(self, request: Request, servers: set[int], sent: int) -> Verb[None]:
-        """Repeat a release of that instant, which leaves alone what its owner was granted later."""
-        calls = self._calls(servers, RELEASE, [request.key], request.owner, sent, "")
-        count: Count = yield self._question(calls, request.ttl)
+    def _insist(self, calls: dict[int, bytes], ttl: float) -> Verb[None]:
+        """Send *calls*, which all servers must answer."""
+        count: Count = yield self._question(calls, ttl)
         if count.failures:
             self._fail(count)
 
