@@ -270,7 +270,7 @@ class Lock:
         # Lists change by single steps, which no thread or exception can divide.
         # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
         self._acquired: list[Known] = []
-        self._blocks = list[_EnteredWith]()
+        self._blocks: list[_EnteredWith] = []
         if extra:
             raise _too_many(name, extra)
         self.name = checked_name(name)

@@ -76,17 +76,16 @@ class _MemoryRecord:
             if holding.expires <= now:
                 del self.holdings[owner]
 
-    def admits(self, request: Request, now: float) -> bool:
-        """Return True if *request* can have the lock now: it is free for it, and no earlier waiter is first."""
-        return self.is_free_for(request, now) and not self.is_behind(request)
-
     def is_free_for(self, request: Request, now: float) -> bool:
-        if now < self.available or (not self.holdings and self.is_guarded()):
+        if now < self.available:
             return False
-        return all(request.shared and holding.request.shared for holding in self.holdings.values())
+        if not self.holdings:
+            return not self.is_guarded()
+        return request.shared and all(held.request.shared for held in self.holdings.values())
 
     def is_guarded(self) -> bool:
-        self.guarded = [block for block in self.guarded if block.is_open]
+        if self.guarded:
+            self.guarded = [block for block in self.guarded if block.is_open]
         return bool(self.guarded)
 
     def busy(self, now: float) -> Busy:
@@ -130,6 +129,13 @@ class _MemoryRecord:
                 has_readers = True
             else:
                 return
+
+    def lets(self, request: Request) -> bool:
+        """Return True if no waiter is before *request*."""
+        if self.is_behind(request):
+            self.wake()  # those before it may be gone
+            return not self.is_behind(request)
+        return True
 
     def is_behind(self, request: Request) -> bool:
         for owner, (other, _) in self.waiters.items():
@@ -185,9 +191,7 @@ class LocMemBackend(BaseLockBackend):
             )
             record.expire(now)
             if request.owner not in record.holdings:
-                if not (record.holdings or record.admits(request, now)):
-                    record.wake()  # the waiters before it may be gone
-                if not record.admits(request, now):
+                if not (record.is_free_for(request, now) and record.lets(request)):
                     return record.busy(now)
                 self._grant(record, request, now)
                 record.waiters.pop(request.owner, None)
@@ -209,9 +213,7 @@ class LocMemBackend(BaseLockBackend):
             if request.owner in record.holdings:
                 return Grant(record.holdings[request.owner].token, place=each.place)
         free = [(each, record) for each, record in found if record.is_free_for(each, now)]
-        if free and line.is_behind(request):
-            line.wake()  # the waiters before it may be gone
-        if not free or line.is_behind(request):
+        if not (free and line.lets(request)):
             return first_to_end(record.busy(now) for _, record in found) or Busy()
         each, record = free[0]
         self._memory.records[each.key] = record

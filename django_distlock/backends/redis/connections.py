@@ -616,7 +616,7 @@ def _close_idle(client: Any) -> None:
 
 
 def _one_by_one(commands: Sequence[Command]) -> Steps[Any, list[Any]]:
-    answers = list[Any]()
+    answers: list[Any] = []
     for command in commands:
         try:
             answers.append((yield from _followed(command)))
