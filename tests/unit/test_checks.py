@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sqlite3
 import subprocess
@@ -13,7 +12,7 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from django.core.checks import Error, Warning as CheckWarning, run_checks
+from django.core.checks import WARNING, Error, Warning as CheckWarning, run_checks
 from django.core.management import CommandError, call_command
 from django.db import connections
 from django.test import Client
@@ -25,6 +24,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.checks import check_servers, check_settings
 from django_distlock.exceptions import DOCS
 from django_distlock.handler import BACKENDS, EXTRAS
+from tests.fixtures.garbage import collect_garbage
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
@@ -316,7 +316,7 @@ def test_a_database_that_cannot_be_opened_is_told_and_stops_no_other(
     locks.reset()
     for alias in SQLITE:
         del connections[alias]
-    gc.collect()  # here, where its complaint is expected
+    collect_garbage()  # here, where its complaint is expected
 
 
 def test_databases_that_are_not_named_are_not_asked(settings: Settings, down: None) -> None:
@@ -358,6 +358,24 @@ def test_a_kind_of_database_that_keeps_no_locks_is_an_error(
     locks.reset()
     for alias in ("new", "volatile"):
         del connections[alias]
+
+
+@pytest.mark.parametrize("backend", ["database.DatabaseBackend", "rowlock.RowLockBackend"])
+def test_a_driver_that_waits_without_end_is_a_warning(
+    settings: Settings, down: None, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    psycopg = pytest.importorskip("psycopg")
+    backend = f"django_distlock.backends.{backend}"
+    settings.DISTLOCK = {"default": {"BACKEND": backend, "OPTIONS": {"using": "pg"}}}
+
+    monkeypatch.setattr(psycopg, "__version__", "3.2.9")
+    [warned] = check_settings()
+    monkeypatch.setattr(psycopg, "__version__", "3.10.0")
+    newer = check_settings()
+
+    assert (warned.id, warned.level) == ("distlock.W003", WARNING)
+    assert "DISTLOCK['default']: psycopg 3.2.9 waits without end" in warned.msg
+    assert newer == []
 
 
 WITHOUT_THE_APP = """

@@ -258,7 +258,7 @@ class DatabaseBackend(BaseDatabaseBackend):
         if not connection.features.has_select_for_update and connection.vendor != "sqlite":
             text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no SELECT ... FOR UPDATE."
             return [Error(text, hint="Choose another backend or database.", id="distlock.E003")]
-        return self.check_installed()
+        return [*self.check_driver(), *self.check_installed()]
 
     def _keep_places(self, waiters: Sequence[Request]) -> None:
         # If the server fails, the next look reports it.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.apps import apps
-from django.core.checks import Error
+from django.core.checks import Error, Warning as CheckWarning
 from django.db import connections
+from django.utils.version import get_version_tuple
 
 from django_distlock import conf
 from django_distlock.backends.base import BaseLockBackend, server_error
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from .dialect import Dialect
 
 _T = TypeVar("_T")
+#: Earlier ones do not end a wait for a server that hangs.
+_LEAST_PSYCOPG = (3, 2, 11)
 #: Longest pause in seconds between two tries while other writers block.
 SHORT_PAUSE = 0.02
 
@@ -130,6 +134,17 @@ class BaseDatabaseBackend(BaseLockBackend):
             return self.check_server(place)  # checks the right to read them
         text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no table {missing}."
         return [Error(text, hint=f"{how_to_migrate(using)}.", id="distlock.E007")]
+
+    def check_driver(self) -> list[CheckMessage]:
+        """Return a warning if the driver is too old to keep the time limits of locks."""
+        # Django prefers it to psycopg2, and has imported what it uses.
+        driver = sys.modules.get("psycopg")
+        if connections[self.options.using].vendor != "postgresql" or driver is None:
+            return []
+        if get_version_tuple(driver.__version__) >= _LEAST_PSYCOPG:
+            return []
+        text = f"DISTLOCK[{self.alias!r}]: psycopg {driver.__version__} waits without end for a server that hangs: no lock keeps its timeout then."
+        return [CheckWarning(text, hint="Install psycopg 3.2.11 or later.", id="distlock.W003")]
 
     def check_installed(self) -> list[CheckMessage]:
         """Return an error if the app is not installed, whose migrations make the tables."""

@@ -150,7 +150,7 @@ class SessionBackend(BaseDatabaseBackend):
         """Say, where the server may be asked, whether it can be used: no pooler, no Galera cluster."""
         tables = (LOCK, COUNTER) if self.supports_fencing else ()
         if databases is None:
-            return self.check_installed() if tables else []
+            return [*self.check_driver(), *(self.check_installed() if tables else ())]
         if self.options.using not in databases:
             return []
         session = DatabaseSession(
