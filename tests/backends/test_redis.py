@@ -26,6 +26,7 @@ from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
 from tests.fixtures.environment import free_port
 from tests.fixtures.eventually import eventually
+from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.redis import Redis
 from tests.fixtures.redis_servers import cluster_node, make_cluster
 
@@ -688,7 +689,7 @@ async def test_tls(certificate: Path, configure: Configure, name: str) -> None:
         with pytest.raises(LockBackendError, match="certificate"):
             lock(name).acquire()
         locks.reset()
-    gc.collect()  # here, where it is expected to complain
+    collect_garbage()  # here, where it is expected to complain
 
 
 def test_locks_follow_the_master(redis_sentinel: Replicated, settings: Settings, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import time
@@ -27,6 +26,7 @@ from django_distlock.engine import leftovers
 from django_distlock.ground import clock
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually, in_time, never
+from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
 from tests.fixtures.redis_servers import cluster_node, make_cluster
@@ -730,7 +730,7 @@ def cluster(settings: Settings) -> Iterator[list[Redis]]:
         settings.DISTLOCK = {"default": {"BACKEND": BACKEND, "OPTIONS": options}}
         yield servers
         locks.reset()
-        gc.collect()  # here, where it is expected to complain
+        collect_garbage()  # here, where it is expected to complain
 
 
 # The driver leaves sockets to the garbage collector when it asks again who is in the cluster.

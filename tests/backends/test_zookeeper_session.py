@@ -18,6 +18,7 @@ from django_distlock.engine.background import background
 from django_distlock.ground import clock
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
+from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
 
@@ -93,7 +94,7 @@ def test_tls(
             take(using="elsewhere", timeout=0)
         locks.close()
         eventually(lambda: "zk_loop" not in str(threading.enumerate()), 10, "kazoo has ended")
-    gc.collect()  # here, where it is expected to complain
+    collect_garbage()  # here, where it is expected to complain
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

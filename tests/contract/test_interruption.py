@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import random
 import signal
@@ -23,6 +22,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
+from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.interruption import StopAt, TimeLimit, is_ours
 
 from .crew import held_in_thread, length_of_line, start
@@ -52,7 +52,7 @@ def sigint(unraisable: None) -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-    gc.collect()  # here, where it is expected to complain
+    collect_garbage()  # here, where it is expected to complain
 
 
 def test_ctrl_c_while_waiting_leaves_nothing(
