@@ -19,8 +19,9 @@ from hypothesis import (
     strategies as some,
 )
 
-from django_distlock import StaleFencingToken, lock
+from django_distlock import SnapshotBeforeLock, StaleFencingToken, lock, locked
 from django_distlock.models import FencedModel
+from testproject.models import Account, Fee
 from tests.backends.conftest import SERVERS
 
 if TYPE_CHECKING:
@@ -385,6 +386,20 @@ def in_a_slice(row: Any) -> models.QuerySet[Any]:
     return in_a_list(row).order_by("pk")[:1]
 
 
+def meanwhile(act: Callable[[], object]) -> None:
+    """Call *act* on another connection."""
+
+    def run() -> None:
+        try:
+            act()
+        finally:
+            connections["mariadb"].close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.server
 @pytest.mark.parametrize("rows", [in_a_list, in_a_slice])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -397,21 +412,42 @@ def test_claimed_rows_are_read_fresh_in_a_transaction_that_reads_an_older_snapsh
 ) -> None:
     row = new(shape, "mariadb", name[5:])
 
-    def take_fee() -> None:
-        try:
-            by_save(holders[0], row)
-        finally:
-            connections["mariadb"].close()
-
     with transaction.atomic(using="mariadb"):
         fresh(row)  # the snapshot
-        meanwhile = threading.Thread(target=take_fee)
-        meanwhile.start()
-        meanwhile.join()
+        meanwhile(lambda: by_save(holders[0], row))
         claimed = holders[1].claim(rows(row))
 
         assert [each.balance for each in claimed] == [97]
         assert claimed.get().balance == 97
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("shape", SHAPES)
+def test_so_is_a_claimed_instance(
+    snapshots: None, shape: type[Any], holders: tuple[Lease, Lease], name: str
+) -> None:
+    row = new(shape, "mariadb", name[5:])
+
+    with transaction.atomic(using="mariadb"):
+        fresh(row)  # the snapshot
+        meanwhile(lambda: by_save(holders[0], row))
+
+        assert holders[1].claim(row).balance == 97
+
+
+@pytest.mark.server
+def test_so_is_a_locked_instance_without_a_fence(snapshots: None, name: str) -> None:
+    account = Account.objects.using("mariadb").create(name=name, balance=9, opening_balance=9)
+    fee = Fee.objects.using("mariadb").create(account=account, amount=3)
+    rows = Fee.objects.using("mariadb").filter(pk=fee.pk)
+
+    with transaction.atomic(using="mariadb"):
+        fee.refresh_from_db()  # the snapshot
+        meanwhile(lambda: rows.update(amount=5))
+        with pytest.warns(SnapshotBeforeLock), locked(fee, using="mariadb"):
+            assert fee.amount == 5
+
+    account.delete()
 
 
 # What else a fenced row can be, on each database.

@@ -136,6 +136,19 @@ def test_a_daemon_waits_for_ever_and_runs_again_after_a_loss(start: Start, name:
     assert len(pids(daemon)) == 2
 
 
+def test_a_daemon_that_was_to_end_is_not_run_again_after_a_loss(start: Start, name: str) -> None:
+    goes_on = f"trap 'echo heard' TERM; {TICK}"
+    daemon = start(goes_on, timeout="forever", restart=True, ttl=1, grace=0.2)
+    first = pid_of_command(daemon)
+    daemon.terminate()
+    eventually(lambda: "heard" in daemon.stderr)
+
+    free(name)
+
+    assert daemon.wait() == LOST
+    assert pids(daemon) == [first]
+
+
 def test_of_two_daemons_one_runs_until_it_is_killed(start: Start, name: str) -> None:
     first = start(TICK, timeout="forever", restart=True, ttl=1)
     pid_of_command(first)
