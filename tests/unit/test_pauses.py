@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from django_distlock.engine.values import batches
 from django_distlock.engine.waiting import (
     LONGEST_POLL as LONGEST,
     MOST_KNOWN,
@@ -124,9 +125,9 @@ def test_of_eight_who_want_it_at_once_each_has_it_about_as_often() -> None:
     """Simulated: holds of a millisecond, by processes that want it again a moment after they had it."""
     random.seed(1)
     turns, waits = [Turns() for _ in range(8)], [Pauses() for _ in range(8)]
-    next_look, counts = [0.0] * 8, [0] * 8
+    next_look, served = [0.0] * 8, list[int]()
     holding, ends, owner = -1, 0.0, 0
-    while sum(counts) < 2_000:
+    while len(served) < 2_000:
         who = min(range(8), key=next_look.__getitem__)
         now = next_look[who]
         if now < ends:
@@ -134,10 +135,13 @@ def test_of_eight_who_want_it_at_once_each_has_it_about_as_often() -> None:
             next_look[who] = now + waits[who].next(now, (holding, owner))
             continue
         holding, ends, owner = who, now + 0.001, owner + 1
-        counts[who] += 1
+        served.append(who)
         waits[who] = Pauses()
         turns[who].granted("key", now)
         turns[who].released("key", ends)
         next_look[who] = ends + max(0.0002, turns[who].first_pause("key", ends))
 
-    assert sum(counts) ** 2 / (8 * sum(count**2 for count in counts)) > 0.95
+    # Of so many the long run is fair by chance, even if each takes it many times in a row.
+    for some in batches(served, 200):
+        counts = [some.count(who) for who in range(8)]
+        assert sum(counts) ** 2 / (8 * sum(count**2 for count in counts)) > 0.9
