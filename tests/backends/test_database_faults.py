@@ -28,6 +28,7 @@ from django_distlock import (
     locks,
     transaction_lock,
 )
+from django_distlock.backends.database.bounds import cancel
 from django_distlock.backends.database.dialect import PATIENCE, short_transaction
 from django_distlock.backends.database.postgresql import HAS_PSYCOPG3
 from django_distlock.backends.database.records import rows
@@ -556,6 +557,38 @@ def test_requests_given_up_while_the_standby_is_away_leave_no_sessions(
                 lock(f"{name}:{turn}", using="away", timeout=0, ttl=5).acquire()
             assert len(admin.execute(WAIT_FOR_STANDBY).fetchall()) <= 4
 
+        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
+    locks.close()
+
+
+@needs_time_limit
+@pytest.mark.parametrize(
+    "kind", ["database.DatabaseBackend", "rowlock.RowLockBackend", "advisory.AdvisoryBackend"]
+)
+def test_sessions_that_are_still_being_given_up_count_as_connections(
+    postgres: PostgreSQL,
+    name: str,
+    settings: Settings,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"using": "postgres", "max_connections": 4, "io_timeout": 0.3}
+    backend = f"django_distlock.backends.{kind}"
+    settings.DISTLOCK = {"away": {"BACKEND": backend, "OPTIONS": options}}
+    may_end = threading.Event()
+
+    def cancel_late(*args: Any) -> None:
+        may_end.wait(30)
+        cancel(*args)
+
+    monkeypatch.setattr("django_distlock.backends.database.connections.cancel", cancel_late)
+    with postgres.admin() as admin, standby_away(postgres):
+        for turn in range(6):
+            with pytest.raises(LockBackendError):
+                lock(f"{name}:{turn}", using="away", timeout=0, ttl=5).acquire()
+        assert 0 < len(admin.execute(WAIT_FOR_STANDBY).fetchall()) <= 4
+
+        may_end.set()
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
     locks.close()
 

@@ -24,6 +24,7 @@ from django_distlock import (
 )
 from django_distlock.engine import leftovers
 from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.garbage import collect_garbage
@@ -857,6 +858,65 @@ def test_a_lock_whose_slot_of_the_cluster_is_being_moved_can_be_used(
     outcome = doing.result(20)
     assert verb != "locked" or outcome is True
     assert verb != "listing" or outcome == [name]
+
+
+def test_a_release_that_reserves_a_lock_whose_slot_is_being_moved_does_all_or_nothing(
+    cluster: list[Redis], name: str
+) -> None:
+    slot = Slot(cluster, name)
+    lease = lock(name, ttl=LONG, min_hold=LONG, free_on_error=True).acquire()
+    assert lease
+    # Somebody waits: only the key that the release is going to make, as nothing has failed, is not there yet.
+    waiting = backend().request(name, ttl=LONG, holder=Holder.current())
+    backend().try_acquire(waiting, queued=True)
+    slot.begin_to_move()
+    before = slot.refusals
+
+    releasing = start(lease.release)
+    eventually(lambda: slot.refusals > before + 20 or releasing.done(), 20, "it is refused")
+    assert not releasing.done()
+    slot.end_to_move()
+
+    releasing.result(20)
+    [held] = backend().held()
+    assert held.reserved
+
+
+def all_keys_of(name: str, *, ttl: float) -> None:
+    """Have each key of the lock there, so that the server that its slot leaves carries scripts out."""
+    for seconds in (ttl, LONG):  # one that holds it and reserves it by min_hold, and one that waits
+        asked = backend().request(name, ttl=seconds, min_hold=LONG, holder=Holder.current())
+        backend().try_acquire(asked, queued=True)
+
+
+def test_a_release_that_empties_a_key_of_a_slot_that_is_being_moved_is_carried_out(
+    cluster: list[Redis], name: str
+) -> None:
+    slot = Slot(cluster, name)
+    lease = lock(name, ttl=LONG, min_hold=LONG).acquire()
+    assert lease
+    all_keys_of(name, ttl=LONG)
+    slot.begin_to_move()
+
+    lease.release()
+
+    slot.end_to_move()
+    [held] = backend().held()
+    assert held.reserved
+
+
+def test_an_acquire_that_empties_one_tries_again(cluster: list[Redis], name: str) -> None:
+    slot = Slot(cluster, name)
+    all_keys_of(name, ttl=0.3)
+    slot.begin_to_move()
+    acquiring = start(lock(name, timeout=LONG + 10).acquire)
+    [found] = eventually(lambda: [each for each in backend().held() if each.reserved])
+
+    never(lambda: acquiring.done() and acquiring.exception(), 0.2)
+    slot.end_to_move()
+    backend().force_release(found.key, found.owner_digest, by="a test")
+
+    assert acquiring.result(20)
 
 
 # Waiters that die, and many of them.

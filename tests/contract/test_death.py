@@ -11,11 +11,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator
+from contextlib import suppress
 
 import pytest
 from asgiref.sync import async_to_sync
 
 from django_distlock import Lease, LockNotHeld, lock, lock_all
+from django_distlock.engine.registry import registry
+from tests.contract.faults import Faulty
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
@@ -138,6 +141,44 @@ def test_a_process_that_ends_while_daemon_threads_work_leaves_nothing(
 
     for each in names:
         rival(of=each).takes(within=20)
+
+
+def test_a_try_that_is_under_way_as_the_process_ends_is_waited_for(
+    faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_ended_by", 0)  # and so again after the test
+    goes_on = faulty.hang("try_acquire")
+    taking = start(lock(name, using=using, timeout=0).acquire)
+    eventually(lambda: faulty.calls["try_acquire"])
+
+    def let_go() -> None:
+        goes_on.wait(0.3)
+        goes_on.set()
+
+    start(let_go)
+
+    registry.end(10)
+
+    assert faulty.answers["try_acquire"] == 1
+    with suppress(LockNotHeld):
+        assert (lease := taking.result(10))
+        assert not lease.held
+    rival().takes()
+
+
+def test_a_grant_that_comes_once_its_lease_was_given_up_at_the_end_is_none(
+    faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_ended_by", 0)
+    goes_on = faulty.hang_replies("try_acquire")
+    taking = start(lock(name, using=using, timeout=0).acquire)
+    eventually(lambda: faulty.answers["try_acquire"])
+
+    registry.end(0.2)
+    goes_on.set()
+
+    assert taking.result(10) is None
+    rival().takes()
 
 
 @needs("cross_process")

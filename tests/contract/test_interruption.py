@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import random
@@ -295,6 +296,48 @@ def _leave(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
         step.__enter__()
 
 
+@pytest.mark.parametrize("kind", ["with", "with a lease", "several"])
+def test_an_exception_at_any_step_of_leaving_in_a_task_goes_up_and_leaves_nothing(
+    using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    dropped, kept = list[object](), list[object]()
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: dropped.append(told.exc_type))
+
+    def calls_until(number: int, each: str) -> int:
+        step = StopAt(number)
+        with suppress(TimeLimit):
+            asyncio.run(_leave_in_a_task(kind, lock(each, using=using), step, kept))
+        sys.setprofile(None)
+        return step.calls
+
+    fewest = min(calls_until(0, f"{name}:{turn}") for turn in range(3))
+    steps = range(1, fewest)
+    numbers = {*steps[:FIRST], *random.sample(steps, min(STEPS, len(steps)))}
+    for number in numbers:
+        calls_until(number, f"{name}:at:{number}")
+
+    for number in numbers:
+        for each in (f"{name}:at:{number}", f"{name}:at:{number}:2"):
+            other = rival(of=each)
+            other.takes(within=SOON)
+            other.leaves()
+
+
+async def _leave_in_a_task(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
+    block: Any = recipe
+    step.number += bool(step.number)  # as in _leave()
+    if kind == "with a lease":
+        block = await recipe.aacquire()
+    elif kind == "several":
+        block = lock_all(recipe.name, f"{recipe.name}:2", using=recipe.terms.using)
+    kept.append(block)  # otherwise it is found to be nobody's, as its task has ended
+    try:
+        async with block:
+            step.__enter__()
+    finally:
+        sys.setprofile(None)
+
+
 class InterruptAt:
     """Calls a handler between the lines of ours that this thread runs, as a signal might: at each, or at some."""
 
@@ -407,12 +450,19 @@ class TestASignalHandlerThatTakesALock:
             lease = lock(each, using=using).acquire()
             assert lease
 
+            failed = list[LockBackendError]()
+
             def handle() -> None:
-                with suppress(LockNotHeld):
+                try:
                     lease.release()
+                except LockNotHeld:
+                    pass
+                except LockBackendError as error:
+                    failed.append(error)  # the request that it interrupts may hide it
 
             with suppress(LockNotHeld), InterruptAt(handle, every) as interrupted:
                 lease.extend()
+            assert not failed
             if not interrupted.interrupts:
                 lease.release()
             assert lease.state is not State.HELD

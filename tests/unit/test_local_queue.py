@@ -8,7 +8,7 @@ from weakref import ref
 
 import pytest
 
-from django_distlock import Lease
+from django_distlock import Lease, LockBackendError
 from django_distlock.engine.local_queue import IN_A_ROW, LocalQueue
 from django_distlock.ground import clock
 from tests.fixtures.eventually import eventually
@@ -70,6 +70,28 @@ def test_who_was_stopped_while_leaving_leaves_by_leaving_again(queue: LocalQueue
     queue.leave("a", first)
 
     assert [bell.rings for bell in (first, second, third)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("answer", ["granted", "refused"])
+def test_a_failure_after_an_answer_is_a_single_one_again(queue: LocalQueue, answer: str) -> None:
+    first, second, third = _line(queue, 3)
+    error = LockBackendError("default", "the server hangs")
+
+    queue.failed("a", error)
+    queue.leave("a", first)
+    if answer == "granted":
+        queue.hold("a", second, cast("ref[Lease]", ref(_Leased())))
+    else:
+        queue.contest("a")
+    queue.failed("a", error)
+    assert queue.failure(third) is None
+
+    queue.failed("a", error)
+    assert str(queue.failure(third)) == str(error)
+
+
+class _Leased:
+    """Stands for a lease."""
 
 
 def test_turns_come_in_the_order_of_joining(queue: LocalQueue) -> None:

@@ -111,7 +111,9 @@ end
 -- Wakes the first writer, or all readers before the first writer; with readers inside, no writer.
 local function wake()
   if redis.call('EXISTS', queue) == 0 then return end
-  local has_readers, is_first = redis.call('ZCARD', holders) > 0, true
+  -- With its last holder the key is gone, which a cluster that is moving the slot reports as an error.
+  local count, is_first = redis.pcall('ZCARD', holders), true
+  local has_readers = type(count) == 'number' and count > 0
   if has_readers and redis.call('HGET', record, 'mode') == 'x' then return end
   each_waiter(function(mode, owner)
     if mode == 'x' then

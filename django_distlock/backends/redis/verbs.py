@@ -23,7 +23,7 @@ from django_distlock.engine.values import (
     first_place,
     first_to_end,
 )
-from django_distlock.exceptions import LockBackendError
+from django_distlock.exceptions import Contended, LockBackendError
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED, line_of, place_of, printable
 
@@ -325,6 +325,10 @@ class RedisVerbs:
         if not isinstance(answer, ResponseError):
             return answer
         text = str(answer)
+        if "non local key" in text:  # a script has emptied a key of a slot that is being moved
+            raise Contended(
+                self._alias, f"Redis is moving the lock to another server: {text}"
+            ) from answer
         hints = (
             f": {hint}" for kind, word, hint in _HINTS if isinstance(answer, kind) or word in text
         )
