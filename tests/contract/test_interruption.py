@@ -39,6 +39,9 @@ SOON = 6.0
 AT_ONCE = 4.0
 #: At how many steps of a call an exception comes: at the last ones of an acquire, the first ones of leaving, and at some of all.
 FIRST, LAST, STEPS = 20, 10, int(os.environ.get("DISTLOCK_STEPS", "20"))
+#: Kinds of blocks.
+LEFT = ["with", "with a lease", "inner with", "several, kept"]
+LEFT_BY_A_TASK = ["async with", "async with a lease", "async several"]
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +254,7 @@ def test_an_exception_at_any_last_step_of_acquiring_several_leaves_nothing(
         rival(of=each).takes(within=SOON)
 
 
-@pytest.mark.parametrize("kind", ["with", "with a lease", "inner with", "several, kept"])
+@pytest.mark.parametrize("kind", [*LEFT, *LEFT_BY_A_TASK])
 def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
     using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -259,8 +262,12 @@ def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
     monkeypatch.setattr(sys, "unraisablehook", lambda told: dropped.append(told.exc_type))
 
     def calls_until(number: int, each: str) -> int:
+        recipe, step = lock(each, using=using), StopAt(number)
         with suppress(TimeLimit):
-            _leave(kind, lock(each, using=using), step := StopAt(number), kept)
+            if kind in LEFT_BY_A_TASK:
+                asyncio.run(_leave_in_a_task(kind, recipe, step, kept))
+            else:
+                _leave(kind, recipe, step, kept)
         sys.setprofile(None)
         return step.calls
 
@@ -296,42 +303,16 @@ def _leave(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
         step.__enter__()
 
 
-@pytest.mark.parametrize("kind", ["with", "with a lease", "several"])
-def test_an_exception_at_any_step_of_leaving_in_a_task_goes_up_and_leaves_nothing(
-    using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    dropped, kept = list[object](), list[object]()
-    monkeypatch.setattr(sys, "unraisablehook", lambda told: dropped.append(told.exc_type))
-
-    def calls_until(number: int, each: str) -> int:
-        step = StopAt(number)
-        with suppress(TimeLimit):
-            asyncio.run(_leave_in_a_task(kind, lock(each, using=using), step, kept))
-        sys.setprofile(None)
-        return step.calls
-
-    fewest = min(calls_until(0, f"{name}:{turn}") for turn in range(3))
-    steps = range(1, fewest)
-    numbers = {*steps[:FIRST], *random.sample(steps, min(STEPS, len(steps)))}
-    for number in numbers:
-        calls_until(number, f"{name}:at:{number}")
-
-    for number in numbers:
-        for each in (f"{name}:at:{number}", f"{name}:at:{number}:2"):
-            other = rival(of=each)
-            other.takes(within=SOON)
-            other.leaves()
-
-
 async def _leave_in_a_task(kind: str, recipe: Lock, step: StopAt, kept: list[object]) -> None:
+    """Do what _leave() does in a task, which sees all steps before it ends."""
     block: Any = recipe
-    step.number += bool(step.number)  # as in _leave()
-    if kind == "with a lease":
-        block = await recipe.aacquire()
-    elif kind == "several":
-        block = lock_all(recipe.name, f"{recipe.name}:2", using=recipe.terms.using)
-    kept.append(block)  # otherwise it is found to be nobody's, as its task has ended
+    step.number += bool(step.number)
     try:
+        if kind == "async with a lease":
+            block = await recipe.aacquire()
+        elif kind == "async several":
+            block = lock_all(recipe.name, f"{recipe.name}:2", using=recipe.terms.using)
+        kept.append(block)  # otherwise it is found to be nobody's, as its task has ended
         async with block:
             step.__enter__()
     finally:
