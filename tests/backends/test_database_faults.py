@@ -541,16 +541,22 @@ def test_every_write_of_a_lease_waits_for_the_standby_though_the_role_does_not(
     locks.close()
 
 
-@needs_time_limit
-@pytest.mark.parametrize(
-    "kind", ["database.DatabaseBackend", "rowlock.RowLockBackend", "advisory.AdvisoryBackend"]
+@pytest.fixture(
+    params=["database.DatabaseBackend", "rowlock.RowLockBackend", "advisory.AdvisoryBackend"]
 )
-def test_requests_given_up_while_the_standby_is_away_leave_no_sessions(
-    postgres: PostgreSQL, name: str, settings: Settings, kind: str
-) -> None:
+def few(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
+    """Each kind of backend on PostgreSQL, with few connections, as the alias "away"."""
     options = {"using": "postgres", "max_connections": 4, "io_timeout": 0.3}
-    backend = f"django_distlock.backends.{kind}"
+    backend = f"django_distlock.backends.{request.param}"
     settings.DISTLOCK = {"away": {"BACKEND": backend, "OPTIONS": options}}
+    yield request.param
+    locks.close()
+
+
+@needs_time_limit
+def test_requests_given_up_while_the_standby_is_away_leave_no_sessions(
+    postgres: PostgreSQL, name: str, few: str
+) -> None:
     with postgres.admin() as admin, standby_away(postgres):
         for turn in range(8):
             with pytest.raises(LockBackendError):
@@ -558,27 +564,14 @@ def test_requests_given_up_while_the_standby_is_away_leave_no_sessions(
             assert len(admin.execute(WAIT_FOR_STANDBY).fetchall()) <= 4
 
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
-    locks.close()
 
 
 @needs_time_limit
-@pytest.mark.parametrize(
-    "kind", ["database.DatabaseBackend", "rowlock.RowLockBackend", "advisory.AdvisoryBackend"]
-)
 def test_sessions_that_are_still_being_given_up_count_as_connections(
-    postgres: PostgreSQL,
-    name: str,
-    settings: Settings,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
+    postgres: PostgreSQL, name: str, few: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"using": "postgres", "max_connections": 4, "io_timeout": 0.3}
-    backend = f"django_distlock.backends.{kind}"
-    settings.DISTLOCK = {"away": {"BACKEND": backend, "OPTIONS": options}}
-    may_end, most = (
-        threading.Event(),
-        4 if kind.startswith("database") else 8,
-    )  # some beside sessions
+    may_end = threading.Event()
+    most = 4 if few.startswith("database") else 8  # sessions have others beside them
 
     def cancel_late(*args: Any) -> None:
         may_end.wait(30)
@@ -593,7 +586,6 @@ def test_sessions_that_are_still_being_given_up_count_as_connections(
 
         may_end.set()
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
-    locks.close()
 
 
 @needs_time_limit

@@ -860,6 +860,12 @@ def test_a_lock_whose_slot_of_the_cluster_is_being_moved_can_be_used(
     assert verb != "listing" or outcome == [name]
 
 
+def ask(name: str, **terms: float) -> None:
+    """Have somebody ask for the lock, and wait for it."""
+    asked = backend().request(name, holder=Holder.current(), **terms)
+    backend().try_acquire(asked, queued=True)
+
+
 def test_a_release_that_reserves_a_lock_whose_slot_is_being_moved_does_all_or_nothing(
     cluster: list[Redis], name: str
 ) -> None:
@@ -867,8 +873,7 @@ def test_a_release_that_reserves_a_lock_whose_slot_is_being_moved_does_all_or_no
     lease = lock(name, ttl=LONG, min_hold=LONG, free_on_error=True).acquire()
     assert lease
     # Somebody waits: only the key that the release is going to make, as nothing has failed, is not there yet.
-    waiting = backend().request(name, ttl=LONG, holder=Holder.current())
-    backend().try_acquire(waiting, queued=True)
+    ask(name, ttl=LONG)
     slot.begin_to_move()
     before = slot.refusals
 
@@ -882,20 +887,14 @@ def test_a_release_that_reserves_a_lock_whose_slot_is_being_moved_does_all_or_no
     assert held.reserved
 
 
-def all_keys_of(name: str, *, ttl: float) -> None:
-    """Have each key of the lock there, so that the server that its slot leaves carries scripts out."""
-    for seconds in (ttl, LONG):  # one that holds it and reserves it by min_hold, and one that waits
-        asked = backend().request(name, ttl=seconds, min_hold=LONG, holder=Holder.current())
-        backend().try_acquire(asked, queued=True)
-
-
 def test_a_release_that_empties_a_key_of_a_slot_that_is_being_moved_is_carried_out(
     cluster: list[Redis], name: str
 ) -> None:
     slot = Slot(cluster, name)
     lease = lock(name, ttl=LONG, min_hold=LONG).acquire()
     assert lease
-    all_keys_of(name, ttl=LONG)
+    # Somebody waits: with min_hold, each key of the lock is there, so the server carries scripts out.
+    ask(name, ttl=LONG)
     slot.begin_to_move()
 
     lease.release()
@@ -907,7 +906,8 @@ def test_a_release_that_empties_a_key_of_a_slot_that_is_being_moved_is_carried_o
 
 def test_an_acquire_that_empties_one_tries_again(cluster: list[Redis], name: str) -> None:
     slot = Slot(cluster, name)
-    all_keys_of(name, ttl=0.3)
+    ask(name, ttl=0.3, min_hold=LONG)
+    ask(name, ttl=LONG)
     slot.begin_to_move()
     acquiring = start(lock(name, timeout=LONG + 10).acquire)
     [found] = eventually(lambda: [each for each in backend().held() if each.reserved])
