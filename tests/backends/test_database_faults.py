@@ -566,25 +566,48 @@ def test_requests_given_up_while_the_standby_is_away_leave_no_sessions(
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
 
 
-@needs_time_limit
-def test_sessions_that_are_still_being_given_up_count_as_connections(
-    postgres: PostgreSQL, name: str, few: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_end = threading.Event()
-    most = 4 if few.startswith("database") else 8  # sessions have others beside them
+@pytest.fixture
+def may_cancel(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Without it no server is told that a request was given up."""
+    event = threading.Event()
 
     def cancel_late(*args: Any) -> None:
-        may_end.wait(30)
+        event.wait(30)
         cancel(*args)
 
     monkeypatch.setattr("django_distlock.backends.database.connections.cancel", cancel_late)
+    return event
+
+
+@needs_time_limit
+def test_sessions_that_are_still_being_given_up_count_as_connections(
+    postgres: PostgreSQL, name: str, few: str, may_cancel: threading.Event
+) -> None:
+    most = 4 if few.startswith("database") else 8  # sessions have others beside them
     with postgres.admin() as admin, standby_away(postgres):
         for turn in range(12):
             with pytest.raises(LockBackendError):
                 lock(f"{name}:{turn}", using="away", timeout=0, ttl=5).acquire()
         assert 0 < len(admin.execute(WAIT_FOR_STANDBY).fetchall()) <= most
 
-        may_end.set()
+        may_cancel.set()
+        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
+
+
+@needs_time_limit
+def test_server_that_hangs_while_requests_are_given_up_ends_their_sessions_later(
+    postgres: PostgreSQL, name: str, few: str, may_cancel: threading.Event
+) -> None:
+    with postgres.admin() as admin, standby_away(postgres):
+        with pytest.raises(LockBackendError):
+            lock(name, using="away", timeout=0, ttl=5).acquire()
+        postgres.pause()
+        try:
+            may_cancel.set()
+            never(lambda: "distlock-cancel" not in {each.name for each in threading.enumerate()}, 1)
+        finally:
+            postgres.resume()
+
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
 
 

@@ -43,6 +43,8 @@ _poll = getattr(_select, "poll", None)
 
 #: Seconds: the kernel counts milliseconds, in 31 bits.
 LONGEST_SELECT = 2_000_000.0
+#: Seconds in which a server takes the word that a request is to end.
+CANCEL = 10.0
 
 
 def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
@@ -131,12 +133,15 @@ def is_under_way(connection: BaseDatabaseWrapper) -> bool:
     return is_active and (_has_cancel_safe() or is_known)
 
 
-def cancel(connection: BaseDatabaseWrapper, seconds: float, another: Callable[[], Any]) -> None:
-    """Ask the server to end the running request, in about so many *seconds*; by *another* connection, if need be."""
+def cancel(connection: BaseDatabaseWrapper, another: Callable[[], Any]) -> None:
+    """Ask the server to end the running request; by *another* connection, if need be.
+
+    It is given longer than a request: nobody waits for this, and a session that is not ended stays.
+    """
     raw: Any = connection.connection
     with contextlib.suppress(Error, OSError, LockBackendError), connection.wrap_database_errors:
         if _has_cancel_safe():
-            raw.cancel_safe(timeout=seconds)
+            raw.cancel_safe(timeout=CANCEL)
             return
         # Before libpq 17 it has no time limit, and no thread of the process runs meanwhile.
         with contextlib.closing(another()) as other:

@@ -259,7 +259,7 @@ class OwnConnections:
 
         def end() -> None:
             try:
-                cancel(connection, self._io_timeout, self.open)
+                cancel(connection, self.open)
             finally:
                 self._close(connection)
 
