@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
+import freezegun
 from django.conf import settings
 
 from django_distlock import LockBackendError, lock, locks
 from tests.fixtures.child import hear_word, say
+from tests.fixtures.eventually import eventually
 
 
 def give_up_requests(names: list[str]) -> None:
@@ -25,3 +29,12 @@ def give_up_requests(names: list[str]) -> None:
     say("gave up", requests=given_up)
     hear_word("leave")
     locks.close()
+
+
+def wait_while_the_clock_stands_still(name: str) -> None:
+    """Wait for the lock, which somebody has, while freezegun stops the clock; then see that nobody listens for it."""
+    with freezegun.freeze_time("2030-01-01"):
+        lease = lock(name, using="postgres", timeout=2).acquire()
+    locks.close()
+    eventually(lambda: "distlock-listen" not in str(threading.enumerate()), 10)
+    say("none listens", lease=lease is not None)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from django_distlock.backends.database.waiters import Watcher
     from django_distlock.engine.values import Request
+    from tests.fixtures.processes import Spawn
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
 WATCHED = ["default", pytest.param("mariadb", marks=pytest.mark.server)]
@@ -192,3 +193,16 @@ def test_nobody_gives_way_for_a_lock_that_nobody_else_wants(watched: str, name: 
         request = locks[watched].request(name, ttl=60, holder=Holder.current())
         assert isinstance(locks[watched].try_acquire(request, queued=False, left=5), Grant)
         locks[watched].release(request)
+
+
+@pytest.mark.usefixtures("postgres")
+def test_a_listener_ends_though_the_clock_stood_still(name: str, spawn: Spawn) -> None:
+    """psycopg without its C part reads the clock that freezegun replaces."""
+    with lock(name, using="postgres"):
+        process = spawn(
+            "tests.backends.database_acts:wait_while_the_clock_stands_still",
+            environment={"PSYCOPG_IMPL": "python"},
+            name=name,
+        )
+        assert process.expect("none listens")["lease"] is False
+    process.result()
