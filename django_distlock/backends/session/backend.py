@@ -89,7 +89,7 @@ class SessionBackend(BaseDatabaseBackend):
         known = self._sessions.get(request.owner)
         if known is not None and known.grant is not None:
             return known.grant
-        verb = partial(self._wait, wait=Wait(left)) if queued else self._take
+        verb = partial(self._wait, wait=Wait(left)) if queued else partial(self._take, left=left)
         session = DatabaseSession(request)
         try:
             return self._ask_on(session, verb, left, to_wait=queued)
@@ -247,26 +247,26 @@ class SessionBackend(BaseDatabaseBackend):
                 raise
         return answer
 
-    def _take(self, session: DatabaseSession) -> Grant | Busy:
+    def _take(self, session: DatabaseSession, *, left: float | None = 0.0) -> Grant | Busy:
+        request = session.request
         # Of several readers each waits for the others' tokens.
-        patience = STAY if session.request.shared else LOOK
+        patience = STAY if request.shared else LOOK
         answer = self.server.take(session, patience)
-        if isinstance(answer, Busy) and self.needs_row:
-            # Whoever made it: what was not there, or only looked at, may be free.
-            self.make_row(session.request.key, session.request.name)
+        if answer is None:
+            self.make_row(request.key, request.name)
+        # A row that was just made may be free, and one that was only looked at: who waits is told of that.
+        is_only_try = left == 0 and self.needs_row
+        if answer is None or (is_only_try and isinstance(answer, Busy)):
             answer = self.server.take(session, patience)
-        return self._completed(session, answer, patience)
+        return self._completed(session, answer or Busy(), patience)
 
     def _wait(self, session: DatabaseSession, *, wait: Wait) -> Grant | Busy:
         request, usually = session.request, self.options.io_timeout
         longest = None if wait.left is None else wait.left + usually
         with patient(session.connection, longest, usually=usually), session.waiting():
             answer = self.server.wait(session, wait)
-            while (
-                isinstance(answer, Busy)
-                and self.needs_row
-                and self.make_row(request.key, request.name)
-            ):
+            while answer is None:
+                self.make_row(request.key, request.name)
                 answer = self.server.wait(session, wait)
             if isinstance(answer, Grant) and answer.start is None:
                 # From when on the server cannot have ended a session that was just granted: it hears a word.

@@ -98,24 +98,24 @@ class MySQLSessions(SessionServer):
         session.execute(f"SET SESSION wait_timeout = {wanted}{more}")
         session.connection.distlock_limit = seconds
 
-    def take(self, session: DatabaseSession, patience: float) -> Grant | Busy:
+    def take(self, session: DatabaseSession, patience: float) -> Grant | Busy | None:
         if session.connection.distlock_limit != session.request.ttl:
             self.keep(session, session.request.ttl)
-        return Grant(None) if self._try(session, 0) else Busy()
+        return self._try(session, 0)
 
-    def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
+    def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
         """Wait on the server; for fractions of a second that it cannot count, try again."""
         if session.connection.distlock_limit != session.request.ttl:
             self.keep(session, session.request.ttl)
-        is_taken = self._try(session, LONGEST if wait.left is None else min(LONGEST, wait.left))
-        while is_taken is False and not (wait.is_over or session.is_interrupted):
+        answer = self._try(session, LONGEST if wait.left is None else min(LONGEST, wait.left))
+        while isinstance(answer, Busy) and not (wait.is_over or session.is_interrupted):
             time.sleep(wait.next_pause(longest=SHORT_PAUSE))
-            is_taken = self._try(session, 0)
-        return Grant(None) if is_taken else Busy()
+            answer = self._try(session, 0)
+        return answer
 
     @abstractmethod
-    def _try(self, session: DatabaseSession, seconds: float) -> bool | None:
-        """Return whether the lock was acquired in *seconds*, as far as the server counts them; None: it has no row."""
+    def _try(self, session: DatabaseSession, seconds: float) -> Grant | Busy | None:
+        """Acquire the lock in *seconds*, as far as the server counts them; None if it has no row."""
 
     def raise_token(self, cursor: Any, key: str, holder: str, patience: float) -> int:
         """Raise the token by one statement, or by three at the first use of a name."""
@@ -188,7 +188,7 @@ class MySQLRows(MySQLSessions):
             for occupant in [one for one in readers if one.session in sessions] or [last]:
                 yield as_held(counted, occupant.owner_digest, waiters[key], shared=occupant.shared)
 
-    def _try(self, session: DatabaseSession, seconds: float) -> bool | None:
+    def _try(self, session: DatabaseSession, seconds: float) -> Grant | Busy | None:
         """Lock the row; after a refusal, which is an error, end the transaction."""
         whole, how = int(seconds), "NOWAIT"
         if whole and self.is_mariadb:
@@ -200,16 +200,16 @@ class MySQLRows(MySQLSessions):
         if session.request.shared:  # MariaDB has no FOR SHARE
             mode = "LOCK IN SHARE MODE" if self.is_mariadb else "FOR SHARE"
         statement = f"{_who_waits(session)}{_SELECT} {mode} {how}"
-        is_taken = None
+        answer = None
         try:
             if session.execute(statement, {"key": session.request.key}).fetchone() is not None:
-                return True
+                return Grant(None)
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
-            is_taken = False
+            answer = Busy()
         session.execute("ROLLBACK")
-        return is_taken
+        return answer
 
 
 class MySQLAdvisory(MySQLSessions):
@@ -240,7 +240,7 @@ class MySQLAdvisory(MySQLSessions):
             found |= zip(some, cursor.fetchone(), strict=True)
         return found
 
-    def _try(self, session: DatabaseSession, seconds: float) -> bool | None:
+    def _try(self, session: DatabaseSession, seconds: float) -> Grant | Busy | None:
         """Wait for the lock; MariaDB counts fractions of seconds, MySQL whole seconds."""
         name = lock_name(session.connection.settings_dict["NAME"], session.request.key)
         longest = seconds if self.is_mariadb else int(seconds)
@@ -249,7 +249,7 @@ class MySQLAdvisory(MySQLSessions):
         if answer is None:
             problem = "GET_LOCK failed: the server is out of memory, or the session was killed"
             raise Unusable(problem)
-        return bool(answer)
+        return Grant(None) if answer else Busy()
 
 
 def _is_there(cursor: Any, number: int | None) -> bool:

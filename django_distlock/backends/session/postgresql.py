@@ -75,11 +75,14 @@ _END = """
 SELECT pg_terminate_backend(pid, %(patience)s) FROM pg_stat_activity WHERE application_name LIKE %(label)s
 """
 
-# Each session plans them once: who has the row is waited for, or passed by.
-_PREPARE_ROWS = "".join(
-    f"PREPARE distlock_{mode}{len(how)}(text) AS SELECT 1 FROM {LOCK} WHERE method_name = $1 FOR {mode} {how};"
-    for mode in ("update", "share")
-    for how in ("", "SKIP LOCKED")
+# Each session plans them once: who has the row is waited for, or passed by; and whether there is a row.
+_PREPARE_ROWS = (
+    f"PREPARE distlock_row(text) AS SELECT 1 FROM {LOCK} WHERE method_name = $1;"
+    + "".join(
+        f"PREPARE distlock_{mode}{len(how)}(text) AS SELECT 1 FROM {LOCK} WHERE method_name = $1 FOR {mode} {how};"
+        for mode in ("update", "share")
+        for how in ("", "SKIP LOCKED")
+    )
 )
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
 
@@ -191,7 +194,7 @@ class PostgreSQLRows(PostgreSQLSessions):
 
     def take(
         self, session: DatabaseSession, patience: float, limits: str = "", how: str = "SKIP LOCKED"
-    ) -> Grant | Busy:
+    ) -> Grant | Busy | None:
         """Lock the row. With SKIP LOCKED a refusal is no error, for which the server would keep a log."""
         request, connection = session.request, session.connection
         if connection.distlock_limit != request.ttl:
@@ -207,10 +210,10 @@ class PostgreSQLRows(PostgreSQLSessions):
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
-        session.execute("ROLLBACK")
-        return Busy()
+        answer = session.execute(f"ROLLBACK; EXECUTE distlock_row({key})")
+        return Busy() if answer.statusmessage == "SELECT 1" else None
 
-    def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
+    def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
         limits = f"SET LOCAL lock_timeout = {milliseconds(wait.left)};"
         return self.take(session, 0.0, limits, how="")
 

@@ -147,11 +147,14 @@ class SessionServer(ABC):
         """
 
     @abstractmethod
-    def take(self, session: DatabaseSession, patience: float) -> Grant | Busy:
-        """Take the lock if it is free, with the token if that is one statement; else leave nothing behind."""
+    def take(self, session: DatabaseSession, patience: float) -> Grant | Busy | None:
+        """Take the lock if it is free, with the token if that is one statement; else leave nothing behind.
+
+        None if the lock has no row, and needs one.
+        """
 
     @abstractmethod
-    def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
+    def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
         """Do as take() does, but stand in the server's queue."""
 
     @abstractmethod
