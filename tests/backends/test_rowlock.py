@@ -111,6 +111,30 @@ def test_a_row_that_is_deleted_meanwhile_is_made_again(database: str, name: str)
         assert not lock(name, using="site0").acquire(timeout=0)
 
 
+def test_a_row_that_was_only_looked_at_is_no_reason_to_refuse_a_single_try(
+    database: str, name: str, another: Another, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks whether it is held locks the row for a moment."""
+    with lock(name, using="locks") as lease:
+        key = lease.request.key
+    looker, refused, take = another(database), [], backend().server.take
+    looker.set_autocommit(False)
+    with looker.cursor() as cursor:
+        statement = "SELECT 1 FROM django_distlock_methodlock WHERE method_name = %s FOR UPDATE"
+        cursor.execute(statement, [key])
+
+    def take_while_it_is_looked_at(*args: Any) -> Any:
+        answer = take(*args)
+        if isinstance(answer, Busy):
+            refused.append(answer)
+            looker.rollback()
+        return answer
+
+    monkeypatch.setattr(backend().server, "take", take_while_it_is_looked_at)
+    with lock(name, using="locks", timeout=0):
+        assert len(refused) == 1
+
+
 def test_it_is_the_lock_of_transaction_lock(database: str, name: str) -> None:
     with transaction.atomic(using=database):
         transaction_lock(name, using=database)

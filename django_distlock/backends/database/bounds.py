@@ -43,7 +43,7 @@ _poll = getattr(_select, "poll", None)
 
 #: Seconds: the kernel counts milliseconds, in 31 bits.
 LONGEST_SELECT = 2_000_000.0
-#: Seconds in which a server takes the word that a request is to end.
+#: Seconds that a server has to hear that a request is to end.
 CANCEL = 10.0
 
 

@@ -247,7 +247,7 @@ class SessionBackend(BaseDatabaseBackend):
                 raise
         return answer
 
-    def _take(self, session: DatabaseSession, *, left: float | None = 0.0) -> Grant | Busy:
+    def _take(self, session: DatabaseSession, *, left: float | None) -> Grant | Busy:
         request = session.request
         # Of several readers each waits for the others' tokens.
         patience = STAY if request.shared else LOOK
