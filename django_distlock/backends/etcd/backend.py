@@ -85,7 +85,7 @@ class EtcdBackend(QueueBackend):
         if entry is None:
             return False
         entry.bell = bell
-        return bool(entry.watched) or not self._recipe.watcher.is_fresh
+        return entry.is_watched or not self._recipe.watcher.is_fresh
 
     def forget_bell(self, request: Request) -> None:
         """Stop ringing its bell; a waiter that is not granted by now leaves the line, as does one that has a place."""

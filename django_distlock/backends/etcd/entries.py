@@ -40,6 +40,14 @@ class Entry:
     gone: str = ""
     watches_all: bool = False
     is_next: bool = False
+    #: Of the turn of a waiter for any place: its keys in the lines of the places. And of such a key: the turn.
+    claims: list[Entry] = field(default_factory=list)
+    turn: Entry | None = None
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the watch would tell if anything that it waits for happened, and has told nothing."""
+        return bool(self.watched) and all(claim.watched for claim in self.claims)
 
     @property
     def place(self) -> str:
@@ -50,7 +58,7 @@ class Entry:
         """Begin again at the end of the line, with this lease: its key is gone."""
         kind = "r" if self.request.shared else "w"
         self.key = f"{self.folder}/{kind}-{_place(lease_id, self.slot)}"
-        self.revision = 0
+        self.revision, self.claims = 0, []
         self.is_granted = self.is_ending = self.is_in_line = self.is_next = False
         # Last, as an exception may come between two lines: without a key, etcd would refuse to delete it.
         self.lease_id = lease_id
