@@ -331,6 +331,81 @@ def test_a_waiter_whose_event_loop_is_gone_keeps_no_place(lines: Lines, taken: l
         waiting_for_ever.close()
 
 
+def test_a_waiter_whose_event_loop_ends_while_a_thread_asks_for_it_makes_no_key(
+    etcd: Cluster, lines: Lines, taken: list[Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = asyncio.new_event_loop()
+    waiting_for_ever = _one(using="locks", timeout=None).aacquire()
+    ghost = loop.create_task(waiting_for_ever)
+    while not any(entry.bell and entry.is_watched for entry in entries()):
+        loop.run_until_complete(asyncio.sleep(0.01))
+    [turn] = entries()
+    join, asks, goes_on = backend()._recipe._join, threading.Event(), threading.Event()
+    has_asked = threading.Event()
+
+    def join_late(*terms: Any) -> Reply:
+        asks.set()
+        goes_on.wait(20)
+        try:
+            return join(*terms)
+        finally:
+            has_asked.set()
+
+    monkeypatch.setattr(backend()._recipe, "_join", join_late)
+    etcd.running[0].asks("/v3/kv/deleterange", key=encoded(turn.key))  # so that it looks again
+    while not asks.is_set():
+        loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    try:
+        for lease in taken:
+            lease.release()
+        eventually(lambda: not entries() and lines() == [])
+
+        goes_on.set()
+
+        assert has_asked.wait(20)
+        assert lines() == []
+    finally:
+        # Who looks after the garbage would be told of a task that is not done.
+        ghost._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own switch
+        waiting_for_ever.close()
+
+
+def test_a_waiter_asks_with_pauses_while_etcd_refuses_to_write(
+    etcd: Cluster, sent: list[Any], taken: list[Lease]
+) -> None:
+    member = etcd.running[0]
+    alarm = {"memberID": member.status["header"]["member_id"], "alarm": "NOSPACE"}
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(_one(using="locks", timeout=20).acquire)
+        eventually(lambda: entries() and entries()[0].is_watched)
+        member.asks("/v3/maintenance/alarm", action="ACTIVATE", **alarm)
+        try:
+            sent.clear()
+            backend()._recipe.watcher._wake_all()  # so that it looks again
+            eventually(lambda: sent)
+            never(lambda: len(sent) > 2, 0.5)
+        finally:
+            member.asks("/v3/maintenance/alarm", action="DEACTIVATE", **alarm)
+        taken[0].release()
+        assert waiting.result(20)
+
+
+def test_the_first_waiter_of_a_process_stands_in_the_lines_of_the_places_at_once(
+    lines: Lines, taken: list[Lease]
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        # Less than the second after which it would look again.
+        waiting = pool.submit(_one(using="locks", timeout=0.8).acquire)
+        eventually(lambda: lines() == sorted(["", *"012" * 2]) or waiting.done())
+
+        taken[0].release()
+
+        lease = waiting.result(20)
+        assert lease
+        assert lease.place == taken[0].place
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_request_that_arrives_after_the_waiter_gave_up_makes_no_key(
     unsure: Unsure, etcd: Cluster, lines: Lines, taken: list[Lease], *, answers: bool

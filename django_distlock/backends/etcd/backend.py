@@ -58,6 +58,7 @@ class EtcdBackend(QueueBackend):
             entry = self._recipe.get(waiting.owner)
             is_in_line = entry is not None and (entry.is_in_line or waiting is not request)
             if goes_on and entry is not None and is_in_line:
+                entry.has_failed = True
                 return entry.busy
             raise
 
@@ -85,6 +86,12 @@ class EtcdBackend(QueueBackend):
         if entry is None:
             return False
         entry.bell = bell
+        if entry.has_failed:
+            entry.has_failed = False
+            return True  # else etcd would be asked without a pause
+        # The first in the line for any place looks who has them: before that, the watch need not run.
+        if entry.is_granted and not entry.claims:
+            return False
         return entry.is_watched or not self._recipe.watcher.is_fresh
 
     def forget_bell(self, request: Request) -> None:

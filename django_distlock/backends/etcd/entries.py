@@ -31,6 +31,8 @@ class Entry:
     #: The end of its hold (``clock.lease_time()``), unless it is extended.
     ends: float = 0.0
     bell: Bell | None = None
+    #: Whether its last try has failed by an error, so that the next one waits.
+    has_failed: bool = False
     #: The holder that was seen last; whether it stands in line.
     busy: Busy = field(default_factory=Busy)
     is_in_line: bool = False

@@ -486,7 +486,10 @@ class EtcdRecipe:
         for entry in entries:
             waiter = entry.turn or entry
             if waiter.bell is not None and not waiter.bell.ring():
-                self.drop(waiter)  # its event loop has ended
+                # Its event loop has ended, perhaps while a thread asked for it, which will make the keys later.
+                for each in (*waiter.claims, waiter):
+                    each.is_late = True
+                self.drop(waiter)
 
     # Extending and probing.
 
@@ -518,7 +521,7 @@ class EtcdRecipe:
 
     def probe(self, request: Request) -> Busy | None:
         if request.is_for_any_place:
-            return first_to_end(self._look_at_places(request))
+            return first_to_end(self._look_at_places(request, settles=True))
         ask = find(below(self._folder(request.key)), limit=1, **_FIRST)
         found = kvs(self._ask(ask).body["responses"][0])
         return _busy(found) if found else None
