@@ -184,14 +184,13 @@ class EtcdRecipe:
             # Each is known before the next one is made, as an exception may come between two.
             for each in request.from_any[:CLAIMS]:
                 turn.claims.append(self._made(each, self._folder(each.key), turn))
-        lease_id = self._session.ready()
         for claim in turn.claims:
-            if claim.lease_id != lease_id:
-                self._leave(claim, lease_id)
+            if claim.lease_id != turn.lease_id:
+                self._leave(claim, turn.lease_id)
         try:
             return self._join(turn.claims, look)
         except LeaseGone:
-            self._session.forget(lease_id)
+            self._session.forget(turn.lease_id)
             raise
         except BaseException as error:
             for claim in turn.claims:
