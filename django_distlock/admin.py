@@ -166,6 +166,7 @@ class HeldLockAdmin(ReadOnly):
             "problems": problems,
             "wanted": wanted,
             "order": order,
+            **(extra_context or {}),
         }
         if FRAGMENT not in request.headers:
             return self._page(request, "locks", context)
@@ -173,7 +174,9 @@ class HeldLockAdmin(ReadOnly):
         response[FRAGMENT] = "yes"
         return response
 
-    def change_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None
+    ) -> HttpResponse:
         """Show all there is to know of a lock, by its key, and who forced its release."""
         key = unquote(object_id)
         rows, problems = look_up({alias: [key] for alias in locks})
@@ -185,6 +188,7 @@ class HeldLockAdmin(ReadOnly):
             "rows": rows,
             "problems": problems,
             "forced": forced.select_related("user").order_by("-action_time")[:PAGE],
+            **(extra_context or {}),
         }
         return self._page(request, "lock", context)
 
@@ -433,10 +437,12 @@ class MethodLockAdmin(ReadOnly):
             self.message_user(request, text % facts, messages.ERROR)
             return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
 
-    def history_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
+    def history_view(
+        self, request: HttpRequest, object_id: str, extra_context: Any = None
+    ) -> HttpResponse:
         """Show the page of the lock, if the site has it: it lists the forced releases."""
         if not self.admin_site.is_registered(HeldLock):
-            return super().history_view(request, object_id, *args)
+            return super().history_view(request, object_id, extra_context)
         lock = self.get_object(request, object_id)
         key = quote(lock.method_name if lock else object_id)
         url = reverse(

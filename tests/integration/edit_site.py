@@ -91,13 +91,18 @@ def index(request: HttpRequest) -> HttpResponse:
     return HttpResponse("saved")
 
 
-urlpatterns = [
-    path("", index, name="index"),
-    path("admin/", site.urls),
-    path("jsi18n/", JavaScriptCatalog.as_view(), name="jsi18n"),
-    path("rename/<int:pk>/", rename, name="rename"),
-    path("edit-lock/", edit_lock_view, name="distlock_edit_lock"),
-]
+def addresses() -> tuple[Any, ...]:
+    """Return the addresses of the site, made now."""
+    return (
+        path("", index, name="index"),
+        path("admin/", site.urls),
+        path("jsi18n/", JavaScriptCatalog.as_view(), name="jsi18n"),
+        path("rename/<int:pk>/", rename, name="rename"),
+        path("edit-lock/", edit_lock_view, name="distlock_edit_lock"),
+    )
+
+
+urlpatterns = addresses()
 
 
 class Fields(HTMLParser):

@@ -1,9 +1,19 @@
 """Members of the staff, who look at locks in the admin."""
 
 import uuid
+from typing import Any
 
+from django.contrib import admin
 from django.contrib.auth.models import Permission, User
 from django.test import Client
+from django.urls import path
+
+from testproject.urls import urlpatterns
+
+
+def addresses() -> tuple[Any, ...]:
+    """Return the addresses of the project, those of the admin made now."""
+    return (path("admin/", admin.site.urls), *urlpatterns)
 
 
 def client_of(*permissions: str, csrf: bool = False) -> Client:

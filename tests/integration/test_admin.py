@@ -32,7 +32,7 @@ from django_distlock.signals import lock_forced
 from tests.backends.conftest import SERVERS
 
 from .lock_rows import HOLDER, put, put_old, put_waiter, reread
-from .staff import client_of
+from .staff import addresses, client_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,6 +55,11 @@ def database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         request.getfixturevalue(request.param)
         monkeypatch.setattr(MethodLockAdmin, "using", request.param)
     return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def urls(settings: Settings) -> None:
+    settings.ROOT_URLCONF = addresses()
 
 
 @pytest.fixture
@@ -277,6 +282,13 @@ def test_owner_cannot_be_guessed_by_narrowing_the_list(
         page = listed(viewer, **{lookup: str(row.owner)[0]})
 
     assert page.status_code == 400
+
+
+def test_the_list_is_narrowed_by_what_is_no_secret(name: str, viewer: Client) -> None:
+    row = put("default", name)
+    put("default", f"{name}:other")
+
+    assert [*listed(viewer, method_name=name).context["cl"].result_list] == [row]
 
 
 def test_aliases_over_one_table_are_shown_apart(

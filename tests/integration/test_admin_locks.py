@@ -12,9 +12,12 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from django.contrib.admin import AdminSite
 from django.contrib.admin.models import LogEntry
-from django.test import Client
-from django.urls import reverse
+from django.contrib.admin.utils import quote
+from django.contrib.auth.models import User
+from django.test import Client, RequestFactory
+from django.urls import path, reverse
 from django.utils.translation import gettext, override
 
 from django_distlock import admin, lock, locks, operators
@@ -23,10 +26,11 @@ from django_distlock.engine.values import Held, LockState
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import server_key
+from django_distlock.models import HeldLock, MethodLock
 from tests.fixtures.eventually import eventually
 
 from .lock_rows import put
-from .staff import client_of
+from .staff import addresses, client_of
 
 LIST = reverse("admin:django_distlock_heldlock_changelist")
 FORCE = reverse("admin:django_distlock_heldlock_force_release")
@@ -41,6 +45,7 @@ HOSTILE = "<script>alert('1')</script>/../?q=ü&\u202e\n"
 @pytest.fixture(autouse=True)
 def aliases(settings: Any) -> Iterator[None]:
     settings.DISTLOCK = {"default": {}, "memory": MEMORY}
+    settings.ROOT_URLCONF = addresses()
     yield
     locks.close()
 
@@ -486,8 +491,40 @@ def trail(page: str) -> list[str]:
     return [text for text in texts if text]
 
 
-@pytest.mark.urls("tests.integration.history_site")
-def test_the_history_alone_is_a_site_that_works(name: str, operator: Client) -> None:
+def test_the_history_of_a_lock_leads_to_its_page_on_the_same_site(
+    name: str, viewer: Client, settings: Any
+) -> None:
+    site = AdminSite("other")
+    site.register(HeldLock, admin.HeldLockAdmin)
+    site.register(MethodLock, admin.MethodLockAdmin)
+    settings.ROOT_URLCONF = (path("other/", site.urls), *addresses())
+
+    for row, key in ((put("default", name).pk, name), ("gone", "gone")):
+        answer: Any = viewer.get(f"/other/django_distlock/methodlock/{row}/history/")
+        assert answer.url == f"/other/django_distlock/heldlock/{quote(key)}/change/"
+
+
+def test_a_subclass_adds_to_the_context_of_the_pages(name: str, settings: Any) -> None:
+    settings.ROOT_URLCONF = "tests.integration.history_site"
+    row, more = put("default", name, LockState.HELD), {"title": "ours"}
+    request = RequestFactory().get("/")
+    request.user = User.objects.create_superuser(name)
+    held, rows = (
+        admin.HeldLockAdmin(HeldLock, AdminSite()),
+        admin.MethodLockAdmin(MethodLock, AdminSite()),
+    )
+
+    pages: list[Any] = [
+        held.changelist_view(request, extra_context=more),
+        held.change_view(request, name, form_url="", extra_context=more),
+        rows.history_view(request, str(row.pk), extra_context=more),
+    ]
+
+    assert [page.context_data["title"] for page in pages] == ["ours"] * 3
+
+
+def test_the_history_alone_is_a_site_that_works(name: str, operator: Client, settings: Any) -> None:
+    settings.ROOT_URLCONF = "tests.integration.history_site"
     row = put("default", name, LockState.HELD)
     page = "admin:django_distlock_methodlock_"
 

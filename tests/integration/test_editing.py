@@ -56,7 +56,7 @@ EDITOR = ("view_account", "change_account", "delete_account", "view_fee", "add_f
 @pytest.fixture(autouse=True, params=["database", "memory"])
 def site(request: pytest.FixtureRequest, settings: Any) -> Iterator[None]:
     kind = request.param
-    settings.ROOT_URLCONF = "tests.integration.edit_site"
+    settings.ROOT_URLCONF = edit_site.addresses()
     if kind == "memory":
         settings.DISTLOCK = {"default": MEMORY}
     elif kind == "database":
@@ -102,7 +102,7 @@ def held(account: Account) -> list[Any]:
 
 def ask(client: Client, opened: dict[str, Any], what: str, **more: str) -> Any:
     """Send what the script of a page sends, and return the answer."""
-    url = reverse("admin:testproject_account_edit_lock")
+    url = reverse("admin:testproject_account_changelist") + "edit-lock/"
     return client.post(url, {"distlock_edit": opened["distlock_edit"], "what": what, **more})
 
 
@@ -274,6 +274,20 @@ def test_nobody_takes_over_without_the_permission(
     assert not LogEntry.objects.filter(object_id=str(account.pk)).exists()
 
 
+def test_what_was_deleted_is_taken_over_without_an_entry(
+    account: Account, ada: Client, chief: Client
+) -> None:
+    ada.get(page_of(account))
+    shown = fields_of(chief.get(page_of(account)))
+    Account.objects.filter(pk=account.pk).delete()
+
+    answer = ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
+
+    assert answer.url == page_of(account)
+    assert held(account) == []
+    assert not LogEntry.objects.filter(object_id=str(account.pk)).exists()
+
+
 def test_an_old_page_does_not_take_over_from_the_next_one(
     account: Account, ada: Client, bob: Client, chief: Client
 ) -> None:
@@ -337,11 +351,22 @@ def test_a_page_that_comes_back_asks_again_and_is_told_what_changed(
     Account.objects.filter(pk=account.pk).update(balance=1)
     told = ask(ada, opened, "again").json()
     assert told["state"] == "changed"
+    assert told["message"].startswith("This was changed after you had opened it.")
     opened["distlock_edit"] = told["text"]
     assert errors(ada.post(page_of(account), opened))
 
     account.delete()
-    assert ask(ada, opened, "again").json()["state"] == "gone"
+    told = ask(ada, opened, "again").json()
+    assert told == {"state": "gone", "message": "This was deleted."}
+
+
+def test_pages_that_come_back_are_told_apart(account: Account, ada: Client) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    texts = [ask(ada, opened, "again").json()["text"] for _window in range(2)]
+
+    told = [ask(ada, {"distlock_edit": text}, "renew").json()["state"] for text in texts]
+
+    assert told == ["busy", "held"]
 
 
 def test_another_window_of_the_same_user_gets_the_lock(account: Account, ada: Client) -> None:
@@ -444,6 +469,7 @@ def test_who_may_only_look_is_told_and_locks_nothing(account: Account, ada: Clie
     page = viewer.get(page_of(account))
 
     assert f"Being edited by {name_of(ada)}" in page.content.decode()
+    assert 'data-reading="yes"' in page.content.decode()
     assert ask(viewer, fields_of(page), "look").json()["state"] == "busy"
     ask(ada, fields_of(ada.get(page_of(account))), "leave")
     assert ask(viewer, fields_of(page), "look").json()["state"] == "free"
@@ -480,6 +506,16 @@ def test_what_is_edited_is_not_changed_in_the_list(
 
     assert bob.post(changelist, opened).status_code == 302
     assert ada.post(changelist, {**opened, "form-0-name": "by Ada"}).status_code == 302
+
+
+def test_fields_of_the_list_may_depend_on_the_user(ada: Client) -> None:
+    class Choosy(edit_site.AccountAdmin):
+        def formfield_for_dbfield(self, db_field: Any, request: Any, **kwargs: Any) -> Any:
+            return super().formfield_for_dbfield(db_field, request, label=request.path, **kwargs)
+
+    form = Choosy(Account, edit_site.site).get_changelist_form(RequestFactory().get("/list/"))
+
+    assert form.base_fields["name"].label == "/list/"
 
 
 def test_save_as_new_is_no_change_of_the_object(account: Account, bob: Client) -> None:
@@ -575,6 +611,37 @@ def test_a_page_of_ones_own_can_be_taken_over(account: Account, ada: Client, chi
     assert f"by {name_of(chief)}" in held(account)[0].holder.purpose
 
 
+def test_a_page_of_ones_own_is_not_taken_over_without_the_permission(
+    account: Account, ada: Client, bob: Client
+) -> None:
+    url, view = reverse("rename", args=[account.pk]), reverse("distlock_edit_lock")
+    ada.get(url)
+    [before] = held(account)
+
+    for other in (bob, Client()):
+        shown = fields_of(other.get(url))
+        assert "distlock_take_over" not in shown
+        taken = before.owner_digest
+        other.post(view, {**shown, "what": "take-over", "distlock_take_over": taken})
+
+    assert held(account)[0].owner_digest == before.owner_digest
+
+
+def test_a_page_of_ones_own_compares_the_fields_of_its_form(account: Account, ada: Client) -> None:
+    url = reverse("rename", args=[account.pk])
+    opened = fields_of(ada.get(url))
+    Account.objects.filter(pk=account.pk).update(balance=1)
+
+    assert ada.post(url, {**opened, "name": "typed"}).status_code == 302
+
+
+@pytest.mark.parametrize("option", ["ttl", "ttl_without_script"])
+def test_a_page_of_ones_own_names_the_wrong_option(account: Account, option: str) -> None:
+    wrong: dict[str, Any] = {option: -1}
+    with pytest.raises(ValueError, match=f"^{option} must be "):
+        editing.edit_lock(RequestFactory().get("/"), account, **wrong)
+
+
 @pytest.mark.parametrize(
     ("language", "text"),
     [
@@ -600,7 +667,9 @@ def test_wrong_settings_are_told_by_the_check(settings: Any) -> None:
     def problems(**attributes: Any) -> list[str]:
         made = type("WrongAdmin", (edit_site.AccountAdmin,), attributes)(Account, edit_site.site)
         found = made.check()
-        assert {each.id for each in found} <= {"distlock.E050"}
+        for each in found:
+            assert (each.id, each.obj) == ("distlock.E050", type(made))
+            assert str(each.hint).endswith("checks.html#distlock-e050")
         return [each.msg for each in found]
 
     assert problems() == problems(edit_lock_using="down") == []

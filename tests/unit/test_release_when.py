@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -582,6 +583,31 @@ def test_at_exit_is_warned_of_once_for_each_place_whatever_the_names() -> None:
         decorated_too.__wrapped__.__code__.co_firstlineno,  # type: ignore[attr-defined]
     ]
     assert len(transactions._told[__file__]) == len(shown) + 1  # the version of the filters
+
+
+def test_at_exit_is_warned_of_once_for_all_locks_of_a_place() -> None:
+    transactions._told.clear()
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        for name in "ab":
+            leave_early(name)
+        warnings.filterwarnings("ignore", module=r"[\w.]+$")  # not a path
+        transactions._told.clear()
+        leave_early("c")
+
+    [told] = shown
+    text = "A lock was released before the transaction around it on 'default' was committed"
+    assert str(told.message).startswith(text)
+
+
+def test_at_exit_is_warned_of_in_code_of_any_kind() -> None:
+    nameless = {name: value for name, value in globals().items() if name != "__name__"}
+    without_module = FunctionType(leave_early.__code__, nameless)
+    without_code = transaction.atomic(distributed_lock("a", release="at_exit")(partial(str, 1)))
+
+    for leave in (partial(without_module, "a"), without_code):
+        with pytest.warns(ReleasedBeforeCommit):
+            leave()
 
 
 def test_at_exit_raises_if_strict(settings: Settings) -> None:

@@ -1,10 +1,13 @@
-"""Which connections a thread and a task have used: as Django itself tells, but quicker."""
+"""Which connections a thread and a task have used, as Django itself tells, but quicker; and views without transactions."""
 
 from __future__ import annotations
 
 import asyncio
 
+import pytest
+from django.core.handlers.base import BaseHandler
 from django.db import connection, connections
+from django.http import HttpRequest, HttpResponse
 
 from django_distlock import transactions
 
@@ -26,3 +29,15 @@ def test_they_are_what_django_says_in_a_thread_and_in_an_event_loop() -> None:
 
     assert found == [True, True, True]
     assert connections["default"] in transactions._used_here()
+
+
+def test_a_view_that_is_never_atomic_is_so_on_every_database(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(connections.settings, "other", {"ATOMIC_REQUESTS": True})
+
+    def view(request: HttpRequest) -> HttpResponse:
+        return HttpResponse()
+
+    assert BaseHandler().make_view_atomic(view) is not view
+    assert BaseHandler().make_view_atomic(transactions.never_atomic(view)) is view
