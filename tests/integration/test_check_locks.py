@@ -1,13 +1,17 @@
 """``manage.py check_locks``: how it tells what does not work. That all works is tested on every backend."""
 
 import io
+import json
+import re
 from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
 
+from django_distlock import lock
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.engine.values import Grant
+from django_distlock.engine.values import Grant, Request
+from django_distlock.management.commands.check_locks import PURPOSE
 
 DOWN = {
     "BACKEND": "django_distlock.backends.redis.RedisBackend",
@@ -20,7 +24,7 @@ DUMMY = {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}
 def failure(*arguments: str) -> tuple[str, str]:
     """Return the lines of a check that fails, and what it says of it."""
     out, err = io.StringIO(), io.StringIO()
-    with pytest.raises(CommandError, match="Not in order") as failed:
+    with pytest.raises(CommandError, match=r"^Not in order: [a-z, ]+\.$") as failed:
         call_command("check_locks", *arguments, stdout=out, stderr=err)
     assert failed.value.returncode == 1
     return out.getvalue(), err.getvalue()
@@ -36,7 +40,20 @@ def test_each_alias_is_a_line(settings: Any) -> None:
     assert headings == ["alias", "acquire", "contend", "extend", "list", "release", "notes"]
     assert [row[0] for row in rows] == ["default", "memory"]
     assert [row[-1] for row in rows] == ["no shared", "-"]
-    assert all(cell.endswith(" ms") for row in rows for cell in row[1:-1])
+    assert all(re.fullmatch(r"\d+\.\d\d ms", cell) for row in rows for cell in row[1:-1])
+    assert [len(row) for row in rows] == [7, 7]
+
+
+def test_programs_get_an_object_with_the_aliases_that_they_name(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {}, "memory": LOCMEM}
+    out = io.StringIO()
+
+    call_command("check_locks", "--json", "--using=memory", stdout=out)
+
+    report = json.loads(out.getvalue())
+    spent = report["aliases"][0].pop("milliseconds")
+    assert report == {"aliases": [{"alias": "memory", "cannot": []}]}
+    assert [*spent] == ["acquire", "contend", "extend", "list", "release"]
 
 
 def test_what_is_down_or_wrong_does_not_stop_the_others(settings: Any) -> None:
@@ -53,32 +70,39 @@ def test_what_is_down_or_wrong_does_not_stop_the_others(settings: Any) -> None:
 def test_an_alias_that_excludes_nobody_is_not_in_order(settings: Any) -> None:
     settings.DISTLOCK = {"default": DUMMY}
 
-    assert "contend: a second holder got the lock too" in failure()[1]
+    lines, problems = failure()
+
+    assert "contend: a second holder got the lock too" in problems
+    row = re.sub(r"\d+\.\d\d ms", "…", lines.splitlines()[1])
+    assert row.split("\t") == ["default", "…", *"----", "no fencing, no fair, no listing"]
 
 
 def test_a_lock_that_the_list_has_not_is_told(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings.DISTLOCK = {"default": LOCMEM}
-    monkeypatch.setattr(LocMemBackend, "held", lambda self, key=None: [])
+    real = LocMemBackend.held
+    monkeypatch.setattr(LocMemBackend, "held", lambda self, key=None: () if key else real(self))
 
-    assert "list: the lock is held, and the list does not have it" in failure()[1]
+    with lock("another"):
+        assert "list: the lock is held, and the list does not have it" in failure()[1]
 
 
 def test_a_second_holder_is_given_back(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     settings.DISTLOCK = {"default": LOCMEM}
-    released: list[str] = []
+    released: list[Request] = []
     real, free = LocMemBackend.try_acquire, LocMemBackend.release
 
     def grant(self: LocMemBackend, request: Any, **how: Any) -> Any:
         return real(self, request, **how) if released or how["queued"] else Grant(1)
 
     def note(self: LocMemBackend, request: Any) -> Any:
-        released.append(request.owner)
+        released.append(request)
         return free(self, request)
 
     monkeypatch.setattr(LocMemBackend, "release", note)
     monkeypatch.setattr(LocMemBackend, "try_acquire", grant)
 
     assert "a second holder" in failure()[1]
-    assert len({*released}) == 2
+    assert len({request.owner for request in released}) == 2
+    assert {request.holder.purpose for request in released} == {PURPOSE}

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,7 +34,7 @@ from django_distlock.contrib import opentelemetry
 from django_distlock.engine.registry import registry
 from django_distlock.ground import clock
 from django_distlock.signals import lock_acquired
-from tests.contract.crew import elsewhere
+from tests.contract.crew import elsewhere, held_in_thread
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.pages import DOCS
 
@@ -196,12 +196,17 @@ async def test_a_holding_of_a_task_is_within_the_span_of_its_task(
 
 
 def test_waits_and_holds_are_measured_by_alias_and_template(reader: InMemoryMetricReader) -> None:
+    def held(labels: dict[str, str]) -> None:
+        [point] = points(reader)["distlock.held"]
+        assert (point.value, point.attributes) == (1, labels)
+
     @distributed_lock("fee:{account}")
-    def charge(account: int) -> None: ...
+    def charge(account: int) -> None:
+        held({**LABELS, "distlock.template": "fee:{account}"})
 
     for account in range(3):
         with lock(f"fee:{account}"):
-            assert [point.value for point in points(reader)["distlock.held"]] == [1]
+            held(LABELS)
         charge(account)
 
     found = points(reader)
@@ -216,37 +221,42 @@ def test_waits_and_holds_are_measured_by_alias_and_template(reader: InMemoryMetr
 def test_refusals_losses_and_errors_are_counted(
     reader: InMemoryMetricReader, exporter: InMemorySpanExporter
 ) -> None:
-    held, over = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock("fee:1"):
-            held.set()
-            over.wait(30)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    assert held.wait(30)
-    with pytest.raises(LockNotAcquired), lock("fee:1", timeout=0):
-        pass
-    over.set()
-    holder.join()
+    with held_in_thread(lock("fee:1")) as lease, pytest.raises(LockNotAcquired):
+        lock("fee:1", timeout=0).__enter__()
     lost = lock("fee:2").acquire()
     assert lost
     lost.lose("a test says so")
     with pytest.raises(LockLost):
         lost.release()
-    with pytest.raises(Exception, match="Redis"), lock("fee:3", using="down", timeout=0):
-        pass
+    with pytest.raises(LockBackendError) as failed:
+        lock("fee:3", using="down", timeout=0).acquire()
 
     found = points(reader)
-    assert [dict(each.attributes) for each in found["distlock.busy"]] == [LABELS]
-    assert [each.value for each in found["distlock.lost"]] == [1]
-    [errors] = found["distlock.backend.errors"]
-    assert errors.attributes == {**LABELS, "distlock.alias": "down"}
-    assert errors.value >= 1
+    for metric, alias in (("busy", "default"), ("lost", "default"), ("backend.errors", "down")):
+        [point] = found[f"distlock.{metric}"]
+        assert (point.value, point.attributes) == (1, {**LABELS, "distlock.alias": alias})
     ends = {span.status.description: span for span in exporter.get_finished_spans()}
     assert ends["busy"].status.status_code is StatusCode.ERROR
+    assert (ends["busy"].attributes or {})["distlock.holder"] == str(lease.holder)
+    assert "distlock.holder" not in (ends[str(failed.value)].attributes or {})
     assert ends["lost: a test says so"].name == "distlock.hold"
+
+
+@pytest.mark.parametrize(
+    "end", [Lease.detach, lambda lease: lease.lose("a test says so")], ids=["detached", "lost"]
+)
+def test_a_span_is_as_long_as_the_lock_was_held(
+    reader: InMemoryMetricReader, exporter: InMemorySpanExporter, end: Callable[[Lease], object]
+) -> None:
+    lease = lock("fee:42").acquire()
+    assert lease
+    end(lease)
+
+    span = spans(exporter)["distlock.hold"]
+    [held] = points(reader)["distlock.hold"]
+    assert span.start_time
+    assert span.end_time
+    assert span.end_time - span.start_time == int(held.sum * 1e9)
 
 
 @pytest.mark.parametrize("form", ["sync", "async"])

@@ -10,16 +10,29 @@ import signal
 import subprocess
 import sys
 import uuid
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from django.core.management import CommandError, call_command
+import time_machine
+from django.core.management import CommandError, call_command, load_command_class
 
 from django_distlock import NotSupported, force_release, lock
-from django_distlock.engine.values import LockState
+from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.conf import LONGEST
+from django_distlock.engine.values import Held, LockState
 from django_distlock.ground.naming import LONGEST_NAME, printable
-from django_distlock.management.base import INTERRUPTED, NO_SERVER, NOT_READ, WRONG_ARGUMENTS
+from django_distlock.management.base import (
+    INTERRUPTED,
+    NO_SERVER,
+    NOT_READ,
+    WRONG_ARGUMENTS,
+    duration,
+    patience,
+)
+from django_distlock.management.commands.list_locks import Command as ListLocks
 from django_distlock.management.commands.release_lock import NOT_HELD, Command as ReleaseLock
 from tests.fixtures.processes import Spawn
 
@@ -31,6 +44,8 @@ DOWN = {
 }
 LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
 DUMMY = {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}
+#: A lock of which nothing more is known.
+BARE = Held("fees", "fees", None, None, None, "digest")
 
 
 class Terminal(io.StringIO):
@@ -79,12 +94,43 @@ def test_each_lock_of_each_alias_is_a_line(name: str) -> None:
     assert "(counting)" in rows[3][3]
 
 
+@time_machine.travel("2026-03-04 12:00", tick=False)
+@pytest.mark.parametrize(
+    ("held", "cells"),
+    [
+        (BARE, ["held", "-", "-", "-", "-"]),
+        (replace(BARE, holder=HOLDER, waiters=0), ["held", str(HOLDER), "-", "-", "0"]),
+        (replace(BARE, shared=True, waiters=3), ["held, shared", "-", "-", "-", "3"]),
+        (replace(BARE, key="fees~2"), ["held, place 3 of ?", "-", "-", "-", "-"]),
+        (
+            replace(BARE, key="fees~0", holder=replace(HOLDER, limit=4)),
+            ["held, place 1 of 4", str(HOLDER), "-", "-", "-"],
+        ),
+        (replace(BARE, age=5400.0), ["held", "-", "10:30 (90 minutes ago)", "-", "-"]),
+        (replace(BARE, age=60.0), ["held", "-", "11:59:00 (60 s ago)", "-", "-"]),
+        (replace(BARE, remaining=0.5), ["held", "-", "-", "0.5 s", "-"]),
+        (replace(BARE, remaining=0.0), ["stale", "-", "-", "ended 0 s ago", "-"]),
+        (replace(BARE, remaining=-90.0), ["stale", "-", "-", "ended 90 s ago", "-"]),
+    ],
+)
+def test_each_fact_has_its_column(
+    monkeypatch: pytest.MonkeyPatch, held: Held, cells: list[str]
+) -> None:
+    monkeypatch.setattr(LocMemBackend, "held", lambda self, key=None: [held])
+
+    [[alias, state, shown, *rest]] = listed("--using=memory")
+    assert (alias, shown) == ("memory", "fees")
+    assert [state, *rest] == cells
+
+
 def test_state_and_alias_narrow_the_list(name: str) -> None:
     put("default", f"{name}:1", LockState.HELD)
     put("default", f"{name}:2", LockState.STALE)
 
     assert [row[2] for row in listed("--state=stale", f"--name={name}:*")] == [f"{name}:2"]
     assert listed("--using=memory", f"--name={name}:*") == []
+    with pytest.raises(CommandError, match="invalid choice: 'lost'"):
+        listed("--state=lost")
 
 
 def test_programs_get_an_object(name: str) -> None:
@@ -123,6 +169,7 @@ def test_on_a_terminal_it_is_a_table_and_names_are_no_markup(
 
     assert "[red]x[/red]" in "".join(part.strip(" │┃\n") for part in _cells(out, 2))
     assert "remaining" in out.getvalue()
+    assert out.getvalue().endswith("┘\n")
 
 
 def _cells(out: Terminal, column: int) -> Iterator[str]:
@@ -144,7 +191,7 @@ def test_an_alias_that_is_down_or_wrong_does_not_hide_the_others(settings: Any, 
     put("default", name, LockState.HELD)
     out, err = io.StringIO(), io.StringIO()
 
-    with pytest.raises(CommandError, match="Not listed: down, wrong") as failed:
+    with pytest.raises(CommandError, match=r"^Not listed: down, wrong\.$") as failed:
         call_command("list_locks", f"--name={name}", stdout=out, stderr=err)
 
     assert failed.value.returncode == 1
@@ -156,42 +203,111 @@ def test_an_alias_that_is_down_or_wrong_does_not_hide_the_others(settings: Any, 
 
 def test_an_alias_that_cannot_list_says_so_if_it_is_asked(settings: Any) -> None:
     settings.DISTLOCK = {"default": {}, "dummy": DUMMY}
-    err = io.StringIO()
+    out, err = io.StringIO(), io.StringIO()
 
     with pytest.raises(CommandError, match="Not listed: dummy"):
-        call_command("list_locks", "--using=dummy", stderr=err)
+        call_command("list_locks", "--using=dummy", "--json", stdout=out, stderr=err)
 
-    assert "does not support listing" in err.getvalue()
+    told = err.getvalue().removeprefix("dummy: ").removesuffix("\n")
+    assert "does not support listing" in told
+    assert json.loads(out.getvalue()) == {
+        "locks": [],
+        "failed": [{"alias": "dummy", "error": told}],
+    }
 
 
 def test_an_unknown_alias_is_a_wrong_argument() -> None:
-    with pytest.raises(CommandError, match="no alias 'nowhere'") as refused:
+    text = r"^DISTLOCK has no alias 'nowhere'; it has default, memory\.$"
+    with pytest.raises(CommandError, match=text) as refused:
         call_command("list_locks", "--using=nowhere")
 
     assert refused.value.returncode == WRONG_ARGUMENTS
 
 
-def test_it_is_shown_again_and_again_until_the_operator_has_seen_enough(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    put("default", name, LockState.HELD)
-    pauses: list[float] = []
+def test_an_alias_that_is_asked_for_twice_is_listed_once(name: str) -> None:
+    with lock(name, using="memory"):
+        assert len(listed("--using=memory", "--using=memory", f"--name={name}")) == 1
+
+
+def test_wrong_settings_are_no_traceback(settings: Any) -> None:
+    settings.DISTLOCK = []
+
+    with pytest.raises(CommandError, match="DISTLOCK"):
+        call_command("list_locks")
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between listings: none takes any time, and Ctrl-C comes in the third."""
+    found: list[float] = []
 
     def pause(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 3:
+        found.append(seconds)
+        if len(found) == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("django_distlock.management.commands.list_locks.time.sleep", pause)
+    return found
 
-    rows = listed("--watch=5s", f"--name={name}")
+
+@pytest.mark.parametrize(
+    ("option", "seconds"), [("--watch", 2), ("--watch=5s", 5), ("--watch=0.1", 0.1)]
+)
+def test_it_is_shown_again_and_again_until_the_operator_has_seen_enough(
+    pauses: list[float], name: str, option: str, seconds: float
+) -> None:
+    put("default", name, LockState.HELD)
+
+    rows = listed(option, f"--name={name}")
     assert [row[2] for row in rows] == [name, "name", name, "name", name]
-    assert pauses == [5, 5, 5]
+    assert pauses == [seconds] * 3
+
+
+def test_what_fails_while_it_is_shown_is_told_each_time(pauses: list[float], settings: Any) -> None:
+    settings.DISTLOCK = {"default": LOCMEM, "wrong": {"BACKEND": "redis"}}
+    out, err = Terminal(), io.StringIO()
+
+    call_command("list_locks", "--watch", "--name=nothing", stdout=out, stderr=err)
+
+    assert out.getvalue() == "\x1b[H\x1b[2JNobody holds a lock.\n" * 3
+    assert [line[:7] for line in err.getvalue().splitlines()] == ["wrong: "] * 3
 
 
 def test_it_is_not_shown_again_without_a_pause() -> None:
-    with pytest.raises(CommandError, match=r"'0' is too short: at least 0\.1 seconds"):
+    with pytest.raises(CommandError, match=r": '0' is too short: at least 0\.1 seconds\.$"):
         call_command("list_locks", "--watch=0")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("1.5s", 1.5),
+        (" 15M ", 900),
+        ("12h", 43_200),
+        ("7d", 604_800),
+        ("2w", 1_209_600),
+        (f"{LONGEST:.0f}", LONGEST),
+    ],
+)
+def test_a_time_can_be_written_in_units(text: str, seconds: float) -> None:
+    assert duration(text) == patience(text) == seconds
+    assert patience(" Forever ") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "soon",
+            "is not a time: write seconds, or a number with s, m, h, d or w, such as 12h.",
+        ),
+        (f"{LONGEST + 1:.0f}", f"is too long: at most {LONGEST:.0f} seconds."),
+    ],
+)
+def test_what_is_no_time_is_told(text: str, problem: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=f"^'{text}' {re.escape(problem)}$"):
+        duration(text)
 
 
 def test_a_name_of_any_length_is_cut_in_a_table_and_complete_in_json(name: str) -> None:
@@ -228,16 +344,57 @@ def test_a_terminal_that_cannot_show_a_name_shows_it_escaped(command: list[str],
     assert done.returncode == 0
 
 
+def test_no_name_is_too_unusual_for_a_terminal(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+
+    with lock(f"{name}:\u2603", using="memory"):
+        ListLocks().run_from_argv(["manage.py", "list_locks", "--using=memory"])
+
+    assert f"\t{name}:\\u2603\t".encode() in shown.getvalue()
+
+
+@pytest.mark.parametrize("command", ["check_locks", "list_locks", "release_lock"])
+def test_help_tells_the_exit_codes(command: str) -> None:
+    known = load_command_class("django_distlock", command)
+    text = known.create_parser("manage.py", command).format_help()
+
+    assert "Exit codes: 0 " in " ".join(text.split())
+
+
 def test_a_lock_is_released_and_its_holder_is_told(name: str) -> None:
     lease = lock(name).acquire()
     assert lease
     out = io.StringIO()
 
-    call_command("release_lock", name, "--yes", stdout=out)
+    with lock(f"{name}:other") as other:
+        call_command("release_lock", name, "--yes", stdout=out)
+        assert other.held
 
-    assert f"{name}: held by {lease.holder}" in out.getvalue()
+    shown, told = out.getvalue().splitlines()
+    assert re.fullmatch(re.escape(f"{name}: held by {lease.holder}, ") + r"\d+ s left", shown)
+    assert told == "Released: 1"
     assert lease.lost
     assert not lock(name).locked()
+
+
+def test_what_ends_before_it_is_released_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    found = [BARE, replace(BARE, remaining=0.5), replace(BARE, remaining=-90.0, holder=HOLDER)]
+    monkeypatch.setattr(LocMemBackend, "held", lambda self, key=None: found)
+    out = io.StringIO()
+
+    with pytest.raises(SystemExit) as ended:
+        call_command("release_lock", name, "--using=memory", "--yes", stdout=out)
+
+    assert ended.value.code == NOT_HELD
+    assert out.getvalue().splitlines() == [
+        "fees: held",
+        "fees: held, 0.5 s left",
+        f"fees: stale by {HOLDER}, 0 s left",
+        "Released: 0",
+    ]
 
 
 def test_a_lock_that_nobody_holds_has_a_code_of_its_own(name: str) -> None:
@@ -276,6 +433,53 @@ def test_it_asks_before(spawn: Spawn, name: str, answer: str, is_released: bool)
     assert "Traceback" not in child.stderr
     assert lock(name, reentrant=False).locked() is not is_released
     lease.release_later()
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_released"),
+    [("y\n", True), (" Y \n", True), ("yes\n", False), ("n\n", False), ("\n", False), ("", False)],
+)
+def test_only_y_is_a_yes(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    answer: str,
+    is_released: bool,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Terminal(answer))
+    lease = lock(name, using="memory").acquire()
+    assert lease
+    code: object = 0
+
+    try:
+        call_command("release_lock", name, "--using=memory", stdout=io.StringIO())
+    except SystemExit as ended:
+        code = ended.code
+
+    assert lease.lost is is_released
+    assert code == (0 if is_released else NOT_HELD)
+    assert capsys.readouterr().out == "Release it? [y/N] "
+    lease.release_later()
+
+
+def test_commands_end_with_codes_of_shells(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def ctrl_c(prompt: object = "", /) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(builtins, "input", ctrl_c)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+
+    with lock(name, using="memory"), pytest.raises(SystemExit) as interrupted:
+        ReleaseLock().run_from_argv(["manage.py", "release_lock", name, "--using=memory"])
+    with os.fdopen(write_end, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as not_read:
+            ListLocks().run_from_argv(["manage.py", "list_locks", "--using=memory"])
+
+    assert interrupted.value.code == INTERRUPTED
+    assert not_read.value.code == NOT_READ
 
 
 def test_an_interrupt_at_the_question_is_no_traceback(spawn: Spawn, name: str) -> None:
@@ -328,7 +532,7 @@ def release_at_a_terminal(name: str, answer: str) -> None:
 
 
 def test_it_does_not_ask_where_nobody_answers(name: str) -> None:
-    with pytest.raises(CommandError, match="add --yes") as refused:
+    with pytest.raises(CommandError, match=r"^Nobody can be asked here: add --yes\.$") as refused:
         call_command("release_lock", name, "--json")
 
     assert refused.value.returncode == WRONG_ARGUMENTS

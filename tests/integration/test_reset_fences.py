@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
 import time
 import uuid
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
-from django_distlock import StaleFencingToken, lock
+from django_distlock import StaleFencingToken, lock, lock_all
 from django_distlock.management.base import BUSY, NO_SERVER, WRONG_ARGUMENTS
 from django_distlock.management.commands.reset_fences import NOT_AGREED
 from testproject.models import Account
@@ -22,13 +22,16 @@ from testproject.models import Account
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.fixtures.processes import Spawn
-
 LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
 DOWN = {
     "BACKEND": "django_distlock.backends.redis.RedisBackend",
     "OPTIONS": {"location": "redis://127.0.0.1:1"},
 }
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +62,11 @@ def test_rows_that_refused_every_claim_can_be_claimed_again(ahead: Account) -> N
 
 
 def test_it_waits_until_nobody_holds_a_lock(ahead: Account) -> None:
-    with lock("fee"), pytest.raises(CommandError, match="1 lock is held, such as 'fee'") as refused:
-        call_command("reset_fences", "testproject.Account", "--yes")
+    for names, said in ((["fee"], "1 lock is held"), (["fee", "tax"], "2 locks are held")):
+        with lock_all(*names), pytest.raises(CommandError, match=f"^{said}, such as '") as refused:
+            call_command("reset_fences", "testproject.Account", "--yes")
+        assert refused.value.returncode == BUSY
 
-    assert refused.value.returncode == BUSY
     assert Account.objects.get(pk=ahead.pk).fence == ahead.fence
 
 
@@ -77,22 +81,32 @@ def test_it_needs_every_server_that_gives_tokens(settings: Any, ahead: Account) 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", NOT_AGREED)])
 def test_it_asks_and_says_what_it_risks(
-    spawn: Spawn, ahead: Account, answer: str, code: int
+    ahead: Account,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    answer: str,
+    code: int,
 ) -> None:
-    child = spawn(f"{__name__}:reset_at_a_terminal", answer=answer)
+    monkeypatch.setattr("sys.stdin", Terminal(f"{answer}\n"))
 
-    assert child.wait() == code
-    assert "A holder that was paused before this can then claim" in child.stderr
-    assert "Set 1 fences of testproject.Account to 0? [y/N]" in child.stderr
-    assert (Account.objects.get(pk=ahead.pk).fence == 0) is (answer == "y")
-
-
-def reset_at_a_terminal(answer: str) -> None:
-    ours, theirs = pty.openpty()
-    os.dup2(theirs, 0)
-    os.write(ours, f"{answer}\n".encode())
-    with override_settings(DISTLOCK={"default": LOCMEM}):
+    with pytest.raises(SystemExit) if code else nullcontext() as ended:
         call_command("reset_fences", "testproject.Account")
+
+    assert (ended.value.code if ended else 0) == code
+    assert capsys.readouterr().out == (
+        "A holder that was paused before this can then claim the rows once more. "
+        "Set 1 fences of testproject.Account to 0? [y/N] " + ("" if code else "Reset: 1\n")
+    )
+    assert Account.objects.get(pk=ahead.pk).fence == (ahead.fence if code else 0)
+
+
+def test_rows_are_those_of_the_default_database_whatever_a_router_says(ahead: Account) -> None:
+    router = SimpleNamespace(db_for_write=lambda *_, **__: "elsewhere")
+
+    with override_settings(DATABASE_ROUTERS=[router]):
+        call_command("reset_fences", "testproject.Account", "--yes")
+
+    assert Account.objects.get(pk=ahead.pk).fence == 0
 
 
 def test_programs_get_an_object_and_v0_nothing(ahead: Account) -> None:
@@ -103,6 +117,11 @@ def test_programs_get_an_object_and_v0_nothing(ahead: Account) -> None:
 
     assert json.loads(out.getvalue()) == {"reset": 1}
     assert silent.getvalue() == ""
+
+
+def test_a_database_that_is_not_there_is_a_wrong_argument() -> None:
+    with pytest.raises(CommandError, match="invalid choice: 'nowhere'"):
+        call_command("reset_fences", "testproject.Account", "--yes", "--database=nowhere")
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,14 @@ def test_respond_answers_in_json_whom_asks_for_it(busy: str) -> None:
     assert json.loads(response.content)["status"] == 423
 
 
+def test_respond_answers_with_errors_only() -> None:
+    for status in (400, 599):
+        assert respond(status)(_refusal(), RequestFactory().get("/")).status_code == status
+    for status in (399, 600):
+        with pytest.raises(ValueError, match=f"400 to 599, not {status}"):
+            respond(status)
+
+
 @pytest.mark.parametrize("accept", ["text/html", "application/json"])
 def test_respond_tells_a_client_neither_the_name_nor_the_holder(busy: str, accept: str) -> None:
     @distributed_lock(busy, timeout=0)

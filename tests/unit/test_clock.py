@@ -17,6 +17,7 @@ from django_distlock.ground import clock
         ("here", 100, 100, 100),
         ("here", -3600, 100, 100),  # the wall clock was set back meanwhile
         ("here", 5000, 100, 5000),  # or ahead: rather more than less
+        ("here", -3600, -100, 0),  # both were, as in another time namespace
         ("elsewhere", 100, -9000, 100),
         ("elsewhere", -3, 0, 0),  # the other machine's clock is ahead of ours
         ("", 100, 9000, 100),  # no machine tells its boots apart

@@ -24,6 +24,7 @@ from django_distlock.backends.dummy import DummyBackend
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import (
     check_values,
+    checked_limit,
     checked_ttl,
     optional_seconds,
     read_alias,
@@ -307,6 +308,16 @@ def test_a_ttl_that_is_all_drift_is_refused() -> None:
     with pytest.raises(ValueError, match="ttl must be at least"):
         checked_ttl(0.002)
     assert checked_ttl(0.05) == 0.05
+
+
+def test_one_to_a_thousand_may_hold_a_lock_at_once() -> None:
+    assert [checked_limit(number, "limit") for number in (1, 1000)] == [1, 1000]
+
+    for wrong in (0, 1001):
+        with pytest.raises(ValueError, match=f"limit must be from 1 to 1,000, not {wrong}"):
+            checked_limit(wrong, "limit")
+    with pytest.raises(TypeError, match="limit must be a whole number, not '1'"):
+        checked_limit("1", "limit")
 
 
 def test_it_knows_whether_tests_of_django_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,6 +195,10 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
             "Lock 'fee:1', fencing token 7: a later holder has claimed this data (its fence is 9).",
         ),
         (
+            StaleFencingToken("fee:1", 7, "a later holder has claimed this data"),
+            "Lock 'fee:1', fencing token 7: a later holder has claimed this data.",
+        ),
+        (
             NotSupported("cache", "fencing tokens", "Use another backend."),
             "DISTLOCK['cache'] does not support fencing tokens. Use another backend.",
         ),
@@ -223,6 +227,17 @@ def test_an_error_is_caught_by_its_kind_and_by_no_other(
 )
 def test_an_error_says_what_and_which_and_what_now(error: Exception, text: str) -> None:
     assert str(error) == text
+
+
+def test_an_error_for_another_caller_has_the_same_causes() -> None:
+    error = LockBackendError("redis", "no answer", {"server 1": "timeout"})
+    error.__cause__ = TimeoutError("of the driver")
+
+    copied = error.copy()
+
+    assert str(copied) == str(error)
+    assert copied.__cause__ is error.__cause__
+    assert copied is not error
 
 
 def test_an_error_in_a_log_is_its_sentence() -> None:

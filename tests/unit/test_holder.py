@@ -46,6 +46,12 @@ def test_task_and_id_are_harmless_text() -> None:
     assert task.apply(task_id="a\0b\ud800").get() == "bills.s\\xf6hne[a%00b%ED%A0%80]"
 
 
+def test_an_id_of_plain_characters_is_told_as_it_is() -> None:
+    task = app.task(current_task, name="bills.send")
+
+    assert task.apply(task_id="4711 a:b@c/d?").get() == "bills.send[4711 a:b@c/d?]"
+
+
 async def test_asyncio_task_is_told_by_name() -> None:
     assert current_task().startswith("Task-")
 

@@ -144,6 +144,11 @@ def test_it_is_clear_who_has_the_lock_once_a_majority_says_so_or_nobody_can_have
         failed.miss(server, "it is gone", was_asked=True)
     assert not failed.is_seen()
 
+    failed = _counted([one], [[]], [[]])
+    for server in (3, 4):
+        failed.miss(server, "it is gone", was_asked=True)
+    assert not failed.is_seen()
+
     failed = _counted([one], [[]], [[]], [[]])
     failed.miss(4, "it is gone", was_asked=True)
     assert failed.is_seen()
@@ -171,6 +176,8 @@ def test_each_of_several_locks_is_kept_by_a_majority_of_its_own() -> None:
     count = _counted([1, 1, 0], [1, 0, 0], [1, 1, 0], [1, 0, 1])
 
     assert count.says_kept() == [True, None, False]
+    with pytest.raises(ValueError, match="shorter"):
+        _counted([1, 1], [1]).says_kept()
 
 
 class Bell:

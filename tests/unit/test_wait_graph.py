@@ -50,6 +50,10 @@ def world() -> Iterator[World]:
     assert not world.graph._waiting
 
 
+def test_who_comes_later_has_a_later_number(world: World) -> None:
+    assert 0 < world.graph.arrive() < world.graph.arrive()
+
+
 def test_who_closes_a_circle_is_told_and_waits_no_more(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:

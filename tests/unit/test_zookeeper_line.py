@@ -47,6 +47,11 @@ def test_it_stays_ordered_when_the_counter_of_32_bits_begins_anew() -> None:
     assert numbers(Children(map(node, [*new, *old]))) == [*old, *new]
 
 
+def test_it_is_ordered_wherever_the_counter_stands() -> None:
+    for number in (2**30, -(2**30)):
+        assert numbers(Children([node(number), node(number - 1)])) == [number - 1, number]
+
+
 def test_children_of_somebody_else_are_not_in_line() -> None:
     assert not Children(
         ["x", "lock-0000000001", "", "a" * 16, f"{'g' * 16}-00000000-w-0000000001"]

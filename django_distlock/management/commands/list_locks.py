@@ -102,7 +102,7 @@ def _cells(alias: str, held: Held) -> tuple[str, ...]:
     if left is None:
         remaining = "-"
     else:
-        remaining = clock.in_words(left) if left > 0 else f"ended {clock.in_words(-left)} ago"
+        remaining = clock.in_words(left) if left > 0 else f"ended {clock.in_words(abs(left))} ago"
     since = "-"
     if held.age is not None:
         began = datetime.now(UTC) - timedelta(seconds=held.age)

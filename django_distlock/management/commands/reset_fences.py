@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.core.management.base import CommandError
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils.translation import gettext as _, ngettext
 
 from django_distlock import InvalidLockBackend, LockError, locks
@@ -43,7 +44,8 @@ class Command(LockCommand):
         )
         parser.add_argument("model", help=_("the model, such as shop.Account"))
         text = _("the alias in DATABASES (default: %(default)s)")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, metavar="ALIAS", help=text)
+        add = partial(parser.add_argument, "--database", metavar="ALIAS", help=text)
+        add(choices=[*connections], default=DEFAULT_DB_ALIAS)
         add_question(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
