@@ -1,4 +1,4 @@
-"""What the tests of the database backends share: every server, raw connections, counted statements."""
+"""What the tests of the database backends share: every server, raw connections, counted statements; and those of etcd."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.backends.database.dialect import COUNTER, LOCK
 from testproject.models import Account
 
+from .etcd_tools import aliases
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from pytest_django.fixtures import Settings
+
+    from tests.fixtures.etcd import Cluster
 
 SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
 
@@ -53,6 +58,14 @@ def account(database: str) -> Iterator[Account]:
 def name() -> str:
     """A lock name that no other test uses."""
     return f"test:{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def etcd_aliases(etcd: Cluster, namespace: str, settings: Settings) -> Iterator[None]:
+    """The aliases "locks" and "elsewhere", in a namespace of their own."""
+    settings.DISTLOCK = aliases(etcd, namespace)
+    yield
+    locks.close()
 
 
 @pytest.fixture

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from django_distlock import locks
 from django_distlock.backends.etcd import EtcdBackend
+from django_distlock.backends.etcd.gateway import MemberConnection
 from tests.fixtures.etcd import options
 
 if TYPE_CHECKING:
+    import pytest
+
     from django_distlock.backends.etcd.entries import Entry
     from tests.fixtures.etcd import Cluster, EtcdMember
 
@@ -61,6 +64,20 @@ def entries(alias: str = "locks") -> list[Entry]:
 def watched(alias: str = "locks") -> set[str]:
     """Return the keys whose going the waiters of this process wait for."""
     return {key for entry in entries(alias) for key in entry.watched}
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, only: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Return the requests of all sessions, as they will be sent: with the path *only*, or all."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+    ask = MemberConnection.ask
+
+    def note(connection: MemberConnection, path: str, body: bytes, *rest: Any) -> Any:
+        if path == (only or path):
+            seen.append((path, json.loads(body)))
+        return ask(connection, path, body, *rest)
+
+    monkeypatch.setattr(MemberConnection, "ask", note)
+    return seen
 
 
 def expire(cluster: Cluster, alias: str = "locks") -> None:

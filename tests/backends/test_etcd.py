@@ -15,7 +15,7 @@ import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.etcd.entries import Entry
-from django_distlock.backends.etcd.gateway import MemberConnection, Reply
+from django_distlock.backends.etcd.gateway import Reply
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
@@ -35,6 +35,7 @@ from .etcd_tools import (
     keys,
     line,
     log_in,
+    noted,
     said,
     watched,
 )
@@ -45,15 +46,8 @@ if TYPE_CHECKING:
 
     from pytest_django.fixtures import Settings
 
+pytestmark = pytest.mark.usefixtures("etcd_aliases")
 WAITERS = 50
-
-
-@pytest.fixture(autouse=True)
-def alias(etcd: Cluster, namespace: str, settings: Settings) -> Iterator[None]:
-    """The aliases "locks" and "elsewhere", in a namespace of their own."""
-    settings.DISTLOCK = aliases(etcd, namespace)
-    yield
-    locks.close()
 
 
 @pytest.fixture
@@ -74,15 +68,7 @@ def proxy(etcd: Cluster, settings: Settings) -> Iterator[Proxy]:
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """The requests of all sessions, as they are sent."""
-    seen: list[tuple[str, dict[str, Any]]] = []
-    ask = MemberConnection.ask
-
-    def note(connection: MemberConnection, path: str, body: bytes, *rest: Any) -> Any:
-        seen.append((path, json.loads(body)))
-        return ask(connection, path, body, *rest)
-
-    monkeypatch.setattr(MemberConnection, "ask", note)
-    return seen
+    return noted(monkeypatch)
 
 
 def _set(settings: Settings, **options: Any) -> None:

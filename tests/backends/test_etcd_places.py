@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from django_distlock import Lease, lock, locks
-from django_distlock.backends.etcd.gateway import MemberConnection, Reply
+from django_distlock import Lease, lock
+from django_distlock.backends.etcd.gateway import Reply
 from django_distlock.backends.queue.places import turn_of
 from django_distlock.engine.values import Grant, Request
 from django_distlock.exceptions import LockOutcomeUnknown
@@ -21,7 +21,7 @@ from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.interruption import StopAt, TimeLimit
 
-from .etcd_tools import aliases, backend, encoded, entries, expire, keys
+from .etcd_tools import aliases, backend, encoded, entries, expire, keys, noted
 from .queue_tools import Counter, rival
 
 if TYPE_CHECKING:
@@ -33,17 +33,10 @@ if TYPE_CHECKING:
     from tests.fixtures.processes import Child
 
     Lines = Callable[[], list[str]]
-    Unsure = Callable[[bool], AbstractContextManager[list[dict[str, Any]]]]
+    Unsure = Callable[[bool], AbstractContextManager[list[Any]]]
 
+pytestmark = pytest.mark.usefixtures("etcd_aliases")
 LIMIT = 3
-
-
-@pytest.fixture(autouse=True)
-def alias(etcd: Cluster, namespace: str, settings: Settings) -> Iterator[None]:
-    """The aliases "locks" and "elsewhere", in a namespace of their own."""
-    settings.DISTLOCK = aliases(etcd, namespace)
-    yield
-    locks.close()
 
 
 @pytest.fixture
@@ -58,18 +51,9 @@ def lines(etcd: Cluster, namespace: str) -> Lines:
 
 
 @pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The transactions of all sessions, as they are sent."""
-    seen: list[dict[str, Any]] = []
-    ask = MemberConnection.ask
-
-    def note(connection: MemberConnection, path: str, body: bytes, *rest: Any) -> Any:
-        if path == "/v3/kv/txn":
-            seen.append(json.loads(body))
-        return ask(connection, path, body, *rest)
-
-    monkeypatch.setattr(MemberConnection, "ask", note)
-    return seen
+    return noted(monkeypatch, "/v3/kv/txn")
 
 
 @pytest.fixture
@@ -417,8 +401,8 @@ def test_a_request_that_arrives_after_the_waiter_gave_up_makes_no_key(
     backend().abandon_later(waiter)
     eventually(lambda: lines() == ["0", "1", "2"])
 
-    for body in late:
-        etcd.running[0].asks("/v3/kv/txn", **body)
+    for path, body in late:
+        etcd.running[0].asks(path, **body)
 
     assert late
     assert lines() == ["0", "1", "2"]
@@ -426,11 +410,11 @@ def test_a_request_that_arrives_after_the_waiter_gave_up_makes_no_key(
 
 
 @pytest.fixture
-def unsure(sent: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Unsure:
+def unsure(sent: list[Any], monkeypatch: pytest.MonkeyPatch) -> Unsure:
     """In the block, requests are sent twice, and perhaps answered; gives them."""
 
     @contextmanager
-    def block(answers: bool) -> Iterator[list[dict[str, Any]]]:
+    def block(answers: bool) -> Iterator[list[Any]]:
         ask, late = backend()._recipe._ask, []
 
         def ask_twice(*acts: Any, **more: Any) -> Reply:

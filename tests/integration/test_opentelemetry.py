@@ -228,7 +228,7 @@ def test_refusals_losses_and_errors_are_counted(
     lost.lose("a test says so")
     with pytest.raises(LockLost):
         lost.release()
-    with pytest.raises(LockBackendError) as failed:
+    with pytest.raises(LockBackendError, match="Redis") as failed:
         lock("fee:3", using="down", timeout=0).acquire()
 
     found = points(reader)

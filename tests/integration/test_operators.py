@@ -37,6 +37,7 @@ from django_distlock.management.commands.release_lock import NOT_HELD, Command a
 from tests.fixtures.processes import Spawn
 
 from .lock_rows import HOLDER, put
+from .terminal import Terminal
 
 DOWN = {
     "BACKEND": "django_distlock.backends.redis.RedisBackend",
@@ -46,11 +47,6 @@ LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
 DUMMY = {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}
 #: A lock of which nothing more is known.
 BARE = Held("fees", "fees", None, None, None, "digest")
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture

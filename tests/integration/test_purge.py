@@ -31,6 +31,7 @@ from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import SERVERS
 
 from .lock_rows import DAY, HOLDER, put_old, put_waiter, reread
+from .terminal import Terminal
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
@@ -491,11 +492,6 @@ def test_first_acquire_of_a_name_races_its_release_and_its_purge(
 
 
 # The command
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def run(*arguments: str, stdout: io.StringIO | None = None) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import time
 import uuid
 from contextlib import nullcontext
@@ -19,19 +21,18 @@ from django_distlock.management.base import BUSY, NO_SERVER, WRONG_ARGUMENTS
 from django_distlock.management.commands.reset_fences import NOT_AGREED
 from testproject.models import Account
 
+from .terminal import Terminal
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from tests.fixtures.processes import Spawn
 
 LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
 DOWN = {
     "BACKEND": "django_distlock.backends.redis.RedisBackend",
     "OPTIONS": {"location": "redis://127.0.0.1:1"},
 }
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +63,11 @@ def test_rows_that_refused_every_claim_can_be_claimed_again(ahead: Account) -> N
 
 
 def test_it_waits_until_nobody_holds_a_lock(ahead: Account) -> None:
-    for names, said in ((["fee"], "1 lock is held"), (["fee", "tax"], "2 locks are held")):
-        with lock_all(*names), pytest.raises(CommandError, match=f"^{said}, such as '") as refused:
+    for names, said in (
+        (["fee"], "1 lock is held, such as 'fee'"),
+        (["fee", "tax"], "2 locks are held, such as '"),
+    ):
+        with lock_all(*names), pytest.raises(CommandError, match=f"^{said}") as refused:
             call_command("reset_fences", "testproject.Account", "--yes")
         assert refused.value.returncode == BUSY
 
@@ -81,6 +85,26 @@ def test_it_needs_every_server_that_gives_tokens(settings: Any, ahead: Account) 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", NOT_AGREED)])
 def test_it_asks_and_says_what_it_risks(
+    spawn: Spawn, ahead: Account, answer: str, code: int
+) -> None:
+    child = spawn(f"{__name__}:reset_at_a_terminal", answer=answer)
+
+    assert child.wait() == code
+    assert "A holder that was paused before this can then claim" in child.stderr
+    assert "Set 1 fences of testproject.Account to 0? [y/N]" in child.stderr
+    assert (Account.objects.get(pk=ahead.pk).fence == 0) is (answer == "y")
+
+
+def reset_at_a_terminal(answer: str) -> None:
+    ours, theirs = pty.openpty()
+    os.dup2(theirs, 0)
+    os.write(ours, f"{answer}\n".encode())
+    with override_settings(DISTLOCK={"default": LOCMEM}):
+        call_command("reset_fences", "testproject.Account")
+
+
+@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", NOT_AGREED)])
+def test_it_asks_once_and_says_what_it_did(
     ahead: Account,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

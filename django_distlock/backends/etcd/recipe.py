@@ -13,12 +13,11 @@ from typing import Any, TypeVar
 from django_distlock.backends.base import KEYS
 from django_distlock.backends.queue.labels import Label, label, quoted, unquoted, wished_ttl
 from django_distlock.backends.queue.places import (
-    IN_LINE,
     Known,
     acquire_any,
     is_line,
     place_of_holder,
-    turn_of,
+    turn_owner,
 )
 from django_distlock.engine.background import Alarm, background
 from django_distlock.engine.steps import Steps, run
@@ -114,7 +113,7 @@ class EtcdRecipe:
         """Stand in line, and return whether the lock is ours, or any place of it; if not, keep that only if *queued*."""
         if not request.is_for_any_place:
             return self._acquire(request, queued=queued)
-        entry, turn = self.get(request.owner), self.get(turn_of(request).owner)
+        entry, turn = self.get(request.owner), self.get(turn_owner(request))
         is_first = turn is not None and turn.is_granted and not self._session.is_over(turn.lease_id)
         tried, busy = entry.request if entry else None, turn.busy if turn else Busy()
         if turn is not None and is_first:
@@ -122,7 +121,7 @@ class EtcdRecipe:
         known = Known(tried, busy, turn is not None, is_first)
         take, look = _steps(self._acquire), _steps(self._look_at_places, settles=not queued)
         answer = run(acquire_any(request, known, take, look, queued=queued), call)
-        turn = self.get(turn_of(request).owner)
+        turn = self.get(turn_owner(request))
         if turn is not None and isinstance(answer, Busy):
             turn.busy = answer
         return answer
@@ -144,7 +143,7 @@ class EtcdRecipe:
         line = self._folder(request.line)
         # The names of places are digits.
         look = find({"key": encoded(f"{line}0"), "range_end": encoded(f"{line}:")}, **_FIRST)
-        turn = self.get(turn_of(request).owner) if watches else None
+        turn = self.get(turn_owner(request)) if watches else None
         if turn is not None:
             reply = self._claim(request, turn, look)
         else:
@@ -230,7 +229,7 @@ class EtcdRecipe:
 
     def _claim_on(self, request: Request, folder: str) -> Entry | None:
         """Return its key in the line of this place, if it has stood there while it waited for any."""
-        turn = None if request.place is None else self.get(f"{request.owner}{IN_LINE}")
+        turn = None if request.place is None else self.get(turn_owner(request))
         claims = turn.claims if turn is not None else ()
         return next((claim for claim in claims if claim.folder == folder), None)
 

@@ -14,12 +14,17 @@ from django_distlock.engine.values import Busy, Grant, Request, Secret, first_pl
 IN_LINE = "~"
 
 
+def turn_owner(request: Request) -> Secret:
+    """Return the owner of the turn of a waiter; also when it asks for one place."""
+    return Secret(f"{request.owner}{IN_LINE}")
+
+
 def turn_of(request: Request) -> Request:
     """Return the request for the turn of a waiter for any place: a lock that only the first in the line holds."""
     return replace(
         request,
         key=request.line,
-        owner=Secret(f"{request.owner}{IN_LINE}"),
+        owner=turn_owner(request),
         ttl=LONGEST,
         min_hold=0.0,
         limit=None,

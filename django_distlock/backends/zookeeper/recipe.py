@@ -15,7 +15,7 @@ from django_distlock.backends.queue.places import (
     acquire_any,
     is_line,
     place_of_holder,
-    turn_of,
+    turn_owner,
 )
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, first_to_end
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
@@ -73,7 +73,7 @@ class Recipe:
         """
         if not request.is_for_any_place:
             return (yield from self._acquire(request, queued=queued, ends=ends))
-        node, turn = self._nodes.get(request.owner), self._nodes.get(turn_of(request).owner)
+        node, turn = self._nodes.get(request.owner), self._nodes.get(turn_owner(request))
         if queued and turn and self._is_unchanged(turn):
             return turn.busy
         is_first = turn is not None and turn.is_granted and not self._nodes.is_dead(turn)
@@ -84,7 +84,7 @@ class Recipe:
         known = Known(tried, busy, turn is not None, is_first)
         take, look = partial(self._acquire, ends=ends), self._look_at_places
         answer = yield from acquire_any(request, known, take, look, queued=queued)
-        turn = self._nodes.get(turn_of(request).owner)
+        turn = self._nodes.get(turn_owner(request))
         if turn is not None and isinstance(answer, Busy):
             turn.busy = answer
         return answer
@@ -104,7 +104,7 @@ class Recipe:
         if len(firsts) < len(folders):
             taken = {path.rpartition("/")[0] for path in firsts}
             return [Busy() if folder in taken else None for folder in folders]
-        node = self._nodes.get(turn_of(request).owner) if watches else None
+        node = self._nodes.get(turn_owner(request)) if watches else None
         watch = () if node is None else (self._nodes.changed,)
         if node is not None:
             node.watched = tuple(firsts)  # before the requests, because a watch may fire at once
