@@ -173,10 +173,19 @@ def _take_turns(  # noqa: PLR0917 - a process is given no keywords
     rivals, title, numbers = which
     field = rivals()[title]
     told: Told = [[] for _ in range(rounds)]
+    for number in numbers:
+        _warm_up(field[number])
     for turn, number in itertools.product(told, numbers):
         start.wait(300)
         turn.append(act(field[number], amount))
     results.put(told)
+
+
+def _warm_up(one: Contender) -> None:
+    """Take the lock once: modules are imported and connections opened then, which is not what is measured."""
+    assert one.wait is not None
+    one.wait()
+    one.free()
 
 
 def _pass_on(one: Contender, passes: int) -> list[float]:
