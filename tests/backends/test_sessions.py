@@ -822,6 +822,23 @@ def test_the_time_that_the_server_lets_us_wait_is_no_part_of_the_ttl(
     assert remaining[0] > 7
 
 
+def test_a_short_wait_is_part_of_the_ttl_which_saves_a_request(database: str, name: str) -> None:
+    """When the server has granted is not known: its answer may have been under way for all of the wait."""
+    holder = lock(name, using="locks").acquire()
+    assert holder
+    taken = start(lambda: lock(name, using="site0", ttl=30, renew=False).acquire(timeout=20))
+    eventually(lambda: waiters(database) == 1)
+    began = clock.lease_time()
+    never(taken.done, 1)
+
+    holder.release()
+    lease = taken.result(20)
+
+    assert lease
+    assert lease.remaining < began + 30 - clock.lease_time()
+    lease.release()
+
+
 def test_the_wait_for_a_connection_is_no_part_of_the_ttl(
     kind: tuple[str, str], settings: Settings, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 #: How many connections serve the statements beside the sessions.
 BESIDE = 4
+#: Part of its ttl that a lease may be shorter for having waited: another request would cost each waiter more.
+SHORT_WAIT = 0.05
 #: What a signal handler, or a finalizer, is told that would ask on a connection in the midst of a request.
 INTERRUPTS = "this code has interrupted its own thread in the midst of a request of the same lock"
 
@@ -263,16 +265,20 @@ class SessionBackend(BaseDatabaseBackend):
     def _wait(self, session: DatabaseSession, *, wait: Wait) -> Grant | Busy:
         request, usually = session.request, self.options.io_timeout
         longest = None if wait.left is None else wait.left + usually
+        began = clock.lease_time()
         with patient(session.connection, longest, usually=usually), session.waiting():
             answer = self.server.wait(session, wait)
             while answer is None:
                 self.make_row(request.key, request.name)
                 answer = self.server.wait(session, wait)
             if isinstance(answer, Grant) and answer.start is None:
-                # From when on the server cannot have ended a session that was just granted: it hears a word.
+                # The server counts the silence from the grant, which was at some time since *began*: after a
+                # long wait it hears a word, and counts from that.
                 start = clock.lease_time()
-                self.server.keep(session, request.ttl)
-                answer = Grant(answer.token, start)
+                if start - began > request.ttl * SHORT_WAIT:
+                    self.server.keep(session, request.ttl)
+                    began = start
+                answer = Grant(answer.token, began)
             return self._completed(session, answer, stay(wait))
 
     def _completed(

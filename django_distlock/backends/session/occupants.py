@@ -39,8 +39,10 @@ class Occupant:
     @classmethod
     def from_json(cls, text: str | None, **counted: Any) -> Occupant | None:
         """Return the occupant that DatabaseSession.record() has written, None if there is none; *counted*: its token and age."""
+        if not text:
+            return None
         try:
-            known: dict[str, Any] = json.loads(text or "")
+            known: dict[str, Any] = json.loads(text)
             return cls(holder=Holder(**known.pop("holder")), **known, **counted)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None

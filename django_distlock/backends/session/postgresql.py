@@ -16,7 +16,6 @@ from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.database.dialect import COUNTER, LOCK
 from django_distlock.backends.database.postgresql import MICROSECONDS, PostgreSQL
 from django_distlock.engine.values import Busy, Grant, digest
-from django_distlock.ground import clock
 from django_distlock.ground.naming import stored
 
 from .occupants import Occupant, as_held, busy
@@ -106,6 +105,21 @@ SELECT ok, (SELECT value FROM counted), (SELECT holder FROM {COUNTER} WHERE meth
 """)
 _TAKE_BARE = _both(f"""
 SELECT CASE WHEN pg_try_advisory_lock{{shared}}(%(number)s::bigint) THEN ({_OWN}) IS NOT NULL ELSE false END, NULL::bigint, NULL
+""")
+# Wait for it for %(left)s ms, as the session that the server ends when it is silent. One row: whether it is ours; the token.
+_SETTLED = f"set_config('lock_timeout', %(left)s, true) || {_OWN}"
+_WAIT = _both(f"""
+WITH waiter AS MATERIALIZED (
+    SELECT {_SETTLED} AS label
+), taken AS MATERIALIZED (
+    SELECT pg_advisory_lock{{shared}}(%(number)s::bigint) FROM waiter
+), settled AS MATERIALIZED (
+    SELECT set_config('lock_timeout', %(patience)s, true) FROM taken
+), counted AS ({_RAISE})
+SELECT true, value FROM counted
+""")
+_WAIT_BARE = _both(f"""
+SELECT CASE WHEN ({_SETTLED}) IS NOT NULL THEN pg_advisory_lock{{shared}}(%(number)s::bigint) IS NOT NULL END, NULL::bigint
 """)
 _FREE = _both(f"""
 SELECT pg_advisory_unlock{{shared}}(%(number)s::bigint),
@@ -238,18 +252,10 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
     writers_first = True
 
     def take(self, session: DatabaseSession, patience: float) -> Grant | Busy:
-        request = session.request
-        known = {
-            "number": str(lock_number(request.key)),
-            "silence": str(milliseconds(request.ttl)),
-            "label": session.label,
-        }
-        if self.fencing:
-            known |= {"key": request.key, "holder": session.record()}
-            known["patience"] = str(milliseconds(patience))
-        statement = (_TAKE if self.fencing else _TAKE_BARE)[request.shared]
+        statement = (_TAKE if self.fencing else _TAKE_BARE)[session.request.shared]
         try:
-            is_taken, token, last = session.execute(statement, known).fetchone()
+            answer = session.execute(statement, self._known(session, patience))
+            is_taken, token, last = answer.fetchone()
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
@@ -261,27 +267,30 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return busy(Occupant.from_json(last))
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
-        """Wait for it as the session that the server ends when it is silent; then raise the token."""
-        request = session.request
-        suffix = "_shared" if request.shared else ""
-        settled = f"""SET LOCAL lock_timeout = {milliseconds(wait.left)};
-            SET {self.silence} = {milliseconds(request.ttl)}; SET application_name = '{session.label}';"""
+        statement = (_WAIT if self.fencing else _WAIT_BARE)[session.request.shared]
+        known = self._known(session, stay(wait)) | {"left": str(milliseconds(wait.left))}
         try:
-            number = lock_number(request.key)
-            session.execute(f"{settled} SELECT pg_advisory_lock{suffix}({number})")
-            if not self.fencing:
-                return Grant(None)
-            start = clock.lease_time()
-            cursor = session.connection.distlock_cursor
-            with session.connection.wrap_database_errors:
-                token = self.raise_token(cursor, request.key, session.record(), stay(wait))
+            _, token = session.execute(statement, known).fetchone()
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
             # The lock may have been granted just then, or a guard() holds its token.
             session.execute(_FREE_ALL)
             return Busy()
-        return Grant(token, start)
+        return Grant(token)
+
+    def _known(self, session: DatabaseSession, patience: float) -> dict[str, str]:
+        """Return what the statements are given; *patience*: seconds to wait for the token."""
+        request = session.request
+        known = {
+            "number": str(lock_number(request.key)),
+            "silence": str(milliseconds(request.ttl)),
+            "label": session.label,
+        }
+        if self.fencing:
+            known |= {"key": request.key, "holder": session.record()}
+            known["patience"] = str(milliseconds(patience))
+        return known
 
     def free(self, session: DatabaseSession) -> bool:
         number = {"number": str(lock_number(session.request.key))}
