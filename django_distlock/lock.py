@@ -155,9 +155,9 @@ class Terms:
         known: dict[str, Any] = {**wishes}
         if call == "distributed_lock()" and callable(known.get("limit")):
             known["limit_for"] = known.pop("limit")
-        for name, check in _CHECKS.items():
-            if name in known:
-                known[name] = check(known[name], name)
+        for name, value in known.items():
+            if name in _CHECKS:
+                known[name] = _CHECKS[name](value, name)
         if known.get("release", "auto") not in {"auto", "at_exit", "on_commit"}:
             msg = f'release must be "auto", "at_exit" or "on_commit", not {known["release"]!r}.'
             raise ValueError(msg)
@@ -240,6 +240,13 @@ _Left = tuple["Lock", "_EnteredWith", object]
 _OF_WITH = {__name__, "contextlib", f"{__package__}.objects"}
 
 
+def nothing_to_cancel(what: str) -> ValueError:
+    """Return the error for *what*, which is no block of a task that cancel_when_lost could cancel."""
+    return ValueError(
+        f'cancel_when_lost=True is for "async with" and coroutine functions, not for {what}.'
+    )
+
+
 class _EnteredWith(NamedTuple):
     """A ``with`` that has been entered. *frame* tells in which frame it stands; 0 where that is of no interest."""
 
@@ -314,7 +321,8 @@ class Lock:
         awaited: Awaited,
     ) -> Lease | None:
         try:
-            self.refuse_to_cancel("acquire()")
+            if self.terms.cancel_when_lost:
+                raise nothing_to_cancel("acquire()")
             patience = self._patience(timeout, blocking, unknown)
             lease = await self.atake(patience, self._remember, caller)
             awaited.known = lease.ref
@@ -440,7 +448,8 @@ class Lock:
 
         *what* is called, for an error. -1 stands for the timeout of the alias. LockLost if it has ended since its grant, LockNotHeld if it was released.
         """
-        self.refuse_to_cancel(what)
+        if self.terms.cancel_when_lost:
+            raise nothing_to_cancel(what)
         backend = self._backend()
         entered = self._reentered()
         lease = entered or self._pending(backend)
@@ -486,12 +495,6 @@ class Lock:
                 lease.release_later()
             raise
         return lease
-
-    def refuse_to_cancel(self, what: str) -> None:
-        """Raise ValueError for *what* is no block of a task, if that was to be cancelled."""
-        if self.terms.cancel_when_lost:
-            msg = f'cancel_when_lost=True is for "async with" and coroutine functions, not for {what}.'
-            raise ValueError(msg)
 
     def default_timeout(self) -> float | None:
         """Return how long to wait when the call does not say."""
@@ -750,7 +753,8 @@ class LockSet:
     async def _aacquire(self, caller: Caller, awaited: list[Awaited]) -> tuple[Lease, ...] | None:
         try:
             for lock in self._locks.values():
-                lock.refuse_to_cancel("acquire()")
+                if lock.terms.cancel_when_lost:
+                    raise nothing_to_cancel("acquire()")
             leases = await self._aenter(caller)
             self._keep_acquired(leases)
             for each, lease in zip(awaited, leases, strict=True):

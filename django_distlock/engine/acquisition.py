@@ -170,7 +170,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
 def _may_ask_at_once(lease: Lease) -> bool:
     """Return whether nobody of this process is in the way; then, in the line of this process, the lease is first."""
     backend, request = lease.backend, lease.request
-    if _tries_places(backend, request):
+    if request.limit is not None and _tries_places(backend, request):
         return False  # there are several to ask for
     if request.shared or not backend.waiting.in_line:
         return True

@@ -86,23 +86,22 @@ class Request:
     owner: str = field(default_factory=new_owner, repr=False)
     limit: int | None = None
     place: int | None = None
+    #: Whether it has a limit, and no place yet.
+    is_for_any_place: bool = False
 
     def with_limit(self, limit: int) -> Self:
         """Return a request for one of *limit* places under this name."""
         holder = replace(self.holder, limit=limit)
-        return replace(self, key=line_key(self.key), holder=holder, limit=limit)
-
-    @property
-    def is_for_any_place(self) -> bool:
-        """Whether it has a limit, and no place yet."""
-        return self.limit is not None and self.place is None
+        return replace(
+            self, key=line_key(self.key), holder=holder, limit=limit, is_for_any_place=True
+        )
 
     @property
     def holdings(self) -> list[Self]:
         """The requests that may hold a lock for it: itself, or one for each place while it has none."""
-        if self.limit is None or self.place is not None:
+        if not self.is_for_any_place:
             return [self]
-        return [self.at(place) for place in range(self.limit)]
+        return [self.at(place) for place in range(self.limit or 0)]
 
     @property
     def from_any(self) -> list[Self]:
@@ -118,7 +117,7 @@ class Request:
 
     def at(self, place: int) -> Self:
         """Return the request for this *place*: a lock of its own."""
-        return replace(self, key=place_key(self.key, place), place=place)
+        return replace(self, key=place_key(self.key, place), place=place, is_for_any_place=False)
 
 
 def first_place(limit: int) -> int:
@@ -235,19 +234,10 @@ class Purged:
     progress: float
 
 
-class RecentOwners:
+class RecentOwners(OrderedDict[str, bool]):
     """The owners of one backend that released last, to recognise a repeated or late request of theirs."""
 
-    def __init__(self) -> None:
-        self._owners: OrderedDict[str, None] = OrderedDict()
-
     def add(self, owner: str) -> None:
-        self._owners[owner] = None
-        if len(self._owners) > REMEMBERED:
-            self._owners.popitem(last=False)
-
-    def discard(self, owner: str) -> bool:
-        return self._owners.pop(owner, self) is None
-
-    def __contains__(self, owner: str) -> bool:
-        return owner in self._owners
+        self[owner] = True
+        if len(self) > REMEMBERED:
+            self.popitem(last=False)

@@ -45,6 +45,6 @@ def test_owners_that_ended_lately_are_remembered_until_they_are_many() -> None:
     recent.add("one more")
     assert "0" not in recent
     assert "1" in recent
-    assert recent.discard("1")
-    assert not recent.discard("1")
+    assert recent.pop("1", False)
+    assert not recent.pop("1", False)
     assert "1" not in recent

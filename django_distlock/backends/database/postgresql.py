@@ -231,12 +231,13 @@ class LeanCursor:
 
     def _row(self, number: int) -> tuple[Any, ...]:
         found = self._result
-        return tuple(
+        values = [
             None
             if (value := found.get_value(number, column)) is None
             else _READERS.get(found.ftype(column), bytes.decode)(value)
             for column in range(found.nfields)
-        )
+        ]
+        return tuple(values)
 
     def _numbered(self, statement: str, values: dict[str, Any]) -> tuple[bytes, list[str]]:
         """Return the text to send for *statement*, or its name if it is prepared, and its parameters in order."""

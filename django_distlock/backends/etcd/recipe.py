@@ -361,7 +361,7 @@ class EtcdRecipe:
     def _grant(self, entry: Entry, began: float) -> Grant:
         self.watcher.remove(entry)
         entry.is_granted, entry.is_in_line, entry.is_next = True, False, False
-        self.released.discard(entry.request.owner)
+        self.released.pop(entry.request.owner, None)
         # Its ttl is not known to etcd, where it would last with the session.
         if entry.ends < self._alarm.due:
             self._alarm.at(entry.ends)
@@ -422,7 +422,7 @@ class EtcdRecipe:
         if is_released:
             self.released.add(owner)
         elif self.get(owner) is entry:
-            self.released.discard(owner)
+            self.released.pop(owner, None)
         if self.get(owner) is entry:
             self.entries.pop(owner, None)
 

@@ -148,11 +148,12 @@ class RedisVerbs:
         if answer[0] != 1:
             left = _left(answer[2])
             return Busy(Holder.from_json(answer[1]), left, reserved=bool(left and not answer[1]))
-        try:
-            yield from self._confirm(replicas)
-        except LockBackendError:
-            yield from self.release(request)
-            raise
+        if replicas or self._waits_for_disk:
+            try:
+                yield from self._confirm(replicas)
+            except LockBackendError:
+                yield from self.release(request)
+                raise
         return Grant(int(answer[1]), place=int(answer[2]) if len(answer) > 2 else None)
 
     def release(self, request: Request) -> Conversation[Release]:

@@ -200,8 +200,8 @@ class SessionBackend(BaseDatabaseBackend):
         with self._mutex:
             self._sessions[owner] = session
             # It may have been interrupted before it began; one that was released may ask again.
-            self._released.discard(owner)
-            if self._interrupted.discard(owner):
+            self._released.pop(owner, None)
+            if self._interrupted.pop(owner, False):
                 session.is_interrupted = True
         if not hasattr(connection, "distlock_number"):
             #: For how many seconds the server was told to bear the session's silence.

@@ -142,7 +142,7 @@ class Nodes:
         if is_released:
             self.released.add(node.request.owner)
         elif self.get(node.request.owner) is node:  # it may have released an earlier one
-            self.released.discard(node.request.owner)
+            self.released.pop(node.request.owner, None)
         self._doomed.discard(node)
         self._leave_owner(node)
 
