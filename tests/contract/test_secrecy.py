@@ -18,6 +18,7 @@ from django_distlock import LockError, LockNotAcquired, lock
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import eventually
 
+from .crew import start
 from .faults import Faulty
 from .profiles import Profile, lacks, needs
 from .rivals import Rival
@@ -126,8 +127,9 @@ def test_it_is_not_in_the_frames_of_an_error(
 
     assert str(lease.request.owner) not in repr(lease.request.owner)
     with hung(*map(request.getfixturevalue, profile.fixtures)):
-        acts = partial(_take, f"{name}:other", using), lease.extend, lease.release
-        shown = [[*_shown(act)] for act in acts]
+        taking = start(lambda: [*_shown(partial(_take, f"{name}:other", using))])
+        shown = [[*_shown(act)] for act in (lease.extend, lease.release)]
+        shown.append(taking.result(30))
 
     assert len(owners) > 1
     assert all(shown) or not profile.needs_server
