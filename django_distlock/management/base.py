@@ -56,7 +56,7 @@ class LockCommand(BaseCommand):
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             super().run_from_argv(argv)
-            sys.stdout.flush()
+            self.stdout.flush()
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
         except BrokenPipeError:

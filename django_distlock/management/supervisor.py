@@ -25,8 +25,8 @@ PASSED_ON = [
     *FROM_TERMINAL,
     *(each for each in signal.Signals if each.name in {"SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"}),
 ]
-#: run_locked writes this instead of a signal's number to end the command.
-END = 0
+#: run_locked writes these instead of a signal's number: to end the command, and when its lock was extended.
+END, EXTENDED = 0, 255
 #: prctl(2).
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -34,15 +34,18 @@ PR_SET_CHILD_SUBREAPER = 36
 class Supervisor:
     """Runs one command until it ends; if it has to be ended, until its child processes have ended too.
 
-    *control* is a pipe from run_locked: each byte is the number of a signal, or END. Its end of file means
-    that run_locked was killed. After END, the end of file, or at *due* (``time.monotonic()``), the command gets SIGTERM,
-    and *grace* seconds later the remaining processes get SIGKILL.
+    *control* is a pipe from run_locked: each byte is the number of a signal, END or EXTENDED. Its end of file means
+    that run_locked was killed, and no EXTENDED for *ttl* seconds that it was stopped. After END, one of these, or
+    at *due* (``time.monotonic()``), the command gets SIGTERM, and *grace* seconds later the remaining processes get
+    SIGKILL.
     """
 
-    def __init__(self, control: int, grace: float, due: float | None) -> None:
+    def __init__(self, control: int, grace: float, ttl: float, due: float | None) -> None:
         self._control = control
         self._grace = grace
-        #: The time of the next step: ending the command, then killing it.
+        self._ttl = ttl
+        self._held_until = time.monotonic() + ttl
+        #: When the command is to be ended because of --max-hold, then when it is to be killed.
         self._due = due
         self._is_ending = self._is_killing = False
         #: False on a terminal: the command shares the group of run_locked, and signals go to the command alone.
@@ -65,7 +68,8 @@ class Supervisor:
         watched = [self._control, woken]
         is_too_long = False
         while self._runs():
-            left = None if self._due is None else max(0.0, self._due - time.monotonic())
+            due = self._next_step
+            left = None if due is None else max(0.0, due - time.monotonic())
             ready, _, _ = select.select(watched, [], [], left)
             if woken in ready:
                 os.read(woken, 512)
@@ -77,10 +81,19 @@ class Supervisor:
                     self._obey(number)
             if not ready:
                 if not self._is_ending:
-                    is_too_long = True
-                    _write("the command is ended, as --max-hold is over")
+                    is_too_long = due == self._due
+                    why = (
+                        "--max-hold is over" if is_too_long else "its lock is not extended any more"
+                    )
+                    _write(f"the command is ended, as {why}")
                 self._take_next_step()
         return TOO_LONG if is_too_long else self._code or 0
+
+    @property
+    def _next_step(self) -> float | None:
+        if self._is_ending:
+            return self._due
+        return self._held_until if self._due is None else min(self._due, self._held_until)
 
     def _runs(self) -> bool:
         """Reap processes that have ended, and return whether to go on."""
@@ -98,7 +111,9 @@ class Supervisor:
         return self._is_ending or self._code is None
 
     def _obey(self, number: int) -> None:
-        if number != END:
+        if number == EXTENDED:
+            self._held_until = time.monotonic() + self._ttl
+        elif number != END:
             self._send(number)
         elif not self._is_ending:
             self._take_next_step()
@@ -117,7 +132,9 @@ class Supervisor:
                 # This process is in the group, too, so killpg() never fails as a whole.
                 os.killpg(0, number)
             if self._code is None:
-                os.kill(self._pid, 0 if self._has_group else number)
+                # The command may have left the group, as timeout(1) does.
+                has_got_it = self._has_group and os.getpgid(self._pid) == os.getpgrp()
+                os.kill(self._pid, 0 if has_got_it else number)
         except PermissionError as error:
             name = signal.Signals(number).name
             _write(f"the command was not sent {name}, and goes on: {error.strerror}")
@@ -152,9 +169,9 @@ def _write(text: str) -> None:
     sys.stderr.flush()
 
 
-def main(control: str, grace: str, due: str, *command: str) -> int:
+def main(control: str, grace: str, ttl: str, due: str, *command: str) -> int:
     """Run *command*; *due* may be empty."""
-    supervisor = Supervisor(int(control), float(grace), float(due) if due else None)
+    supervisor = Supervisor(int(control), float(grace), float(ttl), float(due) if due else None)
     woken = _woken_by_signals()
     try:
         supervisor.start(list(command))

@@ -5,10 +5,12 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,10 @@ pytestmark = pytest.mark.skipif(not IS_LINUX, reason="reads /proc, and calls set
 Start = Callable[..., Child]
 #: Says that it runs, and who it is; then waits.
 TICK = "echo runs $$; while :; do sleep 0.05; done"
+#: The same within quotes.
+QUOTED = TICK.replace("$", "\\$")
 #: An argument of sh -c: the same, but it does not listen to SIGTERM.
-STUBBORN = f"\"trap '' TERM; {TICK.replace('$', chr(92) + '$')}\""
+STUBBORN = f"\"trap '' TERM; {QUOTED}\""
 
 
 @pytest.fixture
@@ -94,6 +98,41 @@ def test_the_command_knows_the_lock_and_its_exit_code_is_passed_on(start: Start,
     token = MethodLock.objects.get(description=name).fencing_token
     assert child.stderr == f"{name} {token}\n"
     assert not lock(name).locked()
+
+
+@pytest.mark.parametrize("options", [[], ["--grace=5"]])
+def test_the_command_has_its_arguments_unchanged(
+    name: str, tmp_path: Path, options: list[str]
+) -> None:
+    script = f'printf "%s|" "$@" > {tmp_path}/told'
+
+    with suppress(SystemExit):
+        Command().run_from_argv(
+            [
+                "manage.py",
+                "run_locked",
+                name,
+                *options,
+                "--",
+                "sh",
+                "-c",
+                script,
+                "sh",
+                "a",
+                "--",
+                "-b",
+            ]
+        )
+
+    assert (tmp_path / "told").read_text() == "a|--|-b|"
+
+
+def test_it_needs_no_output_of_its_own(name: str) -> None:
+    run_it = f"{sys.executable} -m testproject run_locked {name} -- true"
+
+    done = subprocess.run(["sh", "-c", f"exec {run_it} >&-"], stderr=subprocess.PIPE, check=False)
+
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_while_it_runs_others_are_refused_with_a_line_and_a_code_of_its_own(
@@ -188,10 +227,11 @@ def test_a_daemon_lets_others_run_after_max_hold(start: Start, name: str) -> Non
     assert {first.wait(), second.wait()} == {128 + signal.SIGTERM}
 
 
-def test_a_daemon_that_ends_by_itself_is_not_run_again(start: Start) -> None:
-    daemon = start("echo done; exit 3", timeout="forever", restart=True)
+@pytest.mark.parametrize("code", [3, LOST])
+def test_a_daemon_that_ends_by_itself_is_not_run_again(start: Start, code: int) -> None:
+    daemon = start(f"echo done; exit {code}", timeout="forever", restart=True)
 
-    assert daemon.wait() == 3
+    assert daemon.wait() == code
     assert daemon.stderr == "done\n"
 
 
@@ -214,6 +254,16 @@ def test_signals_reach_what_the_command_has_started(start: Start) -> None:
 
     assert child.wait() == 128 + signal.SIGTERM
     eventually(lambda: has_ended(sleeping))
+
+
+@pytest.mark.parametrize("leaves", ["setsid", "timeout 300"])
+def test_signals_reach_a_command_that_has_left_the_group(start: Start, leaves: str) -> None:
+    child = start(f"exec {leaves} sh -c \"trap 'exit 5' TERM; {QUOTED}\"")
+    pid_of_command(child)
+
+    child.terminate()
+
+    assert child.wait() == 5
 
 
 def test_what_was_ignored_by_the_caller_is_ignored_by_the_command(spawn: Spawn, name: str) -> None:
@@ -240,6 +290,27 @@ def test_a_killed_caller_takes_the_command_along(start: Start, name: str) -> Non
     eventually(lambda: has_ended(pid))
     with lock(name, timeout=10):
         pass
+
+
+def test_a_caller_that_stands_still_for_too_long_takes_the_command_along(
+    start: Start, name: str
+) -> None:
+    child = start(TICK, ttl=1)
+    pid = pid_of_command(child)
+
+    os.kill(child.pid, signal.SIGSTOP)
+    eventually(lambda: has_ended(pid))
+    os.kill(child.pid, signal.SIGCONT)
+
+    assert child.wait() == LOST
+    assert "its lock is not extended any more" in child.stderr
+
+
+def test_the_command_runs_for_longer_than_the_ttl(start: Start, name: str) -> None:
+    child = start("echo runs $$; sleep 3; echo done", ttl=1)
+
+    assert child.wait() == 0
+    assert child.stderr.endswith("done\n")
 
 
 def test_the_command_is_ended_when_the_lock_is_lost(start: Start, name: str) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import PARSER
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -31,11 +32,11 @@ from django_distlock.management.base import (
     duration,
     patience,
 )
-from django_distlock.management.supervisor import END, FROM_TERMINAL, PASSED_ON
+from django_distlock.management.supervisor import END, EXTENDED, FROM_TERMINAL, PASSED_ON
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
     from django_distlock import Lease
@@ -52,7 +53,8 @@ class Command(LockCommand):
         )
         add_lock(parser)
         text = _("what to run, after --")
-        parser.add_argument("command", nargs="+", metavar="COMMAND", help=text)
+        # Not "+": Python 3.11 then drops a "--" of the command, as in "kubectl exec pod -- ls".
+        parser.add_argument("command", nargs=PARSER, metavar="COMMAND", help=text)
         add_time = partial(parser.add_argument, type=duration, metavar="TIME")
         text = _(
             "how long to wait for the lock: seconds, a number with s, m, h, d or w, or forever "
@@ -86,9 +88,12 @@ class Command(LockCommand):
         add_time("--grace", default="10", help=text)
 
     def handle(self, *args: Any, **options: Any) -> None:
+        options["command"] = _after_dashes(options["command"])
         if problem := _problem(options):
             raise CommandError(problem, returncode=WRONG_ARGUMENTS)
         code, pauses = 0, Wait(None)
+        #: Without --max-hold, LOST is the command's own code.
+        turns = [] if options["max_hold"] is None else [LOST]
         #: The signals that were to end the command.
         ended_by: list[int] = []
 
@@ -99,7 +104,7 @@ class Command(LockCommand):
             while True:
                 try:
                     code = self._run_once(ended_by, options)
-                    if is_final(code, LOST):
+                    if is_final(code, *turns):
                         break
                 except CommandError as failed:
                     if is_final(failed.returncode, LOST, NO_SERVER):
@@ -152,6 +157,11 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _after_dashes(words: list[str]) -> list[str]:
+    """Return *words* without a "--" in front, which Python 3.11 leaves there behind an option."""
+    return words[1:] if words[0] == "--" else words
+
+
 def _problem(options: dict[str, Any]) -> str:
     """Return the error in *options*, for people; "" if there is none."""
     if not hasattr(os, "posix_spawnp"):
@@ -199,7 +209,7 @@ def run(
     ours = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, pass_on) for number in ours}
     try:
-        terms = str(heard), str(grace), "" if due is None else str(due)
+        terms = str(heard), str(grace), str(lease.ttl), "" if due is None else str(due)
         child = subprocess.Popen(  # noqa: S603 - no shell
             [sys.executable, "-I", supervisor.__file__, *terms, *command],
             env={**os.environ, **known},
@@ -208,11 +218,7 @@ def run(
         )
         os.close(heard)
         lease.on_lost(lambda _: send(END))
-        # Python handles a signal that comes just before a wait only after the wait, so no wait here is long.
-        waiter = threading.Thread(target=child.wait, daemon=True)
-        waiter.start()
-        while waiter.is_alive():
-            waiter.join(0.25)
+        _wait(child, lease, send)
         code = child.wait()
         if code < 0 and not has_terminal:
             # The supervisor itself was killed.
@@ -223,3 +229,16 @@ def run(
             signal.signal(number, handler)
         control.close()
     return 128 - code if code < 0 else code
+
+
+def _wait(child: subprocess.Popen[bytes], lease: Lease, send: Callable[[int], None]) -> None:
+    """Wait for the end of *child*, and send EXTENDED after each extension of *lease*."""
+    deadline = lease.deadline
+    # Python handles a signal that comes just before a wait only after the wait, so no wait here is long.
+    waiter = threading.Thread(target=child.wait, daemon=True)
+    waiter.start()
+    while waiter.is_alive():
+        waiter.join(0.25)
+        if lease.deadline != deadline:
+            deadline = lease.deadline
+            send(EXTENDED)
