@@ -37,6 +37,14 @@ IS_RED = """const probe = document.body.appendChild(document.createElement("i"))
     const red = getComputedStyle(probe).backgroundColor;
     probe.remove();
     return getComputedStyle(document.querySelector(".distlock-danger")).backgroundColor === red;"""
+#: The next request has no answer, as on a connection that a firewall has forgotten.
+NEVER_ANSWERED = """const send = window.fetch;
+    window.fetch = (address, options) => {
+        window.fetch = send;
+        window.isSent = true;
+        return new Promise((_, fail) => options.signal?.addEventListener("abort", fail));
+    };"""
+IS_SENT = "return window.isSent === true;"
 HOSTILE = "<script>alert(1)</script>"
 Start = Callable[[], "Operator"]
 
@@ -215,6 +223,20 @@ def test_the_list_refreshes_itself_and_keeps_what_is_selected(operator: Start, n
 
     someone.press("#distlock-force input[type=submit]")
     assert [row[0] for row in someone.rows()] == [f"{name}:9"]
+
+
+def test_a_request_that_is_never_answered_does_not_end_the_refreshing(
+    operator: Start, name: str
+) -> None:
+    put("default", f"{name}:1", LockState.HELD)
+    someone = operator()
+    someone.open(f"{LIST}?q={name}")
+    someone.browser.execute_script(NEVER_ANSWERED)
+    eventually(lambda: someone.look()["names"] and someone.browser.execute_script(IS_SENT), 10)
+
+    put("default", f"{name}:2", LockState.HELD)
+
+    eventually(lambda: len(someone.look()["names"]) == 2, 30, "the list is refreshed")
 
 
 def test_refreshing_can_be_paused_and_stays_so(operator: Start, name: str) -> None:

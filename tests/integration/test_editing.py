@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import uuid
 from collections.abc import Iterator
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
+from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Group, Permission, User
 from django.core.exceptions import ImproperlyConfigured
@@ -24,6 +27,7 @@ from django_distlock.operators import holdings
 from django_distlock.testing import override_locks
 from testproject.models import Account, Fee
 from testproject.services import open_account
+from tests.fixtures.pages import DOCS
 
 from . import edit_site
 from .edit_site import Fields, fields_of
@@ -545,6 +549,19 @@ def test_code_that_holds_the_lock_keeps_editors_out(account: Account, ada: Clien
         assert "(the nightly import) since " in page.content.decode()
 
 
+def test_so_does_code_whose_task_has_the_name_of_an_editors(account: Account, ada: Client) -> None:
+    async def hold() -> Any:
+        task = asyncio.current_task()
+        assert task
+        task.set_name("edit all accounts")
+        async with lock(f"edit:testproject.account:{account.pk}", purpose="the nightly import"):
+            return await sync_to_async(ada.get)(page_of(account))
+
+    page = async_to_sync(hold)().content.decode()
+
+    assert "edit all accounts (the nightly import) since " in page
+
+
 def test_without_the_server_of_the_locks_people_work_and_values_are_compared(
     account: Account, ada: Client, settings: Any
 ) -> None:
@@ -573,7 +590,7 @@ def test_a_deleted_object_is_said_to_be_gone(account: Account, ada: Client) -> N
 def test_no_page_shows_the_owner(account: Account, ada: Client, bob: Client) -> None:
     page = ada.get(page_of(account))
     ticket = page.context["distlock_edit"].ticket
-    owners = [ticket.owner(editing.AT_FIRST), ticket.owner(editing.LIVE)]
+    owners = [editing.owner_of(ticket.nonce, kind) for kind in (editing.AT_FIRST, editing.LIVE)]
 
     for shown in (page, bob.get(page_of(account))):
         assert not any(owner in shown.content.decode() for owner in owners)
@@ -597,6 +614,28 @@ def test_a_page_of_ones_own(account: Account, ada: Client, bob: Client) -> None:
     account.refresh_from_db()
     assert account.name == "typed"
     assert held(account) == []
+
+
+def test_the_page_of_the_guide_shows_what_others_may_read(
+    account: Account, ada: Client, bob: Client, settings: Any, tmp_path: Path
+) -> None:
+    guide = (
+        (DOCS / "howto" / "edit-together.md").read_text().partition("## In pages of your own")[2]
+    )
+    _urls, views = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    [template] = re.findall(r"```html\+django\n(.*?)```", guide, re.DOTALL)
+    known: dict[str, Any] = {"Account": Account}
+    exec(views, known)
+    (tmp_path / "account_form.html").write_text(template)
+    settings.TEMPLATES = [{**settings.TEMPLATES[0], "DIRS": [tmp_path]}]
+    ada.get(page_of(account))
+
+    request = RequestFactory().get("/")
+    request.user = User.objects.get(username=name_of(bob))
+    page = known["edit_account"](request, account.pk).content.decode()
+
+    assert f"Being edited by {name_of(ada)} since " in page
+    assert account.name in page
 
 
 def test_a_page_of_ones_own_can_be_taken_over(account: Account, ada: Client, chief: Client) -> None:

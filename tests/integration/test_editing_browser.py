@@ -18,6 +18,7 @@ from testproject.models import Account, Fee
 from testproject.services import open_account
 from tests.fixtures.browser import OpenBrowser, served
 from tests.fixtures.eventually import eventually
+from tests.fixtures.proxy import Proxy
 
 from .browsing import PASSWORD, Operator
 
@@ -26,6 +27,8 @@ NO_SCRIPTS = {"profile.managed_default_content_settings.javascript": 2}
 SAVE = "[name=_save]"
 #: Seconds until a page has asked the server again, on a machine with much to do.
 PATIENCE = 30
+#: Lets the script of a page ask more often.
+HURRY = "document.querySelector('.distlock-edit').dataset.pause = 0.5;"
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
 
@@ -208,6 +211,23 @@ def test_what_was_typed_survives_another_login(editor: Start, account: Account) 
 
     account.refresh_from_db()
     assert account.name == "typed by Ada"
+
+
+def test_a_site_that_does_not_answer_is_told(
+    editor: Start, edit_site: str, account: Account
+) -> None:
+    ada = editor("Ada")
+    with Proxy(int(edit_site.rpartition(":")[2])) as proxy:
+        ada.site = f"http://{proxy.host}:{proxy.port}"
+        ada.edit(account)
+        eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+        ada.browser.execute_script(HURRY)
+
+        proxy.black_hole()
+        eventually(lambda: "The site does not answer" in ada.says(), PATIENCE, "the page says so")
+
+        proxy.pass_through()
+        eventually(lambda: ada.says() == "", PATIENCE, "the page has the lock again")
 
 
 def test_it_works_without_scripts(editor: Start, account: Account) -> None:

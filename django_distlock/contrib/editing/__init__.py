@@ -64,6 +64,8 @@ PERMISSION = "django_distlock.take_over_methodlock"
 #: The name of edit_lock_view() in the URLs of a project.
 URL_NAME = "distlock_edit_lock"
 SALT = "django_distlock.edit"
+#: How the purpose of a page begins: any code may name its task as a page does.
+EDITED_BY = "edited by "
 #: Seconds that a page keeps the lock after its last renewal; and without a script, which renews it.
 TTL, TTL_WITHOUT_SCRIPT = 90.0, 1800.0
 #: Seconds between two renewals by the script of a page that is visible.
@@ -97,9 +99,6 @@ class Ticket:
 
     def written(self) -> str:
         return signing.dumps(asdict(self), salt=SALT, compress=True)
-
-    def owner(self, kind: str) -> Secret:
-        return owner_of(self.nonce, kind)
 
     def mark(self, text: str) -> str:
         """Return a digest of a value of this object, which only the server can make."""
@@ -394,9 +393,9 @@ class EditLock:
     def _asking(self, kind: str, ttl: float = 0.0) -> Request:
         ticket = self.ticket
         task = f"edit {ticket.nonce} {quote(ticket.user, safe='')}"
-        holder = replace(Holder.current(f"edited by {self._username}"), task=task)
+        holder = replace(Holder.current(f"{EDITED_BY}{self._username}"), task=task)
         request = self.backend.request(ticket.name, ttl=ttl or ticket.ttl, holder=holder)
-        return replace(request, owner=ticket.owner(kind))
+        return replace(request, owner=owner_of(ticket.nonce, kind))
 
     def _taken(self, request: Request, before: Ticket | None = None) -> Editor | None:
         """Take the lock, and return None; or who else has it. Other pages of the same user, the one *before* first, give it away."""
@@ -426,8 +425,9 @@ class EditLock:
         return any(settled(partial(self.backend.take_over, request, each)) for each in formers)
 
     def _editor(self, held: Held) -> Editor:
-        words = held.holder.task.split(" ") if held.holder else []
-        _word, nonce, user = words if len(words) == 3 and words[0] == "edit" else ("", "", "")
+        holder = held.holder
+        words = holder.task.split(" ") if holder and holder.purpose.startswith(EDITED_BY) else []
+        _word, nonce, user = words if len(words) == 3 else ("", "", "")
         pk = unquote(user)
         users = get_user_model()._default_manager.filter(pk=pk) if pk else ()  # noqa: SLF001 - documented
         name = next(map(_name_of, users), "") or str(held.holder or "?")

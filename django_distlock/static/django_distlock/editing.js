@@ -39,7 +39,9 @@ for (const box of document.querySelectorAll(".distlock-edit")) {
     }
 
     async function read(options) {
-        const response = await fetch(box.dataset.url, { redirect: "manual", ...options });
+        // A connection that died silently would keep the page from asking again for minutes.
+        const signal = AbortSignal.timeout(2000 * box.dataset.pause);
+        const response = await fetch(box.dataset.url, { redirect: "manual", signal, ...options });
         if (response.type === "opaqueredirect" || response.status === 401) {
             return { state: "refused", message: box.dataset.refused };
         }

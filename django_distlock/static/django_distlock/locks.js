@@ -37,7 +37,11 @@
         }
         isAsking = true;
         try {
-            const response = await fetch(location.href, { headers: { "X-Distlock-Fragment": "yes" } });
+            const response = await fetch(location.href, {
+                headers: { "X-Distlock-Fragment": "yes" },
+                // A connection that died silently would keep the page from asking again for minutes.
+                signal: AbortSignal.timeout(2 * PERIOD),
+            });
             const html = await response.text();
             if (response.headers.has("X-Distlock-Fragment")) {
                 show(html);
