@@ -11,7 +11,7 @@ from django.test.utils import override_settings
 from .backends.dummy import DummyBackend
 from .conf import DEFAULT_ALIAS, checked_limit
 from .engine.registry import registry
-from .engine.values import Busy, Grant
+from .engine.values import Busy, Grant, LockState
 from .exceptions import LockNotAcquired
 from .ground.holder import Holder
 from .ground.naming import checked_name
@@ -117,5 +117,7 @@ def reset_locks() -> None:
 
 
 def _held(using: str) -> list[str]:
+    """Return the names that are not free, though maybe only reserved; a database also lists leases that have ended."""
     backend = locks[using]
-    return [held.name for held in backend.held()] if backend.supports_listing else []
+    found = backend.held() if backend.supports_listing else ()
+    return [held.name for held in found if held.state != LockState.STALE]

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,18 @@ def test_what_is_held_is_told() -> None:
         assert_not_held(using="other")
 
     assert_not_held()
+
+
+def test_what_has_ended_in_a_database_is_not_held(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {}}
+    name = f"ended:{uuid.uuid4().hex}"
+    lease = lock(name, ttl=0.1, renew=False).acquire()
+    assert lease
+    eventually(lambda: not lock(name).locked())
+
+    assert_not_held(name)
+    with pytest.raises(AssertionError, match="Nobody holds lock 'ended:"):
+        assert_held(name)
 
 
 def test_a_reset_leaves_nothing() -> None:
