@@ -77,32 +77,28 @@ def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1000:.1f} ms"
 
 
-def _add(name: str, using: str, state: str, **known: Any) -> Row | None:
+def _add(state: str, about: object, *, name: str, **facts: Any) -> Row | None:
     """Add a row to the panel of the running request; return it, or None if there is none."""
     if (panel := _current.get()) is None:
         return None
-    row: Row = {**dict.fromkeys(TIMES), "requests": None, "about": "", **known}
-    row |= {"name": printable(name), "using": using, "state": state}
+    row: Row = {word: facts[word] for word in ("using", "waited", "requests")}
+    row |= {"name": printable(name), "state": state, "held": None, "took": None}
+    row["about"] = "" if about is None else printable(about)
     panel.rows.append(row)
     return row
 
 
-def _acquired(name: str, using: str, lease: Lease, **facts: Any) -> None:
-    if row := _add(name, using, _("held"), **_known(facts, facts["waited_for"])):
+def _acquired(lease: Lease, waited_for: object, **facts: Any) -> None:
+    if row := _add(_("held"), waited_for, **facts):
         _rows[lease] = row
 
 
-def _busy(name: str, using: str, **facts: Any) -> None:
-    _add(name, using, _("busy"), **_known(facts, facts["holder"]))
+def _busy(holder: object, **facts: Any) -> None:
+    _add(_("busy"), holder, **facts)
 
 
-def _failed(name: str, using: str, **facts: Any) -> None:
-    _add(name, using, _("error"), **_known(facts, facts["error"]))
-
-
-def _known(facts: dict[str, Any], about: object) -> Row:
-    shown = "" if about is None else printable(about)
-    return {"waited": facts["waited"], "requests": facts["requests"], "about": shown}
+def _failed(error: object, **facts: Any) -> None:
+    _add(_("error"), error, **facts)
 
 
 def _ended(state: str) -> Any:
