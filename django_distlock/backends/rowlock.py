@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 #: Isolation levels at which a transaction reads what was committed when it began.
 SNAPSHOT = {"repeatable read", "serializable", "REPEATABLE-READ", "SERIALIZABLE"}
+# One row: lock_timeout and statement_timeout before they become %(limit)s.
+_LIMIT = """
+SELECT current_setting('lock_timeout'), current_setting('statement_timeout'),
+    set_config('lock_timeout', %(limit)s, true), set_config('statement_timeout', %(limit)s, true)
+"""
 
 
 class RowLockBackend(SessionBackend):
@@ -169,14 +174,19 @@ class OnPostgreSQL(Taker):
                 self.refuse_isolation("needs READ COMMITTED on PostgreSQL")
 
     def lock(self, cursor: CursorWrapper) -> bool:
-        """Restore lock_timeout after it."""
+        """Restore both limits: that of the statement by itself, as it counts on, and lock_timeout after it."""
         limit = str(postgresql.milliseconds(self.wait.left))
-        cursor.execute(
-            "SELECT current_setting('lock_timeout'), set_config('lock_timeout', %s, true)", [limit]
-        )
-        before, _ = cursor.fetchone()
-        cursor.execute(self.select("NOWAIT" if self.wait.is_over else ""), {"key": self.key})
-        is_locked = cursor.fetchone() is not None
+        cursor.execute(_LIMIT, {"limit": limit})
+        before, of_statement, *_ = cursor.fetchone()
+        unlimited = postgresql.UNLIMITED % f"'{of_statement}'"
+        select = self.select("NOWAIT" if self.wait.is_over else "")
+        try:
+            cursor.execute(f"SELECT {unlimited}, ({select})", {"key": self.key})
+        except OperationalError as error:
+            if not postgresql.is_limit_over(error, self.wait):
+                raise
+            raise LockNotAcquired(self.name, self.wait.waited) from error
+        is_locked = cursor.fetchone()[1] is not None
         cursor.execute(f"SET LOCAL lock_timeout = '{before}'")
         return is_locked
 

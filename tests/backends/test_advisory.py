@@ -10,12 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from django.db import connections
+from django.db import connections, transaction
 
 from django_distlock import LockBackendError, NotSupported, lock, locks
+from django_distlock.backends.database.dialect import COUNTER
 from django_distlock.backends.session.mysql import lock_name
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
+from tests.contract.crew import start
 from tests.fixtures.eventually import eventually
 
 from .session_tools import SITES, aliases, ask, backend, waiters
@@ -140,6 +142,25 @@ def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
         with pytest.raises(LockBackendError, match=r"^DISTLOCK\['site0'\].*GET_LOCK failed"):
             backend("site0").try_acquire(request, queued=True, left=30)
         ended.result()
+    locks.close()
+
+
+@pytest.mark.server
+def test_who_waits_keeps_nobody_from_changing_the_table_of_the_tokens(
+    postgres: PostgreSQL, settings: Settings, name: str
+) -> None:
+    """A migration would wait for the longest wait, and all who want any lock behind it."""
+    settings.DISTLOCK = aliases("postgres", "advisory")
+    with lock(name, using="locks"):
+        waiting = start(lock(name, using="site0", timeout=30).acquire)
+        eventually(lambda: waiters("postgres") == 1)
+
+        with transaction.atomic(using="postgres"), connections["postgres"].cursor() as cursor:
+            cursor.execute(f"LOCK TABLE {COUNTER} IN ACCESS EXCLUSIVE MODE NOWAIT")
+
+    lease = waiting.result(20)
+    assert lease
+    lease.release()
     locks.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,13 @@ import pytest
 from django.db import transaction
 
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
-from django_distlock.engine.values import Busy, Grant, Request
+from django_distlock.engine.values import Busy, Grant, Request, digest
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
+from tests.contract import crew
+from tests.fixtures.eventually import eventually, in_time
 
-from .session_tools import aliases, ask, backend
+from .session_tools import aliases, ask, backend, session_number, waiters
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -100,6 +103,27 @@ def test_begin_limits_and_lock_are_one_request(
     assert '"COMMIT"' in third
 
 
+def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
+    database: str, name: str
+) -> None:
+    """PostgreSQL makes it wait once for those before it, and then for the holder."""
+
+    def wait(using: str, timeout: float) -> None:
+        in_time(lambda: _refused(name, using, timeout), timeout, timeout + 0.5, 1)
+
+    with lock(name, using="locks"):
+        first = crew.start(partial(wait, "site0", 1.5))
+        eventually(lambda: waiters(database) == 1)
+        second = crew.start(partial(wait, "site1", 2.5))
+
+        first.result(10)
+        second.result(10)
+
+
+def _refused(name: str, using: str, timeout: float) -> None:
+    assert not lock(name, using=using).acquire(timeout=timeout)
+
+
 def test_a_row_that_is_deleted_meanwhile_is_made_again(database: str, name: str) -> None:
     from django_distlock.models import MethodLock
 
@@ -133,6 +157,20 @@ def test_a_row_that_was_only_looked_at_is_no_reason_to_refuse_a_single_try(
     monkeypatch.setattr(backend().server, "take", take_while_it_is_looked_at)
     with lock(name, using="locks", timeout=0):
         assert len(refused) == 1
+
+
+def test_a_forced_release_ends_no_session_that_has_another_lock_by_now(
+    database: str, name: str
+) -> None:
+    """On MariaDB only the record beside the token tells who holds a row, and transaction_lock() writes none."""
+    with lock(name, using="locks") as lease:
+        number = session_number(lease.request.owner)
+    with lock(f"{name}:other", using="locks") as other, transaction.atomic(using=database):
+        assert session_number(other.request.owner) == number
+        transaction_lock(name, using=database)
+
+        assert not backend().end_holding(lease.request.key, digest(lease.request.owner))
+        assert backend().extend([other.request]) == [True]
 
 
 def test_it_is_the_lock_of_transaction_lock(database: str, name: str) -> None:

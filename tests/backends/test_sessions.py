@@ -677,6 +677,37 @@ def test_a_guard_of_the_old_token_makes_the_lock_busy_and_nothing_hangs(
     locks["site0"].release(late)
 
 
+def test_a_wait_that_is_granted_while_a_guard_holds_the_old_token_ends_in_time(
+    kind: tuple[str, str], name: str
+) -> None:
+    from django.db import transaction
+
+    database, of = kind
+    lease = lock(name, using="locks", ttl=60).acquire()
+    assert lease
+    refused: list[LockNotAcquired] = []
+
+    def wait() -> None:
+        with pytest.raises(LockNotAcquired) as busy, lock(name, using="site0", timeout=2.5):
+            pass
+        refused.append(busy.value)
+
+    with transaction.atomic(using=database):
+        lease.guard(using=database)
+        waiting = start(wait)
+        never(waiting.done, GRANTED_AFTER[of])
+        end_session_elsewhere(database, session_number(lease.request.owner))
+        waiting.result(10)
+    with pytest.raises(LockLost):
+        lease.release()
+
+    assert 2.5 <= refused[0].waited < 3.0
+
+
+#: Seconds of a wait for 2.5 after which the time left for the token matters most.
+GRANTED_AFTER = {"advisory": 2.3, "rowlock": 1.5}
+
+
 def end_session_elsewhere(database: str, number: int) -> None:
     """End a session by another connection than this thread's, which is in a transaction."""
     thread = threading.Thread(target=_end_and_close, args=(database, number))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -264,6 +265,42 @@ def test_the_transaction_is_usable_after_a_timeout_which_is_kept(
     assert balance(database) == 2
 
 
+@pytest.mark.server
+def test_a_shorter_limit_of_the_callers_statements_does_not_end_the_wait(
+    postgres: object, name: str
+) -> None:
+    def wait() -> None:
+        with pytest.raises(LockNotAcquired):
+            transaction_lock(name, using="postgres", timeout=0.6)
+
+    with held_elsewhere("postgres", name), transaction.atomic(using="postgres"):
+        with connections["postgres"].cursor() as cursor:
+            cursor.execute("SET LOCAL statement_timeout = '200ms'")
+        in_time(wait, 0.6, 1.1)
+
+
+def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
+    database: str, another: Another, name: str
+) -> None:
+    """PostgreSQL makes it wait once for those before it, and then for the holder."""
+
+    def wait(timeout: float) -> str:
+        def take() -> None:
+            with pytest.raises(LockNotAcquired), transaction.atomic(using=database):
+                transaction_lock(name, using=database, timeout=timeout)
+
+        in_time(take, timeout, timeout + 0.5, 1)
+        return "in time"
+
+    def wait_behind() -> str:
+        eventually(lambda: waits_for_a_row(observer))
+        return wait(2.5)
+
+    observer = another(database)
+    with held_elsewhere(database, name):
+        assert apart(database, partial(wait, 1.5), wait_behind) == ["in time"] * 2
+
+
 @contextmanager
 def held_elsewhere(database: str, name: str) -> Iterator[None]:
     """Have another transaction hold the lock during the block."""
@@ -342,7 +379,8 @@ def settings_of(database: str) -> list[tuple[Any, ...]]:
     if database == "postgres":
         return ask(
             database,
-            "SELECT current_setting('lock_timeout'), current_setting('transaction_isolation')",
+            "SELECT current_setting('lock_timeout'), current_setting('statement_timeout'),"
+            " current_setting('transaction_isolation')",
         )
     return ask(database, "SELECT @@innodb_lock_wait_timeout, @@tx_isolation, @@autocommit")
 
@@ -353,7 +391,7 @@ def test_the_settings_of_the_callers_connection_are_as_before(
 ) -> None:
     with connections[database].cursor() as cursor:
         if database == "postgres":
-            cursor.execute("SET lock_timeout = '7s'")
+            cursor.execute("SET lock_timeout = '7s'; SET statement_timeout = '8s'")
     with transaction.atomic(using=database):
         before = settings_of(database)
         if is_busy:

@@ -309,14 +309,14 @@ class SessionBackend(BaseDatabaseBackend):
 
     def _count(self, session: DatabaseSession, patience: float) -> int | None:
         """Return a new fencing token, committed; None while a guard() holds the old one."""
-        known = session.request.key, session.record(), patience
+        known, began = (session.request.key, session.record(), patience), clock.wait_time()
         wait: Wait | None = None
         is_again = False
         while True:
             try:
                 return self._own.ask(self.server.raise_token, *known)
             except Contended:
-                wait = wait or Wait(patience)
+                wait = wait or Wait(patience, began)
                 if wait.is_over:
                     return None
                 time.sleep(wait.next_pause(longest=SHORT_PAUSE))

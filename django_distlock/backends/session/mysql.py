@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from django_distlock.engine.values import Held
 
-    from .occupants import Counted
+    from .occupants import Counted, Occupant
     from .sessions import DatabaseSession
 
 #: The longest timeout in seconds that the server accepts: a year.
@@ -50,6 +50,8 @@ WHERE method_name = %(key)s
 _WAITING = f"SELECT info FROM information_schema.processlist WHERE info LIKE '/*{PREFIX}%%'"
 _WAITS = re.compile(rf"/\*{PREFIX}(\S+)\*/")
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
+# One row if a session, as DatabaseSession.record() has written it, has acquired a lock since the one with %(token)s.
+_WAS_USED = f"SELECT 1 FROM {COUNTER} WHERE value > %(token)s AND holder LIKE %(session)s LIMIT 1"
 
 
 class OneServer(MySQL):
@@ -144,6 +146,7 @@ class MySQLSessions(SessionServer):
             occupant is None
             or not self.is_held(cursor, counted.key)
             or not _is_there(cursor, occupant.session)
+            or _was_used_since(cursor, occupant)
         ):
             return False
         cursor.execute("KILL %s", [occupant.session])
@@ -254,6 +257,13 @@ class MySQLAdvisory(MySQLSessions):
 
 def _is_there(cursor: Any, number: int | None) -> bool:
     cursor.execute("SELECT 1 FROM information_schema.processlist WHERE id = %s", [number])
+    return cursor.fetchone() is not None
+
+
+def _was_used_since(cursor: Any, occupant: Occupant) -> bool:
+    """Return True if the session has had another lock since: who has this one now has left no record."""
+    session = f'%"session":{occupant.session},%'
+    cursor.execute(_WAS_USED, {"token": occupant.token, "session": session})
     return cursor.fetchone() is not None
 
 

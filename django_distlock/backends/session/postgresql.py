@@ -14,12 +14,12 @@ from django.db.utils import OperationalError
 from django_distlock.backends.database.bounds import is_cut
 from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.database.dialect import COUNTER, LOCK
-from django_distlock.backends.database.postgresql import MICROSECONDS, PostgreSQL
+from django_distlock.backends.database.postgresql import MICROSECONDS, PostgreSQL, sqlstate
 from django_distlock.engine.values import Busy, Grant, digest
 from django_distlock.ground.naming import stored
 
 from .occupants import Occupant, as_held, busy
-from .sessions import ENDS_WITHIN, PREFIX, SessionServer, stay
+from .sessions import ENDS_WITHIN, PREFIX, STAY, SessionServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 #: The longest time, in milliseconds, that a limit of the server takes; 0 stands for none.
 LONGEST = 2**31 - 1
+_QUERY_CANCELED = "57014"
 
 # Lifts the limits that an operator may have set for everybody, none of which a healthy lock may end
 # by; has the server find a dead client soon. By name, as not every version has them all.
@@ -56,6 +57,10 @@ _RAISE = f"""
 # By another connection: "settled" makes it impatient, as guard() may hold the row.
 _COUNT = f"""
 WITH settled AS MATERIALIZED (SELECT set_config('lock_timeout', %(patience)s, true)){_RAISE}"""
+# On the session itself, which has waited: as long as a waiter stays for it, within the $3 ms since its transaction began.
+_REST = f"greatest(1, least({STAY * 1000:g}, $3 - extract(epoch FROM clock_timestamp() - now()) * 1000))::int::text"
+_COUNT_HERE = _COUNT % {"key": "$1", "holder": "$2", "patience": _REST}
+_PREPARE_COUNT = f"PREPARE distlock_count(text, text, int) AS {_COUNT_HERE}"
 
 _CREATE = f"""
 INSERT INTO {LOCK} (method_name, description, fencing_token, available_at, updated_at)
@@ -74,13 +79,16 @@ _END = """
 SELECT pg_terminate_backend(pid, %(patience)s) FROM pg_stat_activity WHERE application_name LIKE %(label)s
 """
 
+# In the statement that waits for a row: changes the limit for those that follow it; its own goes on.
+# lock_timeout is no limit for it, as it begins again when it has waited for those before it, or for another holder.
+UNLIMITED = "set_config('statement_timeout', %s, true)"
 # Each session plans them once: who has the row is waited for, or passed by; and whether there is a row.
 _PREPARE_ROWS = (
     f"PREPARE distlock_row(text) AS SELECT 1 FROM {LOCK} WHERE method_name = $1;"
     + "".join(
-        f"PREPARE distlock_{mode}{len(how)}(text) AS SELECT 1 FROM {LOCK} WHERE method_name = $1 FOR {mode} {how};"
+        f"PREPARE distlock_{mode}{len(how)}(text) AS SELECT {what} FROM {LOCK} WHERE method_name = $1 FOR {mode} {how};"
         for mode in ("update", "share")
-        for how in ("", "SKIP LOCKED")
+        for how, what in (("", UNLIMITED % "'0'"), ("SKIP LOCKED", "1"))
     )
 )
 _SELECT = f"SELECT 1 FROM {LOCK} WHERE method_name = %(key)s"
@@ -105,21 +113,6 @@ SELECT ok, (SELECT value FROM counted), (SELECT holder FROM {COUNTER} WHERE meth
 """)
 _TAKE_BARE = _both(f"""
 SELECT CASE WHEN pg_try_advisory_lock{{shared}}(%(number)s::bigint) THEN ({_OWN}) IS NOT NULL ELSE false END, NULL::bigint, NULL
-""")
-# Wait for it for %(left)s ms, as the session that the server ends when it is silent. One row: whether it is ours; the token.
-_SETTLED = f"set_config('lock_timeout', %(left)s, true) || {_OWN}"
-_WAIT = _both(f"""
-WITH waiter AS MATERIALIZED (
-    SELECT {_SETTLED} AS label
-), taken AS MATERIALIZED (
-    SELECT pg_advisory_lock{{shared}}(%(number)s::bigint) FROM waiter
-), settled AS MATERIALIZED (
-    SELECT set_config('lock_timeout', %(patience)s, true) FROM taken
-), counted AS ({_RAISE})
-SELECT true, value FROM counted
-""")
-_WAIT_BARE = _both(f"""
-SELECT CASE WHEN ({_SETTLED}) IS NOT NULL THEN pg_advisory_lock{{shared}}(%(number)s::bigint) IS NOT NULL END, NULL::bigint
 """)
 _FREE = _both(f"""
 SELECT pg_advisory_unlock{{shared}}(%(number)s::bigint),
@@ -207,29 +200,30 @@ class PostgreSQLRows(PostgreSQLSessions):
             connection.distlock_cursor.execute(_PREPARE_ROWS)
 
     def take(
-        self, session: DatabaseSession, patience: float, limits: str = "", how: str = "SKIP LOCKED"
+        self, session: DatabaseSession, patience: float, wait: Wait | None = None
     ) -> Grant | Busy | None:
         """Lock the row. With SKIP LOCKED a refusal is no error, for which the server would keep a log."""
+        how, limits = "SKIP LOCKED", ""
+        if wait is not None:
+            how, limits = "", f"SET LOCAL statement_timeout = {milliseconds(wait.left)};"
         request, connection = session.request, session.connection
         if connection.distlock_limit != request.ttl:
             self.keep(session, request.ttl)
         mode = "share" if request.shared else "update"
-        # In hexadecimal, the key needs no quotes.
-        key = f"convert_from(decode('{request.key.encode().hex()}', 'hex'), 'UTF8')"
+        key = literal(request.key)
         begin = f"BEGIN; SET LOCAL application_name = '{session.label}'; {limits}"
         try:
             answer = session.execute(f"{begin} EXECUTE distlock_{mode}{len(how)}({key})")
             if answer.statusmessage == "SELECT 1":
                 return Grant(None)
         except OperationalError as error:
-            if not self.dialect.is_wait_over(error):
+            if wait is None or not is_limit_over(error, wait):
                 raise
         answer = session.execute(f"ROLLBACK; EXECUTE distlock_row({key})")
         return Busy() if answer.statusmessage == "SELECT 1" else None
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
-        limits = f"SET LOCAL lock_timeout = {milliseconds(wait.left)};"
-        return self.take(session, 0.0, limits, how="")
+        return self.take(session, 0.0, wait)
 
     def free(self, session: DatabaseSession) -> bool:
         """A transaction that has failed is rolled back by its commit: its locks were gone before."""
@@ -251,11 +245,25 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
     holds = "pid IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted)"
     writers_first = True
 
+    def begin(self, connection: Any) -> None:
+        super().begin(connection)
+        if self.fencing:
+            with connection.wrap_database_errors:
+                connection.distlock_cursor.execute(_PREPARE_COUNT)
+
     def take(self, session: DatabaseSession, patience: float) -> Grant | Busy:
-        statement = (_TAKE if self.fencing else _TAKE_BARE)[session.request.shared]
+        request = session.request
+        known = {
+            "number": str(lock_number(request.key)),
+            "silence": str(milliseconds(request.ttl)),
+            "label": session.label,
+        }
+        if self.fencing:
+            known |= {"key": request.key, "holder": session.record()}
+            known["patience"] = str(milliseconds(patience))
+        statement = (_TAKE if self.fencing else _TAKE_BARE)[request.shared]
         try:
-            answer = session.execute(statement, self._known(session, patience))
-            is_taken, token, last = answer.fetchone()
+            is_taken, token, last = session.execute(statement, known).fetchone()
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
@@ -267,30 +275,27 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         return busy(Occupant.from_json(last))
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy:
-        statement = (_WAIT if self.fencing else _WAIT_BARE)[session.request.shared]
-        known = self._known(session, stay(wait)) | {"left": str(milliseconds(wait.left))}
+        """Wait for it as the session that the server ends when it is silent; then raise the token, in the time that is left.
+
+        In several statements: one alone would have the table of the tokens locked while it waits.
+        """
+        request, left = session.request, milliseconds(wait.left)
+        suffix = "_shared" if request.shared else ""
+        statements = f"""SET LOCAL lock_timeout = {left}; SET {self.silence} = {milliseconds(request.ttl)};
+            SET application_name = '{session.label}';
+            SELECT pg_advisory_lock{suffix}({lock_number(request.key)});"""
+        if self.fencing:
+            known = literal(request.key), literal(session.record()), str(left or LONGEST)
+            statements += f"EXECUTE distlock_count({', '.join(known)})"
         try:
-            _, token = session.execute(statement, known).fetchone()
+            answer = session.execute(statements)
+            return Grant(answer.fetchone()[0] if self.fencing else None)
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
             # The lock may have been granted just then, or a guard() holds its token.
             session.execute(_FREE_ALL)
             return Busy()
-        return Grant(token)
-
-    def _known(self, session: DatabaseSession, patience: float) -> dict[str, str]:
-        """Return what the statements are given; *patience*: seconds to wait for the token."""
-        request = session.request
-        known = {
-            "number": str(lock_number(request.key)),
-            "silence": str(milliseconds(request.ttl)),
-            "label": session.label,
-        }
-        if self.fencing:
-            known |= {"key": request.key, "holder": session.record()}
-            known["patience"] = str(milliseconds(patience))
-        return known
 
     def free(self, session: DatabaseSession) -> bool:
         number = {"number": str(lock_number(session.request.key))}
@@ -317,6 +322,17 @@ def _neighbours(cursor: Any, holds: str) -> list[Neighbour]:
     cursor.execute(_NEIGHBOURS.format(holds=holds), {})
     found = [(*known, *label.split(":")[1:]) for *known, label in cursor.fetchall()]
     return [Neighbour(*each) for each in found if len(each) == len(Neighbour._fields)]
+
+
+def is_limit_over(error: Exception, wait: Wait) -> bool:
+    """Return True if statement_timeout has ended *wait*; an operator who cancels it earlier has the same *error*."""
+    # The server's clock may be a little faster than ours.
+    return sqlstate(error) == _QUERY_CANCELED and wait.left is not None and wait.left < 1
+
+
+def literal(text: str) -> str:
+    """Return the SQL of *text*; in hexadecimal, it needs no quotes."""
+    return f"convert_from(decode('{text.encode().hex()}', 'hex'), 'UTF8')"
 
 
 @lru_cache(maxsize=1000)
