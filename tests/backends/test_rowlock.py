@@ -17,7 +17,7 @@ from django_distlock.ground.holder import Holder
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time
 
-from .session_tools import aliases, ask, backend, session_number, waiters
+from .session_tools import aliases, backend, session_number, waiters
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -54,19 +54,6 @@ def test_readers_hold_the_row_together_and_writers_wait(database: str, name: str
     backend("site0").release(second)
     assert isinstance(backend("site1").try_acquire(writer, queued=False), Grant)
     backend("site1").release(writer)
-
-
-def test_the_row_is_held_by_no_more_than_a_lock(database: str, name: str) -> None:
-    """Nothing is written to it: else the server's queue would lose its order, and commits be flushed."""
-    with lock(name, using="locks") as lease:
-        key = lease.request.key
-    statement = "SELECT * FROM django_distlock_methodlock WHERE method_name = %s"
-    before = ask(database, statement, key)
-
-    with lock(name, using="locks"):
-        assert ask(database, statement, key) == before
-
-    assert ask(database, statement, key) == before
 
 
 @pytest.mark.server

@@ -29,7 +29,7 @@ from django_distlock.ground.naming import stored
 
 from . import occupants
 from .occupants import busy, last_occupant, reader_key
-from .sessions import LONGEST_NAME, LOOK, STAY, DatabaseSession, stay
+from .sessions import LONGEST_NAME, LOOK, STAY, DatabaseSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -267,11 +267,9 @@ class SessionBackend(BaseDatabaseBackend):
         longest = None if wait.left is None else wait.left + usually
         began = clock.lease_time()
         with patient(session.connection, longest, usually=usually), session.waiting():
-            answer = self.server.wait(session, wait)
-            while answer is None:
+            while (answer := self.server.wait(session, wait)) is None:
                 self.make_row(request.key, request.name)
-                answer = self.server.wait(session, wait)
-            if isinstance(answer, Grant) and answer.start is None:
+            if isinstance(answer, Grant):
                 # The server counts the silence from the grant, which was at some time since *began*: after a
                 # long wait it hears a word, and counts from that.
                 start = clock.lease_time()
@@ -279,7 +277,8 @@ class SessionBackend(BaseDatabaseBackend):
                     self.server.keep(session, request.ttl)
                     began = start
                 answer = Grant(answer.token, began)
-            return self._completed(session, answer, stay(wait))
+            patience = STAY if wait.left is None else min(STAY, wait.left)
+            return self._completed(session, answer, patience)
 
     def _completed(
         self, session: DatabaseSession, answer: Grant | Busy, patience: float
@@ -387,9 +386,7 @@ class SessionBackend(BaseDatabaseBackend):
         try:
             with self._pool.translated():
                 yield
-        except (LockOutcomeUnknown, Contended) as error:
-            if isinstance(error, Contended):
-                raise
+        except LockOutcomeUnknown as error:
             raise LockBackendError(self.alias, error.problem) from error
 
     # What stands in the tables, by other connections.

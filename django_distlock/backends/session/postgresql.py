@@ -13,7 +13,7 @@ from django.db.utils import OperationalError
 
 from django_distlock.backends.database.bounds import is_cut
 from django_distlock.backends.database.connections import Unusable
-from django_distlock.backends.database.dialect import COUNTER, LOCK
+from django_distlock.backends.database.dialect import COUNTER, CREATE, LOCK
 from django_distlock.backends.database.postgresql import MICROSECONDS, PostgreSQL, sqlstate
 from django_distlock.engine.values import Busy, Grant, digest
 from django_distlock.ground.naming import stored
@@ -62,10 +62,7 @@ _REST = f"greatest(1, least({STAY * 1000:g}, $3 - extract(epoch FROM clock_times
 _COUNT_HERE = _COUNT % {"key": "$1", "holder": "$2", "patience": _REST}
 _PREPARE_COUNT = f"PREPARE distlock_count(text, text, int) AS {_COUNT_HERE}"
 
-_CREATE = f"""
-INSERT INTO {LOCK} (method_name, description, fencing_token, available_at, updated_at)
-VALUES (%(key)s, %(name)s, 0, clock_timestamp(), clock_timestamp()) ON CONFLICT (method_name) DO NOTHING
-"""
+_CREATE = f"{CREATE[0].format(now='clock_timestamp()')} ON CONFLICT (method_name) DO NOTHING"
 
 # The sessions of this kind: whether they hold, the sessions that they wait for, and label. Other users' states are hidden.
 # A label says what was asked for: a waiter has it before it blocks, and a refused session until its ROLLBACK.
@@ -118,7 +115,6 @@ _FREE = _both(f"""
 SELECT pg_advisory_unlock{{shared}}(%(number)s::bigint),
     set_config('idle_session_timeout', '0', false), set_config('application_name', '{PREFIX}', false)
 """)
-_FREE_ALL = f"SELECT pg_advisory_unlock_all(); SET idle_session_timeout = 0; SET application_name = '{PREFIX}'"
 _IS_HELD = """
 SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
 AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -293,8 +289,8 @@ class PostgreSQLAdvisory(PostgreSQLSessions):
         except OperationalError as error:
             if not self.dialect.is_wait_over(error):
                 raise
-            # The lock may have been granted just then, or a guard() holds its token.
-            session.execute(_FREE_ALL)
+            # The lock may have been granted just then, or a guard() holds its token. The limits are what they were.
+            session.execute("SELECT pg_advisory_unlock_all()")
             return Busy()
 
     def free(self, session: DatabaseSession) -> bool:

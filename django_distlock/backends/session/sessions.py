@@ -34,11 +34,6 @@ _digest_of_key = lru_cache(maxsize=1000)(digest)
 ENDS_WITHIN = 1.0
 
 
-def stay(wait: Wait) -> float:
-    """Return how long to wait for a token at the end of *wait*."""
-    return STAY if wait.left is None else min(STAY, wait.left)
-
-
 class DatabaseSession:
     """One connection, and the one lock that it holds or waits for. Made without one; the backend opens it."""
 
