@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Protocol, TypeVar, ov
 
 from asgiref.sync import iscoroutinefunction
 from django.db import connections, transaction
-from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.http.response import HttpResponseBase
 from django.template.response import TemplateResponse
 from django.utils.translation import gettext_lazy
 
@@ -200,9 +201,9 @@ def _sync(locked: _Locked) -> Callable[..., Any]:
             result = locked.transactions.inside(args)(*args, **kwargs)
             if inspect.isawaitable(result):
                 return _awaited(result, stack.pop_all())
-            if getattr(result, "status_code", 200) >= BAD_REQUEST:
+            if isinstance(result, HttpResponseBase) and result.status_code >= BAD_REQUEST:
                 lease.note_failure()
-            if getattr(result, "streaming", False):
+            if isinstance(result, StreamingHttpResponse):
                 hold_until_closed(result, lease, stack.pop_all().close)
             return result
 
@@ -220,9 +221,9 @@ def _async(locked: _Locked) -> Callable[..., Any]:
                 refused = locked.refuse(busy, args, kwargs)
                 return await refused if inspect.isawaitable(refused) else refused
             result = await locked.function(*args, **kwargs)
-            if getattr(result, "status_code", 200) >= BAD_REQUEST:
+            if isinstance(result, HttpResponseBase) and result.status_code >= BAD_REQUEST:
                 lease.note_failure()
-            if getattr(result, "streaming", False):
+            if isinstance(result, StreamingHttpResponse):
                 await lock.end_cancelling()
                 stack.pop_all()
                 # It may be closed in the event loop, and release() would block that.

@@ -7,6 +7,7 @@ import functools
 import inspect
 import pickle
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -282,6 +283,21 @@ class TestKinds:
 
         assert await work()
         assert not await lock("a").alocked()
+
+    async def test_what_looks_like_a_response_is_returned_like_anything_else(self) -> None:
+        payment = SimpleNamespace(status_code="paid", streaming=True)
+
+        @distributed_lock("a")
+        def pay() -> SimpleNamespace:
+            return payment
+
+        @distributed_lock("a")
+        async def apay() -> SimpleNamespace:
+            return payment
+
+        assert pay() is payment
+        assert await apay() is payment
+        assert not _is_held("a")
 
     def test_a_partial_can_be_decorated(self) -> None:
         def work(number: int) -> bool:
