@@ -63,12 +63,13 @@ class Background:
         self._has_work = threading.Condition(self._mutex)
         self._workers = self._idle = 0
 
-    def at(self, due: float, job: Callable[[], object]) -> None:
+    def at(self, due: float, job: Callable[[], object]) -> bool:
         """Run *job* in the clock thread at *due* (lease time); it must not block.
 
+        Return False if there is no such thread now, and none can be started: the next call starts it.
         Finalizers, which run at any moment in any thread, may call this, but no other method here.
         """
-        self._clock.add(due, job)
+        return self._clock.add(due, job)
 
     def submit(self, lane: Hashable, job: Callable[[], object], delay: float = 0.0) -> None:
         """Run *job* after *delay* seconds in an I/O thread, after the earlier jobs of its lane."""
@@ -165,7 +166,7 @@ class _Clock:
         self._numbers = itertools.count()
         self._is_running = False
 
-    def add(self, due: float, job: Callable[[], object]) -> None:
+    def add(self, due: float, job: Callable[[], object]) -> bool:
         try:
             with self._mutex:
                 heapq.heappush(self._jobs, (due, next(self._numbers), job))
@@ -178,10 +179,12 @@ class _Clock:
         except NoThreadError as error:
             self._is_running = False
             warn("No thread to extend leases, tried again with the next one: %s", error)
+            return False
         except BaseException:
             # An asynchronous exception may have stopped the start: one thread too many is better than none.
             self._is_running = False
             raise
+        return True
 
     def run_due(self) -> bool:
         has_run = False
@@ -247,8 +250,7 @@ class Alarm:
     def at(self, due: float) -> None:
         """Run the job at *due* (lease time), unless it already runs earlier."""
         with self._mutex:
-            if due < self.due:
-                background.at(due, partial(self._ring, due))
+            if due < self.due and background.at(due, partial(self._ring, due)):
                 # A finalizer may have set an earlier time during the call. Not min(): that could be interrupted too.
                 self.due = due if due < self.due else self.due  # noqa: FURB136
 

@@ -189,7 +189,8 @@ class Lease(metaclass=_Shown):
     @property
     def in_jeopardy(self) -> bool:
         """Whether a renewal is late or has failed, while the deadline has not passed yet."""
-        is_late = self.renews and self.remaining < self.ttl * LATE
+        renewal = self.renewal()  # a shorter one, or none, towards the end of its max_hold
+        is_late = self.renews and renewal is not None and self.remaining < renewal.ttl * LATE
         return self.held and (self._is_in_jeopardy or is_late)
 
     @property
@@ -527,10 +528,9 @@ class Lease(metaclass=_Shown):
         if not self.backend.supports_extend:
             raise NotSupported(self.using, "extend()", "A lease ends with its ttl.")
         if ttl is not None:
-            wanted = checked_ttl(ttl)
-            self.backend.check_ttl(wanted)
-            self.request = replace(self.request, ttl=wanted)
-        request = self.renewal()
+            ttl = checked_ttl(ttl)
+            self.backend.check_ttl(ttl)
+        request = self.renewal(ttl)
         if request is None:
             raise LockLost(self.name, "its max_hold is over")
         start = clock.lease_time()
@@ -539,14 +539,18 @@ class Lease(metaclass=_Shown):
             self.lose("the server says that it is not ours any more")
             raise LockLost(self.name, self._reason)
         self.confirm(start, request.ttl)
+        if ttl is not None:
+            self.request = replace(self.request, ttl=ttl)
         announce(lock_extended, self, lease=self)
 
-    def renewal(self) -> Request | None:
-        """Return the request that renews it now; None when it may not live longer (max_hold)."""
-        left = self.ttl if self._holds_until is None else self._holds_until - clock.lease_time()
-        if left >= self.ttl:
+    def renewal(self, ttl: float | None = None) -> Request | None:
+        """Return the request that extends it now, to *ttl* or its own; None when it may not live longer (max_hold)."""
+        longest = self.ttl if ttl is None else ttl
+        if self._holds_until is not None:
+            longest = min(longest, self._holds_until - clock.lease_time())
+        if longest == self.ttl:
             return self.request
-        return replace(self.request, ttl=left) if left > 0 else None
+        return replace(self.request, ttl=longest) if longest > 0 else None
 
     def renew_at(self, due: float) -> None:
         """Plan its next renewal (lease time)."""
@@ -574,13 +578,19 @@ class Lease(metaclass=_Shown):
 
     # Its release.
 
-    def leave(self, error: BaseException | None) -> None:
-        """Release it at the end of a block that raised *error*, which a failed release does not hide."""
+    def leave(self, error: BaseException | None, *, at_once: bool = False) -> None:
+        """Release it at the end of a block that raised *error*, which a failed release does not hide.
+
+        *at_once*: whatever transaction is open.
+        """
         if error is not None:
             self.note_failure()
         try:
             if self.is_entered and not self.is_left:
-                self.release()
+                if at_once:
+                    self.release_now()
+                else:
+                    self.release()
         except LockError as problem:
             self._add_note(error, problem)
 

@@ -134,14 +134,17 @@ class Registry:
             # An error and its frames may refer to a lease, in a cycle that only the collector frees.
             self._has_unattended = False
             gc.collect()
-        leases = self._held()
         try:
+            leases = self._held()
             self._end_what_is_over(leases)
             for backend, due in self._take_due().items():
                 background.submit(backend.alias, partial(self._extend, backend, due))
-        finally:
             if leases:
                 self._alarm.at(self._next_due())
+        except BaseException:
+            # A callback or receiver of a lost lease may raise anything, SystemExit too.
+            self._alarm.at(clock.lease_time() + SWEEP)
+            raise
 
     def _end_what_is_over(self, leases: Iterable[Lease]) -> None:
         for lease in leases:

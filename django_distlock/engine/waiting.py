@@ -186,10 +186,10 @@ class Turns:
 
     def first_pause(self, key: str, now: float) -> float:
         """Return the pause before the first try: that of a waiter that has waited since the release, or 0."""
-        wanted = self.wanted.get(key)
-        if wanted is None or wanted.released is None:
+        # Callers without a place in the line ask for it too, each in its own thread.
+        if (wanted := self.wanted.get(key)) is None or (released := wanted.released) is None:
             return 0.0
         wanted.left -= 1
         if wanted.left <= 0:
-            del self.wanted[key]
-        return max(0.0, poll_pause(wanted.held) - (now - wanted.released))
+            self.wanted.pop(key, None)
+        return max(0.0, poll_pause(wanted.held) - (now - released))

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from django_distlock.engine import background as module
-from django_distlock.engine.background import WORKERS, Background
+from django_distlock.engine.background import WORKERS, Alarm, Background
 from django_distlock.ground import clock
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.threads import refuse_first_thread
@@ -218,6 +218,20 @@ def test_a_job_that_found_no_thread_is_tried_again_by_itself(
     background.submit("a", done.set)
 
     assert done.wait(8)
+    assert asked
+
+
+def test_an_alarm_that_found_no_thread_is_set_again_by_the_next_one(
+    background: Background, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, rung = refuse_first_thread(monkeypatch, "distlock-clock"), threading.Event()
+    monkeypatch.setattr(module, "background", background)
+    alarm, now = Alarm(rung.set), clock.lease_time()
+
+    alarm.at(now)
+    alarm.at(now + 0.01)
+
+    assert rung.wait(8)
     assert asked
 
 

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from django_distlock import Lease, LockLost, LockNotHeld, NotSupported, lock
+from django_distlock import (
+    Lease,
+    LockBackendError,
+    LockLost,
+    LockNotHeld,
+    NotSupported,
+    lock,
+)
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.lease import State
@@ -138,6 +145,21 @@ def test_it_is_in_jeopardy_when_its_renewal_is_late(
     assert not lease.in_jeopardy
 
 
+def test_it_is_in_no_jeopardy_because_its_max_hold_ends(
+    memory: LocMemBackend, lease_clock: Clock
+) -> None:
+    lease = _taken(ttl=100, max_hold=150, renew=True)
+    lease.due = math.inf
+
+    lease_clock.ahead = 80
+    assert lease.in_jeopardy
+    lease.extend()
+    for lease_clock.ahead in (80, 110, 140):
+        assert not lease.in_jeopardy
+    lease_clock.ahead = 150
+    assert lease.lost
+
+
 def test_released_is_final_and_tells_nobody(memory: LocMemBackend, lease_clock: Clock) -> None:
     told: list[str] = []
     lease = _taken()
@@ -246,6 +268,26 @@ def test_extend_to_another_ttl_is_kept_for_renewals(memory: LocMemBackend) -> No
 
     assert lease.ttl == 60
     assert lease.remaining > 50
+    lease.release()
+
+
+def test_a_ttl_that_the_server_did_not_take_is_not_kept(
+    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(requests: Sequence[Request]) -> Sequence[bool]:
+        raise LockBackendError("default", "it is down")
+
+    lease = _taken(ttl=10)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "extend", refuse)
+        with pytest.raises(LockBackendError):
+            lease.extend(600)
+        with pytest.raises(LockBackendError):
+            lease.detach(600)
+
+    assert lease.ttl == 10
+    lease.extend()
+    assert lease.remaining <= 10
     lease.release()
 
 

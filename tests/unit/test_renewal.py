@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -235,3 +236,14 @@ def test_a_lease_whose_end_shows_as_it_is_put_back_holds_up_no_renewal(watched: 
 
     assert not thread.is_alive()
     assert lease.lost
+
+
+@pytest.mark.slow
+def test_a_callback_that_exits_ends_no_renewal(watched: Watched) -> None:
+    lost = lock("lost", ttl=0.3, renew=False).acquire()
+    assert lost
+    lost.on_lost(sys.exit)
+
+    with lock("a", ttl=4.5) as lease:
+        eventually(lambda: watched.batches, what="the other lease is renewed")
+        lease.check()
