@@ -205,7 +205,7 @@ _CHECKS: dict[str, Callable[[object, str], object]] = {
     "timeout": optional_seconds,
     "ttl": checked_ttl,
     "limit": lambda value, what: None if value is None else checked_limit(value, what),
-    "max_hold": lambda value, what: None if value is None else seconds(value, what),
+    "max_hold": lambda value, what: None if value is None else checked_ttl(value, what),
     "min_hold": partial(seconds, zero=True),
 }
 
@@ -248,19 +248,20 @@ def nothing_to_cancel(what: str) -> ValueError:
 
 
 class _EnteredWith(NamedTuple):
-    """A ``with`` that has been entered. *frame* tells in which frame it stands; 0 where that is of no interest."""
+    """A ``with`` that has been entered. *frame* tells in which frame it stands."""
 
     lease: Lease
-    frame: int
+    frame: object
     cancelling: Cancelling | None
 
 
-def _frame_of_with() -> int:
-    """Return what tells the frame of the ``with`` that is entered or left now from all others that live."""
+def _frame_of_with() -> object:
+    """Return what tells the frame of the ``with`` that is entered or left now from all others."""
     frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - nothing else tells one block from another
     while frame and frame.f_globals.get("__name__") in _OF_WITH:
         frame = frame.f_back
-    return id(frame)
+    # The code, too: if one function enters and another one leaves, the id may be that of a frame which has ended.
+    return frame and (id(frame), frame.f_code)
 
 
 class Lock:
@@ -274,7 +275,8 @@ class Lock:
     @_lists_terms
     def __init__(self, name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> None:
         """*terms* are those of LockTerms."""
-        # Lists change by single steps, which no thread or exception can divide.
+        # Lists change by single steps, which no thread or exception can divide. To be searched, they are
+        # copied in one step too: other threads change them meanwhile.
         # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
         self._acquired: list[Known] = []
         self._blocks: list[_EnteredWith] = []
@@ -376,13 +378,13 @@ class Lock:
     def __enter__(self) -> Lease:
         return self.take(self.terms.timeout, self._note_entry)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: Any, at_once: bool = False) -> None:
         block = entries = None
         try:
             block = self.innermost()
             entries = block.lease.entries
             self._blocks.remove(block)
-            block.lease.leave(error[1])
+            block.lease.leave(error[1], at_once=at_once)
         except LockError:
             raise
         except BaseException:
@@ -441,7 +443,7 @@ class Lock:
     def keep_acquired(self, lease: Lease) -> None:
         """Keep *lease*, which enter() brought, until release(): the end of a block does not release it."""
         self._remember(lease)
-        self._blocks.remove(next(block for block in self._blocks if block.lease is lease))
+        self._blocks.remove(next(block for block in [*self._blocks] if block.lease is lease))
 
     def take(self, timeout: float | None, note: Note = id, *, what: str = "with") -> Lease:
         """Return a lease that is held, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
@@ -586,27 +588,27 @@ class Lock:
 
     def recall(self) -> Lease:
         """Return what this caller acquired last, and forget it."""
-        for known in reversed(self._acquired):
+        for known in reversed([*self._acquired]):
             if (lease := known()) is not None and lease.is_of_caller():
                 self._acquired.remove(known)
                 return lease
         raise LockNotHeld(self.name)
 
     def _note_entry(self, lease: Lease, cancelling: Cancelling | None = None) -> None:
-        frame = _frame_of_with() if self.terms.shared else 0
-        self._blocks.append(_EnteredWith(lease, frame, cancelling))
+        self._blocks.append(_EnteredWith(lease, _frame_of_with(), cancelling))
         if cancelling is not None:
             cancelling.watch(lease)
 
     def innermost(self) -> _EnteredWith:
         """Return the block that is left now: the last one of its frame, or else of this caller, or else of all.
 
-        A generator may be closed by another thread than its own; its frame tells it from other readers.
+        A generator may be closed by another thread than its own, or after its lease was lost; its frame
+        tells its block from those of other holders.
         """
-        blocks = self._blocks
+        blocks = [*self._blocks]
         if len(blocks) > 1:
-            frame = _frame_of_with() if self.terms.shared else 0
-            of_frame = [block for block in blocks if block.frame == frame != 0]
+            frame = _frame_of_with()
+            of_frame = [block for block in blocks if block.frame == frame]
             blocks = of_frame or [each for each in blocks if each.lease.is_of_caller()] or blocks
         if not blocks:
             raise LockNotHeld(self.name)
@@ -767,21 +769,35 @@ class LockSet:
         return leases
 
     def release(self) -> None:
-        """Release the locks that this thread or task acquired last."""
-        leases = [lock.recall() for lock in self._locks.values()]
+        """Release the locks that this thread or task acquired last; LockNotHeld, at the end, if one is not held."""
+        leases, missing = self._recall()
         with ExitStack() as stack:
             for lease in leases:
                 stack.callback(lease.release)
+        for error in missing:
+            raise error
 
     @markcoroutinefunction
     def arelease(self) -> Coroutine[Any, Any, None]:
         """Release what the caller acquired last, even if another task awaits it."""
-        return self._arelease([lock.recall() for lock in self._locks.values()])
+        return self._arelease(*self._recall())
 
-    async def _arelease(self, leases: list[Lease]) -> None:
+    async def _arelease(self, leases: list[Lease], missing: list[LockNotHeld]) -> None:
         async with AsyncExitStack() as stack:
             for lease in leases:
                 stack.push_async_callback(lease.arelease)
+        for error in missing:
+            raise error
+
+    def _recall(self) -> tuple[list[Lease], list[LockNotHeld]]:
+        """Return what this caller acquired last, and forget it; and an error for each lock that it does not hold."""
+        leases, missing = list[Lease](), list[LockNotHeld]()
+        for lock in self._locks.values():
+            try:
+                leases.append(lock.recall())
+            except LockNotHeld as error:
+                missing.append(error)
+        return leases, missing
 
     def __enter__(self) -> tuple[Lease, ...]:
         wait = Wait(self._timeout())
@@ -791,7 +807,8 @@ class LockSet:
                     leases = {}
                     for name, lock in self._locks.items():
                         leases[name] = lock.enter(wait.left)
-                        stack.push(lock)
+                        # The block has not begun: what was acquired for it is free at once in a transaction too.
+                        stack.push(partial(lock.__exit__, at_once=True))  # type: ignore[call-arg]  # mypy drops names in special methods
                     return self._all_held(leases, stack)
             except LockLost:  # one ended while another was waited for: all are free again
                 if wait.is_over:

@@ -43,7 +43,8 @@ def checked_name(name: object) -> str:
         raise TypeError(f"A lock's name must be text, not {type(name).__name__}.")
     if not name:
         raise ValueError("A lock's name must not be empty.")
-    name = unicodedata.normalize("NFC", name)
+    # The value itself, also of a member of an Enum of texts, whose str() is another text.
+    name = unicodedata.normalize("NFC", str.__str__(name))
     if len(name) > LONGEST_NAME:
         msg = f"A lock's name must have {LONGEST_NAME:,} characters at most, not {len(name):,}."
         raise ValueError(msg)

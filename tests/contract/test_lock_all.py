@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from django_distlock import Lease, Lock, LockNotAcquired, lock, lock_all
+from django_distlock import Lease, Lock, LockNotAcquired, LockNotHeld, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.processes import Child
@@ -107,6 +107,32 @@ def test_acquire_gives_the_leases_and_release_gives_them_back(using: str, names:
     assert leases
     assert [lease.name for lease in leases] == names
     both.release()
+    assert not any(lease.held for lease in leases)
+
+
+def test_of_locks_that_are_not_all_held_release_gives_back_the_others(
+    using: str, names: list[str]
+) -> None:
+    both = lock_all(*names, using=using)
+    leases = both.acquire()
+    assert leases
+    leases[1].release()
+
+    with pytest.raises(LockNotHeld):
+        both.release()
+
+    assert not any(lease.held for lease in leases)
+
+
+async def test_a_task_gives_them_back_too(using: str, names: list[str]) -> None:
+    both = lock_all(*names, using=using)
+    leases = await both.aacquire()
+    assert leases
+    await leases[1].arelease()
+
+    with pytest.raises(LockNotHeld):
+        await both.arelease()
+
     assert not any(lease.held for lease in leases)
 
 

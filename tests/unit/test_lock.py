@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import math
 import pickle
 import re
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -24,12 +26,18 @@ from django_distlock import (
     LockNotAcquired,
     LockNotHeld,
     current_lease,
+    force_release,
     lock,
     lock_all,
 )
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.registry import registry
 from tests.contract.crew import elsewhere, held_in_thread, length_of_line
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from django_distlock import LockTerms
 
 
 def test_locked_tells_whether_anybody_holds_it(memory: LocMemBackend) -> None:
@@ -123,6 +131,7 @@ WRONG_TERMS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "timeout that is no number": ({"timeout": math.nan}, ValueError),
     "timeout in text": ({"timeout": "5"}, TypeError),
     "max_hold of zero": ({"max_hold": 0}, ValueError),
+    "max_hold that is all drift": ({"max_hold": 0.001}, ValueError),
     "negative min_hold": ({"min_hold": -1}, ValueError),
     "release at another time": ({"release": "later"}, ValueError),
     "renew in text": ({"renew": "no"}, TypeError),
@@ -356,3 +365,128 @@ def test_a_copy_of_a_lease_or_lock_is_refused(
 
         assert lease.held
         assert elsewhere(mine.locked)
+
+
+# One object for many holders.
+
+
+class Meanwhile:
+    """Does something in the midst of a call: the first time that it comes to *place*, "event function of what"."""
+
+    def __init__(self, place: str, act: Callable[[], object]) -> None:
+        self._place, self._act = place, act
+        self.has_come = False
+
+    def __call__(self, frame: FrameType, event: str, called: Any) -> None:
+        of = getattr(called, "__name__", "") if event.startswith("c_") else ""
+        if f"{event} {frame.f_code.co_name} {of}".strip() == self._place and not self.has_come:
+            self.has_come = True
+            self._act()
+
+    def in_the(self, call: Callable[[], object]) -> None:
+        sys.setprofile(self)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+
+
+def test_who_leaves_while_another_one_enters_leaves_its_own_lease(memory: LocMemBackend) -> None:
+    recipe, others = lock("a", shared=True), list[Lease]()
+    lease = recipe.__enter__()
+    meanwhile = Meanwhile(
+        "c_return innermost len", lambda: others.append(elsewhere(recipe.__enter__))
+    )
+
+    meanwhile.in_the(lambda: recipe.__exit__(None, None, None))
+
+    assert meanwhile.has_come
+    assert not lease.held
+    assert others[0].held
+    recipe.__exit__(None, None, None)
+
+
+def test_who_releases_while_others_do_releases_its_own_lease(memory: LocMemBackend) -> None:
+    recipe = lock("a", shared=True)
+    lease = recipe.acquire()
+    assert lease
+    others = [elsewhere(recipe.acquire) for _ in range(2)]
+
+    def hold_again() -> None:  # what has ended is forgotten at the next acquire
+        assert recipe.acquire()
+        recipe.release()
+
+    def let_others_go() -> None:
+        for other in others:
+            assert other
+            other.release()
+        elsewhere(hold_again)
+
+    meanwhile = Meanwhile("call is_of_caller", let_others_go)
+
+    meanwhile.in_the(recipe.release)
+
+    assert meanwhile.has_come
+    assert not lease.held
+
+
+@pytest.mark.parametrize("terms", [{"shared": True}, {"limit": 2}])
+def test_who_leaves_in_another_function_leaves_its_own_lease(
+    memory: LocMemBackend, terms: LockTerms
+) -> None:
+    """Whatever the size of the frames, which decides where in memory they are."""
+    recipe = lock("a", **terms)
+
+    def enter(stack: ExitStack) -> Lease:
+        return stack.enter_context(recipe)
+
+    def leave(stack: ExitStack) -> None:
+        stack.close()
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for sizes in itertools.product(range(8), repeat=2):
+            _resize(enter, sizes[0])
+            _resize(leave, sizes[1])
+            mine, theirs = ExitStack(), ExitStack()
+            lease = one.submit(enter, mine).result()
+            innocent = other.submit(enter, theirs).result()
+
+            one.submit(leave, mine).result()
+
+            assert (lease.held, innocent.held) == (False, True), sizes
+            other.submit(leave, theirs).result()
+
+
+def _resize(function: Any, more: int) -> None:
+    code = function.__code__
+    function.__code__ = code.replace(co_stacksize=10 + more)
+
+
+def test_a_generator_that_is_closed_leaves_its_own_place(memory: LocMemBackend) -> None:
+    places = lock("a", limit=2, reentrant=False)
+    generator = _holding(places)
+    lease = next(generator)
+
+    with places as other:
+        generator.close()
+
+        assert not lease.held
+        other.check()
+
+
+def test_a_generator_that_has_lost_its_lease_leaves_no_later_one(memory: LocMemBackend) -> None:
+    recipe = lock("a")
+    generator = _holding(recipe)
+    lease = next(generator)
+    assert force_release("a")
+    assert lease.lost
+
+    with recipe as later:
+        generator.close()
+
+        later.check()
+
+
+def _holding(recipe: Lock) -> Generator[Lease]:
+    with recipe as lease:
+        yield lease

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import random
 import re
@@ -38,6 +39,19 @@ def _words(count: int) -> list[str]:
         text = "".join(random.choice(ALPHABET) for _ in range(min(length, 6)))
         texts.add((text * length)[:length])
     return sorted(texts)
+
+
+class Named(str, enum.Enum):  # noqa: UP042 - its str() is what this is about
+    """Has another text for people than its value."""
+
+    REPORT = "report"
+
+
+def test_a_member_of_a_text_enum_is_its_value() -> None:
+    name = checked_name(Named.REPORT)
+
+    assert type(name) is str
+    assert (name, printable(name), stored(name)) == ("report",) * 3
 
 
 def test_different_names_have_different_keys() -> None:

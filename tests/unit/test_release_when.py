@@ -38,6 +38,7 @@ from django_distlock.lock import LockTerms
 from django_distlock.signals import lock_released
 from django_distlock.testing import reset_locks
 from testproject.models import Account
+from tests.contract.crew import held_in_thread
 from tests.fixtures.eventually import eventually, never
 from tests.unit.conftest import LOCMEM
 
@@ -306,6 +307,23 @@ def test_without_autocommit_it_is_kept_until_the_next_commit() -> None:
         assert is_free()
     finally:
         transaction.set_autocommit(True)
+
+
+# Of several, none if one is busy.
+
+
+def test_locks_that_were_not_all_acquired_are_free_at_once() -> None:
+    with held_in_thread(lock("b")), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with transaction.atomic():
+            assert lock_all("a", "b", timeout=0).acquire() is None
+            assert is_free()
+
+            by_with()
+            assert lock_all("a", "b", timeout=0).acquire() is None
+            assert not is_free()
+
+        assert is_free()
 
 
 # While it is kept.
