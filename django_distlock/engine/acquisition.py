@@ -37,7 +37,6 @@ from .values import Busy, Grant, Request, first_place, first_to_end
 from .waiting import Queueing, Wait, Waiting, Way
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from types import FrameType
 
     from django_distlock.backends.base import BaseLockBackend
@@ -187,12 +186,6 @@ def _may_ask_at_once(lease: Lease) -> bool:
 def _tries_places(backend: BaseLockBackend, request: Request) -> bool:
     """Return whether each place of the lock must be asked for, as a lock of its own."""
     return request.limit is not None and not backend.finds_place
-
-
-def _places(limit: int) -> Iterator[int]:
-    """Give all places, from first_place() on."""
-    first = first_place(limit)
-    return ((first + number) % limit for number in range(limit))
 
 
 def taken(
@@ -470,8 +463,9 @@ class Attempt:
 
     def _ask_places(self, this: Try) -> Steps[Act, Grant | Busy]:
         """Ask for each place, until one is granted; else return the one whose lease ends first."""
-        refused: list[Busy] = []
-        for place in _places(self.request.limit or 0):
+        refused, limit = list[Busy](), self.request.limit or 0
+        first = first_place(limit)
+        for place in (*range(first, limit), *range(first)):
             self.lease.ask_for(place)
             start = clock.lease_time()
             answer = yield from self._ask(this._replace(start=start), None, queued=False)

@@ -95,7 +95,7 @@ class WaitGraph:
 
     def _reason_against(self, waiter: Waiter) -> str | None:
         """Return the reason why *waiter* would wait for ever; None if it would not."""
-        in_transactions = [*self._held_otherwise()]
+        in_transactions = [held for tell in self.other_holders for held in tell()]
         if len(self._waiting) == 1 and not in_transactions and waiter.transaction is None:
             return None
         holders = self._holders(in_transactions)
@@ -129,9 +129,6 @@ class WaitGraph:
                 since = other.ahead_since
                 if other.lock == waiter.lock and since is not None and since < waiter.came:
                     yield caller
-
-    def _held_otherwise(self) -> Iterator[tuple[LockId, HeldBy]]:
-        return itertools.chain(*(tell() for tell in self.other_holders))
 
     def _holders(self, otherwise: Iterable[tuple[LockId, HeldBy]]) -> dict[LockId, list[HeldBy]]:
         found = defaultdict[LockId, list[HeldBy]](list)
