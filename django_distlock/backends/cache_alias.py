@@ -141,7 +141,7 @@ def check_clearing(alias: str, name: str, *, server: str | None = None) -> list[
 
     *server* has the locks, if they are not on all servers of the cache *name*.
     """
-    own, cleared = _places(server or _location(name)), _places(_location(DEFAULT_CACHE_ALIAS))
+    own, cleared = _places(name, server), _places(DEFAULT_CACHE_ALIAS)
     if name != DEFAULT_CACHE_ALIAS and not own & cleared:
         return []
     text = (
@@ -152,11 +152,10 @@ def check_clearing(alias: str, name: str, *, server: str | None = None) -> list[
     return [CheckWarning(text, hint=hint, id="distlock.W010")]
 
 
-def _location(name: str) -> object:
-    return caches.settings.get(name, {}).get("LOCATION")
-
-
-def _places(location: object) -> set[str]:
-    if isinstance(location, list | tuple):
-        return set(map(str, location))
-    return set(re.split("[;,]", str(location))) if location else set()
+def _places(name: str, server: str | None = None) -> set[tuple[str, object]]:
+    """Return the servers of the cache *name*, or *server* alone, each with the database that its OPTIONS name."""
+    settings = caches.settings.get(name, {})
+    location, options = server or settings.get("LOCATION"), settings.get("OPTIONS", {})
+    if not isinstance(location, list | tuple):
+        location = re.split("[;,]", str(location)) if location else ()
+    return {(str(each), options.get("db", options.get("DB"))) for each in location}

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from _thread import RLock
 
 
+#: So many records are kept without a look whether they are needed.
+FEW = 1000
+
+
 @dataclass(slots=True)
 class _Holding:
     request: Request
@@ -154,6 +158,18 @@ class _Memory:
     records: dict[str, _MemoryRecord] = field(default_factory=dict)
     released: RecentOwners = field(default_factory=RecentOwners)
     token: int = 0
+    #: How many records there may be before those are dropped that nobody needs.
+    room: int = FEW
+
+    def make_room(self, now: float) -> None:
+        """Drop the records of reservations and leases that have ended: nobody releases those."""
+        if len(self.records) <= self.room:
+            return
+        for key, record in list(self.records.items()):
+            record.expire(now)
+            if record.is_over(now):
+                self.records.pop(key, None)  # a signal handler may have been faster
+        self.room = max(FEW, 2 * len(self.records))
 
 
 class LocMemBackend(BaseLockBackend):
@@ -204,6 +220,7 @@ class LocMemBackend(BaseLockBackend):
         )
         in_hold = max(record.available, now + request.min_hold)
         record.available = 0.0 if request.shared else in_hold
+        self._memory.make_room(now)
 
     def _try_places(self, request: Request) -> Grant | Busy:
         now, line = clock.lease_time(), self._line(request)
@@ -307,9 +324,9 @@ class LocMemBackend(BaseLockBackend):
     def held(self, key: str | None = None) -> Iterable[Held]:
         with self._memory.mutex:
             now = clock.lease_time()
-            records = [
-                self._memory.records[each] for each in self._memory.records if key in {None, each}
-            ]
+            # A signal handler may release one of them meanwhile.
+            known = list(self._memory.records.items())
+            records = [record for each, record in known if key in {None, each}]
             for record in records:
                 record.expire(now)
             return [held for record in records for held in record.listed(now)]

@@ -95,6 +95,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
                 "nothing of its locks: name the one that is to keep them all as OPTIONS 'server'."
             )
         self._server = options.server or servers[0]
+        self.location = "cache", options.cache, str(self._server)
         seconds = options.connect_timeout, options.io_timeout
         self._connect = partial(MemcachedConnection, self._server, given, *seconds)
         self._pool = Pool(self.alias, self._server, self._connect)

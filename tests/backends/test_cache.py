@@ -271,6 +271,19 @@ def test_a_server_of_the_locks_own_is_not_warned_of(settings: Settings) -> None:
     ]
 
 
+def test_another_database_of_the_same_redis_is_not_warned_of(settings: Settings) -> None:
+    redis = {"BACKEND": f"{DJANGO}.redis.RedisCache", "LOCATION": "redis://127.0.0.1:1"}
+    configure(settings, {**redis, "OPTIONS": {"db": 1}})
+
+    for database, warned in ((2, []), (1, ["distlock.W010"])):
+        settings.CACHES = {
+            **settings.CACHES,
+            "default": {**redis, "OPTIONS": {"db": database}},
+        }
+        found = run_checks(tags=["distlock"], databases=[])
+        assert [message.id for message in found] == warned
+
+
 def test_locks_in_the_default_cache_are_warned_of(settings: Settings) -> None:
     settings.CACHES = {"default": {"BACKEND": f"{OURS}.SoundCache"}}
     options = {"cache": "default", "trust_add": (f"{OURS}.SoundCache",)}

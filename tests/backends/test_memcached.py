@@ -673,6 +673,15 @@ def test_several_servers_are_refused_unless_one_is_chosen(
     locks.close()
 
 
+def test_other_servers_of_a_cache_are_other_places(settings: Settings, driver: str) -> None:
+    several, places = ["127.0.0.1:1", "127.0.0.1:2"], set()
+    for server in several:
+        configure(settings, alias(several, driver), server=server)
+        places.add(locks["locks"].location)
+
+    assert len(places) == 2
+
+
 def test_a_server_that_cannot_be_reached_has_its_locks_looked_for_on_no_other(
     settings: Settings, driver: str, name: str, server: Memcached, memcached: Memcached
 ) -> None:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,6 +49,8 @@ pytestmark = [pytest.mark.server, pytest.mark.caches]
 
 BACKEND = "django_distlock.backends.redis.RedisBackend"
 CACHE = "django_distlock.backends.cache.CacheBackend"
+DJANGO = "django.core.cache.backends.redis.RedisCache"
+DJANGO_REDIS = "django_redis.cache.RedisCache"
 UNASKED = "tests.backends.redis_tools.UnaskedClient"
 DATABASE = 7
 
@@ -721,7 +724,7 @@ def test_all_keys_of_a_lock_are_in_one_slot(redis_cluster: list[Redis]) -> None:
 
 
 def test_a_key_function_that_hides_the_key_is_refused() -> None:
-    for make_key in (lambda _: "same", lambda key: "{}" + key):
+    for make_key in (lambda _: "same", lambda key: "{}" + key, lambda key: key.strip("}")):
         with pytest.raises(ValueError, match="key function"):
             KeySpace(make_key)
 
@@ -765,6 +768,47 @@ def test_wrong_options_are_errors_that_name_them(
         locks["default"]
 
     assert "DISTLOCK['default']" in str(caught.value)
+
+
+def use_cache(settings: Settings, kind: str, location: str = "redis://x", **options: Any) -> None:
+    """Keep locks in a cache of this class, with these OPTIONS."""
+    settings.CACHES = {
+        **settings.CACHES,
+        "own": {"BACKEND": kind, "LOCATION": location, "OPTIONS": options},
+    }
+    settings.DISTLOCK = {"default": {"BACKEND": CACHE, "OPTIONS": {"cache": "own"}}}
+
+
+@pytest.mark.parametrize("kind", [DJANGO, DJANGO_REDIS])
+def test_options_of_a_cache_that_no_connection_takes_are_named(
+    settings: Settings, kind: str
+) -> None:
+    use_cache(settings, kind, ssl_ca_crets="x")
+
+    with pytest.raises(InvalidLockBackend, match=r"DISTLOCK\['default'\].*'ssl_ca_crets'"):
+        locks["default"]
+
+
+def test_a_cache_with_a_pool_that_makes_callers_wait_has_locks(
+    redis: Redis, settings: Settings, name: str
+) -> None:
+    pool = {"pool_class": "redis.BlockingConnectionPool", "queue_class": LifoQueue, "timeout": 1}
+    use_cache(settings, DJANGO, f"redis://127.0.0.1:{redis.port}/{DATABASE}", **pool)
+    assert caches["own"].get(name) is None
+
+    with lock(name, timeout=0):
+        pass
+
+
+def test_other_databases_and_masters_are_other_places(settings: Settings) -> None:
+    sentinels = [{"SENTINELS": [(host, 26379)]} for host in ("a", "b")]
+    places = set()
+    databases: list[dict[str, Any]] = [{}, {"db": 1}, {"db": 2}]
+    for options in [*databases, *sentinels]:
+        use_cache(settings, DJANGO_REDIS, "redis://mymaster", **options)
+        places.add(locks["default"].location)
+
+    assert len(places) == 5
 
 
 @pytest.mark.parametrize("scripting", [True, False])

@@ -213,6 +213,34 @@ async def test_connections_that_broke_while_idle_are_replaced_unseen(
             await disconnect(server)
 
 
+async def be_a_crowd(name: str) -> AsyncPoolLink:
+    """Leave three idle connections."""
+    link: AsyncPoolLink = await backend()._loops.get()
+    verbs = [backend()._verbs.listen([f"{name}:{number}"], 0.3) for number in range(3)]
+    await asyncio.gather(*(link.converse(verb, 5.0) for verb in verbs))
+    assert len(link._idle) == 3
+    return link
+
+
+async def test_connections_that_were_reset_while_idle_are_replaced_unseen(
+    proxy: Proxy, name: str
+) -> None:
+    link = await be_a_crowd(name)
+    proxy.cut()
+    proxy.pass_through()
+
+    await aeventually(lambda: not any(each.is_fit() for each in link._idle), 5)
+    assert not await lock(name).alocked()
+
+
+async def test_connections_that_a_router_forgot_fail_once_for_all(proxy: Proxy, name: str) -> None:
+    await be_a_crowd(name)
+    proxy.forget()
+
+    async with lock(name, timeout=0) as lease:
+        await lease.aextend()
+
+
 async def test_a_waiter_whose_connection_breaks_goes_on_waiting(server: Redis, name: str) -> None:
     holder = rival(name, ttl=LONG)
     await asyncio.to_thread(holder.takes)

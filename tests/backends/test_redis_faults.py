@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -317,6 +318,38 @@ def test_an_acquire_that_arrives_after_it_was_given_up_is_refused(
     never(lambda: holders(name), 0.3)
 
 
+@pytest.mark.parametrize("limit", [None, 2])
+def test_a_try_that_arrives_after_its_lock_was_given_back_is_refused(
+    server: Redis, proxy: Proxy, settings: Settings, name: str, limit: int | None
+) -> None:
+    configure(settings, server, proxy.port, io_timeout=0.2)
+    take("warm", limit=limit).release()
+    asked = server.calls()["evalsha"]
+    proxy.delay_next(1.0)
+    with lock(name, ttl=LONG, timeout=5, limit=limit):
+        assert server.calls()["evalsha"] == asked + 1, "the second one, as the first is late"
+
+    eventually(lambda: server.calls()["evalsha"] >= asked + 3, 5, "it arrives late")
+    assert not holders(name)
+
+
+def test_an_attachment_that_arrives_after_it_was_given_up_is_refused(
+    server: Redis, proxy: Proxy, settings: Settings, name: str
+) -> None:
+    configure(settings, server, proxy.port, io_timeout=0.2)
+    Lease.attach(take("warm").detach()).release()
+    text = take(name, ttl=LONG).detach()
+    asked = server.calls()["evalsha"]
+    proxy.delay(1.8)
+    with pytest.raises(LockOutcomeUnknown):
+        Lease.attach(text)
+    proxy.delay(0)
+
+    eventually(lambda: server.calls()["evalsha"] >= asked + 1, 1.2, "it was given up")
+    eventually(lambda: server.calls()["evalsha"] >= asked + 2, 5, "it arrives late")
+    Lease.attach(text).release()
+
+
 # Broken connections.
 
 
@@ -328,6 +361,18 @@ def test_connections_that_broke_while_idle_are_replaced_unseen(direct: Redis, na
         break_connections(direct)
         lease.extend()
         break_connections(direct)
+
+
+def test_connections_that_a_router_forgot_fail_once_for_all(proxy: Proxy, name: str) -> None:
+    with ThreadPoolExecutor(3) as crowd:
+        for number in range(3):
+            verb = backend()._verbs.listen([f"{name}:{number}"], 0.3)
+            crowd.submit(backend()._link.converse, verb, 5.0)
+    assert proxy.open_connections >= 3
+    proxy.forget()
+
+    with lock(name, timeout=0) as lease:
+        lease.extend()
 
 
 def test_a_waiter_whose_connection_breaks_goes_on_waiting(direct: Redis, name: str) -> None:

@@ -618,6 +618,18 @@ def test_a_question_overtaken_by_its_own_release_is_refused(
     assert _ask_at(servers[0], name, owner, 300)[0] == 1
 
 
+def test_an_attachment_overtaken_by_its_own_release_is_refused(
+    servers: list[Redis], name: str
+) -> None:
+    former, owner = "a" * 32, "b" * 32
+    assert _ask_at(servers[0], name, former, 100)[0] == 1
+    assert _release_at(servers[0], name, owner, 300) == 2
+    take_over = partial(_call, servers[0], scripts.TAKE_OVER, name, owner, former, 20_000_000, "{}")
+
+    assert take_over(200) == 0
+    assert take_over(400) == 1
+
+
 def test_a_release_overtaken_by_the_next_try_frees_nothing(servers: list[Redis], name: str) -> None:
     owner = "b" * 32
     assert _ask_at(servers[0], name, owner, 300)[0] == 1

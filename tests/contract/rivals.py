@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from django_distlock.engine.values import Busy, Grant, Release, Request
+from django_distlock.engine.values import Busy, Grant, Release, Request, new_owner
 from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
 
@@ -21,6 +21,7 @@ class Rival:
         self.request = request
         self.token: int | None = None
         self.refused = Busy()
+        self._has_left = False
 
     @classmethod
     def of(
@@ -40,7 +41,10 @@ class Rival:
         return cls(backend, request if backend.finds_place or limit is None else request.at(0))
 
     def tries(self) -> bool:
-        """Ask once, and tell whether it is ours."""
+        """Ask once, and tell whether it is ours. Whoever has left asks as another owner: the old one is refused."""
+        if self._has_left:
+            self.request = dataclasses.replace(self.request, owner=new_owner())
+            self._has_left = False
         answer = self._backend.try_acquire(self.request, queued=False)
         if isinstance(answer, Grant):
             self.token = answer.token
@@ -61,4 +65,6 @@ class Rival:
 
     def leaves(self) -> Release:
         """Give it back."""
-        return self._backend.release(self.request)
+        answer = self._backend.release(self.request)
+        self._has_left = answer is Release.RELEASED
+        return answer

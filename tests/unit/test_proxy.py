@@ -126,6 +126,22 @@ def test_a_close_is_lost_in_a_black_hole(proxy: Proxy, client: socket.socket) ->
     assert proxy.open_connections == 1
 
 
+def test_a_forgotten_connection_is_reset_at_its_next_request(
+    proxy: Proxy, client: socket.socket
+) -> None:
+    ask(client, b"hello")
+    proxy.forget()
+
+    client.settimeout(ANSWERED)
+    with pytest.raises(TimeoutError):
+        client.recv(1000)
+    with pytest.raises(ConnectionResetError):
+        ask(client, b"gone")
+    with socket.create_connection((proxy.host, proxy.port)) as newcomer:
+        assert ask(newcomer, b"again") == b"again"
+    assert Echo.heard == b"helloagain"
+
+
 def test_cut_resets_and_refuses_until_healed(proxy: Proxy, client: socket.socket) -> None:
     ask(client, b"hello")
     proxy.cut()

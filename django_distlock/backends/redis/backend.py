@@ -86,7 +86,7 @@ class RedisBackend(StepsBackend):
         self.supports_shared = self.finds_place = self.options.scripting
         self.source = self.make_source()
         self._space = KeySpace(self.make_key())
-        self.location = self.source.url, self._space.pattern
+        self.location = self.source.identity, self._space.pattern
         # The locks of one script must be on one server.
         batch = 1 if self.source.is_cluster else BATCH
         self._verbs: RedisVerbs = RedisVerbs(self.alias, self._space, self.options, batch=batch)

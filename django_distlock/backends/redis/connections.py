@@ -265,7 +265,7 @@ class TaskConnection(_Connection):
 
     def is_fit(self) -> bool:
         reader = self.driver._reader  # noqa: SLF001 - as for threads
-        return not (reader.at_eof() or reader._buffer)  # noqa: SLF001 - data without a request
+        return not (reader.at_eof() or reader.exception() or reader._buffer)  # noqa: SLF001 - data without a request
 
     def close(self) -> None:
         self.driver._writer.close()  # noqa: SLF001 - as for threads; the driver's own method is a coroutine
@@ -331,6 +331,8 @@ class _Link:
     def _fail(self, meaning: Callable[..., Exception], error: BaseException) -> NoReturn:
         """Raise *error*, or what it means if it is the driver's."""
         if isinstance(error, BROKEN):
+            # The idle ones are probably broken too: a router that forgot one has forgotten all of them.
+            self._idle.close_all(_close)
             raise meaning(self._alias, self._source.where, error) from root_cause(error)
         raise error
 

@@ -181,11 +181,11 @@ _GRANT = f"""
 # ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a place in the queue if it is
 # refused, '1' if the first in the queue is always served first.
 # Returns {1, token}, or {0, holder of the lease that ends last, microseconds left or -1}.
-# The same owner again: the same token. An owner that was given back for good: refused.
+# The same owner again: the same token. An owner that has given it back: refused, as this arrives late.
 _ACQUIRE = f"""
 local owner, mode, ttl, min_hold = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked')
-local is_revoked = known[4] and string.find(known[4], owner, 1, true)
+local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked', 'ended')
+local is_revoked = string.find((known[4] or '') .. (known[5] or ''), owner, 1, true)
 
 -- Nearly always there are neither holders nor waiters.
 if not is_revoked and number(known[3]) <= now and redis.call('EXISTS', holders, queue) == 0 then
@@ -238,7 +238,7 @@ local numbers_free = 0
 
 local function look_at(place)
   record, holders, reserved = KEYS[3 * place + 3], KEYS[3 * place + 4], KEYS[3 * place + 5]
-  known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked')
+  known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked', 'ended')
 end
 
 for i = 0, limit - 1 do
@@ -250,7 +250,7 @@ for i = 0, limit - 1 do
     redis.call('ZADD', holders, math.max(tonumber(ends), now + ttl), owner)
     return {{1, (described(owner)), place}}
   end
-  is_revoked = is_revoked or string.find(known[4] or '', owner, 1, true)
+  is_revoked = is_revoked or string.find((known[4] or '') .. (known[5] or ''), owner, 1, true)
   if number(known[3]) <= now and redis.call('ZCARD', holders) == 0 then
     free, numbers_free = free or place, numbers_free + 1
   else
@@ -356,9 +356,10 @@ return kept
 # Has an owner hold what another one holds, with the same token, for its own ttl from now.
 # ARGV: bells, new owner, former owner, ttl (microseconds), holder.
 # Returns 1 if it is the new owner's now (also when asked again: what is written then waits for replicas and the disk
-# again), or 0.
+# again), or 0. An owner that was given back for good: 0.
 _TAKE_OVER = """
 local owner, former, ends = ARGV[2], ARGV[3], now + tonumber(ARGV[4])
+if is_noted('revoked', owner) then return 0 end
 expire()
 local last = redis.call('ZSCORE', holders, owner)
 if last then

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from redis import connection as driver
@@ -44,7 +45,7 @@ _OURS = frozenset(
         "socket_timeout", "socket_connect_timeout", "timeout", "retry", "retry_on_timeout",
         "retry_on_error", "max_connections", "connection_class", "decode_responses", "encoding",
         "encoding_errors", "parser_class", "protocol", "health_check_interval", "pool_class",
-        "serializer", "is_master", "check_connection",
+        "queue_class", "serializer", "is_master", "check_connection",
     }
 )  # fmt: skip
 
@@ -104,6 +105,11 @@ class Source:
             return ", ".join(f"{host}:{port}" for host, port in self.sentinels)
         known = _read_url(self.url)
         return known.get("path") or f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
+
+    @property
+    def identity(self) -> Hashable:
+        """The place of its keys: the server, or the Sentinels and their master, and the database."""
+        return self.url, self.sentinels, self.settings.get("db")
 
     @property
     def service(self) -> str:
@@ -200,24 +206,34 @@ def source_of_url(url: str, options: Mapping[str, Any], **limits: Any) -> Source
             problem = "the URL has it" if name in _IN_URL else "locks have their own"
             raise ValueError(f"'options' cannot have {name!r}: {problem}.")
     source = Source(url, settings=options, **limits)
-    try:
-        _make_connections(source)
-    except (TypeError, ValueError, RedisError) as error:
-        raise ValueError(f"'options': redis-py does not take them: {first_line(error)}.") from error
+    with _refused("'options'"):
+        if source.is_cluster:
+            _compare_with_clients(source)
+        else:
+            _make_connection(ConnectionPool(**source.connection))
+            _make_connection(AsyncConnectionPool(**source.async_connection))
     return source
 
 
-def _make_connections(source: Source) -> None:
-    """Make the objects that would connect to *source*; of a cluster's client, which connects at once, compare the names."""
-    if source.is_cluster:
-        of_threads = {*inspect.signature(RedisCluster).parameters, *REDIS_ALLOWED_KEYS}
-        known = of_threads & inspect.signature(AsyncRedisCluster).parameters.keys()
-        if unknown := sorted(source.settings.keys() - known):
-            raise ValueError(f"its clients of clusters have no {unknown[0]!r}")
-        return
-    pools = ConnectionPool(**source.connection), AsyncConnectionPool(**source.async_connection)
-    for pool in pools:
-        pool.connection_class(**pool.connection_kwargs)
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, RedisError) as error:
+        raise ValueError(f"{what}: redis-py does not take them: {first_line(error)}.") from error
+
+
+def _make_connection(pool: ConnectionPool | AsyncConnectionPool) -> None:
+    """Make an object that would connect."""
+    pool.connection_class(**pool.connection_kwargs)
+
+
+def _compare_with_clients(source: Source) -> None:
+    """Raise ValueError for a setting that a cluster's clients do not have; they would connect at once."""
+    of_threads = {*inspect.signature(RedisCluster).parameters, *REDIS_ALLOWED_KEYS}
+    known = of_threads & inspect.signature(AsyncRedisCluster).parameters.keys()
+    if unknown := sorted(source.settings.keys() - known):
+        raise ValueError(f"its clients of clusters have no {unknown[0]!r}")
 
 
 def source_of_cache(settings: Mapping[str, Any], *, is_cluster: bool, **limits: float) -> Source:
@@ -233,7 +249,7 @@ def source_of_cache(settings: Mapping[str, Any], *, is_cluster: bool, **limits: 
     }
     known |= options.get("CONNECTION_POOL_KWARGS", {})
     known |= {key: value for key, value in options.items() if key.islower()}
-    return Source(
+    source = Source(
         url=servers[0].strip(),
         **limits,
         settings={key: value for key, value in known.items() if key not in _OURS},
@@ -241,6 +257,11 @@ def source_of_cache(settings: Mapping[str, Any], *, is_cluster: bool, **limits: 
         sentinel_kwargs=options.get("SENTINEL_KWARGS") or {},
         is_cluster=is_cluster or "cluster" in str(options.get("REDIS_CLIENT_CLASS", "")).lower(),
     )
+    if not source.is_cluster:
+        with _refused("the cache's OPTIONS"):
+            # Those of Sentinels would ask them for the address.
+            _make_connection(ConnectionPool(**replace(source, sentinels=()).connection))
+    return source
 
 
 def _read_url(url: str) -> dict[str, Any]:

@@ -111,7 +111,8 @@ class _LockRecord:
             self.hold(owner, ttl)
             return [1, self.described(owner)[0]]
         available = self.number("available")
-        if self.holders or available > self.now or self.is_noted("revoked", owner):
+        is_late = self.is_noted("revoked", owner) or self.is_noted("ended", owner)
+        if self.holders or available > self.now or is_late:
             last = max(self.holders, key=lambda each: self.holders[each], default="")
             ends = max(self.holders.get(last, 0), available)
             return [0, self.described(last)[2], ends - self.now if ends > self.now else -1]
@@ -143,6 +144,8 @@ class _LockRecord:
         return 1
 
     def take_over(self, owner: str, former: str, ttl: int, holder: str) -> int:
+        if self.is_noted("revoked", owner):
+            return 0
         self.forget(*self.expired)
         if owner in self.holders:
             self.hold(owner, ttl)

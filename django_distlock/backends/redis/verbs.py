@@ -73,7 +73,7 @@ class KeySpace:
         """Raise ValueError if *make_key* hides the key of a lock."""
         made = str(make_key(f"distlock:{{{_PLACE}}}"))
         self._before, place, self._after = made.partition(_PLACE)
-        if not place or "{}" in made:
+        if not (place and self._after) or "{}" in made:
             msg = f"the cache's key function makes {made!r} of a key: it must keep the key as it is, and add no {{}}"
             raise ValueError(msg)
         before, after = (

@@ -70,7 +70,7 @@ class RedlockBackend(StepsBackend):
             plain if "://" in server else KeySpace(caches[server].make_key)
             for server in self.options.servers
         ]
-        self.location = tuple(source.url for source in self.sources), self._spaces[0].pattern
+        self.location = tuple(each.identity for each in self.sources), self._spaces[0].pattern
         #: Seconds for which a server that restarted grants nothing.
         self._guard = (self.options.longest_ttl or self.ttl) if self.options.restart_guard else 0.0
         self._open()

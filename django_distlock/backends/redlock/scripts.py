@@ -154,9 +154,11 @@ return kept
 """
 
 # Has an owner hold what another one holds, with the same token, for its own ttl from now.
-# ARGV: new owner, former owner, ttl (microseconds), holder, sent. Returns 1 (also when asked again), or 0.
+# ARGV: new owner, former owner, ttl (microseconds), holder, sent. Returns 1 (also when asked again), or 0; asked
+# before its own release: 0.
 _TAKE_OVER = f"""
 local owner, former, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
+if ended(owner) >= tonumber(ARGV[5]) then return 0 end
 if has(former) then
   redis.call('HSET', record, 'owner', owner, 'holder', ARGV[4], 'sent', ARGV[5], 'ends', text(now + ttl))
   bury(former, {FOR_EVER}, 'v')
