@@ -201,10 +201,8 @@ class LocMemBackend(BaseLockBackend):
         with self._memory.mutex:
             if request.is_for_any_place:
                 return self._try_places(request)
-            now, record = (
-                clock.lease_time(),
-                self._memory.records.setdefault(request.key, _MemoryRecord()),
-            )
+            now = clock.lease_time()
+            record = self._memory.records.setdefault(request.key, _MemoryRecord())
             record.expire(now)
             if request.owner not in record.holdings:
                 if not (record.is_free_for(request, now) and record.lets(request)):
@@ -223,8 +221,8 @@ class LocMemBackend(BaseLockBackend):
         self._memory.make_room(now)
 
     def _try_places(self, request: Request) -> Grant | Busy:
-        now, line = clock.lease_time(), self._line(request)
-        found = [(each, self._record(each)) for each in request.from_any]
+        now, line = clock.lease_time(), self._record(request.line)
+        found = [(each, self._record(each.key)) for each in request.from_any]
         for each, record in found:
             record.expire(now)
             if request.owner in record.holdings:
@@ -240,16 +238,12 @@ class LocMemBackend(BaseLockBackend):
             line.wake()  # with as many places free, as many waiters may come
         return Grant(record.holdings[request.owner].token, place=each.place)
 
-    def _record(self, request: Request) -> _MemoryRecord:
-        return self._memory.records.get(request.key, _MemoryRecord())
-
-    def _line(self, request: Request) -> _MemoryRecord:
-        """Return the record with its queue: with a limit, that of all places."""
-        return self._memory.records.get(request.line, _MemoryRecord())
+    def _record(self, key: str) -> _MemoryRecord:
+        return self._memory.records.get(key, _MemoryRecord())
 
     def _leave(self, request: Request) -> bool:
         """Leave the queue; return whether it was in it."""
-        line = self._line(request)
+        line = self._record(request.line)
         was_there = line.waiters.pop(request.owner, None) is not None
         if was_there and request.limit is not None and not line.waiters:
             del self._memory.records[request.line]  # nothing else stands there
@@ -259,7 +253,7 @@ class LocMemBackend(BaseLockBackend):
         if request.is_for_any_place:
             return of_all([self.release(each) for each in request.holdings])
         with self._memory.mutex:
-            record = self._record(request)
+            record = self._record(request.key)
             record.expire(clock.lease_time())
             holding = record.holdings.pop(request.owner, None)
             if holding is None and request.owner in self._memory.released:
@@ -268,7 +262,7 @@ class LocMemBackend(BaseLockBackend):
                 return Release.TAKEN if record.holdings else Release.GONE
             self._memory.released.add(request.owner)
             record.available = max(record.available, holding.acquired + request.min_hold)
-            (record if request.place is None else self._line(request)).wake()
+            self._record(request.line).wake()
             if record.is_over(clock.lease_time()):
                 del self._memory.records[request.key]
             return Release.RELEASED
@@ -279,7 +273,7 @@ class LocMemBackend(BaseLockBackend):
 
     def take_over(self, request: Request, former: str) -> bool:
         with self._memory.mutex:
-            record, now = self._record(request), clock.lease_time()
+            record, now = self._record(request.key), clock.lease_time()
             record.expire(now)
             if (holding := record.holdings.pop(former, None)) is not None:
                 changed = replace(holding, request=request, expires=now + request.ttl)
@@ -290,7 +284,7 @@ class LocMemBackend(BaseLockBackend):
         """Refuse the next holder until the caller's transaction ends, on any database."""
         block = Block(connections[using], "guard()")
         with self._memory.mutex:
-            record = self._record(request)
+            record = self._record(request.key)
             last = record.holdings.get(request.owner, record.last)
             found = last.token if last else None
             if found != token:
@@ -303,7 +297,7 @@ class LocMemBackend(BaseLockBackend):
             return first_to_end(self._look(each, now) for each in request.holdings)
 
     def _look(self, request: Request, now: float) -> Busy | None:
-        record = self._record(request)
+        record = self._record(request.key)
         record.expire(now)
         return record.busy(now) if record.holdings or record.available > now else None
 
@@ -315,7 +309,7 @@ class LocMemBackend(BaseLockBackend):
     def dequeue(self, request: Request) -> None:
         """Leave the queue, and ring the waiter that is first now."""
         with self._memory.mutex:
-            line = self._line(request)
+            line = self._record(request.line)
             if self._leave(request):
                 line.wake()
 
@@ -333,13 +327,13 @@ class LocMemBackend(BaseLockBackend):
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         with self._memory.mutex:
-            record = self._memory.records.get(key, _MemoryRecord())
+            record = self._record(key)
             shown = {held.owner_digest for held in record.listed(clock.lease_time())}
             for owner in [each for each in record.holdings if digest(each) == owner_digest]:
                 del record.holdings[owner]
             if owner_digest in shown and not record.holdings:
                 record.available = 0.0  # free at once, without its min_hold
-            self._memory.records.get(line_of(key), _MemoryRecord()).wake()
+            self._record(line_of(key)).wake()
             return owner_digest in shown
 
     def purge(
@@ -361,7 +355,7 @@ class LocMemBackend(BaseLockBackend):
         self._memory = _Memory()
 
     def _extend(self, request: Request) -> bool:
-        record, now = self._record(request), clock.lease_time()
+        record, now = self._record(request.key), clock.lease_time()
         record.expire(now)
         holding = record.holdings.get(request.owner)
         if holding is not None:

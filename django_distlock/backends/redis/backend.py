@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import call
 from typing import Any, ClassVar, TypeVar
 
 from django.core.cache import caches
@@ -122,7 +123,7 @@ class RedisBackend(StepsBackend):
         self._run(self._verbs.leave(request))
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        run(self._sleep(self._link, request, bell, seconds), _done)
+        run(self._sleep(self._link, request, bell, seconds), call)
 
     def has_leader(self, request: Request) -> bool:
         return self._leaders.has_leader(request)
@@ -188,7 +189,7 @@ class RedisBackend(StepsBackend):
         await self.arelease(request)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        await arun(self._sleep(await self._loops.get(), request, bell, seconds), _done)
+        await arun(self._sleep(await self._loops.get(), request, bell, seconds), call)
 
     async def _arun(self, steps: Steps[Any, _T]) -> _T:
         link: AsyncPoolLink | AsyncClusterLink = await self._loops.get()
@@ -262,10 +263,6 @@ class CacheRedisBackend(RedisBackend):
         if databases is None:
             return check_clearing(self.alias, self.options.cache)
         return super().check(databases)
-
-
-def _done(act: Act) -> Any:
-    return act()
 
 
 def check_facts(

@@ -22,7 +22,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeVar
 
@@ -522,27 +522,17 @@ class ClusterLink:
         self._client: Any = None
 
     def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
-        client = self._connected()
+        with self._lent() as client:
 
-        def exchange(commands: Sequence[Command]) -> list[Any]:
-            return run(_one_by_one(commands), lambda words: client.execute_command(*words))
+            def exchange(commands: Sequence[Command]) -> list[Any]:
+                return run(_one_by_one(commands), lambda words: client.execute_command(*words))
 
-        try:
             return run(conversation, exchange)
-        except BROKEN as error:
-            raise problem(self._alias, self._source.where, error) from root_cause(error)
-        finally:
-            self._give_back(client)
 
     def keys(self, pattern: str) -> Iterator[str]:
-        client = self._connected()
-        try:
+        with self._lent() as client:
             for key in client.scan_iter(match=pattern, count=1000):
                 yield key.decode(errors="backslashreplace")
-        except BROKEN as error:
-            raise problem(self._alias, self._source.where, error) from root_cause(error)
-        finally:
-            self._give_back(client)
 
     def server_of(self, key: str) -> Hashable:
         """Return the identity of the server that keeps *key*, as far as the client knows the cluster."""
@@ -572,9 +562,16 @@ class ClusterLink:
                 self._client = client
             return client
 
-    def _give_back(self, client: Any) -> None:
-        if client is not self._client:  # all were closed meanwhile
-            _close_idle(client)
+    @contextmanager
+    def _lent(self) -> Iterator[Any]:
+        client = self._connected()
+        try:
+            yield client
+        except BROKEN as error:
+            raise problem(self._alias, self._source.where, error) from root_cause(error)
+        finally:
+            if client is not self._client:  # all were closed meanwhile
+                _close_idle(client)
 
 
 class AsyncClusterLink:

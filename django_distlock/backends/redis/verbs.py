@@ -110,14 +110,7 @@ class RedisVerbs:
     *batch*: locks that one script may be given.
     """
 
-    def __init__(
-        self,
-        alias: str,
-        space: KeySpace,
-        options: RedisSettings,
-        *,
-        batch: int = BATCH,
-    ) -> None:
+    def __init__(self, alias: str, space: KeySpace, options: RedisSettings, *, batch: int) -> None:
         self._alias = alias
         self._space = space
         self._is_fair = "1" if options.fair else ""

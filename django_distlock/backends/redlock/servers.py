@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import call
 from secrets import token_hex
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,6 +25,7 @@ from django_distlock.backends.redis.connections import CHUNK, Answers, packed
 from django_distlock.backends.redis.sources import Source
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import this_thread
@@ -100,7 +102,6 @@ class ServerLink:
         self._sent: deque[Query] = deque()
         self._unsent = b""
         self._answers: Any = None
-        self._events = selectors.EVENT_READ
         self._heard_at = 0.0
         #: Whether the server sends messages for waiters on it.
         self.is_subscribed = False
@@ -268,28 +269,22 @@ class Servers:
 
         LockBackendError in the thread itself: its finalizers cannot wait for what it does after them.
         """
-        if this_thread.serves_locks:
-            raise LockBackendError(self._alias, IN_THE_THREAD)
-        bell = ThreadBell()
-        self._put(question, bell)
-        bell.wait(question.connecting + question.within + LATE)
-        if not question.is_over:
-            raise LockOutcomeUnknown(self._alias, TOO_LATE)
-        return question.count
+        return run(self._asked(question, ThreadBell()), call)
 
     async def aask(self, question: Question) -> Count:
+        return await arun(self._asked(question, TaskBell()), call)
+
+    def _asked(
+        self, question: Question, bell: ThreadBell | TaskBell
+    ) -> Steps[Callable[[], Any], Count]:
         if this_thread.serves_locks:
             raise LockBackendError(self._alias, IN_THE_THREAD)
-        bell = TaskBell()
-        self._put(question, bell)
-        await bell.wait(question.connecting + question.within + LATE)
+        self._is_closing = False  # a thread that is about to end goes on
+        self.submit(partial(self._begin, question, bell, self._connections))
+        yield partial(bell.wait, question.connecting + question.within + LATE)
         if not question.is_over:
             raise LockOutcomeUnknown(self._alias, TOO_LATE)
         return question.count
-
-    def _put(self, question: Question, bell: Bell) -> None:
-        self._is_closing = False  # a thread that is about to end goes on
-        self.submit(partial(self._begin, question, bell, self._connections))
 
     def listen(self, owner: str, bell: Bell) -> None:
         self._bells[owner] = bell
