@@ -29,6 +29,7 @@ from django_distlock.ground.holder import Holder
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.garbage import collect_garbage
+from tests.fixtures.interruption import interrupted_by_signals
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
 from tests.fixtures.redis_servers import cluster_node, make_cluster
@@ -510,6 +511,21 @@ def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(direct: Redis, 
 
     eventually(lambda: not holders(name) and not left_behind(direct), 5)
     never(lambda: holders(name), 0.3)
+
+
+def test_a_frozen_server_is_an_error_in_time_though_signals_interrupt_the_wait(
+    direct: Redis, name: str
+) -> None:
+    """As those of a profiler do."""
+    warm_up()
+    direct.pause()
+    try:
+        began = time.monotonic()
+        with interrupted_by_signals(0.1, longest=6.0), pytest.raises(LockBackendError):
+            lock(name, timeout=0).acquire()
+        assert time.monotonic() - began < 4
+    finally:
+        direct.resume()
 
 
 def test_a_frozen_server_that_was_never_connected_to_is_an_error_in_time(

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import select
-import socket
-import struct
 import sys
 import threading
 import weakref
@@ -213,17 +211,16 @@ class ThreadConnection(_Connection):
         super().__init__(driver, born)
         self._limit = limit
         self._socket = driver._sock  # noqa: SLF001 - the driver's own methods take too long
+        # Not the kernel's own timeouts: they begin again after each signal.
+        self._socket.settimeout(limit)
         self.close = driver.disconnect
-        # A socket without TLS, gevent and eventlet: the kernel's own timeouts and poll() are faster there.
-        self._is_plain = sys.platform == "linux" and type(self._socket).__module__ == "socket"
         #: Returns whether data, or the end of the connection, has arrived.
         self._has_news: Callable[[int], object] = driver.can_read
-        if self._is_plain:
+        # A socket without TLS, gevent and eventlet: poll() is faster there.
+        if sys.platform == "linux" and type(self._socket).__module__ == "socket":
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
             self._has_news = poll.poll
-            self._socket.settimeout(None)
-        self._limit_to(limit)
 
     def is_fit(self) -> bool:
         """Return True if the server has not closed the connection, nor sent anything without a request."""
@@ -239,25 +236,13 @@ class ThreadConnection(_Connection):
         """
         self.is_whole, answers = False, list[Any]()
         if within is not None:
-            self._limit_to(within)
-        try:
-            self._socket.sendall(packed(commands))
-            while not self._read(self._socket.recv(CHUNK), answers, len(commands)):
-                pass
-        except BlockingIOError:
-            raise TimeoutError("timed out") from None
+            self._socket.settimeout(within)
+        self._socket.sendall(packed(commands))
+        while not self._read(self._socket.recv(CHUNK), answers, len(commands)):
+            pass
         if within is not None:
-            self._limit_to(self._limit)
+            self._socket.settimeout(self._limit)
         return answers
-
-    def _limit_to(self, seconds: float) -> None:
-        if not self._is_plain:
-            self._socket.settimeout(seconds)
-            return
-        # 0 would mean no limit.
-        limit = struct.pack("ll", *divmod(max(1, int(seconds * 1_000_000)), 1_000_000))
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 class TaskConnection(_Connection):
