@@ -347,13 +347,17 @@ class Reader:
         return self._connection.inbox
 
     def at_eof(self) -> bool:
-        return self._connection.is_broken
+        return False  # connections end by a reset
+
+    def exception(self) -> Exception | None:
+        is_broken = self._connection.is_broken
+        return ConnectionResetError("Connection reset by peer") if is_broken else None
 
     async def read(self, size: int) -> bytes:
         if not self._connection.has_news():
             await news(self._connection)
-        if self._connection.is_broken:
-            raise ConnectionResetError("Connection reset by peer")
+        if (error := self.exception()) is not None:
+            raise error
         data, self._connection.inbox = self._connection.inbox[:size], self._connection.inbox[size:]
         return data
 
