@@ -35,10 +35,12 @@ if TYPE_CHECKING:
 
 #: Isolation levels at which a transaction reads what was committed when it began.
 SNAPSHOT = {"repeatable read", "serializable", "REPEATABLE-READ", "SERIALIZABLE"}
-# One row: lock_timeout and statement_timeout before they become %(limit)s.
+#: Seconds that a statement has beside its wait: a busy server is slow to lock a free row, too.
+BESIDE_WAIT = 0.25
+# One row: lock_timeout and statement_timeout before they become %(limit)s and, unless that is NULL, %(longest)s.
 _LIMIT = """
-SELECT current_setting('lock_timeout'), current_setting('statement_timeout'),
-    set_config('lock_timeout', %(limit)s, true), set_config('statement_timeout', %(limit)s, true)
+SELECT current_setting('lock_timeout'), current_setting('statement_timeout'), set_config('lock_timeout', %(limit)s, true),
+    set_config('statement_timeout', coalesce(%(longest)s::text, current_setting('statement_timeout')), true)
 """
 
 
@@ -175,11 +177,16 @@ class OnPostgreSQL(Taker):
 
     def lock(self, cursor: CursorWrapper) -> bool:
         """Restore both limits: that of the statement by itself, as it counts on, and lock_timeout after it."""
-        limit = str(postgresql.milliseconds(self.wait.left))
-        cursor.execute(_LIMIT, {"limit": limit})
+        left, waits = self.wait.left, not self.wait.is_over
+        longest = None if left is None else left + BESIDE_WAIT
+        limits = {
+            "limit": str(postgresql.milliseconds(left)),
+            "longest": str(postgresql.milliseconds(longest)) if waits else None,
+        }
+        cursor.execute(_LIMIT, limits)
         before, of_statement, *_ = cursor.fetchone()
         unlimited = postgresql.UNLIMITED % f"'{of_statement}'"
-        select = self.select("NOWAIT" if self.wait.is_over else "")
+        select = self.select("" if waits else "NOWAIT")
         try:
             cursor.execute(f"SELECT {unlimited}, ({select})", {"key": self.key})
         except OperationalError as error:

@@ -25,6 +25,7 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.backends import rowlock
+from django_distlock.backends.rowlock import OnPostgreSQL
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time, never
 
@@ -277,6 +278,22 @@ def test_a_shorter_limit_of_the_callers_statements_does_not_end_the_wait(
         with connections["postgres"].cursor() as cursor:
             cursor.execute("SET LOCAL statement_timeout = '200ms'")
         in_time(wait, 0.6, 1.1)
+
+
+@pytest.mark.parametrize("timeout", [0, 0.05])
+def test_a_free_lock_of_a_slow_server_is_not_refused(
+    postgres: object, name: str, monkeypatch: pytest.MonkeyPatch, timeout: float
+) -> None:
+    select = OnPostgreSQL.select
+
+    def slow_select(taker: OnPostgreSQL, how: str) -> str:
+        return select(taker, how).replace("FOR UPDATE", "AND pg_sleep(0.1) IS NOT NULL FOR UPDATE")
+
+    monkeypatch.setattr(OnPostgreSQL, "select", slow_select)
+
+    with transaction.atomic(using="postgres"):
+        transaction_lock(name, using="postgres", timeout=timeout)
+        assert not is_free("postgres", name)
 
 
 def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
