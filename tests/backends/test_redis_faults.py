@@ -24,6 +24,7 @@ from django_distlock import (
     locks,
 )
 from django_distlock.engine import leftovers
+from django_distlock.engine.values import Grant, Release
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from tests.contract.crew import start
@@ -331,6 +332,40 @@ def test_a_try_that_arrives_after_its_lock_was_given_back_is_refused(
         assert server.calls()["evalsha"] == asked + 1, "the second one, as the first is late"
 
     eventually(lambda: server.calls()["evalsha"] >= asked + 3, 5, "it arrives late")
+    assert not holders(name)
+
+
+@pytest.mark.parametrize("options", [{}, {"limit": 2}, {"scripting": False}])
+def test_who_has_given_it_back_and_asks_again_is_told_so_and_does_not_wait(
+    server: Redis, settings: Settings, name: str, options: dict[str, Any]
+) -> None:
+    limit = options.pop("limit", None)
+    configure(settings, server, **options)
+    request = backend().request(name, ttl=LONG, holder=Holder.current())
+    request = request if limit is None else request.with_limit(limit)
+    for _ in range(limit or 1):
+        grant = backend().try_acquire(request, queued=True)
+        assert isinstance(grant, Grant)
+    assert backend().release(request) is Release.RELEASED
+
+    with pytest.raises(LockBackendError, match="given back"):
+        backend().try_acquire(request, queued=True)
+
+    assert not waiters(server, name)
+
+
+def test_what_no_replica_has_and_whose_release_has_no_answer_is_no_busy_lock(
+    server: Redis, proxy: Proxy, settings: Settings, name: str
+) -> None:
+    """The try is sent again for an owner that has given it back: the lock is free, and is not waited for."""
+    configure(settings, server, proxy.port, wait_replicas=1, io_timeout=0.6)
+    assert not lock(name).locked()  # connects
+    # Those to the try and to WAIT.
+    proxy.drop_reply(after=2)
+
+    with pytest.raises(LockBackendError, match="given back"):
+        lock(name, timeout=None).acquire()
+
     assert not holders(name)
 
 

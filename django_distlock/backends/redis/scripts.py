@@ -181,14 +181,15 @@ _GRANT = f"""
 # ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a place in the queue if it is
 # refused, '1' if the first in the queue is always served first.
 # Returns {1, token}, or {0, holder of the lease that ends last, microseconds left or -1}.
-# The same owner again: the same token. An owner that has given it back: refused, as this arrives late.
+# The same owner again: the same token. An owner that was given back for good: refused. {-1}: it was given back before.
 _ACQUIRE = f"""
 local owner, mode, ttl, min_hold = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked', 'ended')
-local is_revoked = string.find((known[4] or '') .. (known[5] or ''), owner, 1, true)
+local is_revoked = string.find(known[4] or '', owner, 1, true)
+local is_late = string.find(known[5] or '', owner, 1, true)
 
 -- Nearly always there are neither holders nor waiters.
-if not is_revoked and number(known[3]) <= now and redis.call('EXISTS', holders, queue) == 0 then
+if not is_revoked and not is_late and number(known[3]) <= now and redis.call('EXISTS', holders, queue) == 0 then
   {_GRANT}
   return {{1, tonumber(token)}}
 end
@@ -200,6 +201,7 @@ if ends then
   return {{1, (described(owner))}}
 end
 if is_revoked then return busy() end
+if is_late then return {{-1}} end
 
 local function is_free()
   if number(known[3]) > now then return false end
@@ -233,7 +235,7 @@ return busy()
 # that is free first. The same owner again: the same place.
 _ACQUIRE_PLACE = f"""
 local owner, mode, ttl, min_hold, limit = ARGV[2], 'x', ARGV[4], ARGV[5], (#KEYS - 2) / 3
-local known, free, soonest, is_revoked
+local known, free, soonest, is_revoked, is_late
 local numbers_free = 0
 
 local function look_at(place)
@@ -250,7 +252,8 @@ for i = 0, limit - 1 do
     redis.call('ZADD', holders, math.max(tonumber(ends), now + ttl), owner)
     return {{1, (described(owner)), place}}
   end
-  is_revoked = is_revoked or string.find((known[4] or '') .. (known[5] or ''), owner, 1, true)
+  is_revoked = is_revoked or string.find(known[4] or '', owner, 1, true)
+  is_late = is_late or string.find(known[5] or '', owner, 1, true)
   if number(known[3]) <= now and redis.call('ZCARD', holders) == 0 then
     free, numbers_free = free or place, numbers_free + 1
   else
@@ -259,6 +262,7 @@ for i = 0, limit - 1 do
   end
 end
 if is_revoked then return soonest or {{0, '', -1}} end
+if is_late then return {{-1}} end
 
 local is_behind = false
 if ARGV[9] ~= '' then

@@ -110,9 +110,10 @@ class _LockRecord:
         if owner in self.holders:
             self.hold(owner, ttl)
             return [1, self.described(owner)[0]]
-        available = self.number("available")
-        is_late = self.is_noted("revoked", owner) or self.is_noted("ended", owner)
-        if self.holders or available > self.now or is_late:
+        available, is_revoked = self.number("available"), self.is_noted("revoked", owner)
+        if self.is_noted("ended", owner) and not is_revoked:
+            return [-1]
+        if self.holders or available > self.now or is_revoked:
             last = max(self.holders, key=lambda each: self.holders[each], default="")
             ends = max(self.holders.get(last, 0), available)
             return [0, self.described(last)[2], ends - self.now if ends > self.now else -1]

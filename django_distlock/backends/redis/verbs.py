@@ -138,6 +138,10 @@ class RedisVerbs:
         if request.is_for_any_place:
             call = self._for_places(call, request)
         answer, *replicas = yield from self._answers(call, *self._after)
+        if answer[0] < 0:
+            raise LockBackendError(
+                self._alias, "the request came after the lock had been given back"
+            )
         if answer[0] != 1:
             left = _left(answer[2])
             return Busy(Holder.from_json(answer[1]), left, reserved=bool(left and not answer[1]))
