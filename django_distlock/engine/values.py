@@ -86,22 +86,23 @@ class Request:
     owner: str = field(default_factory=new_owner, repr=False)
     limit: int | None = None
     place: int | None = None
-    #: Whether it has a limit, and no place yet.
-    is_for_any_place: bool = False
 
     def with_limit(self, limit: int) -> Self:
         """Return a request for one of *limit* places under this name."""
         holder = replace(self.holder, limit=limit)
-        return replace(
-            self, key=line_key(self.key), holder=holder, limit=limit, is_for_any_place=True
-        )
+        return replace(self, key=line_key(self.key), holder=holder, limit=limit)
+
+    @property
+    def is_for_any_place(self) -> bool:
+        """Whether it has a limit, and no place yet."""
+        return self.limit is not None and self.place is None
 
     @property
     def holdings(self) -> list[Self]:
         """The requests that may hold a lock for it: itself, or one for each place while it has none."""
-        if not self.is_for_any_place:
+        if self.limit is None or self.place is not None:
             return [self]
-        return [self.at(place) for place in range(self.limit or 0)]
+        return [self.at(place) for place in range(self.limit)]
 
     @property
     def from_any(self) -> list[Self]:
@@ -117,7 +118,7 @@ class Request:
 
     def at(self, place: int) -> Self:
         """Return the request for this *place*: a lock of its own."""
-        return replace(self, key=place_key(self.key, place), place=place, is_for_any_place=False)
+        return replace(self, key=place_key(self.key, place), place=place)
 
 
 def first_place(limit: int) -> int:

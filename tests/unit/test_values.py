@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from django_distlock.backends.queue.places import turn_of
 from django_distlock.engine.values import (
     REMEMBERED,
     Held,
     RecentOwners,
+    Request,
     digest,
     digest_of_reservation,
 )
+from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
 
 
@@ -34,6 +37,14 @@ def test_an_operator_sees_the_whole_name_and_no_more_than_that() -> None:
 
 def test_the_digest_of_a_reservation_is_the_same_in_every_version() -> None:
     assert digest_of_reservation(7) == digest("reserved 7") != digest_of_reservation(8)
+
+
+def test_the_turn_of_a_waiter_for_any_place_is_one_lock() -> None:
+    waiter = Request("a", "a", 10, Holder.current()).with_limit(3)
+    turn = turn_of(waiter)
+
+    assert [each.place for each in waiter.holdings] == [0, 1, 2]
+    assert turn.holdings == [turn]
 
 
 def test_owners_that_ended_lately_are_remembered_until_they_are_many() -> None:
