@@ -1005,11 +1005,15 @@ def test_an_acquire_that_empties_one_tries_again(cluster: list[Redis], name: str
     ask(name, ttl=0.3, min_hold=LONG)
     ask(name, ttl=LONG)
     slot.begin_to_move()
-    acquiring = start(lock(name, timeout=LONG + 10).acquire)
-    [found] = eventually(lambda: [each for each in backend().held() if each.reserved])
+    before = slot.refusals
 
-    never(lambda: acquiring.done() and acquiring.exception(), 0.2)
+    acquiring = start(lock(name, timeout=LONG + 10).acquire)
+    # Only once a key is gone does a server refuse a request for its keys.
+    eventually(lambda: slot.refusals > before + 20 or acquiring.done(), 20, "it is refused")
+    assert not acquiring.done()
     slot.end_to_move()
+    [found] = backend().held()
+    assert found.reserved
     backend().force_release(found.key, found.owner_digest, by="a test")
 
     assert acquiring.result(20)
