@@ -47,6 +47,7 @@ TRAITS = {
     "hides_end",
     "hides_age",
     "whole_seconds",
+    "variant",
 }
 
 
@@ -147,10 +148,10 @@ def _redlock(name: str, traits: frozenset[str], **options: object) -> Profile:
     return Profile(name, settings, traits, ("redis_five",), needs_server=True)
 
 
-def _memcached(cache: str) -> Profile:
+def _memcached(cache: str, traits: frozenset[str]) -> Profile:
     options = {"cache": cache, **PATIENT, "connect_timeout": 5.0}
     settings = {"BACKEND": BY_CACHE, "OPTIONS": options}
-    return Profile(f"memcached-{cache}", settings, MEMCACHED, ("memcached",), needs_server=True)
+    return Profile(f"memcached-{cache}", settings, traits, ("memcached",), needs_server=True)
 
 
 def _zookeeper() -> Profile:
@@ -175,9 +176,9 @@ PROFILES = (
         LEASED | READERS | {"fair", "wakes_waiters", "counts_waiters"},
     ),
     _database("sqlite", "default", ROWS),
-    _database("sqlite-fair", "default", QUEUED | {"fair"}, fair=True),
+    _database("sqlite-fair", "default", QUEUED | {"fair", "variant"}, fair=True),
     _database("postgres", "postgres", NOTIFIED, "postgres"),
-    _database("postgres-fair", "postgres", NOTIFIED | {"fair"}, "postgres", fair=True),
+    _database("postgres-fair", "postgres", NOTIFIED | {"fair", "variant"}, "postgres", fair=True),
     _database(
         "postgres-portable",
         "postgres",
@@ -186,9 +187,9 @@ PROFILES = (
         engine="portable",
         fair=True,
     ),
-    _database("postgres-pgbouncer", "pgbouncer", ROWS, "pgbouncer", listen=False),
+    _database("postgres-pgbouncer", "pgbouncer", ROWS | {"variant"}, "pgbouncer", listen=False),
     _database("mariadb", "mariadb", ROWS, "mariadb"),
-    _database("mariadb-fair", "mariadb", QUEUED | {"fair"}, "mariadb", fair=True),
+    _database("mariadb-fair", "mariadb", QUEUED | {"fair", "variant"}, "mariadb", fair=True),
     _database("mariadb-portable", "mariadb", ROWS, "mariadb", engine="portable"),
     _session("postgres-rowlock", ROWLOCK, "postgres", SESSION | {"shared", "lists_readers"}),
     _session(
@@ -213,14 +214,14 @@ PROFILES = (
     ),
     _session("mariadb-advisory", ADVISORY, "mariadb", SESSION),
     _redis("redis", "django_redis"),
-    _redis("redis-fair", "redis_cache", REDIS | {"fair"}, fair=True),
+    _redis("redis-fair", "redis_cache", REDIS | {"fair", "variant"}, fair=True),
     _redis("redis-transactions", "redis_cache", LEASED | {"cross_process"}, scripting=False),
-    _redis("redis-sentinel", "redis_sentinel", fixture="redis_sentinel"),
-    _redis("redis-cluster", "redis_cluster", fixture="redis_cluster", cluster=True),
-    _memcached("pymemcache"),
-    _memcached("pylibmc"),
+    _redis("redis-sentinel", "redis_sentinel", REDIS | {"variant"}, "redis_sentinel"),
+    _redis("redis-cluster", "redis_cluster", REDIS | {"variant"}, "redis_cluster", cluster=True),
+    _memcached("pymemcache", MEMCACHED),
+    _memcached("pylibmc", MEMCACHED | {"variant"}),
     _redlock("redlock", MAJORITY),
-    _redlock("redlock-fencing", MAJORITY | {"fencing"}, fencing=True),
+    _redlock("redlock-fencing", MAJORITY | {"fencing", "variant"}, fencing=True),
     _zookeeper(),
     _etcd(),
     # The example of docs/howto/write-a-backend.md.

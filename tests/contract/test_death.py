@@ -80,7 +80,7 @@ def _take(using: str, name: str, timeout: float) -> bool:
         return lease.held
 
 
-@lacks("whole_seconds")
+@lacks("variant", "whole_seconds")
 @needs("cross_process", "leased")
 def test_a_frozen_holder_learns_first_thing_that_it_has_lost_the_lock_and_frees_nobody(
     child: Children, using: str, name: str, rival: Rivals, tick: float
@@ -101,6 +101,7 @@ def test_a_frozen_holder_learns_first_thing_that_it_has_lost_the_lock_and_frees_
     assert other.holds
 
 
+@lacks("variant")
 @needs("cross_process", "leased")
 def test_a_holder_frozen_for_less_than_its_ttl_keeps_the_lock(
     child: Children, using: str, name: str, rival: Rivals, tick: float

@@ -282,7 +282,7 @@ def test_the_places_of_killed_processes_come_free(
     assert take() is None
 
 
-@lacks("whole_seconds")
+@lacks("variant", "whole_seconds")
 @needs("cross_process", "leased")
 def test_a_frozen_holder_loses_its_place_and_frees_nobody(
     child: Callable[..., Child], using: str, name: str, take: Taker, tick: float
@@ -383,6 +383,7 @@ def test_a_request_without_an_answer_is_given_back_at_every_place(
     take.all(2)
 
 
+@lacks("variant")
 @needs("min_hold")
 def test_a_rate_is_a_limit_with_min_hold(take: Taker, tick: float) -> None:
     for _ in range(LIMIT):

@@ -17,7 +17,7 @@ from tests.fixtures.processes import Child
 
 from .crew import start, together, waiting_for
 from .faults import Faulty
-from .profiles import needs
+from .profiles import lacks, needs
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
@@ -73,6 +73,7 @@ async def test_one_that_is_busy_leaves_a_task_none(using: str, names: list[str])
     await last.arelease()
 
 
+@lacks("variant")
 def test_they_share_one_timeout(
     using: str, names: list[str], rival: Rivals, tick: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def _stopped(how: str) -> AbstractContextManager[object]:
     return time_machine.travel("2030-01-01", tick=False)
 
 
+@lacks("variant")
 class TestWhileTheTestsStopTheClock:
     """What waits goes on by clocks that freezegun and time-machine do not replace."""
 
@@ -211,6 +212,7 @@ def test_without_a_timeout_the_setting_of_the_alias_holds(
     assert 3 * tick <= time.monotonic() - began < 3 * tick + LATE
 
 
+@lacks("variant")
 def test_a_timeout_of_none_waits_until_it_is_free(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
@@ -224,6 +226,7 @@ def test_a_timeout_of_none_waits_until_it_is_free(
     assert waiting.result(10)
 
 
+@lacks("variant")
 def test_the_longest_timeout_waits_until_it_is_free_too(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
