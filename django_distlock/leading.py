@@ -45,7 +45,10 @@ def lead(
         try:
             with candidate as lease:
                 pauses = Wait(None)
-                return work(lease)
+                result = work(lease)
+                if lease.lost:  # told before the release, whose server may be down
+                    lease.check()
+                return result
         except (LockNotAcquired, LockNotHeld, LockBackendError) as error:
             stop.wait(_pause_after(error, lease, pauses))
     return None
@@ -62,7 +65,10 @@ async def alead(
         try:
             async with candidate as lease:
                 pauses = Wait(None)
-                return await work(lease)
+                result = await work(lease)
+                if lease.lost:  # as above
+                    lease.check()
+                return result
         except (LockNotHeld, LockBackendError) as error:
             await asyncio.sleep(_pause_after(error, lease, pauses))
 

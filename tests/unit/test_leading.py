@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Never
+from typing import Any, Never
 
 import pytest
 
@@ -19,6 +19,7 @@ from django_distlock import (
     lock,
 )
 from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.engine.values import Request
 from tests.contract.crew import elsewhere, held_in_thread, start
 from tests.fixtures.eventually import aeventually, eventually
 
@@ -106,6 +107,44 @@ def test_a_server_that_fails_is_asked_again(
 
     assert asyncio.run(alead("poller", work)) == "led"
     assert len(tries) > tried + 1
+
+
+def test_after_a_loss_it_leads_again_though_its_server_could_not_be_told(
+    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_down = threading.Event()
+    acquire, release = memory.try_acquire, memory.release
+
+    def fail_once(*args: Any, **how: Any) -> Any:
+        if is_down.is_set():
+            is_down.clear()
+            raise LockBackendError("default", "it is down")
+        return acquire(*args, **how)
+
+    def fail(request: Request) -> Any:
+        if is_down.is_set():
+            raise LockBackendError("default", "it is down")
+        return release(request)
+
+    monkeypatch.setattr(memory, "try_acquire", fail_once)
+    monkeypatch.setattr(memory, "release", fail)
+    led: list[Lease] = []
+
+    def work(lease: Lease) -> str:
+        led.append(lease)
+        if len(led) == 1:
+            is_down.set()
+            eventually(lambda: lease.lost)
+            return "lost"
+        return "done"
+
+    assert lead("poller", work, ttl=0.2, renew=False) == "done"
+
+    async def awork(lease: Lease) -> str:
+        return work(lease)  # it ends by itself before it can be cancelled
+
+    led.clear()
+    assert asyncio.run(alead("poller", awork, ttl=0.2, renew=False)) == "done"
 
 
 async def test_a_task_is_cancelled_at_a_loss_and_leads_again() -> None:
