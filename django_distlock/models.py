@@ -112,18 +112,31 @@ class LockWaiter(models.Model):
         return f"{printable(self.method_name)}: {self.ticket}"
 
 
+class _Fence(models.BigIntegerField):  # type: ignore[type-arg]  # generic in the stubs alone
+    """The column of the fence. The save() of an instance that was not claimed keeps what the row has by now."""
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:
+        if add or CLAIM in model_instance.__dict__:
+            return super().pre_save(model_instance, add)
+        return models.F(self.name)
+
+    def deconstruct(self) -> Any:
+        name, _path, args, kwargs = super().deconstruct()
+        return name, "django.db.models.BigIntegerField", args, kwargs
+
+
 class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
     """Base class for models whose rows must refuse late writers.
 
     ``lease.claim(row)`` returns the row read again; its ``save()`` and ``delete()`` then raise StaleFencingToken
-    if a later holder has claimed the row. A row that was never claimed is saved as ever.
+    if a later holder has claimed the row. A row that was never claimed is saved as ever, but its fence stays.
     """
 
     #: True: save() of a row that is neither new nor claimed raises LockNotHeld.
     must_be_claimed: ClassVar[bool] = False
 
     # db_default: servers that still run the release before insert rows without it.
-    fence = models.BigIntegerField(default=0, db_default=0, editable=False)
+    fence: models.BigIntegerField[Any, int] = _Fence(default=0, db_default=0, editable=False)
 
     # Hidden from type checkers: pyright refuses the Meta of a subclass that does not inherit this one.
     if not TYPE_CHECKING:

@@ -204,6 +204,21 @@ def test_one_that_was_never_claimed_is_saved_as_ever(
     assert [account.balance, account.fence] == [90, 0]
 
 
+def test_its_save_lets_no_late_holder_write(database: str, name: str, account: Account) -> None:
+    first, second = paused_and_next(name, database)
+    late = first.claim(account)
+    unclaimed = Account.objects.using(database).get(pk=account.pk)
+    fresh = second.claim(account)
+
+    unclaimed.name = "Eve"
+    unclaimed.save()
+
+    with pytest.raises(StaleFencingToken, match="a later holder has claimed this data"):
+        late.save()
+    fresh.save()
+    second.release()
+
+
 def test_a_model_can_demand_the_claim(
     database: str, account: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
