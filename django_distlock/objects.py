@@ -52,10 +52,11 @@ class LockedObject(Generic[_M]):
 
     def _read_under(self, lease: Lease) -> None:
         """Read the instance again, once under each lease: what an outer block has changed is kept."""
-        known, holding = self._instance.__dict__, digest(lease.request.owner)
-        if known.get(_READ_UNDER) != holding:
+        holding = digest(lease.request.owner)
+        # By getattr() and setattr(): a lazy instance, such as request.user, has another __dict__.
+        if getattr(self._instance, _READ_UNDER, None) != holding:
             fencing.read_again(lease, self._instance)
-            known[_READ_UNDER] = holding
+            setattr(self._instance, _READ_UNDER, holding)
         lease.check()  # the row may have been waited for
 
 

@@ -53,11 +53,11 @@ class Claim:
             instance.fence = self.token  # type: ignore[attr-defined]  # a FencedModel
             if kwargs.get("update_fields") is not None:
                 kwargs = {**kwargs, "update_fields": {*kwargs["update_fields"], "fence"}}
-            instance.__dict__[CLAIM] = _Passed()
+            setattr(instance, CLAIM, _Passed())
             try:
                 write(**kwargs)
             finally:
-                instance.__dict__[CLAIM] = self
+                setattr(instance, CLAIM, self)
 
     def delete(self, instance: models.Model, delete: Callable[..., _T], **kwargs: Any) -> _T:
         """Call *delete*, which deletes *instance*, if its fence is our token."""
@@ -91,13 +91,14 @@ def read_again(lease: Lease, instance: models.Model) -> None:
     with _claimed_row(instance, mine) as row:
         instance.refresh_from_db(using=row.db, from_queryset=row)
     if mine is not None:
-        instance.__dict__[CLAIM] = mine
+        setattr(instance, CLAIM, mine)
 
 
 @contextmanager
 def _claimed_row(instance: models.Model, claim: Claim | None) -> Iterator[models.QuerySet[Any]]:
     """Give the row of *instance*, to be read in a transaction that has raised its fence, if there is a *claim*."""
-    model = type(instance)
+    # Not its type: a lazy instance, such as request.user, has another one.
+    model = instance._meta.model
     # The base manager: a custom manager may hide the row.
     using = router.db_for_write(model, instance=instance)
     mine = model._base_manager.using(using).filter(pk=instance.pk)
@@ -211,13 +212,14 @@ def _rows_for(
     instance: models.Model, using: str | None = None, **_others: Any
 ) -> models.QuerySet[Any]:
     """Return the rows among which *instance* is written, with these arguments of save() or delete()."""
-    database = using or router.db_for_write(type(instance), instance=instance)
-    return models.QuerySet(type(instance), using=database)
+    model = instance._meta.model
+    database = using or router.db_for_write(model, instance=instance)
+    return models.QuerySet(model, using=database)
 
 
 def _written_key(instance: models.Model) -> Any:
     """Return the key by which save() writes the row with the fence; None if it has none yet."""
-    owner = _owner(type(instance))
+    owner = _owner(instance._meta.model)
     key = getattr(instance, owner._meta.pk.attname)
     meta: Any = instance._meta
     link = meta.concrete_model._meta.parents.get(owner)
@@ -228,11 +230,11 @@ def _with_insert(instance: models.Model, kwargs: dict[str, Any]) -> dict[str, An
     """Make save() insert a row, so that it does not overwrite one that somebody else has just made."""
     forced = kwargs.get("force_insert")
     if not (forced or instance._state.adding):
-        raise _deleted(type(instance))
+        raise _deleted(instance._meta.model)
     if kwargs.get("force_update") or kwargs.get("update_fields") is not None:
         return kwargs  # it inserts nothing
     bases = forced if isinstance(forced, tuple) else ()
-    return {**kwargs, "force_insert": (*bases, _owner(type(instance)))}
+    return {**kwargs, "force_insert": (*bases, _owner(instance._meta.model))}
 
 
 def _deleted(model: Any) -> Exception:

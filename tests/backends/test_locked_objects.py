@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections, transaction
+from django.utils.functional import SimpleLazyObject
 
 from django_distlock import (
     LockLost,
@@ -49,6 +50,30 @@ def test_the_instance_itself_is_read_again(database: str, account: Account, fee:
     with locked(fee, using=database, timeout=5):
         assert fee.amount == 5
     assert not lock(fee, using=database).locked()
+
+
+def test_so_is_a_lazy_instance(database: str, account: Account, fee: Fee) -> None:
+    lazy: Any = SimpleLazyObject(lambda: account)
+    Account.objects.using(database).filter(pk=account.pk).update(balance=50)
+    Fee.objects.using(database).filter(pk=fee.pk).update(amount=5)
+
+    with locked(lazy, using=database, timeout=5):
+        assert account.balance == 50
+        account.balance -= 3
+        with locked(lazy, using=database):
+            lazy.balance -= 3
+            lazy.save()
+        lease = current_lease(lazy)
+        assert lease
+        lease.save(lazy)
+        assert [lease.claim(lazy).balance, account.fence] == [44, lease.fencing_token]
+    with locked(SimpleLazyObject(lambda: fee), using=database):  # type: ignore[type-var]  # as request.user is
+        assert fee.amount == 5
+
+    with lock(account, using=database) as later:
+        later.claim(account)
+    with pytest.raises(StaleFencingToken):
+        lazy.save()
 
 
 @pytest.mark.parametrize("database", ["default"])
