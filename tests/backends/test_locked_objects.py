@@ -165,6 +165,17 @@ def test_a_busy_or_deleted_one_is_refused_and_nothing_stays_held(
     assert not lock(fee, using=database).locked()
 
 
+def test_of_a_deleted_one_nothing_stays_held_in_a_transaction_either(
+    database: str, fee: Fee
+) -> None:
+    Fee.objects.using(database).filter(pk=fee.pk).delete()
+
+    with transaction.atomic(using=database):
+        with pytest.raises(Fee.DoesNotExist), locked(fee, using=database):
+            pytest.fail("it was deleted")
+        assert not lock(fee, using=database).locked()
+
+
 def test_the_save_of_a_claimed_instance_goes_through_its_fence(
     database: str, name: str, account: Account
 ) -> None:
