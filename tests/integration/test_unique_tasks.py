@@ -725,8 +725,23 @@ def test_in_eager_mode_it_runs_at_once(diary: Diary) -> None:
     diary.let_go(2)
 
     assert unique_tasks.once.delay(diary.page).get() == "done"
-    assert unique_tasks.retried_by_itself.delay(diary.page).get() == "done"
     assert is_free(diary)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("task", [unique_tasks.retried, unique_tasks.retried_by_itself])
+def test_in_eager_mode_too_it_is_retried(diary: Diary, task: Any) -> None:
+    diary.let_go()
+
+    assert task.delay(diary.page).get() == "done"
+    assert is_free(diary)
+
+
+@pytest.mark.usefixtures("eager")
+def test_in_eager_mode_too_the_body_sees_its_request(diary: Diary) -> None:
+    result = unique_tasks.tells_its_id.delay(diary.page)
+
+    assert result.get() == result.id
 
 
 # What a view hands over to its task.

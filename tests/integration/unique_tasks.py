@@ -58,6 +58,11 @@ def retried(self: Any, page: str) -> str:
     return body(page)
 
 
+@unique(bind=True)
+def tells_its_id(self: Any, page: str) -> str:
+    return str(self.request.id)
+
+
 @unique(autoretry_for=(Again,), default_retry_delay=1)
 def retried_by_itself(page: str) -> str:
     diary = Diary(page)
