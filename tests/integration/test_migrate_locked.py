@@ -222,6 +222,16 @@ def test_the_lock_of_an_alias_serves_as_well(pods: Pods) -> None:
     assert not (pods.folder / f"{pods.databases['default']['NAME']}.migrate-lock").exists()
 
 
+def test_a_lock_that_a_migration_does_not_get_is_its_own_error(pods: Pods) -> None:
+    (pods.folder / "busy").touch()
+    pods.let_go()
+
+    pod = pods.migrate()
+
+    assert pod.wait(60) == 1
+    assert "Lock 'of-a-migration' is held" in pods.output(pod)
+
+
 def test_a_folder_without_place_for_the_lock_is_an_error_in_a_line(pods: Pods) -> None:
     Path(f"{pods.databases['default']['NAME']}.migrate-lock").mkdir()
 

@@ -94,6 +94,7 @@ class Command(LockCommand, migrate.Command):
         self, database: BaseDatabaseWrapper, using: str | None, wait: Wait, *, tells: bool
     ) -> Iterator[None]:
         """Hold the lock of *database*; CommandError if it stays busy, cannot be had, or is lost."""
+        of_migrations: BaseException | None = None
         try:
             attempt = _attempt(database, using)
             with ExitStack() as stack:
@@ -105,8 +106,14 @@ class Command(LockCommand, migrate.Command):
                     if not database.in_atomic_block:
                         database.close()  # a server may not bear it idle for so long
                     time.sleep(wait.next_pause(longest=LONGEST_PAUSE))
-                yield
+                try:
+                    yield
+                except BaseException as error:
+                    of_migrations = error
+                    raise
         except (InvalidLockBackend, LockError) as error:
+            if error is of_migrations:
+                raise
             raise command_error(error) from error
 
 

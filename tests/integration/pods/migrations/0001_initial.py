@@ -3,6 +3,7 @@ from pathlib import Path
 
 from django.db import migrations, models
 
+from django_distlock import LockNotAcquired
 from tests.fixtures.eventually import eventually
 
 
@@ -12,6 +13,8 @@ def begin(*_: object) -> None:
     with (folder / "diary").open("a") as diary:
         diary.write(f"{os.getpid()}\n")
     eventually((folder / "go").exists, 120)
+    if (folder / "busy").exists():
+        raise LockNotAcquired("of-a-migration")
 
 
 class Migration(migrations.Migration):
