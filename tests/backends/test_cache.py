@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.core.cache import caches
 from django.core.checks import Error, Warning as CheckWarning, run_checks
+from django.core.management import call_command
 
 from django_distlock import (
     InvalidLockBackend,
@@ -424,6 +427,17 @@ def test_a_lease_is_not_extended_and_ends_with_its_ttl(settings: Settings, name:
     assert lease.deadline == deadline <= clock.lease_time()
     with pytest.raises(LockLost):
         lease.release()
+
+
+def test_check_locks_finds_it_in_order(settings: Settings) -> None:
+    trust(settings)
+    out = io.StringIO()
+
+    call_command("check_locks", "--json", "--using=locks", stdout=out)
+
+    [report] = json.loads(out.getvalue())["aliases"]
+    assert [*report["milliseconds"]] == ["acquire", "contend", "release"]
+    assert "extend" in report["cannot"]
 
 
 def test_what_was_dropped_is_told_before_the_ttl_is_over(settings: Settings, name: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HEADINGS = "alias", "acquire", "contend", "extend", "list", "release", "notes"
 #: Features that not every backend supports.
-FEATURES = "fencing", "shared", "fair", "min_hold", "detach", "listing"
+FEATURES = "fencing", "shared", "fair", "min_hold", "extend", "detach", "listing"
 PURPOSE = "check_locks"
 
 
@@ -78,8 +78,9 @@ def _try_out(alias: str, report: dict[str, Any]) -> None:
             if not isinstance(backend.try_acquire(other, queued=False), Busy):
                 backend.release(other)
                 raise LockError("a second holder got the lock too; this alias excludes nobody")
-        with timed("extend"):
-            lease.extend()
+        if backend.supports_extend:
+            with timed("extend"):
+                lease.extend()
         if backend.supports_listing:
             with timed("list"):
                 if not holdings(alias, name):
