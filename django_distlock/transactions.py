@@ -96,6 +96,15 @@ def call_at_end(open_ones: Sequence[BaseDatabaseWrapper], then: Callable[[bool],
         _Ends.of(connection).wait(note)
 
 
+def call_at_rollback(then: Callable[[], object]) -> None:
+    """Call *then* when an open transaction of this thread is rolled back, or a block of it that is open now.
+
+    It may be called several times.
+    """
+    for connection in still_open(None):
+        _Ends.of(connection).wait_for_rollback(then)
+
+
 def tell_of_release(name: str, *, strict: bool) -> None:
     """Warn if the lock *name* is released inside an open atomic block, even if it was acquired before that."""
     for connection in _used_here():
@@ -183,9 +192,29 @@ class _Ends:
         connection, mark = self._connection, _BLOCK
         if _is_manual(connection):
             mark = _BY_HAND
-        elif depth := connection.atomic_blocks.index(_outermost(connection)):
+        elif depth := self._depth:
             mark = connection.savepoint_ids[depth - 1]
         self._waiting.append((mark, then))
+
+    def wait_for_rollback(self, then: Callable[[], object]) -> None:
+        """Call *then* when the open transaction is rolled back, or a savepoint of it that is open now."""
+
+        def note(is_committed: bool) -> None:
+            if not is_committed:
+                then()
+
+        self.wait(note)
+        self._waiting += [
+            (sid, note) for sid in self._connection.savepoint_ids[self._depth :] if sid
+        ]
+
+    @property
+    def _depth(self) -> int:
+        """How many blocks of a TestCase are around the open transaction."""
+        connection = self._connection
+        return (
+            0 if _is_manual(connection) else connection.atomic_blocks.index(_outermost(connection))
+        )
 
     def set_autocommit(self, autocommit: bool, **options: Any) -> None:
         """End blocks after their commit or rollback: Django calls its on-commit functions here."""

@@ -21,7 +21,7 @@ from django_distlock.exceptions import LockError, LockLost, LockNotAcquired
 from django_distlock.ground.holder import task_text
 from django_distlock.ground.naming import title_of
 from django_distlock.lock import Lock
-from django_distlock.transactions import call_at_end, still_open
+from django_distlock.transactions import call_at_rollback
 
 from .once import (
     HEADER,
@@ -139,8 +139,7 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         except BaseException:
             lease.backend.abandon_later(lease.request)
             raise
-        if open_ones := still_open(None):
-            call_at_end(open_ones, partial(_free_if_rolled_back, lease))
+        call_at_rollback(partial(_free, lease))
         return result
 
     async def aenqueue(self, *args: Any, **kwargs: Any) -> TaskResult[..., Any] | None:  # type: ignore[override]  # as above
@@ -153,10 +152,8 @@ def _note(task_result: TaskResult[..., Any], **_: Never) -> None:
     _started.set((task_result.task.func, task_result.id))
 
 
-def _free_if_rolled_back(lease: Lease, is_committed: bool) -> None:
+def _free(lease: Lease) -> None:
     """Release *lease* after a rollback: a queue in the database has dropped the message too."""
-    if is_committed:
-        return
     try:
         lease.backend.abandon(lease.request)
     except LockError:

@@ -391,6 +391,22 @@ def test_what_is_rolled_back_is_free_and_what_is_committed_is_not() -> None:
     never(lambda: not lock("once:8").locked(), 0.5)
 
 
+def test_what_an_inner_block_has_rolled_back_is_free_and_the_rest_is_not() -> None:
+    task = once.using(backend="queue")
+    with transaction.atomic():
+        task.enqueue(6)
+        with pytest.raises(OSError), transaction.atomic():  # noqa: PT011 - as above
+            with transaction.atomic():
+                task.enqueue(7)
+            raise OSError
+        assert not lock("once:7").locked()
+        with transaction.atomic():
+            task.enqueue(8)
+
+    assert not lock("once:7").locked()
+    never(lambda: not (lock("once:6").locked() and lock("once:8").locked()), 0.5)
+
+
 def test_what_is_committed_is_not_free_though_a_function_for_the_commit_fails() -> None:
     def fail() -> None:
         raise ZeroDivisionError
