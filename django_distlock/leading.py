@@ -6,7 +6,7 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
-from .engine.waiting import Wait
+from .engine.waiting import Wait, WaitUntil
 from .exceptions import LockBackendError, LockError, LockNotAcquired, LockNotHeld
 from .lock import Lock
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .lock import LockTerms
 
 _T = TypeVar("_T")
-#: Most seconds between two looks whether to stop.
-LOOK = 1.0
 #: Most seconds until a server that has failed is asked again.
 LONGEST_PAUSE = 10.0
 
@@ -38,19 +36,19 @@ def lead(
 
     *stop* ends the wait, within a second: then return None. *terms* are those of lock(), without *timeout*.
     """
-    candidate = Lock(name, timeout=None if stop is None else LOOK, **terms)  # type: ignore[misc]  # twice is once too often
-    stop, pauses = stop or threading.Event(), Wait(None)
-    while not stop.is_set():
-        lease = None
+    candidate = Lock(name, timeout=None, **terms)  # type: ignore[misc]  # twice is once too often
+    ends, pauses = stop or threading.Event(), Wait(None)
+    while not ends.is_set():
+        lease, wait = None, Wait(None) if stop is None else WaitUntil(stop)
         try:
-            with candidate as lease:
+            with candidate.take(wait.left, wait=wait) as lease:
                 pauses = Wait(None)
                 result = work(lease)
                 if lease.lost:  # told before the release, whose server may be down
                     lease.check()
                 return result
         except (LockNotAcquired, LockNotHeld, LockBackendError) as error:
-            stop.wait(_pause_after(error, lease, pauses))
+            ends.wait(_pause_after(error, lease, pauses))
     return None
 
 

@@ -445,10 +445,17 @@ class Lock:
         self._remember(lease)
         self._blocks.remove(next(block for block in [*self._blocks] if block.lease is lease))
 
-    def take(self, timeout: float | None, note: Note = id, *, what: str = "with") -> Lease:
+    def take(
+        self,
+        timeout: float | None,
+        note: Note = id,
+        *,
+        what: str = "with",
+        wait: Wait | None = None,
+    ) -> Lease:
         """Return a lease that is held, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
 
-        *what* is called, for an error. -1 stands for the timeout of the alias. LockLost if it has ended since its grant, LockNotHeld if it was released.
+        *what* is called, for an error. -1 stands for the timeout of the alias; *wait* replaces the timeout while it is busy. LockLost if it has ended since its grant, LockNotHeld if it was released.
         """
         if self.terms.cancel_when_lost:
             raise nothing_to_cancel(what)
@@ -458,7 +465,7 @@ class Lock:
         entries = lease.entries
         try:
             if entered is None:
-                acquire(lease, timeout)
+                acquire(lease, timeout, wait)
                 note_held_here(backend.alias, self.name, lease.ref)
             else:
                 lease.enter()

@@ -73,9 +73,10 @@ LED = 5.0
 LAST = 0.25
 
 
-def acquire(lease: Lease, timeout: float | None) -> None:
+def acquire(lease: Lease, timeout: float | None, wait: Wait | None = None) -> None:
     """Acquire the lock of the pending *lease* within *timeout* seconds; None: without a limit, -1: as the alias says.
 
+    If it is busy, *wait* says how long to wait, if it is given.
     LockNotAcquired if somebody else has it until then; LockBackendError, LockDeadlock.
     """
     backend, came = lease.backend, clock.wait_time()
@@ -99,10 +100,10 @@ def acquire(lease: Lease, timeout: float | None) -> None:
             calls = Calls(
                 backend.try_acquire, backend.probe, backend.abandon, backend.enqueue, backend.sleep
             )
-            attempt = Attempt(lease, Wait(timeout, came), calls, ThreadBell())
+            attempt = Attempt(lease, wait or Wait(timeout, came), calls, ThreadBell())
             run(attempt.steps(start, answer), call)
     except BaseException as error:
-        attempt = attempt or Attempt(lease, Wait(timeout, came))
+        attempt = attempt or Attempt(lease, wait or Wait(timeout, came))
         try:
             _end(attempt, error)
         except BaseException:
@@ -124,7 +125,7 @@ def check_asyncio(alias: str) -> None:
         )
 
 
-async def aacquire(lease: Lease, timeout: float | None) -> None:
+async def aacquire(lease: Lease, timeout: float | None, wait: Wait | None = None) -> None:
     backend, came = lease.backend, clock.wait_time()
     check_asyncio(backend.alias)
     if timeout == -1:
@@ -151,10 +152,10 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
                 backend.aenqueue,
                 backend.asleep,
             )
-            attempt = Attempt(lease, Wait(timeout, came), calls, TaskBell())
+            attempt = Attempt(lease, wait or Wait(timeout, came), calls, TaskBell())
             await arun(attempt.steps(start, answer), call)
     except BaseException as error:
-        attempt = attempt or Attempt(lease, Wait(timeout, came))
+        attempt = attempt or Attempt(lease, wait or Wait(timeout, came))
         try:
             _end(attempt, error)
         except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import random
+import threading
 from dataclasses import dataclass
 
 from django_distlock.conf import LONGEST
@@ -15,6 +16,8 @@ LONGEST_WAKEABLE_PAUSE = 1.0
 #: Seconds: a pause is SHARE of the time for which the same holder was seen, within these bounds.
 SHORTEST_POLL, LONGEST_POLL = 0.01, 0.25
 SHARE = 0.1
+#: Most seconds between two looks of a wait whether to stop.
+LOOK = 1.0
 #: How many times in a row a process lets others go first after it has noticed them.
 TURNS = 16
 #: How many locks Turns keeps at most.
@@ -116,6 +119,24 @@ class Wait:
     def bounded(self, seconds: float) -> float:
         left = self.left
         return max(0.0, seconds if left is None else min(seconds, left))
+
+
+class WaitUntil(Wait):
+    """A wait without a timeout, which ends within a second after *stop* is set."""
+
+    __slots__ = ("_stop",)
+
+    def __init__(self, stop: threading.Event) -> None:
+        super().__init__(None)
+        self._stop = stop
+
+    @property
+    def left(self) -> float:
+        return 0.0 if self.is_over else LOOK
+
+    @property
+    def is_over(self) -> bool:
+        return self._stop.is_set()
 
 
 def poll_pause(seen: float) -> float:

@@ -19,7 +19,10 @@ from django_distlock import (
     lock,
 )
 from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.engine import waiting
+from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.values import Request
+from django_distlock.signals import lock_busy
 from tests.contract.crew import elsewhere, held_in_thread, start
 from tests.fixtures.eventually import aeventually, eventually
 
@@ -62,6 +65,43 @@ def test_it_waits_while_somebody_else_leads_and_stops_when_it_is_told() -> None:
         assert not waiting.done()
     assert waiting.result(20) == "led too"
     assert lead("poller", lambda lease: "led", stop=stop) is None
+
+
+def test_while_it_waits_it_keeps_its_place_and_is_not_refused(
+    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "LOOK", 0.05)
+    refused: list[str] = []
+    looks: list[float] = []
+    sleep = memory.sleep
+
+    def look(request: Request, bell: ThreadBell, seconds: float) -> None:
+        looks.append(seconds)
+        sleep(request, bell, seconds)
+
+    def note(name: str, **_: object) -> None:
+        refused.append(name)
+
+    def wait() -> None:
+        with lock("poller", timeout=None):
+            order.append("waited")
+
+    monkeypatch.setattr(memory, "sleep", look)
+    lock_busy.connect(note)
+    order: list[str] = []
+    with held_in_thread(lock("poller")):
+        leading = start(
+            lambda: lead("poller", lambda _: order.append("led"), stop=threading.Event())
+        )
+        eventually(lambda: looks)
+        waits = start(wait)
+        seen = len(looks)
+        eventually(lambda: len(looks) > seen + 5)
+    leading.result(20)
+    waits.result(20)
+    lock_busy.disconnect(note)
+
+    assert (order, refused) == (["led", "waited"], [])
 
 
 @pytest.mark.parametrize(
