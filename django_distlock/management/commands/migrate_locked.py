@@ -82,7 +82,7 @@ class Command(LockCommand, migrate.Command):
     def _is_to_do(self, *args: Any, **options: Any) -> bool:
         if options["prune"] or options["run_syncdb"]:
             return True
-        known = {"check_unapplied": True, "skip_checks": True, "verbosity": 0}
+        known = {"check_unapplied": True, "verbosity": 0}
         try:
             super().handle(*args, **options | known)
         except SystemExit:
