@@ -21,7 +21,7 @@ from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
 from testproject.models import Account
 from tests.fixtures.etcd import Cluster, EtcdMember
-from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.eventually import aeventually, eventually, never
 from tests.fixtures.interruption import StopAt, TimeLimit
 from tests.fixtures.proxy import Proxy
 
@@ -318,7 +318,7 @@ def test_an_earlier_key_of_the_same_name_is_not_taken_for_the_one_that_is_awaite
     [awaited] = entry.watched
 
     # Told late, of the one that had this key before.
-    backend()._recipe.watcher._note(awaited, entry.revision - 1)
+    backend()._recipe.watcher._note([(awaited, entry.revision - 1)])
 
     assert entry.watched == {awaited}
     assert not entry.is_next
@@ -653,6 +653,24 @@ def test_a_waiter_whose_session_was_revoked_stands_in_line_again(etcd: Cluster) 
 
         backend("elsewhere").release(holder)
 
+        waiting.result(20)
+
+
+def test_a_waiter_whose_session_was_revoked_together_with_the_holder_before_it_is_not_served(
+    etcd: Cluster,
+) -> None:
+    holder, next_one = rival("x"), rival("x", "elsewhere")
+    assert stands(holder)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(_take, "x")
+        eventually(watched)
+        assert stands(next_one, "elsewhere") is None
+
+        expire(etcd)
+
+        assert eventually(lambda: stands(next_one, "elsewhere"))
+        never(waiting.done, 0.5)
+        backend("elsewhere").release(next_one)
         waiting.result(20)
 
 

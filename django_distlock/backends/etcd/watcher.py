@@ -139,26 +139,32 @@ class KeyWatcher:
             self._wake_all()
         elif result.get("canceled"):
             raise Broken(str(result.get("cancel_reason")))
-        for event in result.get("events", ()):
-            if event.get("type") == "DELETE":
-                self._note(decoded(event["kv"]["key"]), int(event["kv"]["mod_revision"]))
+        deletions = (e["kv"] for e in result.get("events", ()) if e.get("type") == "DELETE")
+        self._note([(decoded(kv["key"]), int(kv["mod_revision"])) for kv in deletions])
 
-    def _note(self, key: str, revision: int) -> None:
+    def _note(self, deleted: Sequence[tuple[str, int]]) -> None:
+        """Ring those who wait for the keys *deleted*, each in its revision."""
         with self._mutex:
-            self._position = revision + 1
-            self._deleted[key] = revision
-            if len(self._deleted) > REMEMBERED:
+            # All of them first: the end of a session deletes the keys of a holder and of those behind it together.
+            for key, revision in deleted:
+                self._position = revision + 1
+                self._deleted[key] = revision
+            rung = [entry for key, revision in deleted for entry in self._told(key, revision)]
+            while len(self._deleted) > REMEMBERED:
                 # A look that is older than the forgotten one is taken again.
                 self._since = self._deleted.popitem(last=False)[1] + 1
-            waiting = self._waiting.get(key, {})
-            # Keys are used again: an earlier one of the same name may have been deleted before the look.
-            told = [entry for entry, seen in waiting.items() if seen < revision]
-            for entry in told:
-                del waiting[entry]
-            if not waiting:
-                self._waiting.pop(key, None)
-            rung = [entry for entry in told if self._is_rung(entry, key)]
         self._ring(rung)
+
+    def _told(self, key: str, revision: int) -> list[Entry]:
+        """Return those who are to be rung, as *key* was deleted in this *revision*."""
+        waiting = self._waiting.get(key, {})
+        # Keys are used again: an earlier one of the same name may have been deleted before the look.
+        told = [entry for entry, seen in waiting.items() if seen < revision]
+        for entry in told:
+            del waiting[entry]
+        if not waiting:
+            self._waiting.pop(key, None)
+        return [entry for entry in told if self._is_rung(entry, key)]
 
     def _is_rung(self, entry: Entry, key: str) -> bool:
         """Return whether the deletion of *key* concerns this waiter; then it is watched for no longer."""
@@ -167,8 +173,9 @@ class KeyWatcher:
             entry.gone = key
             if entry.watched and entry.watches_all:
                 return False
-            # Nobody can come before it any more.
-            entry.is_next = entry.watches_all
+            # Nobody can come before it any more, unless its own key was deleted, too.
+            is_there = self._deleted.get(entry.key, 0) < entry.revision
+            entry.is_next = entry.watches_all and is_there
         self.remove(entry)
         return True
 
