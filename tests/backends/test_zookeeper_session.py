@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from tests.fixtures.eventually import eventually, never
 from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
+from tests.fixtures.zookeeper import Ensemble
 
 from .queue_tools import held, rival, stands, take
 from .zookeeper_tools import (
@@ -37,7 +39,7 @@ from .zookeeper_tools import (
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
-    from tests.fixtures.zookeeper import Ensemble, Member
+    from tests.fixtures.zookeeper import Member
 
 Start = Callable[..., Child]
 #: Seconds of the sessions here; a second later at the latest the ensemble has freed what they held.
@@ -313,6 +315,55 @@ def test_a_node_of_another_session_is_not_ours(alias: None) -> None:
     assert backend().extend([lease.request]) == [False]
     eventually(lambda: told, 5)
     assert lease.lost
+
+
+# A server that is cut off from the others.
+
+
+@pytest.fixture
+def links(root: str, settings: Settings) -> Iterator[list[Proxy]]:
+    """What the server of "locks" follows the others through; "elsewhere" asks the others."""
+    ensemble = Ensemble()
+    mine, *others = ensemble.members
+    with ExitStack() as stack:
+        found = []
+        for other in others:
+            name = f"server.{other.number}"
+            host, port, rest = mine.settings[name].split(":")
+            found.append(stack.enter_context(Proxy(int(port))))
+            mine.settings[name] = f"{host}:{found[-1].port}:{rest}"
+        stack.enter_context(ensemble)
+        assert not mine.is_leader  # the higher number wins
+        settings.DISTLOCK = {
+            alias: aliases(ensemble, root, session_timeout=SESSION, hosts=hosts)["locks"]
+            for alias, hosts in {
+                "locks": f"127.0.0.1:{mine.port}",
+                "elsewhere": [f"127.0.0.1:{other.port}" for other in others],
+            }.items()
+        }
+        yield found
+        for link in found:
+            link.pass_through()
+        locks.close()
+
+
+def test_a_lease_is_lost_before_anybody_else_has_it_though_its_server_answers(
+    links: list[Proxy],
+) -> None:
+    lease, _ = held()
+    renewed = lease.deadline
+    eventually(lambda: lease.deadline > renewed)
+    # Until the leader has heard that the session is alive.
+    never(lambda: lease.lost, 0.5)
+
+    for link in links:
+        link.black_hole()
+
+    with lock("x", using="elsewhere", timeout=20) as other:
+        granted_at = clock.lease_time()
+        assert lease.lost
+        assert lease.deadline < granted_at
+        other.check()
 
 
 # Servers that are stopped.

@@ -17,7 +17,7 @@ from typing import Any
 from kazoo.client import KazooClient
 from kazoo.exceptions import AuthFailedError, ConnectionClosedError, KazooException
 from kazoo.handlers.threading import SequentialThreadingHandler
-from kazoo.protocol.serialization import Close, Connect, Exists
+from kazoo.protocol.serialization import Close, Connect, Exists, Sync
 from kazoo.protocol.states import KazooState, KeeperState
 
 from django_distlock.engine.bells import TaskBell, ThreadBell
@@ -101,10 +101,10 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
 
 
 class _Queue(deque[Any]):
-    """The unsent requests of kazoo; `exists` requests, which confirm leases, go first."""
+    """The unsent requests of kazoo; `sync` and `exists` requests, which confirm leases, go first."""
 
     def append(self, item: Any) -> None:
-        if isinstance(item[0], Exists):
+        if isinstance(item[0], (Exists, Sync)):
             self.insert(1, item)  # the first one may be on its way already
         else:
             super().append(item)

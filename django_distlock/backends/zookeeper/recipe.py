@@ -296,6 +296,9 @@ class Recipe:
         """Check for each request that its node still exists and belongs to this session."""
         began = clock.lease_time()
         client = yield from self._connected()
+        # A server that is cut off from the leader answers for a while, when the session may be over already.
+        [synced] = yield [partial(client.sync_async, self._options.root)]
+        value(synced)
         nodes = [self._nodes.get(request.owner) for request in requests]
         held = [p for p in nodes if p and p.is_granted and not self._nodes.is_dead(p)]
         outcomes = yield [partial(client.exists_async, node.path) for node in held]
