@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
+from django_distlock.engine.background import background
 from django_distlock.ground import clock
 from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
@@ -148,6 +149,17 @@ def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Prox
             lease.release()
         other.check()
         assert (other.fencing_token or 0) > (lease.fencing_token or 0)
+
+
+def test_a_wait_for_a_place_plans_nothing_that_would_never_be_due(side: Side) -> None:
+    holder, waiter = (rival("x", alias).with_limit(1) for alias in ("elsewhere", "locks"))
+    assert stands(holder, "elsewhere")
+
+    assert stands(waiter) is None
+    assert stands(waiter) is None  # as the first in line
+
+    far = clock.lease_time() + 3600
+    assert not [due for due, *_ in background._clock._jobs if due > far]
 
 
 # Processes.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from django_distlock.conf import LONGEST
 from django_distlock.engine.steps import Steps
 from django_distlock.engine.values import Busy, Grant, Request, Secret, first_place, first_to_end
 
@@ -25,7 +25,7 @@ def turn_of(request: Request) -> Request:
         request,
         key=request.line,
         owner=turn_owner(request),
-        ttl=LONGEST,
+        ttl=math.inf,
         min_hold=0.0,
         limit=None,
         place=None,
