@@ -569,6 +569,19 @@ def test_nodes_of_a_creator_are_closed_to_others(
         list(backend("stranger").held())
 
 
+def test_credentials_are_not_logged(
+    zookeeper: Ensemble, root: str, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    settings.DISTLOCK = aliases(zookeeper, root, auth=[("digest", "me:tell-nobody")])
+
+    with lock("x", using="locks"):
+        pass
+
+    assert "Auth(" in caplog.text
+    assert "tell-nobody" not in caplog.text
+
+
 def test_credentials_that_are_refused_are_an_error_each_time_and_leave_no_threads(
     zookeeper: Ensemble, root: str, settings: Settings
 ) -> None:

@@ -11,6 +11,7 @@ from kazoo.hosts import collect_hosts
 from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
 from django_distlock.conf import check_values
+from django_distlock.engine.values import Secret
 
 _ACLS = {"open": OPEN_ACL_UNSAFE, "creator": CREATOR_ALL_ACL}
 _FILES = ("ca", "certfile", "keyfile", "keyfile_password")
@@ -63,7 +64,8 @@ class ZooKeeperOptions:
         return {
             "hosts": self._hosts,
             "timeout": self.session_timeout,
-            "auth_data": [tuple(pair) for pair in self.auth],
+            # kazoo logs them.
+            "auth_data": [(scheme, Secret(credential)) for scheme, credential in self.auth],
             "default_acl": list(_ACLS[self.acl] if isinstance(self.acl, str) else self.acl),
             # kazoo writes into it.
             "sasl_options": None if self.sasl is None else dict(self.sasl),
