@@ -15,7 +15,7 @@ import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.etcd.entries import Entry
-from django_distlock.backends.etcd.gateway import Reply
+from django_distlock.backends.etcd.gateway import SILENCE, Reply
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
@@ -716,6 +716,28 @@ def test_a_waiter_is_served_though_what_it_watches_was_compacted(
         proxy.pass_through()
 
         waiting.result(20)
+
+
+def test_a_waiter_whose_watch_was_compacted_is_served_soon_after_it(
+    proxy: Proxy, member: EtcdMember
+) -> None:
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(_take, "x")
+        eventually(watched)
+        proxy.cut()
+        with lock("other", using="elsewhere"):
+            pass
+        revision = int(member.status["header"]["revision"])
+        member.asks("/v3/kv/compaction", revision=revision, physical=True)
+        proxy.pass_through()
+        eventually(lambda: backend()._recipe.watcher._position == revision)
+        never(waiting.done, 0.5)  # it has looked again by then
+
+        backend("elsewhere").release(holder)
+
+        waiting.result(SILENCE / 2)
 
 
 def test_a_closed_session_frees_at_once_and_tells_its_holders() -> None:

@@ -137,7 +137,7 @@ class KeyWatcher:
                 self._since = self._position = int(result["compact_revision"])
                 self._deleted.clear()
             self._wake_all()
-        elif result.get("canceled"):
+        if result.get("canceled"):
             raise Broken(str(result.get("cancel_reason")))
         deletions = (e["kv"] for e in result.get("events", ()) if e.get("type") == "DELETE")
         self._note([(decoded(kv["key"]), int(kv["mod_revision"])) for kv in deletions])
