@@ -325,6 +325,38 @@ def test_an_earlier_key_of_the_same_name_is_not_taken_for_the_one_that_is_awaite
     assert stands(waiter) is None
 
 
+def test_the_deletion_of_a_key_that_was_deleted_before_is_not_forgotten_too_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("django_distlock.backends.etcd.watcher.REMEMBERED", 2)
+    holder, waiter = rival("x"), rival("x")
+    assert stands(rival("y"))
+    assert stands(rival("y")) is None  # so that the watch runs
+    for name in ("x", "a"):
+        _give_back(name)
+    assert stands(holder)
+    assert stands(waiter) is None
+    [entry] = [each for each in entries() if each.request is waiter]
+    awaited, seen = list(entry.watched), entry.revision
+    backend().release(holder)
+    eventually(lambda: not entry.watched)
+    for name in ("b", "c"):
+        _give_back(name)
+
+    backend()._recipe.watcher.add(entry, awaited, seen, is_all=True)
+
+    assert not entry.watched
+
+
+def _give_back(name: str) -> None:
+    """Have the watch see that somebody had the lock *name*."""
+    known, request = backend()._recipe.watcher._deleted, rival(name)
+    assert stands(request)
+    [key] = [each.key for each in entries() if each.request is request]
+    backend().release(request)
+    eventually(lambda: key in known)
+
+
 def test_a_holder_is_listed_with_those_who_wait() -> None:
     for each in (rival("x", shared=True), rival("x", shared=True), rival("x")):
         stands(each)

@@ -149,6 +149,7 @@ class KeyWatcher:
             for key, revision in deleted:
                 self._position = revision + 1
                 self._deleted[key] = revision
+                self._deleted.move_to_end(key)  # it may have been deleted before
             rung = [entry for key, revision in deleted for entry in self._told(key, revision)]
             while len(self._deleted) > REMEMBERED:
                 # A look that is older than the forgotten one is taken again.
