@@ -35,6 +35,7 @@ from .zookeeper_tools import (
     backend,
     expire,
     line,
+    nodes,
     operator,
     watched,
 )
@@ -113,6 +114,26 @@ def test_a_free_lock_costs_three_requests(sent: Callable[[], list[str]]) -> None
 
     assert sorted(taken) == ["Create2", "GetChildren", "reply", "reply"]
     assert sent() == ["Delete", "reply"]
+
+
+def test_a_single_try_that_was_refused_before_makes_no_node_in_the_way_of_others(
+    sent: Callable[[], list[str]],
+) -> None:
+    holder, attempt = rival("x", "elsewhere"), lock("x", using="locks", timeout=0)
+    assert stands(holder, "elsewhere")
+    assert attempt.acquire() is None
+    eventually(lambda: not nodes() and not sent())
+
+    assert attempt.acquire() is None
+
+    asked = [each for each in sent() if each != "reply"]
+    assert asked == ["Sync", "GetChildren", "GetData"]
+    backend("elsewhere").release(holder)
+    with attempt:
+        pass
+    assert "Create2" in sent()
+    with attempt:
+        assert sorted(sent()) == ["Create2", "GetChildren", "reply", "reply"]
 
 
 def test_a_free_place_costs_three_requests(sent: Callable[[], list[str]]) -> None:

@@ -46,6 +46,8 @@ class Recipe:
         self.folder = lru_cache(KEYS)(lambda key: f"{options.root}/{quoted(key)}")
         self._session = session
         self._nodes = nodes
+        #: The folders in which somebody was in the way of the last try that did not wait.
+        self._crowded: dict[str, None] = {}
         #: The session that has read the offset of tokens, and that offset.
         self._offset: tuple[int | None, int] = 0, 0
 
@@ -72,7 +74,9 @@ class Recipe:
         *ends*: the time (wait time) until which to try again if the connection breaks.
         """
         if not request.is_for_any_place:
-            return (yield from self._acquire(request, queued=queued, ends=ends))
+            if not queued:
+                return (yield from self._try_once(request, ends=ends))
+            return (yield from self._acquire(request, queued=True, ends=ends))
         node, turn = self._nodes.get(request.owner), self._nodes.get(turn_owner(request))
         if queued and turn and self._is_unchanged(turn):
             return turn.busy
@@ -87,6 +91,25 @@ class Recipe:
         turn = self._nodes.get(turn_owner(request))
         if turn is not None and isinstance(answer, Busy):
             turn.busy = answer
+        return answer
+
+    def _try_once(self, request: Request, *, ends: float) -> Steps[Grant | Busy]:
+        """Make a node; but first look whether that is of use, if somebody was in the way the last time.
+
+        Otherwise the nodes of many such tries, which are deleted at once, would refuse one another a free lock.
+        """
+        folder = self.folder(request.key)
+        if folder in self._crowded and not (request.shared or self._nodes.get(request.owner)):
+            busy = yield from self.probe(request)
+            if busy is not None:
+                return busy
+        answer = yield from self._acquire(request, queued=False, ends=ends)
+        if isinstance(answer, Grant):
+            self._crowded.pop(folder, None)
+        else:
+            if len(self._crowded) >= KEYS:
+                self._crowded.clear()
+            self._crowded[folder] = None
         return answer
 
     def _look_at_places(
@@ -323,7 +346,7 @@ class Recipe:
             return first_to_end((yield from self._look_at_places(request)))
         client = yield from self._connected()
         folder = self.folder(request.key)
-        children = Children((yield from self._nodes.names(client, folder))).all
+        children = Children((yield from self._nodes.names(client, folder, newest=True))).all
         if not children:
             return None
         return _busy(*(yield [partial(client.get_async, f"{folder}/{children[0].name}")]))
