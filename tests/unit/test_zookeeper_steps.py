@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from kazoo.client import KazooClient
-from kazoo.exceptions import NodeExistsError, NoNodeError
+from kazoo.exceptions import ConnectionLoss, NodeExistsError, NoNodeError
 from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.serialization import Exists, GetData
 from kazoo.protocol.states import KeeperState
 
-from django_distlock.backends.zookeeper.ensemble import EnsembleSession, Exchange, _Client
+from django_distlock.backends.zookeeper.ensemble import EnsembleSession, Exchange, _Client, _Handler
 from django_distlock.backends.zookeeper.nodes import Crowd, Node, Nodes
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
 from django_distlock.backends.zookeeper.recipe import Recipe
@@ -89,6 +89,19 @@ def test_the_second_of_two_first_holders_takes_the_offset_of_the_first_and_asks_
         next(offset())
 
     assert (ended.value.value, again.value.value) == (40, 40)
+
+
+def test_an_error_that_ends_the_thread_of_kazoo_is_a_lost_connection() -> None:
+    result, bell = _Handler().async_result(), ThreadBell()
+    exchange = Exchange([lambda: result], bell.ring)
+    exchange.begin()
+
+    result.set_exception(problem := RuntimeError("xids do not match, expected 11 received 12"))
+
+    assert bell.wait(0)
+    [outcome] = exchange.outcomes()
+    assert isinstance(outcome, ConnectionLoss)
+    assert outcome.__cause__ is problem
 
 
 def test_looks_at_nodes_are_sent_first_in_each_session() -> None:

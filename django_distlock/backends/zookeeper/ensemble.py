@@ -15,7 +15,12 @@ from queue import SimpleQueue
 from typing import Any
 
 from kazoo.client import KazooClient
-from kazoo.exceptions import AuthFailedError, ConnectionClosedError, KazooException
+from kazoo.exceptions import (
+    AuthFailedError,
+    ConnectionClosedError,
+    ConnectionLoss,
+    KazooException,
+)
 from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.serialization import Close, Connect, Exists, Sync
 from kazoo.protocol.states import KazooState, KeeperState
@@ -47,6 +52,18 @@ def value(outcome: Any) -> Any:
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
+
+
+def _outcome(result: Any) -> Any:
+    if result.successful():
+        return result.value
+    error = result.exception or Silence()
+    if isinstance(error, (Silence, KazooException)):
+        return error
+    # It has ended kazoo's thread, and so the session: a reply that was out of order, as after a session has moved.
+    lost = ConnectionLoss(str(error))
+    lost.__cause__ = error
+    return lost
 
 
 class _Jobs(SimpleQueue[Any]):
@@ -160,10 +177,7 @@ class Exchange:
             raise self._error
         if not self._results:
             return [Silence() for _ in self._asks]
-        return [
-            result.value if result.successful() else result.exception or Silence()
-            for result in self._results
-        ]
+        return [*map(_outcome, self._results)]
 
     def _note(self, _: Any) -> None:
         self._heard()
