@@ -14,7 +14,7 @@ from django.core.checks import CheckMessage, Warning as CheckWarning
 from django.utils.module_loading import import_string
 
 from django_distlock.conf import BackendSettings
-from django_distlock.engine.values import Busy, RecentOwners, Secret
+from django_distlock.engine.values import Busy, Recent, Secret
 from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
@@ -72,7 +72,7 @@ class CacheKeyBackend(BaseLockBackend):
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         self.location = "cache", self.options.cache
-        self._released = RecentOwners()
+        self._released = Recent()
         try:
             self.check_ttl(settings.ttl)
         except ValueError as error:

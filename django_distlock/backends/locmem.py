@@ -17,7 +17,7 @@ from django_distlock.engine.values import (
     Grant,
     Held,
     Purged,
-    RecentOwners,
+    Recent,
     Release,
     Request,
     digest,
@@ -156,7 +156,7 @@ class _Memory:
 
     mutex: RLock = field(default_factory=section)
     records: dict[str, _MemoryRecord] = field(default_factory=dict)
-    released: RecentOwners = field(default_factory=RecentOwners)
+    released: Recent = field(default_factory=Recent)
     token: int = 0
     #: How many records there may be before those are dropped that nobody needs.
     room: int = FEW

@@ -76,7 +76,7 @@ LAST = 0.25
 def acquire(lease: Lease, timeout: float | None, wait: Wait | None = None) -> None:
     """Acquire the lock of the pending *lease* within *timeout* seconds; None: without a limit, -1: as the alias says.
 
-    If it is busy, *wait* says how long to wait, if it is given.
+    *wait* takes the place of *timeout* once it is found busy.
     LockNotAcquired if somebody else has it until then; LockBackendError, LockDeadlock.
     """
     backend, came = lease.backend, clock.wait_time()

@@ -20,7 +20,7 @@ from django_distlock.ground.naming import LONGEST_LISTED, line_key, place_key, p
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-#: How many owners RecentOwners keeps.
+#: How many texts a Recent keeps.
 REMEMBERED = 1000
 
 
@@ -235,10 +235,10 @@ class Purged:
     progress: float
 
 
-class RecentOwners(OrderedDict[str, bool]):
-    """The owners of one backend that released last, to recognise a repeated or late request of theirs."""
+class Recent(OrderedDict[str, bool]):
+    """The texts that were added last, such as the owners that released, to recognise a repeated or late request."""
 
-    def add(self, owner: str) -> None:
-        self[owner] = True
+    def add(self, text: str) -> None:
+        self[text] = True
         if len(self) > REMEMBERED:
             self.popitem(last=False)

@@ -6,7 +6,7 @@ from django_distlock.backends.queue.places import turn_of
 from django_distlock.engine.values import (
     REMEMBERED,
     Held,
-    RecentOwners,
+    Recent,
     Request,
     digest,
     digest_of_reservation,
@@ -48,7 +48,7 @@ def test_the_turn_of_a_waiter_for_any_place_is_one_lock() -> None:
 
 
 def test_owners_that_ended_lately_are_remembered_until_they_are_many() -> None:
-    recent = RecentOwners()
+    recent = Recent()
     for number in range(REMEMBERED):
         recent.add(str(number))
 

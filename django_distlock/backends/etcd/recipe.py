@@ -25,7 +25,7 @@ from django_distlock.engine.values import (
     Busy,
     Grant,
     Held,
-    RecentOwners,
+    Recent,
     Release,
     Request,
     batches,
@@ -89,11 +89,11 @@ class EtcdRecipe:
         self._folder = lru_cache(KEYS)(lambda key: f"{options.namespace}/{quoted(key)}")
         self.entries: dict[str, Entry] = {}
         self.get = self.entries.get
-        self.released = RecentOwners()
+        self.released = Recent()
         #: By folder and number.
         self._slots: dict[tuple[str, int], Entry] = {}
         #: The folders in which somebody was in the way the last time.
-        self._crowded: dict[str, None] = {}
+        self._crowded = Recent()
         #: What is to be deleted.
         self._doomed: dict[Entry, None] = {}
         #: Rings at the end of the first ttl that is not extended.
@@ -280,9 +280,7 @@ class EtcdRecipe:
             if not (queued or entry.is_late):
                 self._forget(entry)
                 return busy
-            if len(self._crowded) >= KEYS:
-                self._crowded.clear()
-            self._crowded[entry.folder] = None
+            self._crowded.add(entry.folder)
         line = self._look_at_line(entry, joins=queued and not entry.revision)
         return self._judged(entry, line, began, queued=queued)
 

@@ -14,7 +14,7 @@ from django_distlock.backends.database.bounds import cut, is_cut, patient
 from django_distlock.backends.database.connections import Unusable, abandon, is_word_of_server
 from django_distlock.backends.database.dialect import COUNTER, LOCK
 from django_distlock.engine.background import background
-from django_distlock.engine.values import Busy, Grant, RecentOwners, Release
+from django_distlock.engine.values import Busy, Grant, Recent, Release
 from django_distlock.engine.waiting import Wait, Waiting, Way
 from django_distlock.exceptions import (
     Contended,
@@ -74,7 +74,7 @@ class SessionBackend(BaseDatabaseBackend):
         self._mutex = section()
         #: By owner, those that hold and those that wait.
         self._sessions: dict[str, DatabaseSession] = {}
-        self._released, self._interrupted = RecentOwners(), RecentOwners()
+        self._released, self._interrupted = Recent(), Recent()
 
     def make_dialect(self, vendor: str) -> Dialect:
         if vendor not in self.servers:

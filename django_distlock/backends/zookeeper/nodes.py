@@ -21,7 +21,7 @@ from django_distlock.backends.queue.labels import label
 from django_distlock.engine import steps
 from django_distlock.engine.background import Alarm
 from django_distlock.engine.bells import Bell
-from django_distlock.engine.values import Busy, RecentOwners, Request
+from django_distlock.engine.values import Busy, Recent, Request
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
@@ -117,7 +117,7 @@ class Nodes:
         self.get = self.by_owner.get
         self.crowds = WeakValueDictionary[str, Crowd]()
         self._doomed: set[Node] = set()
-        self.released = RecentOwners()
+        self.released = Recent()
         #: Rings at the end of the first ttl that is not extended.
         self.alarm = Alarm(self._drop_ended)
 

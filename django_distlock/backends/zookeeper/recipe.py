@@ -17,7 +17,15 @@ from django_distlock.backends.queue.places import (
     place_of_holder,
     turn_owner,
 )
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request, first_to_end
+from django_distlock.engine.values import (
+    Busy,
+    Grant,
+    Held,
+    Recent,
+    Release,
+    Request,
+    first_to_end,
+)
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
 from django_distlock.ground import clock
 
@@ -47,7 +55,7 @@ class Recipe:
         self._session = session
         self._nodes = nodes
         #: The folders in which somebody was in the way of the last try that did not wait.
-        self._crowded: dict[str, None] = {}
+        self._crowded = Recent()
         #: The session that has read the offset of tokens, and that offset.
         self._offset: tuple[int | None, int] = 0, 0
 
@@ -107,9 +115,7 @@ class Recipe:
         if isinstance(answer, Grant):
             self._crowded.pop(folder, None)
         else:
-            if len(self._crowded) >= KEYS:
-                self._crowded.clear()
-            self._crowded[folder] = None
+            self._crowded.add(folder)
         return answer
 
     def _look_at_places(
