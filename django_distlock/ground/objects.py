@@ -23,4 +23,9 @@ def object_name(instance: Model) -> str:
     if instance.pk is None or instance._state.adding:
         msg = f"This {instance._meta.label} is not saved, so it has no lock of its own."
         raise ValueError(msg)
-    return f"{model._meta.label_lower}:{model._meta.pk.to_python(instance.pk)}"
+    if not isinstance(instance.pk, tuple):
+        return f"{model._meta.label_lower}:{model._meta.pk.to_python(instance.pk)}"
+    # to_python() of a key of several columns leaves their values as they are.
+    columns = zip(model._meta.pk_fields, instance.pk, strict=True)
+    key = tuple(column.to_python(value) for column, value in columns)
+    return f"{model._meta.label_lower}:{key}"

@@ -42,6 +42,16 @@ with isolate_apps("testproject"):
         class Meta:
             app_label = "testproject"
 
+    class Line(FencedModel):
+        """A key of two columns."""
+
+        pk = models.CompositePrimaryKey("purse", "number")
+        purse = models.ForeignKey(Purse, models.CASCADE)
+        number = models.IntegerField()
+
+        class Meta:
+            app_label = "testproject"
+
 
 def saved(instance: _M) -> _M:
     instance._state.adding = False
@@ -70,6 +80,11 @@ def test_a_model_with_a_key_of_its_own_is_another() -> None:
     key = uuid.uuid4()
     assert lock(saved(Beside(key=key, purse_id=7))).name == f"testproject.beside:{key}"
     assert lock(saved(Beside(key=key.hex, purse_id=7))).name == f"testproject.beside:{key}"
+
+
+def test_a_key_of_two_columns_is_called_the_same_whatever_types_they_were_given() -> None:
+    names = {lock(saved(Line(purse_id=purse, number=2))).name for purse in (7, "7")}
+    assert names == {"testproject.line:(7, 2)"}
 
 
 @pytest.mark.parametrize("instance", [Account(), Account(pk=7), saved(Account())])
