@@ -27,8 +27,9 @@ def check_servers(
     app_configs: Any = None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """Run the checks that ask servers; only with ``manage.py check --database``."""
-    # These commands run the checks too, before they create the tables that are looked for.
-    if not databases or sys.argv[1:2] in (["migrate"], ["migrate_locked"]):
+    # Commands such as migrate_locked, and migrate_schemas of django-tenants, run the checks too, before they create
+    # the tables that are looked for.
+    if not databases or "".join(sys.argv[1:2]).startswith("migrate"):
         return []
     found = _found(list(databases))
     return _told(message for message in found if message.id not in _OF_SETTINGS)

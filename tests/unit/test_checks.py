@@ -326,11 +326,12 @@ def test_databases_that_are_not_named_are_not_asked(settings: Settings, down: No
     assert check_servers(databases=[]) == check_servers() == []
 
 
+@pytest.mark.parametrize("command", ["migrate", "migrate_locked", "migrate_schemas"])
 def test_migrate_asks_no_servers_since_it_makes_the_tables(
-    settings: Settings, down: None, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, down: None, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     settings.DISTLOCK = {"default": {"OPTIONS": {"using": "pg"}}}
-    monkeypatch.setattr(sys, "argv", ["manage.py", "migrate", "--database=pg"])
+    monkeypatch.setattr(sys, "argv", ["manage.py", command, "--database=pg"])
 
     assert check_servers(databases=["pg"]) == []
 
