@@ -113,27 +113,25 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         headers = options.pop("headers", None) or {}
         task_id = task_id or uuid()
         name = self.once.name_for(args or (), kwargs or {})
-        lease = None
+        seconds = self.once.lease + max(0.0, self._seconds_until_due(options))
+        text = None
         if task_id == self.request.id:
             # A retry of the running task, which keeps the lock.
             own = self.request.get("distlock_lease")
-            lease = own if own and own.held and own.name == name else None
+            if own and own.held and own.name == name:
+                text = own.hand_over(seconds)
         elif HEADER not in headers:
             lock = _QueueLock(name, **self.once.terms("in the queue"), reentrant=False)
             lock.task = checked_task(self.name, task_id)
             _give_way(name)
             try:
-                lease = lock.take(0)
+                with lock.take(0) as lease:
+                    text = lease.hand_over(seconds)
             except LockNotAcquired as busy:
-                steps = (options.get(key) for key in ("group_id", "chord", "link"))
-                if not any(steps) and options.get("chain") is None:
-                    if (under_way := self._id_of(busy.holder)) is None:
-                        raise
-                    self.once.note_under_way(busy)
-                    return self.AsyncResult(under_way)
-        if lease is None:
+                if not _is_step(options):
+                    return self._under_way(busy)
+        if text is None:
             return super().apply_async(args, kwargs, task_id, headers=headers, **options)
-        text = lease.hand_over(self.once.lease + max(0.0, self._seconds_until_due(options)))
         try:
             headers = {**headers, HEADER: text}
             return super().apply_async(args, kwargs, task_id, headers=headers, **options)
@@ -166,6 +164,13 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         if lease is not None and lease.lost:
             lease.check()
         return result
+
+    def _under_way(self, busy: LockNotAcquired) -> Any:
+        """Return the AsyncResult of the task that has the lock; raise *busy* if something else has it."""
+        if (under_way := self._id_of(busy.holder)) is None:
+            raise busy
+        self.once.note_under_way(busy)
+        return self.AsyncResult(under_way)
 
     def _seconds_until_due(self, options: dict[str, Any]) -> float:
         due = options.get("countdown") or options.get("eta") or 0.0
@@ -229,6 +234,12 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     def _id_of(self, holder: Holder | None) -> str | None:
         """Return the id of the task in *holder*, if it is one of this kind."""
         return task_id(holder.task, self.name) or None if holder else None
+
+
+def _is_step(options: dict[str, Any]) -> bool:
+    """Return whether others wait for a task that is sent with *options*."""
+    has_others = any(options.get(key) for key in ("group_id", "chord", "link"))
+    return has_others or options.get("chain") is not None
 
 
 def handover(lease: Lease, ttl: float | timedelta | None = None) -> dict[str, str]:

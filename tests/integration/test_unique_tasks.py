@@ -17,7 +17,14 @@ from celery.utils import uuid
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
-from django_distlock import LockLost, LockNotAcquired, NotSupported, lock
+from django_distlock import (
+    LockBackendError,
+    LockLost,
+    LockNotAcquired,
+    NotSupported,
+    lock,
+    locks,
+)
 from django_distlock.contrib.celery import handover, unique_task
 from django_distlock.signals import lock_acquired
 from testproject.celery import app
@@ -205,6 +212,19 @@ def test_a_task_that_could_not_be_sent_is_free(
     monkeypatch.setattr(app, "send_task", fail)
 
     with pytest.raises(OperationalError):
+        send_to("nobody-works-here", "once", diary)
+
+    assert is_free(diary)
+
+
+def test_a_task_whose_lease_could_not_be_handed_over_is_free(
+    monkeypatch: pytest.MonkeyPatch, diary: Diary
+) -> None:
+    def fail(*_: Any) -> None:
+        raise LockBackendError("redis", "it is down")
+
+    with monkeypatch.context() as patch, pytest.raises(LockBackendError):
+        patch.setattr(locks["redis"], "extend", fail)
         send_to("nobody-works-here", "once", diary)
 
     assert is_free(diary)
