@@ -137,6 +137,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"hosts": 7}, "hosts"),
     ({"hosts": [7]}, "hosts"),
     ({"hosts": "one:port"}, "hosts"),
+    ({"hosts": "one..two"}, "hosts"),
     ({"root": "distlock"}, "root"),
     ({"root": "/"}, "root"),
     ({"root": "/a/"}, "root"),
@@ -160,6 +161,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tls": True, "ca": 7}, "ca"),
     ({"tls": True, "certfile": "/etc/me.pem"}, "keyfile"),
     ({"tls": True, "verify_certs": False}, "check_hostname"),
+    ({"tls": True, "ca": "/no.pem"}, "ca"),
+    ({"tls": True, "certfile": __file__, "keyfile": "/no.pem"}, "keyfile"),
     ({"host": "one"}, "host"),
 ]
 
@@ -183,7 +186,7 @@ def test_credentials_are_not_shown() -> None:
 
 def test_options_are_what_kazoo_takes() -> None:
     options = ZooKeeperOptions(
-        hosts=["one:1", "two"], auth=[("digest", "me:pw")], acl="creator", tls=True, ca="/ca.pem"
+        hosts=["one:1", "two"], auth=[("digest", "me:pw")], acl="creator", tls=True, ca=__file__
     )
 
     told = options.client_arguments()
@@ -192,7 +195,7 @@ def test_options_are_what_kazoo_takes() -> None:
     assert told["hosts"] == ["one:1", "two"]
     assert told["auth_data"] == [("digest", "me:pw")]
     assert told["default_acl"] == CREATOR_ALL_ACL
-    assert (told["use_ssl"], told["ca"], told["check_hostname"]) == (True, "/ca.pem", True)
+    assert (told["use_ssl"], told["ca"], told["check_hostname"]) == (True, __file__, True)
     assert "use_ssl" not in ZooKeeperOptions().client_arguments()
 
 

@@ -83,26 +83,32 @@ class EtcdOptions:
     def tls_context(self) -> ssl.SSLContext | None:
         if not self.uses_tls:
             return None
-        context = ssl.create_default_context(cafile=self.ca_cert)
+        name = "ca_cert"
+        try:
+            context = ssl.create_default_context(cafile=self.ca_cert)
+            name = "cert"
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key)
+        except OSError as error:
+            raise ValueError(f"{name!r} cannot be read: {error}.") from error
         if not self.verify_certs:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        if self.cert:
-            context.load_cert_chain(self.cert, self.key)
         return context
 
 
 def _endpoint(text: object) -> Endpoint:
     known = text.strip() if isinstance(text, str) else ""
-    parts = urlsplit(known if "://" in known else f"http://{known}")
+    # Not shown, because a password may be part of it.
+    _must("@" not in known, "'endpoints' must contain no user: use 'user' and 'password'.")
     try:
-        port = parts.port or PORT
+        parts = urlsplit(known if "://" in known else f"http://{known}")
+        host, port = parts.hostname or "", parts.port or PORT
+        host.encode("idna")  # as the socket does
     except ValueError as error:
         raise ValueError(f"'endpoints' must be {_LIKE}, not {text!r}: {error}.") from error
-    is_address = parts.scheme in {"http", "https"} and parts.hostname and not parts.path.strip("/")
-    # Not shown, because a password may follow.
-    _must(not parts.username, "'endpoints' must contain no user: use 'user' and 'password'.")
+    is_address = parts.scheme in {"http", "https"} and host and not parts.path.strip("/")
     _must(is_address, f"'endpoints' must be {_LIKE}, not {text!r}.")
-    return Endpoint(parts.hostname or "", port, parts.scheme == "https")
+    return Endpoint(host, port, parts.scheme == "https")
 
 
 def _must(fact: object, msg: str) -> None:

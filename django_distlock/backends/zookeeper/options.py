@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from kazoo.hosts import collect_hosts
@@ -49,6 +50,7 @@ class ZooKeeperOptions:
         _must(has_both, "'certfile' and 'keyfile' belong together.")
         is_verified = self.verify_certs or not self.check_hostname
         _must(is_verified, "'check_hostname' needs 'verify_certs'.")
+        self._check_files()
 
     @property
     def servers(self) -> str:
@@ -76,10 +78,20 @@ class ZooKeeperOptions:
         is_text = isinstance(self.hosts, str) or _is_list(self.hosts, of=str)
         _must(is_text and self.hosts, "'hosts' must be text or a list of texts, and not be empty.")
         try:
-            collect_hosts(self._hosts)
+            for host, _ in collect_hosts(self._hosts)[0]:
+                host.encode("idna")  # as the socket does
         except ValueError as error:
             msg = f"'hosts' must be like 'one:2181,two:2181', not {self.hosts!r}: {error}."
             raise ValueError(msg) from error
+
+    def _check_files(self) -> None:
+        """Read the files here: to kazoo, a wrong one is a server that does not answer."""
+        for name in ("ca", "certfile", "keyfile"):
+            if (file := getattr(self, name)) is not None:
+                try:
+                    Path(file).read_bytes()
+                except OSError as error:
+                    raise ValueError(f"{name!r} cannot be read: {error}.") from error
 
     def _check_root(self) -> None:
         root: object = self.root
