@@ -199,7 +199,7 @@ class LocMemBackend(BaseLockBackend):
         if owned(self._memory.mutex):
             return Busy()  # this code has interrupted another verb of its thread
         with self._memory.mutex:
-            if request.is_for_any_place:
+            if request.limit is not None:
                 return self._try_places(request)
             now = clock.lease_time()
             record = self._memory.records.setdefault(request.key, _MemoryRecord())
@@ -250,7 +250,7 @@ class LocMemBackend(BaseLockBackend):
         return was_there
 
     def release(self, request: Request) -> Release:
-        if request.is_for_any_place:
+        if request.limit is not None:
             return of_all([self.release(each) for each in request.holdings])
         with self._memory.mutex:
             record = self._record(request.key)

@@ -238,16 +238,6 @@ def _end(attempt: Attempt, error: BaseException) -> None:
         announce(backend_failed, lease, error=error, waited=waited, requests=requests)
 
 
-def _refuse_to_wait_for_oneself(lease: Lease) -> None:
-    """Raise LockDeadlock to code that would wait for what its own thread does: a signal handler, a finalizer, a task of trio."""
-    if has_interrupted_a_section() or _has_interrupted(lease):
-        raise LockDeadlock(lease.name, INTERRUPTS)
-    if runs_foreign_tasks() and lease.request.limit is None:
-        mine = (each for each in registry.leases() if each.held and each.is_of_caller())
-        if any(_lock_of(each) == _lock_of(lease) for each in mine):
-            raise LockDeadlock(lease.name, STOPS_HOLDER)
-
-
 def _has_interrupted(lease: Lease) -> bool:
     """Return whether this thread stands in the midst of acquiring or releasing the same lock as *lease*."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as traceback does
@@ -318,7 +308,7 @@ class Attempt:
         self._waiting = _FOR_PLACES if self._tries_places else backend.waiting
         self._way = self._waiting.way
         #: Of the lock; the request may become that for one of its places.
-        self._key = lease.request.key
+        self._key, self._limit = lease.request.key, lease.request.limit
         self._came = wait_graph.arrive() if lease.request.shared else 0
         self._waiter: Waiter | None = None
         self._has_waited = False
@@ -464,7 +454,7 @@ class Attempt:
 
     def _ask_places(self, this: Try) -> Steps[Act, Grant | Busy]:
         """Ask for each place, until one is granted; else return the one whose lease ends first."""
-        refused, limit = list[Busy](), self.request.limit or 0
+        refused, limit = list[Busy](), self._limit or 0
         first = first_place(limit)
         for place in (*range(first, limit), *range(first)):
             self.lease.ask_for(place)
@@ -526,9 +516,9 @@ class Attempt:
         """Be known to wait, with a place on the server or without; LockDeadlock if it would be for ourselves."""
         if self._waiter is None and not self._has_waited:
             self._has_waited = True
-            _refuse_to_wait_for_oneself(self.lease)
+            self._refuse_to_wait_for_oneself()
         # With a limit, there may always be another holder, who goes on.
-        may_be_deadlock = self._waiter is None and self.request.limit is None
+        may_be_deadlock = self._waiter is None and self._limit is None
         if may_be_deadlock and (caller := self.lease.caller) is not None:
             self._waiter = Waiter(
                 self.lease.name,
@@ -556,8 +546,18 @@ class Attempt:
             if was_not_sent and self.busy is not _UNKNOWN:
                 self._refuse()
             raise error
-        _refuse_to_wait_for_oneself(self.lease)
+        self._refuse_to_wait_for_oneself()
         return self._rest(self.bell.wait, self.wait.next_pause())
+
+    def _refuse_to_wait_for_oneself(self) -> None:
+        """Raise LockDeadlock to code that would wait for what its own thread does: a signal handler, a finalizer, a task of trio."""
+        lease = self.lease
+        if has_interrupted_a_section() or _has_interrupted(lease):
+            raise LockDeadlock(lease.name, INTERRUPTS)
+        if runs_foreign_tasks() and self._limit is None:
+            mine = (each for each in registry.leases() if each.held and each.is_of_caller())
+            if any(_lock_of(each) == _lock_of(lease) for each in mine):
+                raise LockDeadlock(lease.name, STOPS_HOLDER)
 
     def _refuse(self) -> NoReturn:
         busy, until = self.busy, None
@@ -569,7 +569,7 @@ class Attempt:
             busy.holder,
             busy.remaining,
             until,
-            self.request.limit,
+            self._limit,
         )
 
     def abandon(self) -> None:

@@ -57,7 +57,7 @@ def detaching(lease: Lease, ttl: float | timedelta | None) -> Steps[list[Request
         "min_hold": request.min_hold,
         "hold_on_success": lease.hold_on_success,
         "token": lease.fencing_token,
-        "limit": request.limit,
+        "limit": request.holder.limit,
         "place": request.place,
     }
     return signing.dumps(known, salt=SALT)

@@ -369,7 +369,7 @@ class Lease(metaclass=_Shown):
 
     def checked_token(self) -> int:
         """Return the fencing token; NotSupported where the backend gives none, or the lock has a limit."""
-        if self.request.limit is not None:
+        if self.place is not None:
             what = "fencing by a lock with a limit"
             raise NotSupported(
                 self.using, what, "Its tokens do not order the holders of several places."
@@ -440,7 +440,7 @@ class Lease(metaclass=_Shown):
             self._holds_until = None if self._max_hold is None else start + self._max_hold
             self._state = State.HELD
         self.due = registry.granted(self, start, now)
-        if self.request.limit is not None:
+        if self.request.place is not None:
             self.leave_line()  # the next one may find another place
         return True
 
@@ -839,7 +839,7 @@ class Lease(metaclass=_Shown):
     def _tell_of_the_end(self) -> None:
         registry.discard(self)
         self.leave_line()
-        if self.request.limit is not None:
+        if self.request.place is not None:
             self.backend.queue.look_again(self.request.line)
 
     @property

@@ -74,7 +74,7 @@ class Request:
     """A request to hold one lock. Its owner is made with it, before anything is sent.
 
     *ttl* and *min_hold* are seconds. *key* is the lock's name on the server. With a *limit*, it is a request
-    for one of so many places, and *key* is that of all of them; at() returns the request for one *place*.
+    for any of so many places, and *key* is that of all of them; at() returns the request for one *place*.
     """
 
     name: str
@@ -88,19 +88,14 @@ class Request:
     place: int | None = None
 
     def with_limit(self, limit: int) -> Self:
-        """Return a request for one of *limit* places under this name."""
+        """Return a request for any of *limit* places under this name."""
         holder = replace(self.holder, limit=limit)
         return replace(self, key=line_key(self.key), holder=holder, limit=limit)
 
     @property
-    def is_for_any_place(self) -> bool:
-        """Whether it has a limit, and no place yet."""
-        return self.limit is not None and self.place is None
-
-    @property
     def holdings(self) -> list[Self]:
-        """The requests that may hold a lock for it: itself, or one for each place while it has none."""
-        if self.limit is None or self.place is not None:
+        """The requests that may hold a lock for it: itself, or one for each place if it is for any."""
+        if self.limit is None:
             return [self]
         return [self.at(place) for place in range(self.limit)]
 
@@ -113,12 +108,12 @@ class Request:
 
     @property
     def line(self) -> str:
-        """The key of its queue: with a limit, that of all places."""
+        """The key of its queue: for a place, that of all places."""
         return self.key if self.place is None else place_key(self.key, "")
 
     def at(self, place: int) -> Self:
         """Return the request for this *place*: a lock of its own."""
-        return replace(self, key=place_key(self.key, place), place=place)
+        return replace(self, key=place_key(self.key, place), limit=None, place=place)
 
 
 def first_place(limit: int) -> int:

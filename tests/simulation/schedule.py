@@ -340,7 +340,8 @@ class Schedule(Watch):
                     text = f"{process.name} was granted {key}, which {of.name} holds: {other()!r}, {lease!r}"
                     here.fail("two-holders", text)
         self.leases.setdefault(key, []).append((lease.ref, process))
-        if lease.request.limit is not None and lease.place not in range(lease.request.limit):
+        limit = lease.holder.limit
+        if limit is not None and lease.place not in range(limit):
             here.fail("place", f"{lease!r} has place {lease.place}")
         if not self._may_be_held_up and process.time() > lease.deadline + LATE:
             here.fail("late-grant", f"{lease!r} was granted after its deadline")

@@ -354,8 +354,8 @@ def parameters(request: Request) -> dict[str, Any]:
     *taken_for*: seconds until others can acquire it, if it is not released. *first*: the place to begin with.
     """
     any_place = {}
-    if request.is_for_any_place:
-        any_place = {"limit": request.limit, "first": first_place(request.limit or 1)}
+    if request.limit is not None:
+        any_place = {"limit": request.limit, "first": first_place(request.limit)}
     return {
         **any_place,
         "key": request.key,

@@ -151,16 +151,16 @@ class MySQL(Dialect):
         return code(error) in _REFUSED
 
     def take(self, cursor: Any, request: Request) -> Grant | Busy:
-        known, statement, is_any = parameters(request), self._acquire, request.is_for_any_place
-        if is_any:
-            statement = self._acquire_place(request.limit)
+        known, statement, limit = parameters(request), self._acquire, request.limit
+        if limit is not None:
+            statement = self._acquire_place(limit)
             known |= listed(each.key for each in request.holdings)[1]
         for is_again in (False, True, True):
             if is_again and (answer := self._look(cursor, request)) is not None:
                 return answer
             _run(cursor, statement, known)
             if token := cursor.lastrowid:
-                return Grant(token, place=token % MOST_PLACES if is_any else None)
+                return Grant(token, place=None if limit is None else token % MOST_PLACES)
         raise Crowded
 
     def _look(self, cursor: Any, request: Request) -> Grant | Busy | None:

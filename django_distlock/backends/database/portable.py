@@ -108,7 +108,7 @@ class Portable(Dialect):
 
     def take(self, cursor: CursorWrapper, request: Request) -> Grant | Busy:
         """Try once; the first use of a name creates its rows, in transactions of their own."""
-        if request.is_for_any_place:
+        if request.limit is not None:
             return self._take_any(cursor, request)
         answer = self._take(cursor, request)
         if answer is None:

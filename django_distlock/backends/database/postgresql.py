@@ -349,7 +349,7 @@ class PostgreSQL(Dialect):
         return "statement pooling mode" in str(error)  # of PgBouncer
 
     def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        statement = self._acquire[request.is_for_any_place, queued]
+        statement = self._acquire[request.limit is not None, queued]
         cursor.execute(statement, parameters(request))
         token, holder, remaining, is_free, *chosen = cursor.fetchone()
         if token is not None:

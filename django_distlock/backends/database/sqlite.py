@@ -144,7 +144,7 @@ class SQLite(Dialect):
         return "no such table" in str(error) or "readonly" in str(error)
 
     def take(self, cursor: Any, request: Request) -> Grant | Busy:
-        is_any = request.is_for_any_place
+        is_any = request.limit is not None
         cursor.execute(self._acquire_place if is_any else self._acquire, parameters(request))
         row = cursor.fetchone()
         if row is not None:

@@ -9,7 +9,7 @@ from django.core.checks import CheckMessage, Error
 
 from django_distlock.backends.base import server_error
 from django_distlock.backends.queue.backend import QueueBackend
-from django_distlock.backends.queue.places import turn_of
+from django_distlock.backends.queue.places import is_line, turn_of
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.acquisition import LAST
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
@@ -108,7 +108,7 @@ class EtcdBackend(QueueBackend):
         self._threads.after(request, partial(self._recipe.abandon, request))
 
     def _leave_line(self, request: Request) -> None:
-        if request.limit is not None:
+        if is_line(request.line):
             self._threads.after(request, partial(self._recipe.abandon, turn_of(request)))
 
     def is_session_over(self, request: Request) -> bool:

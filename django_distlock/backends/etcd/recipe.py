@@ -111,7 +111,7 @@ class EtcdRecipe:
 
     def acquire(self, request: Request, *, queued: bool) -> Grant | Busy:
         """Stand in line, and return whether the lock is ours, or any place of it; if not, keep that only if *queued*."""
-        if not request.is_for_any_place:
+        if request.limit is None:
             return self._acquire(request, queued=queued)
         entry, turn = self.get(request.owner), self.get(turn_owner(request))
         is_first = turn is not None and turn.is_granted and not self._session.is_over(turn.lease_id)
@@ -516,7 +516,7 @@ class EtcdRecipe:
         return True
 
     def probe(self, request: Request) -> Busy | None:
-        if request.is_for_any_place:
+        if request.limit is not None:
             return first_to_end(self._look_at_places(request, settles=True))
         ask = find(below(self._folder(request.key)), limit=1, **_FIRST)
         found = kvs(self._ask(ask).body["responses"][0])

@@ -49,7 +49,7 @@ class QueueBackend(BaseLockBackend):
 
     def _waiting(self, request: Request) -> Request:
         """Return the request that stands in the line: itself, or that for the turn of a waiter for any place."""
-        return turn_of(request) if request.is_for_any_place else request
+        return turn_of(request) if request.limit is not None else request
 
     @abstractmethod
     def _is_told(self, request: Request, bell: Bell) -> bool:

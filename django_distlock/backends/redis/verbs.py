@@ -135,7 +135,7 @@ class RedisVerbs:
             "1" if queued else "",
             self._is_fair,
         )
-        if request.is_for_any_place:
+        if request.limit is not None:
             call = self._for_places(call, request)
         answer, *replicas = yield from self._answers(call, *self._after)
         if answer[0] < 0:
@@ -154,7 +154,7 @@ class RedisVerbs:
         return Grant(int(answer[1]), place=int(answer[2]) if len(answer) > 2 else None)
 
     def release(self, request: Request) -> Conversation[Release]:
-        if request.is_for_any_place:
+        if request.limit is not None:
             (outcome,) = yield from self._release([request], "")
             if isinstance(outcome, Exception):
                 raise outcome

@@ -11,7 +11,7 @@ from kazoo.exceptions import AuthFailedError, KazooException
 
 from django_distlock.backends.base import StepsBackend, server_error
 from django_distlock.backends.queue.backend import QueueBackend
-from django_distlock.backends.queue.places import IN_LINE, turn_owner
+from django_distlock.backends.queue.places import IN_LINE, is_line, turn_owner
 from django_distlock.conf import LONGEST, BackendSettings
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
@@ -95,7 +95,7 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
             self._nodes.drop(node)
 
     def _leave_line(self, request: Request) -> None:
-        if request.limit is not None and (turn := self._nodes.get(turn_owner(request))):
+        if is_line(request.line) and (turn := self._nodes.get(turn_owner(request))):
             self._nodes.drop(turn)
 
     def is_session_over(self, request: Request) -> bool:

@@ -81,10 +81,13 @@ class Recipe:
 
         *ends*: the time (wait time) until which to try again if the connection breaks.
         """
-        if not request.is_for_any_place:
-            if not queued:
-                return (yield from self._try_once(request, ends=ends))
-            return (yield from self._acquire(request, queued=True, ends=ends))
+        if request.limit is not None:
+            return self._acquire_any(request, queued=queued, ends=ends)
+        if not queued:
+            return self._try_once(request, ends=ends)
+        return self._acquire(request, queued=True, ends=ends)
+
+    def _acquire_any(self, request: Request, *, queued: bool, ends: float) -> Steps[Grant | Busy]:
         node, turn = self._nodes.get(request.owner), self._nodes.get(turn_owner(request))
         if queued and turn and self._is_unchanged(turn):
             return turn.busy
@@ -348,7 +351,7 @@ class Recipe:
         return True
 
     def probe(self, request: Request) -> Steps[Busy | None]:
-        if request.is_for_any_place:
+        if request.limit is not None:
             return first_to_end((yield from self._look_at_places(request)))
         client = yield from self._connected()
         folder = self.folder(request.key)
