@@ -176,8 +176,8 @@ def _may_ask_at_once(lease: Lease) -> bool:
         return True
     if request.key in backend.queue.turns.wanted:
         return False  # others may be let go first
-    # Told first: an exception from outside may come between the two.
-    lease.stand_in(backend.queue, lease.ref)
+    # First, because an asynchronous exception may come between the two.
+    lease.place_in_line = lease.ref
     if backend.queue.lines.setdefault(request.key, lease.ref) is lease.ref:
         return True
     lease.leave_line()
@@ -344,7 +344,7 @@ class Attempt:
         self._wait_no_more()
         self.backend.forget_bell(self.request)
         self.backend.queue.turns.granted(self._key, clock.wait_time())
-        if self.lease.is_in_line:
+        if self.lease.place_in_line is not None:
             self.backend.queue.hold(self._key, self.bell, self.lease.ref)
 
     def _rest(self, act: Callable[..., Any], *args: Any) -> Act:
@@ -359,14 +359,14 @@ class Attempt:
         # A single try of a lock that nobody here holds needs no place in the line.
         needs_place = not self.wait.is_over or queue.held_by(key) is not None
         if needs_place:
-            self.lease.stand_in(queue, self.bell)
+            self.lease.place_in_line = self.bell
         if needs_place and not queue.join(key, self.bell):
             while not self._may_ask():
                 self._begin_to_wait(has_place=False)
                 yield self._rest(self.bell.wait, self.wait.left)
         elif pause := queue.turns.first_pause(key, clock.wait_time()):
             yield self._rest(self.bell.wait, self.wait.bounded(pause))
-        if self.lease.is_in_line and queue.gives_way(key):
+        if self.lease.place_in_line is not None and queue.gives_way(key):
             yield self._rest(self.bell.wait, self.wait.bounded(GIVE_WAY))
 
     def _may_ask(self) -> bool:
@@ -447,7 +447,7 @@ class Attempt:
             if not isinstance(error, LockOutcomeUnknown):
                 # It did not reach the server, which has what it had before.
                 self.on_server = OnServer.PLACE if had_place else OnServer.NOTHING
-            if self.lease.is_in_line and not isinstance(error, (Contended, NotSent)):
+            if self.lease.place_in_line is not None and not isinstance(error, (Contended, NotSent)):
                 self.backend.queue.failed(self._key, error)
             raise
         return answer
@@ -486,7 +486,7 @@ class Attempt:
 
     def _wait(self) -> Steps[Act, None]:
         queue, waiting = self.backend.queue, self._waiting
-        if self.lease.is_in_line:
+        if self.lease.place_in_line is not None:
             queue.contest(self._key)
             if waiting.polls:
                 queue.turns.refused(self._key)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from django_distlock.backends.base import BaseLockBackend
     from django_distlock.ground.holder import Holder
 
-    from .local_queue import LocalPlace, LocalQueue
+    from .local_queue import LocalPlace
 
 logger = logging.getLogger("django_distlock")
 #: A lease with less than this part of its ttl left should have been renewed by now.
@@ -97,6 +97,8 @@ class Lease(metaclass=_Shown):
     hold_on_success = 0.0
     #: Whether its last entry has been left, and the end of a transaction is going to release it.
     awaits_end = False
+    #: Its place in the line of this process, which it keeps until it ends.
+    place_in_line: LocalPlace | None = None
     _state = State.PENDING
     _reason = ""
     _deadline = 0.0
@@ -104,7 +106,6 @@ class Lease(metaclass=_Shown):
     _holds_until: float | None = None
     _is_in_jeopardy = False
     _is_waiting = False
-    _line: tuple[LocalQueue, str, LocalPlace] | None = None
     #: The callers that have entered it and not left it yet, the innermost last. Each change makes a new list.
     entries: list[Caller] | tuple[()] = ()
     _on_lost: list[Callable[[str], object]] | tuple[()] = ()
@@ -518,7 +519,7 @@ class Lease(metaclass=_Shown):
     @property
     def has_ended(self) -> bool:
         """Whether it was released, lost or handed on, and blocks no other caller. Unlike *lost*, it reports no loss."""
-        return self._state not in (State.PENDING, State.HELD) and self._line is None
+        return self._state not in (State.PENDING, State.HELD) and self.place_in_line is None
 
     # Its renewal.
 
@@ -551,10 +552,6 @@ class Lease(metaclass=_Shown):
         if longest == self.ttl:
             return self.request
         return replace(self.request, ttl=longest) if longest > 0 else None
-
-    def renew_at(self, due: float) -> None:
-        """Plan its next renewal (lease time)."""
-        self.due = due
 
     def confirm(self, start: float, ttl: float) -> None:
         """Note an extension that was asked for at *start*; a lost lease stays lost."""
@@ -741,21 +738,11 @@ class Lease(metaclass=_Shown):
         """Note that its acquire waits; *asks*: by a request, otherwise it looks whether it may ask again."""
         self._is_waiting = not asks
 
-    @property
-    def is_in_line(self) -> bool:
-        """Whether it has a place in the line of this process."""
-        return self._line is not None
-
-    def stand_in(self, queue: LocalQueue, place: LocalPlace) -> None:
-        """Keep *place* in the line of this process until it ends."""
-        self._line = queue, self.request.key, place
-
     def leave_line(self) -> None:
         """Give up its place in the line of this process; does nothing the second time."""
-        if self._line is not None:
-            queue, key, place = self._line
-            queue.leave(key, place)
-            self._line = None
+        if self.place_in_line is not None:
+            self.backend.queue.leave(self.request.line, self.place_in_line)
+            self.place_in_line = None
 
     # Its end.
 

@@ -219,7 +219,7 @@ class Registry:
         for lease in leases:
             # A lease in jeopardy is tried again soon: nine times in a ttl.
             soon, later = now + lease.ttl / 9, max(now, start + lease.ttl / 3)
-            lease.renew_at(soon if lease.in_jeopardy else later)
+            lease.due = soon if lease.in_jeopardy else later
         with self._mutex:
             self._in_flight.difference_update(leases)
         self._alarm.at(self._next_due())

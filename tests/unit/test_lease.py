@@ -188,10 +188,9 @@ class Line(LocalQueue):
 
 
 def test_it_leaves_its_line_once_however_it_ends(memory: LocMemBackend) -> None:
-    line = Line()
+    line = memory.queue = Line()
     released, lost = _taken("a"), _taken("b")
-    released.stand_in(line, released.ref)
-    lost.stand_in(line, lost.ref)
+    released.place_in_line, lost.place_in_line = released.ref, lost.ref
 
     released.release()
     lost.lose("a reason")
@@ -215,9 +214,9 @@ def test_an_exception_from_outside_at_the_end_keeps_nothing_from_those_who_wait_
             if len(self.left) == 1:
                 raise TimeLimit
 
-    line = StoppedLine()
+    line = memory.queue = StoppedLine()
     lease = _taken()
-    lease.stand_in(line, lease.ref)
+    lease.place_in_line = lease.ref
 
     with pytest.raises(TimeLimit):
         lease.release()
