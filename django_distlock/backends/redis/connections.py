@@ -105,8 +105,11 @@ def packed(commands: Sequence[Command]) -> bytes:
 
 
 def _words(words: Iterable[str | int | bytes]) -> bytes:
-    texts = [word if type(word) is bytes else str(word).encode() for word in words]
-    return b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts])
+    parts: list[bytes] = []
+    for word in words:
+        text = word if type(word) is bytes else str(word).encode()
+        parts.append(b"$%d\r\n%b\r\n" % (len(text), text))
+    return b"".join(parts)
 
 
 @lru_cache(1024)
