@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from secrets import token_hex
@@ -76,8 +76,8 @@ class BaseLockBackend(ABC):
     clock: ClassVar[str] = "server"
     #: The first part of its keys, for backends that share a table.
     kind: ClassVar[str] = ""
-    #: The class of the requests that request() makes.
-    request_class: ClassVar[type[Request]] = Request
+    #: Makes the requests of request().
+    make_request: Callable[..., Request] = Request
 
     #: How waiters wait; in some backends it depends on the server or the OPTIONS.
     waiting: Waiting = Waiting()
@@ -230,7 +230,7 @@ class BaseLockBackend(ABC):
     def request(self, name: str, **wishes: Any) -> Request:
         """Return a request for *name*, with its key and a new owner."""
         owner = Secret(token_hex(16))  # as new_owner(), without a call
-        return self.request_class(name, self.key_of(name), owner=owner, **wishes)
+        return self.make_request(name, self.key_of(name), owner=owner, **wishes)
 
     def force_release(self, key: str, owner_digest: str, *, by: str = "an operator") -> bool:
         """Free the lock if its holding is still the one that was shown; return whether it was.

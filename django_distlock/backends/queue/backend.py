@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.values import Release, Request
@@ -13,13 +14,13 @@ from .labels import SessionRequest
 from .places import turn_of
 
 if TYPE_CHECKING:
+    from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
 
 
 class QueueBackend(BaseLockBackend):
     """First come, first served, with readers and writers; a lock ends with the session of its holder."""
 
-    request_class = SessionRequest
     supports_fencing = True
     supports_shared = True
     supports_fair = True
@@ -35,9 +36,9 @@ class QueueBackend(BaseLockBackend):
         writers_first=True,
     )
 
-    def request(self, name: str, **wishes: Any) -> Request:
-        """Return a request for *name*; its ttl is at most the session timeout."""
-        return super().request(name, longest=self.options.session_timeout, **wishes)
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self.make_request = partial(SessionRequest, longest=self.options.session_timeout)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         if self._is_told(request, bell):
