@@ -50,9 +50,9 @@ class Registry:
 
     def _begin(self) -> None:
         self._mutex = section()
-        self._leases: dict[int, weakref.ref[Lease]] = {}
-        #: Keeps each lease alive while its thread or task can still release it; after that, only its backend.
-        self._kept: dict[int, Lease | BaseLockBackend] = {}
+        #: By id, each lease, and what is kept alive: the lease while its thread or task can still release it;
+        #: after that, only its backend.
+        self._known: dict[int, tuple[weakref.ref[Lease], Lease | BaseLockBackend]] = {}
         self._in_flight: set[Lease] = set()
         self._has_unattended = False
         self._alarm = Alarm(self._look)
@@ -61,8 +61,7 @@ class Registry:
 
     def add(self, lease: Lease) -> None:
         """Register *lease*, before its first request; SystemExit at the end of the process, see refuse_at_end()."""
-        self._kept[id(lease)] = lease
-        self._leases[id(lease)] = lease.ref
+        self._known[id(lease)] = lease.ref, lease
         if self._ended_by:
             self.refuse_at_end()
 
@@ -84,16 +83,19 @@ class Registry:
         return due
 
     def discard(self, lease: Lease) -> None:
-        self._leases.pop(id(lease), None)
-        self._kept.pop(id(lease), None)
+        self._known.pop(id(lease), None)
 
     def let_go(self, lease: Lease) -> None:
         """Drop the reference to *lease*: its finalizer releases it when there is no other reference."""
-        if id(lease) in self._kept:
-            self._kept[id(lease)] = lease.backend
+        if self._keeps(lease):
+            self._known[id(lease)] = lease.ref, lease.backend
+
+    def _keeps(self, lease: Lease) -> bool:
+        """Return whether *lease* is kept alive."""
+        return self._known.get(id(lease)) == (lease.ref, lease)
 
     def leases(self) -> list[Lease]:
-        known = [lease() for lease in list(self._leases.values())]
+        known = [ref() for ref, _ in list(self._known.values())]
         return [lease for lease in known if lease is not None]
 
     def disown(self) -> None:
@@ -153,7 +155,7 @@ class Registry:
             if lease.is_unattended:
                 # Other code may still refer to it. If none does, its finalizer releases it, by a
                 # backend that is no garbage itself.
-                if self._kept.get(id(lease)) is lease and lease not in self._in_flight:
+                if self._keeps(lease) and lease not in self._in_flight:
                     self.let_go(lease)
                     self._has_unattended = True
                 if not lease.is_entered:

@@ -476,8 +476,7 @@ class Schedule(Watch):
 
     def _check_nothing_left(self, process: Process) -> None:
         left = {
-            "leases": [each() for each in registry._leases.values()],
-            "kept": list(registry._kept.values()),
+            "leases": list(registry._known.values()),
             "in flight": registry._in_flight,
             "lines": process.backend.queue.lines,
             "waiting": wait_graph._waiting,
