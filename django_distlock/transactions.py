@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("django_distlock")
 _View = TypeVar("_View", bound="Callable[..., Any]")
 _PACKAGE = __name__.rpartition(".")[0]
+#: Where Django keeps the connections of a thread without an event loop, by alias.
+_of_thread = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]  # noqa: SLF001 - a fast way to them
 #: The registries of ``warnings`` by file, for warnings that are not about the caller's line.
 _told: dict[str, dict[str | tuple[str, type[Warning], int], int]] = {}
 
@@ -270,11 +272,9 @@ class _Ends:
 
 def _used_here() -> Sequence[BaseDatabaseWrapper]:
     """Return the connections that this thread or task has used."""
-    if _get_running_loop() is None:
+    if _get_running_loop() is None and isinstance(_of_thread, threading.local):
         # The same as `connections.all()`, ten times faster.
-        storage = getattr(connections._connections, "_storage", None)  # type: ignore[attr-defined]  # noqa: SLF001
-        if isinstance(storage, threading.local):
-            return [*filter(None, map(vars(storage).get, connections))]
+        return [*filter(None, map(vars(_of_thread).get, connections.settings))]
     return connections.all(initialized_only=True)
 
 
