@@ -202,7 +202,7 @@ class LocMemBackend(BaseLockBackend):
             if request.limit is not None:
                 return self._try_places(request)
             now = clock.lease_time()
-            record = self._memory.records.setdefault(request.key, _MemoryRecord())
+            record = self._record(request.key)
             record.expire(now)
             if request.owner not in record.holdings:
                 if not (record.is_free_for(request, now) and record.lets(request)):
@@ -212,6 +212,7 @@ class LocMemBackend(BaseLockBackend):
             return Grant(record.holdings[request.owner].token)
 
     def _grant(self, record: _MemoryRecord, request: Request, now: float) -> None:
+        self._memory.records[request.key] = record
         self._memory.token = token = max(self._memory.token + 1, time.time_ns() // 1000)
         record.last = record.holdings[request.owner] = _Holding(
             request, token, now, now + request.ttl
@@ -231,7 +232,6 @@ class LocMemBackend(BaseLockBackend):
         if not (free and line.lets(request)):
             return first_to_end(record.busy(now) for _, record in found) or Busy()
         each, record = free[0]
-        self._memory.records[each.key] = record
         self._grant(record, each, now)
         self._leave(request)
         if len(free) > 1:
@@ -239,7 +239,7 @@ class LocMemBackend(BaseLockBackend):
         return Grant(record.holdings[request.owner].token, place=each.place)
 
     def _record(self, key: str) -> _MemoryRecord:
-        return self._memory.records.get(key, _MemoryRecord())
+        return self._memory.records.get(key) or _MemoryRecord()
 
     def _leave(self, request: Request) -> bool:
         """Leave the queue; return whether it was in it."""
@@ -253,8 +253,8 @@ class LocMemBackend(BaseLockBackend):
         if request.limit is not None:
             return of_all([self.release(each) for each in request.holdings])
         with self._memory.mutex:
-            record = self._record(request.key)
-            record.expire(clock.lease_time())
+            record, now = self._record(request.key), clock.lease_time()
+            record.expire(now)
             holding = record.holdings.pop(request.owner, None)
             if holding is None and request.owner in self._memory.released:
                 return Release.RELEASED
@@ -263,7 +263,7 @@ class LocMemBackend(BaseLockBackend):
             self._memory.released.add(request.owner)
             record.available = max(record.available, holding.acquired + request.min_hold)
             self._record(request.line).wake()
-            if record.is_over(clock.lease_time()):
+            if record.is_over(now):
                 del self._memory.records[request.key]
             return Release.RELEASED
 
