@@ -497,7 +497,6 @@ class Lease(metaclass=_Shown):
     @property
     def is_entered(self) -> bool:
         """Whether there is still something to release: also after it was lost."""
-        self._lose_if_over()
         return self._state in (State.HELD, State.LOST) and bool(self.entries)
 
     @property
