@@ -1,4 +1,4 @@
-"""Acquiring a lock: ask at once. Only who is refused waits, and only then is made what waiting needs."""
+"""Acquiring a lock: the first try is sent at once. Only if it is refused, an Attempt is made, which waits."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ async def aacquire(lease: Lease, timeout: float | None, wait: Wait | None = None
 
 
 def _may_ask_at_once(lease: Lease) -> bool:
-    """Return whether nobody of this process is in the way; then, in the line of this process, the lease is first."""
+    """Return True if no other caller of this process wants the lock; the lease is then the first in its local queue."""
     backend, request = lease.backend, lease.request
     if request.limit is not None and _tries_places(backend, request):
         return False  # there are several to ask for
