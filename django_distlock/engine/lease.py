@@ -63,6 +63,10 @@ class State(enum.Enum):
     INHERITED = "held by the process that this one was forked from"
 
 
+#: The states that are not final, and those in which there is something to release.
+_NOT_ENDED = State.PENDING, State.HELD
+_TO_RELEASE = State.HELD, State.LOST
+
 #: What dir() and help() show of a lease. The other names are for this package.
 _FOR_USERS = {
     *("name", "using", "template", "fencing_token", "ttl", "holder", "place", "shared", "state"),
@@ -229,7 +233,7 @@ class Lease(metaclass=_Shown):
         It is called in the thread that notices the loss, mostly the one that renews leases: be quick.
         """
         with self._mutex:
-            if self._state in (State.PENDING, State.HELD):
+            if self._state in _NOT_ENDED:
                 self._on_lost = [*self._on_lost, callback]
                 return
         if self._state is State.LOST:
@@ -497,7 +501,7 @@ class Lease(metaclass=_Shown):
     @property
     def is_entered(self) -> bool:
         """Whether there is still something to release: also after it was lost."""
-        return self._state in (State.HELD, State.LOST) and bool(self.entries)
+        return self._state in _TO_RELEASE and bool(self.entries)
 
     @property
     def is_kept(self) -> bool:
@@ -518,7 +522,7 @@ class Lease(metaclass=_Shown):
     @property
     def has_ended(self) -> bool:
         """Whether it was released, lost or handed on, and blocks no other caller. Unlike *lost*, it reports no loss."""
-        return self._state not in (State.PENDING, State.HELD) and self.place_in_line is None
+        return self._state not in _NOT_ENDED and self.place_in_line is None
 
     # Its renewal.
 
@@ -604,7 +608,7 @@ class Lease(metaclass=_Shown):
         if self.entries is entries:
             if not self.is_left:
                 self.release_later()
-        elif not self.entries and self._state in (State.HELD, State.LOST):
+        elif not self.entries and self._state in _TO_RELEASE:
             self._break_off()
 
     def _add_note(self, error: BaseException | None, problem: LockError) -> None:
@@ -670,7 +674,7 @@ class Lease(metaclass=_Shown):
         """Remove the last entry of this caller; return whether others are left."""
         with self._mutex:
             entries = [*self.entries]
-            if not entries or self.is_left or self._state not in (State.HELD, State.LOST):
+            if not entries or self.is_left or self._state not in _TO_RELEASE:
                 raise self._not_held()
             if len(entries) == 1:
                 # The caller that releases it owns it now: a task that is cancelled meanwhile ends before.
@@ -811,13 +815,13 @@ class Lease(metaclass=_Shown):
     def _end(self, state: State, reason: str = "") -> bool:
         try:
             with self._mutex:
-                if self._state not in (State.PENDING, State.HELD):
+                if self._state not in _NOT_ENDED:
                     return False
                 self._state, self._reason = state, reason
             self._tell_of_the_end()
         except BaseException:
             # An asynchronous exception: those who were not told yet are told all the same.
-            if self._state not in (State.PENDING, State.HELD):
+            if self._state not in _NOT_ENDED:
                 background.at(clock.lease_time(), self._tell_of_the_end)
             raise
         return True
