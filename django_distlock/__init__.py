@@ -23,7 +23,8 @@ from .exceptions import (
 from .ground.holder import Holder
 from .handler import locks
 from .leading import alead, lead
-from .lock import Lock, LockTerms, current_lease, distributed_lock, lock, lock_all
+from .lock import Lock, LockTerms, current_lease, distributed_lock, lock
+from .lock_set import lock_all
 from .objects import locked
 from .operators import force_release
 

@@ -1,4 +1,4 @@
-"""lock(), lock_all(), distributed_lock() and Lock: what stands after ``with`` and ``async with``, or decorates."""
+"""lock(), distributed_lock() and Lock: what stands after ``with`` and ``async with``, or decorates."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import os
 import sys
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -36,7 +36,6 @@ from .engine.waiting import Wait
 from .exceptions import (
     LockDeadlock,
     LockError,
-    LockLost,
     LockNotAcquired,
     LockNotHeld,
     NotSupported,
@@ -182,7 +181,7 @@ _NO_WISHES = Terms()
 _WORDS = LockTerms.__optional_keys__
 
 
-def _lists_terms(function: _F) -> _F:
+def lists_terms(function: _F) -> _F:
     """Show the arguments of LockTerms, with their defaults, in help(), in the place of **terms."""
     signature = inspect.signature(function)
     # *extra is there for an error that says what to write instead.
@@ -234,10 +233,8 @@ def _too_many(name: object, extra: tuple[object, ...]) -> TypeError:
     return TypeError(f"A lock has one name; write {extra[0]!r} as timeout=... or ttl=...")
 
 
-#: A lock, its block that is left, and the entries of its lease before.
-_Left = tuple["Lock", "_EnteredWith", object]
 #: Modules whose frames stand between a ``with`` and its lock.
-_OF_WITH = {__name__, "contextlib", f"{__package__}.objects"}
+_OF_WITH = {__name__, "contextlib", f"{__package__}.lock_set", f"{__package__}.objects"}
 
 
 def nothing_to_cancel(what: str) -> ValueError:
@@ -247,7 +244,7 @@ def nothing_to_cancel(what: str) -> ValueError:
     )
 
 
-class _EnteredWith(NamedTuple):
+class EnteredWith(NamedTuple):
     """A ``with`` that has been entered. *frame* tells in which frame it stands."""
 
     lease: Lease
@@ -272,14 +269,14 @@ class Lock:
     Methods that begin with an *a* more, such as ``alocked()``, are awaited and do the same.
     """
 
-    @_lists_terms
+    @lists_terms
     def __init__(self, name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> None:
         """*terms* are those of LockTerms."""
         # Lists change by single steps, which no thread or exception can divide. To be searched, they are
         # copied in one step too: other threads change them meanwhile.
         # Whoever acquires must keep the lease, or live; what a ``with`` stands in is kept here.
         self._acquired: list[Known] = []
-        self._blocks: list[_EnteredWith] = []
+        self._blocks: list[EnteredWith] = []
         if extra:
             raise _too_many(name, extra)
         self.name = checked_name(name)
@@ -602,11 +599,11 @@ class Lock:
         raise LockNotHeld(self.name)
 
     def _note_entry(self, lease: Lease, cancelling: Cancelling | None = None) -> None:
-        self._blocks.append(_EnteredWith(lease, _frame_of_with(), cancelling))
+        self._blocks.append(EnteredWith(lease, _frame_of_with(), cancelling))
         if cancelling is not None:
             cancelling.watch(lease)
 
-    def innermost(self) -> _EnteredWith:
+    def innermost(self) -> EnteredWith:
         """Return the block that is left now: the last one of its frame, or else of this caller, or else of all.
 
         A generator may be closed by another thread than its own, or after its lease was lost; its frame
@@ -621,7 +618,7 @@ class Lock:
             raise LockNotHeld(self.name)
         return blocks[-1]
 
-    def finish_leaving(self, block: _EnteredWith | None, entries: object) -> None:
+    def finish_leaving(self, block: EnteredWith | None, entries: object) -> None:
         """Leave in the background what an asynchronous exception kept from being left; None: it came before that was known."""
         block = block or self.innermost()
         if block in self._blocks:
@@ -636,7 +633,7 @@ class Lock:
                 registry.let_go(block.lease)
 
 
-@_lists_terms
+@lists_terms
 def lock(name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> Lock:
     """Return the lock called *name*, or that of a saved model instance, for ``with``, ``async with`` or acquire().
 
@@ -689,7 +686,7 @@ def distributed_lock(
     on_busy: Policy | None = None,
     **terms: Unpack[LockTerms],
 ) -> Decorator: ...
-@_lists_terms
+@lists_terms
 def distributed_lock(
     function: Any = None,
     /,
@@ -726,190 +723,3 @@ def distributed_lock(
         msg = f"A lock's name must be text or a function, not {name!r}; put it below @property and the like."
         raise TypeError(msg)
     return lambda function: decorated(function, name, checked, on_busy)
-
-
-class LockSet:
-    """Several locks, acquired in the order of their names, so two sets never deadlock."""
-
-    def __init__(self, names: tuple[str | Model, ...], terms: Terms) -> None:
-        """Raise ValueError if there are no *names*."""
-        if not names:
-            raise ValueError("lock_all() takes at least one name.")
-        named = [terms.lock(name) for name in names]
-        self.names = tuple(lock.name for lock in named)
-        self._locks = {lock.name: lock for lock in sorted(named, key=lambda lock: lock.name)}
-
-    def acquire(self) -> tuple[Lease, ...] | None:
-        """Return the leases in the order of the names, or None if a lock was busy until the timeout.
-
-        Release them by release(). If a lease ends while another lock is waited for, all are released
-        and acquired again; LockLost if no time is left for that.
-        """
-        try:
-            leases = self.__enter__()
-        except LockNotAcquired:
-            return None
-        self._keep_acquired(leases)
-        return leases
-
-    @markcoroutinefunction
-    def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
-        """As acquire(). The locks belong to the caller, even if another task awaits the result."""
-        return self._aacquire(
-            Caller(), [Awaited(self._locks[name].terms.using, name) for name in self.names]
-        )
-
-    async def _aacquire(self, caller: Caller, awaited: list[Awaited]) -> tuple[Lease, ...] | None:
-        try:
-            for lock in self._locks.values():
-                if lock.terms.cancel_when_lost:
-                    raise nothing_to_cancel("acquire()")
-            leases = await self._aenter(caller)
-            self._keep_acquired(leases)
-            for each, lease in zip(awaited, leases, strict=True):
-                each.known = lease.ref
-        except LockNotAcquired:
-            return None
-        finally:
-            for each in awaited:
-                each.is_over = True
-        return leases
-
-    def release(self) -> None:
-        """Release the locks that this thread or task acquired last; LockNotHeld, at the end, if one is not held."""
-        leases, missing = self._recall()
-        with ExitStack() as stack:
-            for lease in leases:
-                stack.callback(lease.release)
-        for error in missing:
-            raise error
-
-    @markcoroutinefunction
-    def arelease(self) -> Coroutine[Any, Any, None]:
-        """Release what the caller acquired last, even if another task awaits it."""
-        return self._arelease(*self._recall())
-
-    async def _arelease(self, leases: list[Lease], missing: list[LockNotHeld]) -> None:
-        async with AsyncExitStack() as stack:
-            for lease in leases:
-                stack.push_async_callback(lease.arelease)
-        for error in missing:
-            raise error
-
-    def _recall(self) -> tuple[list[Lease], list[LockNotHeld]]:
-        """Return what this caller acquired last, and forget it; and an error for each lock that it does not hold."""
-        leases, missing = list[Lease](), list[LockNotHeld]()
-        for lock in self._locks.values():
-            try:
-                leases.append(lock.recall())
-            except LockNotHeld as error:
-                missing.append(error)
-        return leases, missing
-
-    def __enter__(self) -> tuple[Lease, ...]:
-        wait = Wait(self._timeout())
-        while True:
-            try:
-                with ExitStack() as stack:
-                    leases = {}
-                    for name, lock in self._locks.items():
-                        leases[name] = lock.enter(wait.left)
-                        # The block has not begun: what was acquired for it is free at once in a transaction too.
-                        stack.push(partial(lock.__exit__, at_once=True))  # type: ignore[call-arg]  # mypy drops names in special methods
-                    return self._all_held(leases, stack)
-            except LockLost:  # one ended while another was waited for: all are free again
-                if wait.is_over:
-                    raise
-
-    def __exit__(self, *error: Any) -> None:
-        left: list[_Left] = []
-        try:
-            left = self._to_leave()
-            stack = ExitStack()
-            for lock in self._locks.values():
-                stack.push(lock)
-            stack.__exit__(*error)
-        except LockError:
-            raise
-        except BaseException:
-            self._finish_leaving(left)
-            raise
-
-    async def __aenter__(self) -> tuple[Lease, ...]:
-        return await self._aenter()
-
-    async def _aenter(self, caller: Caller | None = None) -> tuple[Lease, ...]:
-        wait = Wait(self._timeout())
-        while True:
-            try:
-                async with AsyncExitStack() as stack:
-                    leases = {}
-                    for name, lock in self._locks.items():
-                        leases[name] = await lock.aenter(wait.left, caller=caller)
-                        stack.push_async_exit(lock)
-                    return self._all_held(leases, stack)
-            except LockLost:
-                if wait.is_over:
-                    raise
-
-    async def __aexit__(self, *error: Any) -> None:
-        left: list[_Left] = []
-        try:
-            left = self._to_leave()
-            stack = AsyncExitStack()
-            for lock in self._locks.values():
-                stack.push_async_exit(lock)
-            await stack.__aexit__(*error)
-        except (LockError, asyncio.CancelledError, GeneratorExit):
-            raise  # as of a Lock
-        except BaseException:
-            self._finish_leaving(left)
-            raise
-
-    def _to_leave(self) -> list[_Left]:
-        blocks = [(lock, lock.innermost()) for lock in self._locks.values()]
-        return [(lock, block, block.lease.entries) for lock, block in blocks]
-
-    def _finish_leaving(self, left: list[_Left]) -> None:
-        """Leave in the background what an asynchronous exception kept from being left; nothing *left*: it came before."""
-        for lock, block, entries in left or self._to_leave():
-            lock.finish_leaving(block, entries)
-
-    def __repr__(self) -> str:
-        return f"<LockSet {list(self._locks.values())!r}>"
-
-    def _keep_acquired(self, leases: tuple[Lease, ...]) -> None:
-        try:
-            for lease in {*leases}:
-                self._locks[lease.name].keep_acquired(lease)
-        except BaseException:  # it comes from outside: nobody will have the leases
-            for lease in {*leases}:
-                lease.release_later()
-            raise
-
-    def _all_held(
-        self, leases: dict[str, Lease], stack: ExitStack | AsyncExitStack
-    ) -> tuple[Lease, ...]:
-        """Return *leases* in the order of the names, and keep *stack* from releasing them; LockLost if one has ended."""
-        for lease in leases.values():
-            lease.check()
-        in_order = tuple(leases[name] for name in self.names)
-        stack.pop_all()  # last: an exception from outside must find them in it
-        return in_order
-
-    def _timeout(self) -> float | None:
-        return next(iter(self._locks.values())).default_timeout()
-
-
-@_lists_terms
-def lock_all(*names: str | Model, **terms: Unpack[LockTerms]) -> LockSet:
-    """Return an object that acquires all locks or none, within one timeout.
-
-    The block begins only while all of them are held: if a lease ends while another lock is waited
-    for, all are released and acquired again; LockLost if no time is left for that.
-    ``with lock_all("account:1", "account:2") as leases:`` gives one lease for each name, in order.
-    """
-    for several in names:
-        if isinstance(several, (list, tuple, set, frozenset)):
-            raise TypeError("lock_all() takes one argument for each name; write lock_all(*names).")
-    return LockSet(names, Terms.of(terms, "lock_all()"))

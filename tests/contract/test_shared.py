@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 import pytest
 
 from django_distlock import Lease, Lock, LockDeadlock, current_lease, lock, lock_all
-from django_distlock.lock import LockSet
+from django_distlock.lock_set import LockSet
 from tests.fixtures.eventually import eventually, never
 
 from .crew import elsewhere, start, together

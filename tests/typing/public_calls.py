@@ -57,7 +57,7 @@ from django_distlock.contrib.celery import attached, handover, unique_task
 from django_distlock.contrib.editing import EditLock, edit_lock
 from django_distlock.contrib.editing.admin import EditLockMixin
 from django_distlock.engine.values import Held
-from django_distlock.lock import LockSet
+from django_distlock.lock_set import LockSet
 from django_distlock.models import FencedModel
 from django_distlock.signals import (
     backend_failed,

@@ -23,7 +23,8 @@ from django_distlock import (
 )
 from django_distlock.backends import BaseLockBackend
 from django_distlock.engine import acquisition
-from django_distlock.lock import LockSet, LockTerms, Terms
+from django_distlock.lock import LockTerms, Terms
+from django_distlock.lock_set import LockSet
 from testproject import directory
 
 
