@@ -21,6 +21,16 @@ _T = TypeVar("_T")
 LONGEST_PAUSE = 10.0
 
 
+class _Candidate(Lock):
+    """A lock that is waited for until *stop* is set."""
+
+    stop: threading.Event | None = None
+
+    def __enter__(self) -> Lease:
+        wait = Wait(None) if self.stop is None else WaitUntil(self.stop)
+        return self.enter(wait.left, wait)
+
+
 def lead(
     name: str,
     work: Callable[[Lease], _T],
@@ -36,12 +46,13 @@ def lead(
 
     *stop* ends the wait, within a second: then return None. *terms* are those of lock(), without *timeout*.
     """
-    candidate = Lock(name, timeout=None, **terms)  # type: ignore[misc]  # twice is once too often
+    candidate = _Candidate(name, timeout=None, **terms)  # type: ignore[misc]  # twice is once too often
+    candidate.stop = stop
     ends, pauses = stop or threading.Event(), Wait(None)
     while not ends.is_set():
-        lease, wait = None, Wait(None) if stop is None else WaitUntil(stop)
+        lease = None
         try:
-            with candidate.take(wait.left, wait=wait) as lease:
+            with candidate as lease:
                 pauses = Wait(None)
                 result = work(lease)
                 if lease.lost:  # told before the release, whose server may be down

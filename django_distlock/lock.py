@@ -419,9 +419,9 @@ class Lock:
 
     # What the decorator and lock_all() build on.
 
-    def enter(self, timeout: float | None) -> Lease:
-        """Do what ``with`` does at its begin, within *timeout* seconds."""
-        return self.take(timeout, self._note_entry)
+    def enter(self, timeout: float | None, wait: Wait | None = None) -> Lease:
+        """Do what ``with`` does at its begin, within *timeout* seconds; *wait*: see take()."""
+        return self.take(timeout, self._note_entry, wait=wait)
 
     async def aenter(self, timeout: float | None, *, caller: Caller | None = None) -> Lease:
         if not self.terms.cancel_when_lost:

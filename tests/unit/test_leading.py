@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
+from contextlib import suppress
 from typing import Any, Never
 
 import pytest
@@ -25,6 +27,7 @@ from django_distlock.engine.values import Request
 from django_distlock.signals import lock_busy
 from tests.contract.crew import elsewhere, held_in_thread, start
 from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.interruption import StopAt, TimeLimit
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -185,6 +188,20 @@ def test_after_a_loss_it_leads_again_though_its_server_could_not_be_told(
 
     led.clear()
     assert asyncio.run(alead("poller", awork, ttl=0.2, renew=False)) == "done"
+
+
+def test_an_exception_at_any_step_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", id)  # it may come in a finalizer
+
+    def calls_until(number: int) -> int:
+        with StopAt(number) as step:
+            lead("poller", lambda lease: None, stop=threading.Event())
+        return step.calls
+
+    for number in range(1, calls_until(0) + 1):
+        with suppress(TimeLimit):
+            calls_until(number)
+        eventually(lambda: not lock("poller").locked(), what=f"free after step {number}")
 
 
 async def test_a_task_is_cancelled_at_a_loss_and_leads_again() -> None:
