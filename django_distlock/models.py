@@ -112,19 +112,6 @@ class LockWaiter(models.Model):
         return f"{printable(self.method_name)}: {self.ticket}"
 
 
-class _Fence(models.BigIntegerField):  # type: ignore[type-arg]  # generic in the stubs alone
-    """The column of the fence. The save() of an instance that was not claimed keeps what the row has by now."""
-
-    def pre_save(self, model_instance: models.Model, add: bool) -> Any:
-        if add or CLAIM in model_instance.__dict__:
-            return super().pre_save(model_instance, add)
-        return models.F(self.name)
-
-    def deconstruct(self) -> Any:
-        name, _path, args, kwargs = super().deconstruct()
-        return name, "django.db.models.BigIntegerField", args, kwargs
-
-
 class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
     """Base class for models whose rows must refuse late writers.
 
@@ -136,7 +123,7 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
     must_be_claimed: ClassVar[bool] = False
 
     # db_default: servers that still run the release before insert rows without it.
-    fence: models.BigIntegerField[Any, int] = _Fence(default=0, db_default=0, editable=False)
+    fence = models.BigIntegerField(default=0, db_default=0, editable=False)
 
     # Hidden from type checkers: pyright refuses the Meta of a subclass that does not inherit this one.
     if not TYPE_CHECKING:
@@ -153,6 +140,12 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
                 problem = "its row must be claimed before it is saved, by locked() or lease.claim()"
                 raise LockNotHeld(object_name(self), problem)
             super().save(**kwargs)
+
+        def _do_update(self, rows: Any, using: str, pk: Any, values: Any, *more: Any) -> Any:
+            """Keep the fence that the row has by now, unless this instance was claimed."""
+            if CLAIM not in self.__dict__:
+                values = [each for each in values if each[0].name != "fence"]
+            return super()._do_update(rows, using, pk, values, *more)
 
         def delete(self, *args: Any, **kwargs: Any) -> Any:
             kwargs |= dict(zip(_DELETE, args, strict=False))

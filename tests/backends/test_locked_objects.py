@@ -236,6 +236,7 @@ def test_one_that_was_never_claimed_is_saved_as_ever(
 ) -> None:
     account.balance = 90
     account.save()
+    assert not account.get_deferred_fields()
     account.refresh_from_db()
     assert [account.balance, account.fence] == [90, 0]
 
