@@ -116,7 +116,8 @@ class CacheMemcachedBackend(CacheKeyBackend):
         record = _record(found)
         if record.owner == request.owner:
             return Grant(None)
-        if left != 0 and found and not found.endswith(MARK) and request.key not in self.queue.turns:
+        may_mark = left != 0 and request.key not in self.queue.turns.wanted
+        if may_mark and found and not found.endswith(MARK):
             # The mark tells a holder that was never refused itself to let others go first.
             with suppress(LockBackendError):
                 self._pool.ask(MemcachedConnection.mark, request.key)

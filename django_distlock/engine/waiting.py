@@ -202,9 +202,6 @@ class Turns:
         if (wanted := self.wanted.get(key)) is not None and wanted.granted is not None:
             wanted.held, wanted.granted, wanted.released = now - wanted.granted, None, now
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.wanted
-
     def first_pause(self, key: str, now: float) -> float:
         """Return the pause before the first try: that of a waiter that has waited since the release, or 0."""
         # Callers without a place in the line ask for it too, each in its own thread.

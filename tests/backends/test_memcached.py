@@ -812,7 +812,9 @@ def test_who_has_just_released_lets_others_go_first(both: tuple[str, ...], name:
                 time.sleep(0.002)
 
     def leave_once_both_were_refused() -> None:
-        eventually(lambda: all(third.request.key in locks[using].queue.turns for using in both), 20)
+        eventually(
+            lambda: all(third.request.key in locks[using].queue.turns.wanted for using in both), 20
+        )
         third.leaves()
 
     together(*(partial(work, using) for using in both), leave_once_both_were_refused)
@@ -826,10 +828,10 @@ def test_who_was_never_refused_lets_others_go_first_too(both: tuple[str, ...], n
     with ThreadPoolExecutor(1) as threads:
         with lock(name, using=first, ttl=20) as lease:
             waiting = threads.submit(lock(name, using=second, timeout=30).acquire)
-            eventually(lambda: lease.request.key in locks[second].queue.turns, 20)
+            eventually(lambda: lease.request.key in locks[second].queue.turns.wanted, 20)
             lease.extend()
-            assert lease.request.key not in locks[first].queue.turns
-        assert lease.request.key in locks[first].queue.turns
+            assert lease.request.key not in locks[first].queue.turns.wanted
+        assert lease.request.key in locks[first].queue.turns.wanted
         taken = waiting.result(30)
 
     assert taken
