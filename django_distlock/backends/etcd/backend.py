@@ -47,16 +47,16 @@ class EtcdBackend(QueueBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        goes_on, waiting = queued and _goes_on(left), self._waiting(request)
+        goes_on, owner = queued and _goes_on(left), self._owner_in_line(request)
         try:
             self._session.ready()
-            if goes_on and (busy := self._recipe.known_busy(waiting)) is not None:
+            if goes_on and (busy := self._recipe.known_busy(owner)) is not None:
                 return busy
             return self._recipe.acquire(request, queued=queued)
         except LockBackendError:
             # A waiter keeps its place while the session lasts; by its timeout etcd may answer again.
-            entry = self._recipe.get(waiting.owner)
-            is_in_line = entry is not None and (entry.is_in_line or waiting is not request)
+            entry = self._recipe.get(owner)
+            is_in_line = entry is not None and (entry.is_in_line or owner != request.owner)
             if goes_on and entry is not None and is_in_line:
                 entry.has_failed = True
                 return entry.busy
@@ -67,7 +67,7 @@ class EtcdBackend(QueueBackend):
     ) -> Grant | Busy:
         # Without a thread, because a crowd of tasks asks for this once a second each.
         goes_on = queued and _goes_on(left)
-        busy = self._recipe.known_busy(self._waiting(request)) if goes_on else None
+        busy = self._recipe.known_busy(self._owner_in_line(request)) if goes_on else None
         if busy is not None:
             return busy
         return await super().atry_acquire(request, queued=queued, left=left)
@@ -82,7 +82,7 @@ class EtcdBackend(QueueBackend):
         return self._recipe.probe(request)
 
     def _is_told(self, request: Request, bell: Bell) -> bool:
-        entry = self._recipe.get(self._waiting(request).owner)
+        entry = self._recipe.get(self._owner_in_line(request))
         if entry is None:
             return False
         entry.bell = bell

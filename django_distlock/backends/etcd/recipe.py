@@ -102,9 +102,9 @@ class EtcdRecipe:
 
     # Acquiring.
 
-    def known_busy(self, request: Request) -> Busy | None:
+    def known_busy(self, owner: str) -> Busy | None:
         """Return the last answer to a waiter while it is valid: nothing that it waits for has happened."""
-        entry = self.get(request.owner)
+        entry = self.get(owner)
         if entry is None or not entry.is_watched or not self.watcher.is_fresh:
             return None
         return entry.busy if self._session.is_fresh(entry.lease_id) else None

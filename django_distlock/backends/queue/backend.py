@@ -11,7 +11,7 @@ from django_distlock.engine.values import Release, Request
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 
 from .labels import SessionRequest
-from .places import turn_of
+from .places import turn_owner
 
 if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
@@ -48,9 +48,9 @@ class QueueBackend(BaseLockBackend):
         if self._is_told(request, bell):
             await bell.wait(seconds)
 
-    def _waiting(self, request: Request) -> Request:
-        """Return the request that stands in the line: itself, or that for the turn of a waiter for any place."""
-        return turn_of(request) if request.limit is not None else request
+    def _owner_in_line(self, request: Request) -> str:
+        """Return the owner that stands in the line: its own, or that of the turn of a waiter for any place."""
+        return request.owner if request.limit is None else turn_owner(request)
 
     @abstractmethod
     def _is_told(self, request: Request, bell: Bell) -> bool:

@@ -72,7 +72,7 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         return await self._arun(self._verbs.acquire(request, queued=queued, ends=ends), ends, last)
 
     def has_leader(self, request: Request) -> bool:
-        node = self._nodes.get(self._waiting(request).owner)
+        node = self._nodes.get(self._owner_in_line(request))
         turn = node.turn if node and node.watched else None
         return turn is not None and turn.ahead is not None
 
@@ -169,7 +169,7 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         A waiter waits for silent servers too, as another server may take over the session. One that was answered
         before, and is in line, waits longest: the ensemble may be without a quorum for long.
         """
-        node = self._nodes.get(self._waiting(request).owner)
+        node = self._nodes.get(self._owner_in_line(request))
         longest = LONGEST if node and node.looked_at else self.options.session_timeout
         patience = LONGEST if left is None else left
         now, soon = clock.wait_time(), self.options.io_timeout
@@ -205,7 +205,7 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         return LockBackendError(self.alias, f"the ensemble refused: {kind}")
 
     def _is_told(self, request: Request, bell: Bell) -> bool:
-        node = self._nodes.get(self._waiting(request).owner)
+        node = self._nodes.get(self._owner_in_line(request))
         if node is None:
             return False
         node.bell = bell
