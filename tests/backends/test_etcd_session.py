@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,11 @@ import pytest
 from django_distlock import LockBackendError, lock, locks
 from django_distlock.ground.holder import Holder
 from tests.fixtures.certificate import tls_server
+from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
 
-from .etcd_tools import BACKEND, aliases, backend, line, watched
+from .etcd_tools import BACKEND, aliases, backend, line, noted, watched
 from .queue_tools import held, rival, stands, take
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
     from pytest_django.fixtures import Settings
 
-    from tests.fixtures.etcd import Cluster, EtcdMember
+    from tests.fixtures.etcd import EtcdMember
     from tests.fixtures.processes import Child
 
     Start = Callable[..., Child]
@@ -151,6 +153,36 @@ def test_a_key_that_is_given_up_twice_is_not_taken_from_the_one_that_has_its_nam
 
 
 # Members that are stopped.
+
+
+def test_waiters_do_not_ask_all_the_time_where_revisions_have_begun_again(
+    namespace: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Cluster() as cluster:
+        settings.DISTLOCK = aliases(cluster, namespace, session_timeout=SESSION)
+        for _ in range(10):
+            take(using="elsewhere")
+        holder = rival("x", "elsewhere")
+        assert stands(holder, "elsewhere")
+        with ThreadPoolExecutor() as pool:
+            waiting = pool.submit(take, timeout=40)
+            eventually(watched)
+            for member in cluster.members:
+                member.kill()
+                shutil.rmtree(member.folder / "data")
+            cluster.start()
+            waiting.result(40)  # its watch goes on for a while
+            lease, _ = held(using="elsewhere", timeout=20)
+            waiting = pool.submit(take, timeout=40)
+            eventually(watched)
+            sent = noted(monkeypatch)
+
+            never(waiting.done, 1)
+
+            assert len(sent) < 20
+            lease.release()
+            waiting.result(20)
+        locks.close()
 
 
 @pytest.fixture

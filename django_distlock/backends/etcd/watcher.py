@@ -118,8 +118,7 @@ class KeyWatcher:
         try:
             for result in watch:
                 self._heard_at = clock.wait_time()
-                self._take(result)
-                if not self._is_wanted():
+                if not (self._take(result) and self._is_wanted()):
                     return
         except TimeoutError:
             pass  # nothing has happened, or the line is dead: ask again
@@ -130,17 +129,30 @@ class KeyWatcher:
             self._watch = None
             self._gateway.end(watch)
 
-    def _take(self, result: dict[str, Any]) -> None:
+    def _take(self, result: dict[str, Any]) -> bool:
+        """Take what the watch tells; return False if it is to begin again."""
         if "compact_revision" in result:
             # What was deleted meanwhile is forgotten.
-            with self._mutex:
-                self._since = self._position = int(result["compact_revision"])
-                self._deleted.clear()
-            self._wake_all()
+            self._begin_again(int(result["compact_revision"]))
+            return False
         if result.get("canceled"):
             raise Broken(str(result.get("cancel_reason")))
+        if result.get("created"):
+            latest = int(result["header"]["revision"])
+            if latest + 1 < self._position:
+                # Restored from a snapshot, or behind the others: it would tell nothing until it is there.
+                self._begin_again(latest + 1)
+                return False
         deletions = (e["kv"] for e in result.get("events", ()) if e.get("type") == "DELETE")
         self._note([(decoded(kv["key"]), int(kv["mod_revision"])) for kv in deletions])
+        return True
+
+    def _begin_again(self, revision: int) -> None:
+        """Watch all deletions from *revision* on, and wake the waiters, which look again."""
+        with self._mutex:
+            self._since = self._position = revision
+            self._deleted.clear()
+        self._wake_all()
 
     def _note(self, deleted: Sequence[tuple[str, int]]) -> None:
         """Ring those who wait for the keys *deleted*, each in its revision."""
