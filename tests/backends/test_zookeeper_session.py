@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -367,6 +368,29 @@ def test_a_lease_is_lost_before_anybody_else_has_it_though_its_server_answers(
 
 
 # Servers that are stopped.
+
+
+def test_locks_work_again_where_the_servers_have_lost_what_a_client_has_seen(
+    root: str, settings: Settings
+) -> None:
+    with Ensemble() as ensemble:
+        settings.DISTLOCK = aliases(ensemble, root, session_timeout=2.0, io_timeout=1.5)
+        for _ in range(10):
+            take()
+        for server in ensemble.members:
+            server.kill()
+            shutil.rmtree(server.folder / "data" / "version-2")
+        ensemble.start()
+
+        eventually(_can_take, 20)
+        locks.close()
+
+
+def _can_take() -> bool:
+    with suppress(LockBackendError):
+        take(timeout=0)
+        return True
+    return False
 
 
 @pytest.fixture

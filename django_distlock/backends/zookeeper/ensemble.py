@@ -215,6 +215,8 @@ class EnsembleSession:
         self.is_refused = False
         #: The id of the session; None while there is none.
         self.id: int | None = None
+        #: The time (lease time) of the last end of a connection.
+        self._cut_at = 0.0
         #: The time (wait time) of the ensemble's last answer.
         self._heard_at = 0.0
 
@@ -339,7 +341,7 @@ class EnsembleSession:
         arguments = self._options.client_arguments()
         client = _Client(handler=_Handler(), connection_retry=dict(_RETRY), **arguments)
         client.add_listener(partial(self._changed, client))
-        self._check_timeout(client)
+        self._watch_connects(client)
         # First, because it may be connected before start_async() returns, and _changed() ignores other clients.
         self._client, self.is_refused = client, False
         try:
@@ -351,12 +353,18 @@ class EnsembleSession:
         # At the exit, kazoo would end its threads before our locks are released.
         atexit.unregister(client.handler.stop)
 
-    def _check_timeout(self, client: Any) -> None:
-        """Check at each connect the session timeout that the ensemble grants, which kazoo does not report."""
+    def _watch_connects(self, client: Any) -> None:
+        """Check at each connect the session timeout that the ensemble grants, which kazoo does not report.
+
+        Once the session must be over, ask for nothing that was seen in it: servers that were restored from a
+        backup do not have that, and would refuse this client for ever.
+        """
         connection, asked = client._connection, self._options.session_timeout  # noqa: SLF001 - there is no other way
         invoke = connection._invoke  # noqa: SLF001 - as above
 
         def noting(timeout: float, request: Any, xid: int | None = None) -> Any:
+            if isinstance(request, Connect) and clock.lease_time() - self._cut_at > asked:
+                request = request._replace(last_zxid_seen=0)
             answer = invoke(timeout, request, xid)
             if isinstance(request, Connect) and (given := answer[0].time_out / 1000) > 0:
                 problem = (
@@ -379,6 +387,7 @@ class EnsembleSession:
                 ready.set(client)
             self._began()
         elif state == KazooState.SUSPENDED:
+            self._cut_at = clock.lease_time()
             self._suspended()
         else:
             self.id = None
