@@ -39,7 +39,7 @@ from .etcd_tools import (
     said,
     watched,
 )
-from .queue_tools import Counter, rival, stands
+from .queue_tools import Counter, rival, stands, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -446,7 +446,43 @@ def test_a_watch_ends_with_the_last_waiter(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _is_watching() -> bool:
-    return any(thread.name == "distlock-etcd" for thread in threading.enumerate())
+    return bool(_watching())
+
+
+def _watching() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "distlock-etcd"]
+
+
+def test_a_waiter_that_comes_while_the_watch_ends_begins_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("django_distlock.backends.etcd.watcher.SILENCE", 0.2)
+    eventually(lambda: not _watching())
+    gateway, holder, late = backend()._gateway, rival("x"), rival("x")
+    end, came = gateway.end, threading.Event()
+
+    def end_late(watch: Any) -> None:
+        if not came.is_set():
+            came.set()
+            assert stands(late) is None
+        end(watch)
+
+    def has_ended() -> bool:
+        take("y", "elsewhere")
+        return came.is_set()
+
+    assert stands(holder)
+    other = rival("x")
+    assert stands(other) is None
+    eventually(lambda: backend()._recipe.watcher._watch)
+    backend().abandon_later(other)
+    monkeypatch.setattr(gateway, "end", end_late)
+    eventually(has_ended)
+
+    never(lambda: len(_watching()) > 1, 0.5)
+
+    backend().release(holder)
+    eventually(lambda: stands(late))
 
 
 def test_a_waiter_whose_event_loop_is_gone_holds_up_nobody() -> None:

@@ -95,17 +95,24 @@ class KeyWatcher:
 
     def _run(self) -> None:
         try:
-            while self._is_wanted():
+            while self._goes_on():
                 self._follow()
-        finally:
+        except BaseException:
             self._is_running = False
+            raise
+        finally:
             self._wake_all()
 
-    def _is_wanted(self) -> bool:
+    def _goes_on(self) -> bool:
+        """Return whether this thread is still wanted; otherwise the next waiter starts another one."""
         with self._mutex:
-            is_wanted = bool(self._waiters) or clock.wait_time() - self._wanted_at < SILENCE
-            self._is_running = is_wanted and not self._ended.is_set()
+            self._is_running = self._is_wanted
             return self._is_running
+
+    @property
+    def _is_wanted(self) -> bool:
+        is_waited_for = bool(self._waiters) or clock.wait_time() - self._wanted_at < SILENCE
+        return is_waited_for and not self._ended.is_set()
 
     def _follow(self) -> None:
         """Watch until silence or an error."""
@@ -118,7 +125,7 @@ class KeyWatcher:
         try:
             for result in watch:
                 self._heard_at = clock.wait_time()
-                if not (self._take(result) and self._is_wanted()):
+                if not (self._take(result) and self._is_wanted):
                     return
         except TimeoutError:
             pass  # nothing has happened, or the line is dead: ask again
