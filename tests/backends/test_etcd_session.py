@@ -155,6 +155,8 @@ def test_a_key_that_is_given_up_twice_is_not_taken_from_the_one_that_has_its_nam
 # Members that are stopped.
 
 
+@pytest.mark.server
+@pytest.mark.zookeeper
 def test_waiters_do_not_ask_all_the_time_where_revisions_have_begun_again(
     namespace: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

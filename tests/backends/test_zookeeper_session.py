@@ -348,6 +348,8 @@ def links(root: str, settings: Settings) -> Iterator[list[Proxy]]:
         locks.close()
 
 
+@pytest.mark.server
+@pytest.mark.zookeeper
 def test_a_lease_is_lost_before_anybody_else_has_it_though_its_server_answers(
     links: list[Proxy],
 ) -> None:
@@ -370,6 +372,8 @@ def test_a_lease_is_lost_before_anybody_else_has_it_though_its_server_answers(
 # Servers that are stopped.
 
 
+@pytest.mark.server
+@pytest.mark.zookeeper
 def test_locks_work_again_where_the_servers_have_lost_what_a_client_has_seen(
     root: str, settings: Settings
 ) -> None:

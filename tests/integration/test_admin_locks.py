@@ -223,6 +223,7 @@ class Slow(LocMemBackend):
 def slow(monkeypatch: pytest.MonkeyPatch, settings: Any) -> Iterator[type[Slow]]:
     monkeypatch.setattr(operators, "PATIENCE", 0.3)
     settings.DISTLOCK = {"default": {}, "memory": {"BACKEND": f"{__name__}.Slow"}}
+    locks.reset()  # other tests may have left locks there, with names that come first
     yield Slow
     Slow.may_go_on.set()
     # No thread outlives the test that it belongs to.
