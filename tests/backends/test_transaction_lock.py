@@ -385,7 +385,8 @@ def waits_for_a_row(observer: BaseDatabaseWrapper) -> bool:
     """Return whether the server makes anybody wait for a row."""
     statement = {
         "postgresql": "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'",
-        "mysql": "SELECT 1 FROM information_schema.processlist WHERE info LIKE '%% FOR UPDATE WAIT %%'",
+        "mysql": "SELECT 1 FROM information_schema.processlist"
+        " WHERE info LIKE '%% FOR UPDATE WAIT %%' AND id != connection_id()",
     }[observer.vendor]
     with observer.cursor() as cursor:
         cursor.execute(statement, [])
