@@ -776,14 +776,20 @@ def test_a_waiter_is_served_though_what_it_watches_was_compacted(
         eventually(watched)
         proxy.cut()
         backend("elsewhere").release(holder)
-        with lock("other", using="elsewhere"):
-            pass
-        revision = member.status["header"]["revision"]
-        member.asks("/v3/kv/compaction", revision=revision, physical=True)
+        _compact(member)
 
         proxy.pass_through()
 
         waiting.result(20)
+
+
+def _compact(member: EtcdMember) -> int:
+    """Have etcd forget what has happened to locks until now; return the revision."""
+    with lock("other", using="elsewhere"):
+        pass
+    revision = int(member.status["header"]["revision"])
+    member.asks("/v3/kv/compaction", revision=revision, physical=True)
+    return revision
 
 
 def test_a_waiter_whose_watch_was_compacted_is_served_soon_after_it(
@@ -795,10 +801,7 @@ def test_a_waiter_whose_watch_was_compacted_is_served_soon_after_it(
         waiting = pool.submit(_take, "x")
         eventually(watched)
         proxy.cut()
-        with lock("other", using="elsewhere"):
-            pass
-        revision = int(member.status["header"]["revision"])
-        member.asks("/v3/kv/compaction", revision=revision, physical=True)
+        revision = _compact(member)
         proxy.pass_through()
         eventually(lambda: backend()._recipe.watcher._position == revision)
         never(waiting.done, 0.5)  # it has looked again by then
