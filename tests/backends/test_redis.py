@@ -25,9 +25,11 @@ from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
+from tests.fixtures.certificate import tls_server
 from tests.fixtures.environment import free_port
 from tests.fixtures.eventually import eventually
 from tests.fixtures.garbage import collect_garbage
+from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
 from tests.fixtures.redis_servers import cluster_node, make_cluster
 
@@ -693,6 +695,20 @@ async def test_tls(certificate: Path, configure: Configure, name: str) -> None:
             lock(name).acquire()
         locks.reset()
     collect_garbage()  # here, where it is expected to complain
+
+
+def test_over_tls_too_an_answer_has_the_time_that_its_disk_takes(
+    certificate: Path, redis: Redis, configure: Configure, name: str
+) -> None:
+    with Proxy(redis.port, tls=tls_server(certificate)) as proxy:
+        url = f"rediss://127.0.0.1:{proxy.port}/{DATABASE}?ssl_ca_certs={certificate}"
+        configure(url, wait_disk=True, connect_timeout=5.0, io_timeout=0.5)
+        assert not lock(name).locked()
+        proxy.delay(1.0)
+
+        assert not lock(name).locked()
+
+        locks.reset()
 
 
 def test_locks_follow_the_master(redis_sentinel: Replicated, settings: Settings, name: str) -> None:

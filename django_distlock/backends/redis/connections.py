@@ -218,7 +218,7 @@ class ThreadConnection(_Connection):
         self._socket.settimeout(limit)
         self.close = driver.disconnect
         #: Returns whether data, or the end of the connection, has arrived.
-        self._has_news: Callable[[int], object] = driver.can_read
+        self._has_news: Callable[[int], object] = self._can_read
         # A socket without TLS, gevent and eventlet: poll() is faster there.
         if sys.platform == "linux" and type(self._socket).__module__ == "socket":
             poll = select.poll()
@@ -231,6 +231,12 @@ class ThreadConnection(_Connection):
             return not self._has_news(0)
         except BROKEN:
             return False
+
+    def _can_read(self, seconds: float) -> bool:
+        is_readable: bool = self.driver.can_read(seconds)
+        # The driver has set its own timeout again, which leaves no time for the disk.
+        self._socket.settimeout(self._limit)
+        return is_readable
 
     def exchange(self, commands: Sequence[Command], within: float | None = None) -> list[Any]:
         """Send *commands* together, and return their answers; an error from the server is an answer.
