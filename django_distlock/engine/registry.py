@@ -140,7 +140,8 @@ class Registry:
             leases = self._held()
             self._end_what_is_over(leases)
             for backend, due in self._take_due().items():
-                background.submit(backend.alias, partial(self._extend, backend, due))
+                # Not behind what is to be given back to a server that hangs, perhaps one of several of this alias.
+                background.submit((backend.alias, "renewal"), partial(self._extend, backend, due))
             if leases:
                 self._alarm.at(self._next_due())
         except BaseException:

@@ -857,6 +857,28 @@ def test_a_master_that_is_down_endangers_only_the_leases_that_it_keeps(
         lease.release()
 
 
+# As above.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_is_to_be_given_back_to_a_frozen_master_delays_no_renewal_at_the_others(
+    cluster: list[Redis], name: str
+) -> None:
+    at_servers: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for each in (f"{name}:{number}" for number in range(60)):
+        at_servers[backend().server_of(backend().request(each, ttl=1, holder=None))].append(each)
+    gone = at_servers.pop(f"{cluster[0].host}:{cluster[0].port}")
+    lease = take(at_servers.popitem()[1][0], ttl=3)
+    cluster[0].pause()
+
+    with ThreadPoolExecutor(len(gone)) as crowd:
+        for failed in [crowd.submit(take, each) for each in gone]:
+            assert isinstance(failed.exception(20), LockBackendError)
+    later = clock.lease_time() + 6
+    eventually(lambda: lease.lost or lease.deadline > later, 20)
+
+    lease.check()
+    lease.release()
+
+
 class Slot:
     """The slot of a lock in a cluster, which can be moved from one server to another."""
 
