@@ -65,7 +65,8 @@ class TaskBell:
             async with timeout(seconds):
                 await self._event.wait()
         except TimeoutError:
-            return False
+            # A late event loop may have found both at once.
+            return self._event.is_set()
         finally:
             self._event.clear()
         return True
