@@ -261,7 +261,9 @@ def _async_generator(locked: _Locked) -> Callable[..., Any]:
                     while True:
                         try:
                             sent = yield item
-                        except Exception as error:  # noqa: BLE001 - the generator handles it
+                        except GeneratorExit:
+                            raise
+                        except BaseException as error:  # noqa: BLE001 - the generator handles it
                             item = await items.athrow(error)
                         else:
                             item = await items.asend(sent)

@@ -386,6 +386,21 @@ class TestKinds:
         assert await voice.athrow(ZeroDivisionError()) == "caught"
         await voice.aclose()
 
+    async def test_an_asynchronous_generator_hears_that_its_caller_is_cancelled(self) -> None:
+        @distributed_lock("a")
+        async def listen() -> AsyncGenerator[str]:
+            try:
+                yield "ready"
+            except asyncio.CancelledError:
+                yield "cancelled"
+
+        listener = listen()
+        assert await anext(listener) == "ready"
+        assert await listener.athrow(asyncio.CancelledError()) == "cancelled"
+        await listener.aclose()
+
+        assert not await lock("a").alocked()
+
 
 class TestLockAsADecorator:
     """@lock("x") is @distributed_lock("x")."""
