@@ -879,6 +879,29 @@ def test_what_is_to_be_given_back_to_a_frozen_master_delays_no_renewal_at_the_ot
     lease.release()
 
 
+# As above.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_is_given_back_together_waits_for_a_frozen_master_once(
+    cluster: list[Redis], name: str
+) -> None:
+    frozen = f"{cluster[0].host}:{cluster[0].port}"
+    requests = [
+        backend().request(f"{name}:{number}", ttl=LONG, holder=Holder.current())
+        for number in range(90)
+    ]
+    safe = next(each for each in requests if backend().server_of(each) != frozen)
+    gone = [each for each in requests if backend().server_of(each) == frozen]
+    assert isinstance(backend().try_acquire(safe, queued=False), Grant)
+    cluster[0].pause()
+
+    began = clock.lease_time()
+    outcomes = backend().revoke_all([*gone, safe])
+
+    assert all(isinstance(each, LockBackendError) for each in outcomes[:-1])
+    assert outcomes[-1] is Release.RELEASED
+    assert clock.lease_time() - began < 5 < len(gone) * 0.5
+
+
 class Slot:
     """The slot of a lock in a cluster, which can be moved from one server to another."""
 

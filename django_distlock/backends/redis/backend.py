@@ -20,7 +20,7 @@ from django_distlock.engine.leaders import Leaders
 from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, batches
 from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
-from django_distlock.exceptions import Contended, LockOutcomeUnknown, NotSent
+from django_distlock.exceptions import Contended, LockBackendError, LockOutcomeUnknown, NotSent
 from django_distlock.ground import clock
 from django_distlock.ground.naming import printable
 
@@ -106,9 +106,25 @@ class RedisBackend(StepsBackend):
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
         """Release the locks for good, with one request if one server has them all."""
-        if self.source.is_cluster:
-            return [self._revoke([request])[0] for request in requests]
-        return self._revoke(requests)
+        if not self.source.is_cluster:
+            return self._revoke(requests)
+        silent: dict[Hashable, Exception] = {}
+        return [self._revoke_one(request, silent) for request in requests]
+
+    def _revoke_one(
+        self, request: Request, silent: dict[Hashable, Exception]
+    ) -> Release | Exception:
+        """Release a lock in a cluster; its *silent* servers are asked once, as each answer is waited for."""
+        try:
+            server = self.server_of(request)
+        except LockBackendError as error:
+            return error
+        if server not in silent:
+            (outcome,) = self._revoke([request])
+            if not isinstance(outcome, LockOutcomeUnknown):
+                return outcome
+            silent[server] = outcome
+        return silent[server]
 
     def _revoke(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
         try:
