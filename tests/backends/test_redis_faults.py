@@ -902,6 +902,21 @@ def test_what_is_given_back_together_waits_for_a_frozen_master_once(
     assert clock.lease_time() - began < 5 < len(gone) * 0.5
 
 
+# As above.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_crowd_that_finds_the_first_master_frozen_is_told_so_at_the_same_time(
+    cluster: list[Redis], name: str
+) -> None:
+    cluster[0].pause()
+    began = clock.lease_time()
+
+    with ThreadPoolExecutor(16) as crowd:
+        for failed in [crowd.submit(take, f"{name}:{number}") for number in range(16)]:
+            assert isinstance(failed.exception(30), LockBackendError)
+
+    assert clock.lease_time() - began < 5
+
+
 class Slot:
     """The slot of a lock in a cluster, which can be moved from one server to another."""
 

@@ -542,19 +542,21 @@ class ClusterLink:
             _close_idle(client)
 
     def _connected(self) -> Any:
+        if (client := self._client) is not None:
+            return client
+        try:
+            # This connects, and asks the server for the others. Not under the mutex: it may hang.
+            client = RedisCluster.from_url(self._source.url, **self._source.cluster_settings(Retry))
+        except BROKEN as error:
+            raise unreachable(self._alias, self._source.where, error) from root_cause(error)
         with self._mutex:
-            if (client := self._client) is None:
-                try:
-                    # This connects, and asks the server for the others.
-                    client = RedisCluster.from_url(
-                        self._source.url, **self._source.cluster_settings(Retry)
-                    )
-                except BROKEN as error:
-                    raise unreachable(self._alias, self._source.where, error) from root_cause(error)
+            if (first := self._client) is None:
                 # Otherwise connections used after close() would be left to the garbage collector, which warns.
                 weakref.finalize(self, _close_idle, client).atexit = False
                 self._client = client
-            return client
+                return client
+        _close_idle(client)  # another thread was faster
+        return first
 
     @contextmanager
     def _lent(self) -> Iterator[Any]:
