@@ -243,5 +243,6 @@ def _deleted(model: Any) -> Exception:
 
 
 def _database(queryset: models.QuerySet[Any]) -> str:
-    # A queryset without using() might read from a replica.
-    return queryset._db or router.db_for_write(queryset.model)  # type: ignore[attr-defined]
+    # A queryset without using() might read from a replica; one of a relation is where its instance is.
+    rows: Any = queryset
+    return rows._db or router.db_for_write(rows.model, **rows._hints)

@@ -97,6 +97,15 @@ with isolate_apps("testproject"):
         class Meta:
             app_label = "testproject"
 
+    class Pocket(FencedModel):
+        """One of several that belong together."""
+
+        plain = models.ForeignKey(Plain, on_delete=models.CASCADE, related_name="pockets")
+        balance = models.IntegerField(default=100)
+
+        class Meta:
+            app_label = "testproject"
+
     class FencedLater(FencedModel, Plain):
         """The fence below the money."""
 
@@ -119,7 +128,7 @@ with isolate_apps("testproject"):
 
 
 TABLES: list[type[models.Model]] = [
-    *(Purse, Coin, Savings, Gold, Bond, Plain, FencedLater, Coded, CodedPurse)
+    *(Purse, Coin, Savings, Gold, Bond, Plain, Pocket, FencedLater, Coded, CodedPurse)
 ]
 SHAPES: list[type[Any]] = [Purse, Savings, Gold, ShownGold, Bond, FencedLater, CodedPurse]
 
@@ -596,6 +605,21 @@ def test_rows_of_a_join_that_gives_them_twice_are_claimed_and_updated_once(
     assert [r.fence for r in claimed.distinct()] == [holders[0].fencing_token]
     assert holders[0].update(rows, balance=1) == 1
     assert fresh(row).balance == 1
+
+
+def test_rows_of_a_relation_are_those_of_the_database_of_its_instance(
+    tables: str, holders: tuple[Lease, Lease]
+) -> None:
+    owner: Any = rows_of(Plain, tables).create()
+    row = rows_of(Pocket, tables).create(plain=owner)
+    late, next_one = holders
+
+    [claimed] = late.claim(owner.pockets.all())
+    assert late.update(owner.pockets.all(), balance=1) == 1
+    next_one.claim(owner.pockets.filter(balance=1))
+
+    assert claimed == row
+    assert [fresh(row).balance, fresh(row).fence] == [1, next_one.fencing_token]
 
 
 def test_claim_of_no_rows_gives_no_rows(tables: str, holders: tuple[Lease, Lease]) -> None:
