@@ -14,6 +14,7 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.admin.utils import quote, unquote
 from django.contrib.auth.decorators import permission_required
 from django.contrib.contenttypes.models import ContentType
+from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
 from django.db import (
     DatabaseError,
@@ -444,6 +445,8 @@ class MethodLockAdmin(ReadOnly):
         if not self.admin_site.is_registered(HeldLock):
             return super().history_view(request, object_id, extra_context)
         lock = self.get_object(request, object_id)
+        if not self.has_view_permission(request, lock):
+            raise PermissionDenied
         key = quote(lock.method_name if lock else object_id)
         url = reverse(
             "admin:django_distlock_heldlock_change", args=[key], current_app=self.admin_site.name

@@ -344,6 +344,15 @@ def test_nobody_adds_edits_or_deletes(name: str) -> None:
     assert "delete_selected" not in listed(client).content.decode()
 
 
+def test_the_way_to_the_history_tells_no_name_to_who_may_not_see_it(name: str) -> None:
+    row = put("default", name, LockState.HELD)
+    url = reverse("admin:django_distlock_methodlock_history", args=[row.pk])
+
+    refused = [client_of("add_user").get(each) for each in (url, detail_url(row), LIST)]
+
+    assert [page.status_code for page in refused] == [403, 403, 403]
+
+
 def test_forced_release_is_neither_offered_nor_done_without_permission(
     database: str, name: str, viewer: Client
 ) -> None:
