@@ -30,7 +30,7 @@ from django_distlock.engine.values import Busy, LockState
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import SERVERS
 
-from .lock_rows import DAY, HOLDER, put_old, put_waiter, reread
+from .lock_rows import DAY, HOLDER, put, put_old, put_waiter, reread
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -161,6 +161,21 @@ def test_what_may_be_needed_stays(
 
     assert names(database, prefix) == kept
     assert len(kept) == 9
+
+
+@pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo"])
+def test_the_clock_is_the_same_where_times_have_no_zone(
+    database: str, prefix: str, settings: Settings, zone: str
+) -> None:
+    soon = timezone.now() + timedelta(hours=1)
+    put(database, "a minute ago", method_name=f"{prefix}|minute")
+    token = int(soon.timestamp() * 1_000_000)
+    put(database, "token ahead of the clock", method_name=f"{prefix}|ahead", fencing_token=token)
+    settings.USE_TZ, settings.TIME_ZONE = False, zone
+
+    purge(older_than=10)
+
+    assert names(database, prefix) == {"token ahead of the clock"}
 
 
 def test_grace_is_what_is_asked_for(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from django.apps import apps
+from django.conf import settings as project
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, Error, connections
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
@@ -222,6 +223,9 @@ class OwnConnections:
 
     def _connect(self, connection: Any, *, bounded: bool = True) -> None:
         connection.settings_dict = self._settings()
+        if not project.USE_TZ:
+            # PostgreSQL would give times in TIME_ZONE, without a zone; tokens count by UTC.
+            connection.timezone_name = "UTC"
         connection.inc_thread_sharing()
         began = clock.lease_time()
         try:
