@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
+from django.apps import apps
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Group, Permission, User
+from django.core import signing
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections, transaction
+from django.db import connections, models, transaction
+from django.forms import modelform_factory
 from django.test import Client, RequestFactory, modify_settings
-from django.test.utils import CaptureQueriesContext
+from django.test.utils import CaptureQueriesContext, isolate_apps
 from django.urls import reverse
 from django.utils.translation import override
 
@@ -54,6 +57,21 @@ SERVERS: dict[str, dict[str, Any]] = {
         "OPTIONS": {"servers": FIVE, "restart_guard": False},
     },
 }
+
+with isolate_apps("testproject"):
+
+    class Line(models.Model):  # noqa: DJ008 - nobody reads it
+        """A key of two columns."""
+
+        pk = models.CompositePrimaryKey("shelf", "number")
+        shelf = models.IntegerField()
+        number = models.IntegerField()
+        name = models.CharField(max_length=100)
+
+        class Meta:
+            app_label = "testproject"
+
+
 EDITOR = ("view_account", "change_account", "delete_account", "view_fee", "add_fee", "change_fee")
 
 
@@ -834,3 +852,60 @@ def test_the_row_is_locked_while_it_is_compared(site: None, settings: Any) -> No
 
     assert sent[0]["sql"].endswith("FOR UPDATE")
     edit.release()
+
+
+def post(url: str = "/", **values: str) -> Any:
+    request: Any = RequestFactory().post(url, values)
+    request.user = User(pk=1)
+    return request
+
+
+def saves(row: Any, opened: str, name: str) -> bool:
+    """Return whether a form of *row*, opened with this ticket, accepts the *name*."""
+    request = post(distlock_edit=opened, name=name)
+    edit = editing.edit_lock(request, row, may_take_over=False)
+    form = modelform_factory(type(row), fields=["name"])(request.POST, instance=row)
+    is_accepted = edit.accepts(form)
+    edit.release()
+    return is_accepted
+
+
+def opened_by_me(row: Any) -> str:
+    request: Any = RequestFactory().get("/")
+    request.user = User(pk=1)
+    return editing.edit_lock(request, row, may_take_over=False).text
+
+
+@pytest.mark.parametrize("site", ["postgres"], indirect=True)
+def test_an_object_is_compared_with_its_row_in_the_database_that_it_is_from(site: None) -> None:
+    rows = Account.objects.using("postgres")
+    account = rows.create(name="Ada", balance=1, opening_balance=1)
+    opened, last = opened_by_me(account), opened_by_me(account)
+
+    assert saves(account, opened, "Lovelace")
+    rows.update(name="Byron")
+    assert not saves(account, last, "Lovelace")
+    rows.all().delete()
+
+
+def test_an_object_with_a_key_of_two_columns_is_edited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(apps.all_models["testproject"], "line", Line)
+    with connections["default"].schema_editor() as editor:
+        editor.create_model(Line)
+    rows: Any = models.QuerySet(Line)
+    line = rows.create(shelf=7, number=2, name="Ada")
+    try:
+        opened, last = opened_by_me(line), opened_by_me(line)
+        assert saves(line, opened, "Lovelace")
+        rows.update(name="Byron")
+        assert not saves(line, last, "Lovelace")
+    finally:
+        with connections["default"].schema_editor() as editor:
+            editor.delete_model(Line)
+
+
+def test_a_ticket_of_another_release_counts_as_none(account: Account) -> None:
+    known = signing.loads(opened_by_me(account), salt=editing.SALT)
+    request = post(distlock_edit=signing.dumps({**known, "colour": "red"}, salt=editing.SALT))
+
+    assert editing.read_ticket(request) is None

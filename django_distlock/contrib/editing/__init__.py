@@ -82,13 +82,14 @@ class Ticket:
 
     *ttl*: seconds, of a page whose script renews the lock; *first_ttl*: of a page whose script has not run yet.
     *nonce*: new for each page; with SECRET_KEY it makes the owners of the lock. *path*: the address of the
-    page. *seen*: by field, a digest of the value that the form was opened with.
+    page. *database*: the alias of DATABASES that has the object. *seen*: by field, a digest of the value that the form was opened with.
     """
 
     using: str
     name: str
     model: str
     pk: str
+    database: str
     user: str
     ttl: float
     first_ttl: float
@@ -107,10 +108,10 @@ class Ticket:
 
 
 def read_ticket(request: HttpRequest) -> Ticket | None:
-    """Return the ticket that a page has sent; None if it has none, was changed, or is of another user."""
+    """Return the ticket that a page has sent; None if it has none, was changed, or is of another user or release."""
     try:
         ticket = Ticket(**signing.loads(request.POST.get(FIELD, ""), salt=SALT))
-    except (signing.BadSignature, UnicodeError):
+    except (signing.BadSignature, UnicodeError, TypeError):
         return None
     return ticket if ticket.user == user_key(request) else None
 
@@ -351,9 +352,9 @@ class EditLock:
 
     def row(self) -> Model | None:
         """Return the object as it is now; in a transaction, with its row locked."""
-        model = apps.get_model(self.ticket.model)
-        database = router.db_for_write(model)
-        rows: QuerySet[Any] = model._base_manager.using(database).filter(pk=self.ticket.pk)  # noqa: SLF001 - documented
+        model, database = apps.get_model(self.ticket.model), self.ticket.database
+        pk = model._meta.pk.to_python(self.ticket.pk)  # noqa: SLF001 - documented
+        rows: QuerySet[Any] = model._base_manager.using(database).filter(pk=pk)  # noqa: SLF001 - documented
         if connections[database].in_atomic_block:
             rows = rows.select_for_update()
         row: Model | None = rows.first()
@@ -474,7 +475,9 @@ def new_ticket(
         using=using,
         name=f"edit:{object_name(instance)}",
         model=instance._meta.label_lower,  # noqa: SLF001 - documented
-        pk=str(instance.pk),
+        pk=key_of(instance),
+        # The one that save() would write to.
+        database=router.db_for_write(instance._meta.model, instance=instance),  # noqa: SLF001 - documented
         user=user_key(request),
         ttl=ttls[0],
         first_ttl=ttls[1],
@@ -482,6 +485,12 @@ def new_ticket(
         may_take_over=may_take_over,
         nonce=new_nonce(),
     )
+
+
+def key_of(instance: Model) -> str:
+    """Return the key of *instance* as text, also one of several columns."""
+    key: str = instance._meta.pk.value_to_string(instance)  # noqa: SLF001 - documented
+    return key
 
 
 def parts_of(instance: Model, names: Collection[str] | None) -> Iterator[Part]:

@@ -26,6 +26,7 @@ from . import (
     EditLock,
     Part,
     answer,
+    key_of,
     new_ticket,
     parts_of,
     shown_value,
@@ -249,7 +250,7 @@ def _keeps_out(request: HttpRequest, obj: Any) -> bool:
     if obj is None or edit is None or not edit.is_read_only or edit.editor is None:
         return False
     ticket = edit.ticket
-    return (obj._meta.label_lower, str(obj.pk)) == (ticket.model, ticket.pk)  # noqa: SLF001 - documented
+    return (obj._meta.label_lower, key_of(obj)) == (ticket.model, ticket.pk)  # noqa: SLF001 - documented
 
 
 __all__ = ["EditLockMixin"]
