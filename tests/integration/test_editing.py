@@ -909,3 +909,14 @@ def test_a_ticket_of_another_release_counts_as_none(account: Account) -> None:
     request = post(distlock_edit=signing.dumps({**known, "colour": "red"}, salt=editing.SALT))
 
     assert editing.read_ticket(request) is None
+
+
+def test_a_short_lock_is_renewed_before_it_ends(account: Account) -> None:
+    request: Any = RequestFactory().get("/")
+    request.user = User(pk=1)
+
+    pauses = [
+        editing.edit_lock(request, account, may_take_over=False, ttl=ttl).pause for ttl in (90, 6)
+    ]
+
+    assert pauses == [5, 2]

@@ -68,7 +68,7 @@ SALT = "django_distlock.edit"
 EDITED_BY = "edited by "
 #: Seconds that a page keeps the lock after its last renewal; and without a script, which renews it.
 TTL, TTL_WITHOUT_SCRIPT = 90.0, 1800.0
-#: Seconds between two renewals by the script of a page that is visible.
+#: Most seconds between two renewals by the script of a page that is visible.
 PAUSE = 5.0
 #: How often the lock is asked for while its holders give it back.
 TRIES = 3
@@ -212,7 +212,7 @@ class EditLock:
     @property
     def pause(self) -> float:
         """Seconds between two renewals."""
-        return PAUSE
+        return min(PAUSE, self.ticket.ttl / 3)
 
     @property
     def message(self) -> str:
