@@ -104,6 +104,12 @@ def held(account: Account) -> list[Any]:
     return holdings("default", f"edit:testproject.account:{account.pk}")
 
 
+#: How many requests the page has sent together with its first one; 0 until it has sent others later.
+AT_FIRST = """const sent = performance.getEntriesByType("resource").filter((each) => each.name.endsWith("/edit-lock/"));
+const first = sent.filter((each) => each.startTime < sent[0].startTime + 2000);
+return first.length < sent.length ? first.length : 0"""
+
+
 def is_live(account: Account) -> bool:
     """Return whether a script has renewed the lock, whose ttl is shorter then."""
     return bool((found := held(account)) and found[0].remaining < 100)
@@ -289,3 +295,14 @@ def test_a_page_of_ones_own(editor: Start, account: Account) -> None:
 
     assert ada.find("body").text == "saved"
     assert ada.complaints() == []
+
+
+def test_each_of_several_forms_of_a_page_asks_once(editor: Start, account: Account) -> None:
+    ada, other = editor("Ada"), open_account("Bob", Decimal("1.00"))
+    ada.open(f"{reverse('several')}?pk={account.pk}&pk={other.pk}")
+
+    eventually(lambda: is_live(account) and is_live(other), PATIENCE, "both are renewed")
+    sent = eventually(lambda: ada.browser.execute_script(AT_FIRST), PATIENCE, "it asks again")
+    assert sent == 2
+    ada.open("/")
+    eventually(lambda: not (held(account) or held(other)), PATIENCE, "both are given back")

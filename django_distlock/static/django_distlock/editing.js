@@ -1,7 +1,9 @@
 /* Renews the lock of an object while its form is open, tells who has it otherwise, and gives it back at the end. */
 "use strict";
 
-for (const box of document.querySelectorAll(".distlock-edit")) {
+// A page with several forms has this script several times.
+for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])")) {
+    box.dataset.alive = "yes";
     const form = box.closest("form");
     const ticket = form.elements.distlock_edit;
     const message = box.querySelector(".distlock-edit-message");
