@@ -16,9 +16,9 @@ from django.apps import apps
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Group, Permission, User
 from django.core import signing
-from django.core.exceptions import ImproperlyConfigured
+from django.core.exceptions import ImproperlyConfigured, ValidationError
 from django.db import connections, models, transaction
-from django.forms import modelform_factory
+from django.forms import ModelForm, modelform_factory
 from django.test import Client, RequestFactory, modify_settings
 from django.test.utils import CaptureQueriesContext, isolate_apps
 from django.urls import reverse
@@ -920,3 +920,23 @@ def test_a_short_lock_is_renewed_before_it_ends(account: Account) -> None:
     ]
 
     assert pauses == [5, 2]
+
+
+def test_a_page_without_its_ticket_is_told_of_changes_beside_its_own_errors(
+    account: Account, ada: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Short(ModelForm):  # type: ignore[type-arg]
+        def clean(self) -> None:
+            if len(self.cleaned_data["name"]) > 10:
+                raise ValidationError("too long")
+
+    monkeypatch.setattr(edit_site.AccountAdmin, "form", Short)
+    opened = {**fields_of(ada.get(page_of(account))), "distlock_edit": "of another user"}
+    Account.objects.filter(pk=account.pk).update(balance=50)
+
+    page = ada.post(page_of(account), {**opened, "name": "A much too long name"})
+
+    changed, own = errors(page)
+    assert (changed.startswith("Not saved yet. It was changed"), own) == (True, "too long")
+    assert "50.00" in page.text
+    assert ada.post(page_of(account), {**fields_of(page), "name": "short"}).status_code == 302

@@ -225,10 +225,10 @@ def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
     """Return a subclass of *form* that has these *problems* too."""
 
     def clean(self: Any) -> Any:
-        cleaned = form.clean(self)
+        # First: its own clean() may raise an error.
         for problem in problems(self):
             self.add_error(None, problem)
-        return cleaned
+        return form.clean(self)
 
     return type(form.__name__, (form,), {"clean": clean})
 
