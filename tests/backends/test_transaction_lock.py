@@ -287,7 +287,7 @@ def test_a_free_lock_of_a_slow_server_is_not_refused(
     select = OnPostgreSQL.select
 
     def slow_select(taker: OnPostgreSQL, how: str) -> str:
-        return select(taker, how).replace("FOR UPDATE", "AND pg_sleep(0.1) IS NOT NULL FOR UPDATE")
+        return select(taker, how).replace("FOR UPDATE", "AND pg_sleep(0.06) IS NOT NULL FOR UPDATE")
 
     monkeypatch.setattr(OnPostgreSQL, "select", slow_select)
 
