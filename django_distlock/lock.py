@@ -437,6 +437,10 @@ class Lock:
         if block.cancelling is not None:
             await block.cancelling.end(block.lease, None, None, None)
 
+    def leave_at_once(self, *error: Any) -> None:
+        """Leave a block that has not begun: what enter() brought is free at once in a transaction too."""
+        self.__exit__(*error, at_once=True)  # type: ignore[call-arg]  # mypy drops names in special methods
+
     def keep_acquired(self, lease: Lease) -> None:
         """Keep *lease*, which enter() brought, until release(): the end of a block does not release it."""
         self._remember(lease)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from asgiref.sync import markcoroutinefunction
@@ -113,8 +112,7 @@ class LockSet:
                     leases = {}
                     for name, lock in self._locks.items():
                         leases[name] = lock.enter(wait.left)
-                        # The block has not begun: what was acquired for it is free at once in a transaction too.
-                        stack.push(partial(lock.__exit__, at_once=True))  # type: ignore[call-arg]  # mypy drops names in special methods
+                        stack.push(lock.leave_at_once)
                     return self._all_held(leases, stack)
             except LockLost:  # one ended while another was waited for: all are free again
                 if wait.is_over:

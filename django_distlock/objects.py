@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack, ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 
 from asgiref.sync import sync_to_async
@@ -32,8 +31,7 @@ class LockedObject(Generic[_M]):
     def __enter__(self) -> _M:
         with ExitStack() as stack:
             lease = self._lock.__enter__()
-            # The block has not begun: without an instance, the lock is free at once in a transaction too.
-            stack.push(partial(self._lock.__exit__, at_once=True))  # type: ignore[call-arg]  # mypy drops names in special methods
+            stack.push(self._lock.leave_at_once)  # without an instance, the block does not begin
             self._read_under(lease)
             stack.pop_all()
         return self._instance

@@ -713,7 +713,7 @@ def test_a_waiter_whose_session_was_revoked_stands_in_line_again(etcd: Cluster) 
     holder = rival("x", "elsewhere")
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(_take, "x")
+        waiting = pool.submit(take, "x")
         eventually(watched)
         expire(etcd)
         eventually(lambda: len(list(backend("elsewhere").held())) == 1)
@@ -730,7 +730,7 @@ def test_a_waiter_whose_session_was_revoked_together_with_the_holder_before_it_i
     holder, next_one = rival("x"), rival("x", "elsewhere")
     assert stands(holder)
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(_take, "x")
+        waiting = pool.submit(take, "x")
         eventually(watched)
         assert stands(next_one, "elsewhere") is None
 
@@ -748,7 +748,7 @@ def test_a_waiter_whose_key_was_deleted_is_served_all_the_same(
     holder = rival("x", "elsewhere")
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(_take, "x")
+        waiting = pool.submit(take, "x")
         eventually(watched)
         [entry] = entries()
         member.asks("/v3/kv/deleterange", key=encoded(entry.key))
@@ -759,11 +759,6 @@ def test_a_waiter_whose_key_was_deleted_is_served_all_the_same(
         waiting.result(20)
 
 
-def _take(name: str, using: str = "locks", timeout: float = 20) -> None:
-    with lock(name, using=using, timeout=timeout) as lease:
-        lease.check()
-
-
 def test_a_waiter_is_served_though_what_it_watches_was_compacted(
     proxy: Proxy, member: EtcdMember, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -771,7 +766,7 @@ def test_a_waiter_is_served_though_what_it_watches_was_compacted(
     holder = rival("x", "elsewhere")
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(_take, "x")
+        waiting = pool.submit(take, "x")
         eventually(lambda: backend()._recipe.watcher._watch)
         eventually(watched)
         proxy.cut()
@@ -798,7 +793,7 @@ def test_a_waiter_whose_watch_was_compacted_is_served_soon_after_it(
     holder = rival("x", "elsewhere")
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(_take, "x")
+        waiting = pool.submit(take, "x")
         eventually(watched)
         proxy.cut()
         revision = _compact(member)
