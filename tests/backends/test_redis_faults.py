@@ -28,7 +28,7 @@ from django_distlock.engine.values import Grant, Release
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from tests.contract.crew import start
-from tests.fixtures.eventually import eventually, in_time, never
+from tests.fixtures.eventually import aeventually, eventually, in_time, never
 from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.interruption import interrupted_by_signals
 from tests.fixtures.proxy import Proxy
@@ -959,6 +959,39 @@ class Slot:
     def _ask(self, server: Redis, *words: str | int) -> Any:
         with server.client() as client:
             return client.execute_command(*words)
+
+
+async def _hold_soon(name: str) -> None:
+    """Hold the lock as soon as that can be, but ask not more than 20 times."""
+    for asked in range(20):
+        try:
+            async with lock(name, timeout=0):
+                return
+        except LockBackendError:
+            assert asked < 19
+
+
+# As above.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+async def test_tasks_follow_a_fail_over_from_a_master_that_is_frozen(
+    cluster: list[Redis], name: str
+) -> None:
+    master = Slot(cluster, name).source
+    with cluster_node() as replica, replica.client() as client:
+        bus = master.settings["cluster-port"]
+        client.execute_command("CLUSTER", "MEET", master.host, str(master.port), bus)
+        with master.client() as other:
+            id_ = other.execute_command("CLUSTER", "MYID")
+        await aeventually(lambda: id_ in str(client.execute_command("CLUSTER", "NODES")))
+        client.execute_command("CLUSTER", "REPLICATE", id_)
+        await aeventually(lambda: replica.info("replication").get("master_link_status") == "up")
+        await _hold_soon(name)
+        master.pause()
+        client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+
+        await _hold_soon(name)
+
+        locks.reset()
 
 
 async def _hold(name: str) -> None:

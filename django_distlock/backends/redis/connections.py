@@ -573,6 +573,9 @@ class ClusterLink:
 class AsyncClusterLink:
     """A Redis Cluster, for asyncio."""
 
+    #: Asks which server has which slot, while requests go on.
+    _looking: asyncio.Task[None] | None = None
+
     def __init__(self, alias: str, source: Source) -> None:
         self._alias = alias
         self._source = source
@@ -593,14 +596,31 @@ class AsyncClusterLink:
             raise problem(self._alias, self._source.where, error) from root_cause(error)
 
     async def aclose(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         await self._client.aclose()
 
     async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
         return await arun(_one_by_one(commands), self._execute)
 
     async def _execute(self, words: Sequence[Any]) -> Any:
-        async with timeout(self._source.io_timeout):
-            return await self._client.execute_command(*words)
+        try:
+            async with timeout(self._source.io_timeout):
+                return await self._client.execute_command(*words)
+        except TimeoutError:
+            # The driver looks for the successor of a server that refuses, not of one that hangs: the timeout is ours.
+            if self._looking is None:
+                self._looking = asyncio.create_task(self._look())
+            raise
+
+    async def _look(self) -> None:
+        try:
+            async with timeout(self._source.connects_within):
+                await self._client.nodes_manager.initialize()
+        except BROKEN:
+            pass  # it has asked a server that hangs; the next timeout begins another look
+        finally:
+            self._looking = None
 
 
 def _close_idle(client: Any) -> None:
