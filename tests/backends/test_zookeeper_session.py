@@ -333,8 +333,13 @@ def links(root: str, settings: Settings) -> Iterator[list[Proxy]]:
             host, port, rest = mine.settings[name].split(":")
             found.append(stack.enter_context(Proxy(int(port))))
             mine.settings[name] = f"{host}:{found[-1].port}:{rest}"
-        stack.enter_context(ensemble)
-        assert not mine.is_leader  # the higher number wins
+        stack.callback(ensemble.close)
+        # The leader must listen before the proxies stand for it: its refusal is waited for, theirs takes an election.
+        for other in others:
+            other.start()
+        ensemble.wait_until_serving()
+        ensemble.start()
+        assert not mine.is_leader
         settings.DISTLOCK = {
             alias: aliases(ensemble, root, session_timeout=SESSION, hosts=hosts)["locks"]
             for alias, hosts in {
