@@ -25,7 +25,7 @@ from django_distlock.models import MethodLock
 from tests.fixtures.browser import OpenBrowser
 from tests.fixtures.eventually import eventually
 
-from .browsing import LIST, PASSWORD, Operator
+from .browsing import LIST, Operator
 from .lock_rows import put, put_waiter
 
 HISTORY = reverse("admin:django_distlock_methodlock_changelist")
@@ -57,9 +57,8 @@ def operator(site: str, open_browser: OpenBrowser) -> Start:
 
     def start() -> Operator:
         username = f"operator-{uuid.uuid4().hex[:8]}"
-        User.objects.create_superuser(username, password=PASSWORD)
         someone = Operator(open_browser(), site)
-        someone.log_in(username)
+        someone.log_in(User.objects.create_superuser(username))
         return someone
 
     return start
@@ -276,7 +275,7 @@ def test_nothing_is_cut_off(
     row = put("default", name + "x" * 200, LockState.HELD)
     someone = operator()
     someone.resize(width, 900)
-    someone.browser.execute_script(f"localStorage.setItem('theme', '{theme}')")
+    someone.choose(theme)
     page = reverse("admin:django_distlock_heldlock_change", args=[admin_quote(row.method_name)])
     value = quote(f"default:{digest(str(row.owner))}:{row.method_name}")
 

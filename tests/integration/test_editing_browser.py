@@ -20,7 +20,7 @@ from tests.fixtures.browser import OpenBrowser, served
 from tests.fixtures.eventually import eventually
 from tests.fixtures.proxy import Proxy
 
-from .browsing import PASSWORD, Operator
+from .browsing import Operator
 
 Start = Callable[..., "Editor"]
 NO_SCRIPTS = {"profile.managed_default_content_settings.javascript": 2}
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(240)]
 class Editor(Operator):
     """Somebody at a browser who edits accounts."""
 
-    username = ""
+    user: User
 
     def edit(self, account: Account) -> None:
         self.open(reverse("admin:testproject_account_change", args=[account.pk]))
@@ -71,21 +71,13 @@ def editor(edit_site: str, open_browser: OpenBrowser) -> Start:
     """Starts browsers, each with somebody who may do everything."""
 
     def start(name: str, **preferences: Any) -> Editor:
-        username = f"{name}-{uuid.uuid4().hex[:8]}"
-        User.objects.create_superuser(username, password=PASSWORD, first_name=name)
         someone = Editor(open_browser(preferences), edit_site)
-        someone.username = username
-        log_in(someone)
+        username = f"{name}-{uuid.uuid4().hex[:8]}"
+        someone.user = User.objects.create_superuser(username, first_name=name)
+        someone.log_in(someone.user)
         return someone
 
     return start
-
-
-def log_in(someone: Editor) -> None:
-    someone.open(f"{reverse('admin:login')}?next=/")
-    someone.find("#id_username").send_keys(someone.username)
-    someone.find("#id_password").send_keys(PASSWORD)
-    someone.press("[type=submit]")
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +202,12 @@ def test_what_was_typed_survives_another_login(editor: Start, account: Account) 
     eventually(lambda: "You are logged out" in ada.says(), PATIENCE, "the page says so")
 
     ada.browser.switch_to.new_window("tab")
-    log_in(ada)
+    ada.user.set_password("secret")
+    ada.user.save()
+    ada.open(f"{reverse('admin:login')}?next=/")
+    ada.find("#id_username").send_keys(ada.user.username)
+    ada.find("#id_password").send_keys("secret")
+    ada.press("[type=submit]")
     ada.browser.switch_to.window(form)
     eventually(lambda: ada.says() == "", PATIENCE, "the page has the lock again")
     ada.press(SAVE)
@@ -265,7 +262,7 @@ def test_nothing_is_cut_off(
     ada, bob = editor("Ada"), editor("Bob")
     for someone in (ada, bob):
         someone.resize(width, 900)
-        someone.browser.execute_script(f"localStorage.setItem('theme', '{theme}')")
+        someone.choose(theme)
     ada.edit(account)
     bob.edit(account)
     assert bob.cut_off() == []
