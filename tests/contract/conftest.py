@@ -40,28 +40,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "profile" in metafunc.fixturenames:
-        metafunc.parametrize("profile", [_parameter(profile) for profile in PROFILES])
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    refused = [item for item in items if not _suits(item)]
-    if refused:
-        config.hook.pytest_deselected(items=refused)
-        items[:] = [item for item in items if item not in set(refused)]
+        marked = metafunc.definition.iter_markers
+        needed = {trait for mark in marked("needs") for trait in mark.args}
+        lacked = {trait for mark in marked("lacks") for trait in mark.args}
+        suitable = [
+            profile
+            for profile in PROFILES
+            if needed <= profile.traits and not lacked & profile.traits
+        ]
+        metafunc.parametrize("profile", [_parameter(profile) for profile in suitable])
 
 
 def _parameter(profile: Profile) -> Any:
     marks = [*profile.marks, *([pytest.mark.server] if profile.needs_server else [])]
     return pytest.param(profile, id=profile.name, marks=marks)
-
-
-def _suits(item: pytest.Item) -> bool:
-    profile = item.callspec.params.get("profile") if hasattr(item, "callspec") else None
-    if not isinstance(profile, Profile):
-        return True
-    needed = {trait for mark in item.iter_markers("needs") for trait in mark.args}
-    lacked = {trait for mark in item.iter_markers("lacks") for trait in mark.args}
-    return needed <= profile.traits and not lacked & profile.traits
 
 
 @pytest.fixture(autouse=True)
