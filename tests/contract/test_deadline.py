@@ -19,7 +19,7 @@ from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
 
-pytestmark = needs("leased")
+pytestmark = [needs("leased"), lacks("variant")]
 Clock = Callable[[float], None]
 
 
@@ -65,7 +65,7 @@ def test_a_grant_that_arrives_after_its_own_end_is_none(
     assert waiting.result(30) > answered + 3 * tick
 
 
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 @pytest.mark.usefixtures("no_sweep")
 @pytest.mark.parametrize("trouble", ["hang", "fail"])
 def test_a_lease_is_lost_on_time_though_renewals_fail(
@@ -87,7 +87,7 @@ def test_a_lease_is_lost_on_time_though_renewals_fail(
         lease.check()
 
 
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 @pytest.mark.parametrize("trouble", ["hang", "fail"])
 async def test_a_body_that_wants_it_so_is_cancelled_when_its_lease_is_lost(
     faulty: Faulty, using: str, name: str, tick: float, trouble: str
@@ -179,7 +179,7 @@ def test_a_hung_server_does_not_delay_the_renewals_of_another_alias(
         hung.release()
 
 
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 def test_somebody_else_can_have_what_was_lost(
     faulty: Faulty, using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
@@ -191,7 +191,7 @@ def test_somebody_else_can_have_what_was_lost(
     rival().takes()
 
 
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 def test_lost_is_final(faulty: Faulty, using: str, name: str, tick: float) -> None:
     renewal = faulty.hang("extend")
     lease = lock(name, using=using, ttl=5 * tick).acquire()
@@ -206,7 +206,7 @@ def test_lost_is_final(faulty: Faulty, using: str, name: str, tick: float) -> No
         lease.extend()
 
 
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 def test_the_holder_is_told_once_and_why(
     faulty: Faulty, using: str, name: str, tick: float
 ) -> None:
@@ -274,7 +274,7 @@ def test_check_is_silent_while_it_is_held_and_tells_when_it_was_released(
     assert not isinstance(caught.value, LockLost)
 
 
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 def test_after_a_grant_that_came_too_late_another_owner_asks(
     faulty: Faulty, using: str, name: str, tick: float
 ) -> None:

@@ -18,6 +18,8 @@ from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
 
+pytestmark = lacks("variant")
+
 
 @lacks("whole_seconds")
 @needs("leased")
@@ -227,7 +229,6 @@ def test_a_waiter_gets_the_lock_when_min_hold_is_over(using: str, name: str, tic
     assert time.monotonic() - began < 100 * tick
 
 
-@lacks("variant")
 @needs("min_hold")
 def test_a_late_release_leaves_the_min_hold_in_force(
     using: str, name: str, tick: float, rival: Callable[..., Rival]

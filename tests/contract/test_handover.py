@@ -18,7 +18,7 @@ from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
 
-pytestmark = needs("detach")
+pytestmark = [needs("detach"), lacks("variant")]
 Rivals = Callable[..., Rival]
 
 
@@ -158,7 +158,6 @@ def test_the_ttl_of_the_way_is_not_that_of_the_attached_lease(
         assert lease.remaining <= 20 * tick
 
 
-@lacks("variant")
 @needs("leased")
 def test_who_attached_it_and_dies_leaves_it_for_its_own_ttl(
     using: str, name: str, rival: Rivals, tick: float
@@ -174,7 +173,6 @@ def test_who_attached_it_and_dies_leaves_it_for_its_own_ttl(
     assert lease.lost
 
 
-@lacks("variant")
 @needs("min_hold")
 def test_a_min_hold_goes_on_for_the_attached_lease(
     using: str, name: str, rival: Rivals, tick: float
@@ -187,7 +185,6 @@ def test_a_min_hold_goes_on_for_the_attached_lease(
     never(rival().tries, 10 * tick)
 
 
-@lacks("variant")
 def test_max_hold_is_counted_from_the_acquire(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:
@@ -216,7 +213,6 @@ def test_max_hold_goes_on_while_the_text_travels(
         assert lease.remaining <= 20
 
 
-@lacks("variant")
 def test_a_text_whose_max_hold_is_over_is_a_loss(
     using: str, name: str, put_forward: Callable[[float], None], rival: Rivals, tick: float
 ) -> None:
@@ -231,7 +227,6 @@ def test_a_text_whose_max_hold_is_over_is_a_loss(
     rival().takes(within=10)
 
 
-@lacks("variant")
 def test_the_last_extension_gives_the_text_time_to_travel(
     using: str, name: str, rival: Rivals, tick: float
 ) -> None:
@@ -245,7 +240,6 @@ def test_the_last_extension_gives_the_text_time_to_travel(
     Lease.attach(text).release()
 
 
-@lacks("variant")
 @needs("leased")
 def test_attaching_too_late_is_a_loss(using: str, name: str, rival: Rivals, tick: float) -> None:
     other = rival()

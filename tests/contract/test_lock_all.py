@@ -20,6 +20,7 @@ from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
 
+pytestmark = lacks("variant")
 Rivals = Callable[..., Rival]
 Clock = Callable[[float], None]
 
@@ -73,7 +74,6 @@ async def test_one_that_is_busy_leaves_a_task_none(using: str, names: list[str])
     await last.arelease()
 
 
-@lacks("variant")
 def test_they_share_one_timeout(
     using: str, names: list[str], rival: Rivals, tick: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,10 @@ from tests.fixtures.eventually import aeventually, eventually, never
 
 from .crew import elsewhere
 from .faults import Faulty, total
+from .profiles import lacks
 from .rivals import Rival
+
+pytestmark = lacks("variant")
 
 
 def _try(using: str, name: str) -> bool:

@@ -16,7 +16,7 @@ from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
 
-pytestmark = needs("leased")
+pytestmark = [needs("leased"), lacks("variant")]
 Clock = Callable[[float], None]
 
 
@@ -49,7 +49,7 @@ def test_without_renewal_it_ends_with_its_ttl_and_never_before(
     assert lease.lost
 
 
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 def test_our_own_deadline_is_before_the_end_on_the_server(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
@@ -95,7 +95,7 @@ def test_the_lost_reply_of_a_renewal_is_asked_for_again_at_once(
         assert "could not be renewed yet" not in caplog.text
 
 
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 def test_renewal_stops_at_the_release(
     faulty: Faulty, using: str, name: str, tick: float, put_forward: Clock
 ) -> None:
@@ -109,7 +109,7 @@ def test_renewal_stops_at_the_release(
     never(lambda: faulty.calls["extend"] > before, 5 * tick)
 
 
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 def test_what_is_being_released_is_not_renewed(
     faulty: Faulty, using: str, name: str, tick: float, put_forward: Clock
 ) -> None:
@@ -167,7 +167,7 @@ def test_the_server_may_tell_that_a_lease_is_not_ours_any_more(
 
 
 @pytest.mark.slow
-@lacks("variant", "whole_seconds")
+@lacks("whole_seconds")
 def test_max_hold_ends_it_however_often_it_is_renewed(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
