@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.fixtures.postgres import PostgreSQL
 
 #: Waits in the ghost hunt, by eight threads. Set it to 50000 for a long run.
-HUNT = int(os.environ.get("DISTLOCK_RACES", "12000"))
+HUNT = int(os.environ.get("DISTLOCK_RACES", "6000"))
 SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
 
 

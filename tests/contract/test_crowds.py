@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 #: Many more than any pool of threads or connections has places; DISTLOCK_CROWD=2000 on a fast machine.
-CROWD = int(os.environ.get("DISTLOCK_CROWD", "400"))
+CROWD = int(os.environ.get("DISTLOCK_CROWD", "200"))
 #: So many that what each one costs must not grow with those who wait for the same lock: the backends on which it once did.
 GREAT_CROWDS = {"redis-fair": 2_000, "zookeeper": 1_000}
 #: Seconds that one of them waits at most, on a busy machine.

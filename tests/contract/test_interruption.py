@@ -38,7 +38,7 @@ SOON = 6.0
 #: Seconds until a signal must have ended a wait, on a busy machine.
 AT_ONCE = 4.0
 #: At how many steps of a call an exception comes: at the last ones of an acquire, the first ones of leaving, and at some of all.
-FIRST, LAST, STEPS = 20, 10, int(os.environ.get("DISTLOCK_STEPS", "20"))
+FIRST, LAST, STEPS = 20, 10, int(os.environ.get("DISTLOCK_STEPS", "10"))
 #: Kinds of blocks.
 LEFT = ["with", "with a lease", "inner with", "several, kept"]
 LEFT_BY_A_TASK = ["async with", "async with a lease", "async several"]

@@ -31,7 +31,6 @@ ROWS = "django_distlock.backends.rowlock.RowLockBackend"
 #: The database of a new project, which is in memory in tests.
 IN_MEMORY = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.sqlite3"}}
 pytestmark = pytest.mark.timeout(180)
-every_runner = pytest.mark.parametrize("runner", RUNNERS)
 
 SETTINGS = """
 import os
@@ -433,7 +432,7 @@ def kept(backend: str = DEFAULT_BACKEND, **options: Any) -> dict[str, Any]:
     return {"BACKEND": backend, "OPTIONS": options, "TEST": {"BACKEND": None}}
 
 
-@every_runner
+@pytest.mark.parametrize("runner", RUNNERS)
 def test_sqlite_in_memory(run: Callable[..., str], runner: str) -> None:
     run(runner, IN_MEMORY, leases=kept())
 
@@ -456,7 +455,7 @@ def server(kind: str, port: int, user: str) -> dict[str, Any]:
     return {"default": {"ENGINE": f"django.db.backends.{kind}", **where}}
 
 
-@every_runner
+@pytest.mark.parametrize("runner", ["django-parallel", "pytest"])
 def test_postgresql(run: Callable[..., str], runner: str, postgres: PostgreSQL) -> None:
     aliases = {"leases": kept(fair=True), "rows": kept(ROWS)}
     run(runner, server("postgresql", postgres.port, "distlock"), **aliases)

@@ -133,7 +133,6 @@ def over(*pairs: tuple[str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("combination", combinations(*pairs), scope="module")
 
 
-over_all = pytest.mark.parametrize("combination", ALL, scope="module")
 over_concurrent = pytest.mark.parametrize(
     "combination", [each for each in ALL if each.values[0].is_concurrent], scope="module"
 )
@@ -158,27 +157,22 @@ def free_within(name: str, seconds: float) -> bool:
     return lease is not None
 
 
-@over_all
-def test_leases_are_renewed_and_exclude_each_other_over_all_workers(
+@pytest.mark.parametrize("combination", ALL, scope="module")
+def test_all_workers_renew_their_leases_exclude_each_other_and_lose_no_update(
     site: Site, name: str, combination: Combination
 ) -> None:
-    ttl = ttl_of(combination)
+    ttl, account = ttl_of(combination), open_account(name, Decimal("100000.00"))
+
+    def charge(_: int) -> Answer:
+        answer = eventually(lambda: accepted(site.post(f"accounts/{account.pk}/charge/")), 40)
+        assert answer
+        return answer
 
     first, second = [site.hold(name, 1.5 * ttl, ttl=ttl) for _ in range(2)]
 
     holdings = [done_well(future.result()) for future in (first, second)]
     early, late = sorted((holding["entered"], holding["left"]) for holding in holdings)
     assert early[1] <= late[0]
-
-
-@over_all
-def test_requests_to_all_workers_lose_no_update(site: Site, name: str) -> None:
-    account = open_account(name, Decimal("100000.00"))
-
-    def charge(_: int) -> Answer:
-        answer = eventually(lambda: accepted(site.post(f"accounts/{account.pk}/charge/")), 40)
-        assert answer
-        return answer
 
     with ThreadPoolExecutor(CHARGES) as clients:
         answers = list(clients.map(charge, range(CHARGES)))
