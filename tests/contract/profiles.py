@@ -83,7 +83,7 @@ class Profile:
 
 
 def needs(*traits: str) -> pytest.MarkDecorator:
-    """Run a test over the profiles that declare all of *traits*."""
+    """Run a test over the profiles that declare all of *traits*: for functions, classes and modules, not parameters."""
     assert set(traits) <= TRAITS, f"unknown traits {set(traits) - TRAITS}"
     return pytest.mark.needs(*traits)
 

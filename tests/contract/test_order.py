@@ -45,11 +45,23 @@ def by_task(backend: BaseLockBackend, name: str, look: Callable[[], Any]) -> Fut
 
 @needs("cross_process")
 @pytest.mark.parametrize("wait", [by_thread, by_task])
-@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=needs("shared"))])
 def test_who_waits_in_the_holders_process_is_served_before_another_that_came_later(
+    child: Callable[..., Child], backend: BaseLockBackend, name: str, wait: Wait
+) -> None:
+    _another_comes_later(child, backend, name, wait, shared=False)
+
+
+@needs("cross_process", "shared")
+@pytest.mark.parametrize("wait", [by_thread, by_task])
+def test_who_waits_in_the_holders_process_is_served_before_a_reader_that_came_later(
+    child: Callable[..., Child], backend: BaseLockBackend, name: str, wait: Wait
+) -> None:
+    _another_comes_later(child, backend, name, wait, shared=True)
+
+
+def _another_comes_later(
     child: Callable[..., Child], backend: BaseLockBackend, name: str, wait: Wait, *, shared: bool
 ) -> None:
-    """The other one is a writer, or a reader."""
     names = [f"{name}:{number}" for number in range(ROUNDS)]
     later = child("stand_in_lines", names=names, using=backend.alias, shared=shared)
     overtaken = 0
