@@ -179,7 +179,7 @@ class LockSet:
         try:
             for lease in {*leases}:
                 self._locks[lease.name].keep_acquired(lease)
-        except BaseException:  # it comes from outside: nobody will have the leases
+        except BaseException:  # asynchronous: nobody will have the leases
             for lease in {*leases}:
                 lease.release_later()
             raise
@@ -191,7 +191,7 @@ class LockSet:
         for lease in leases.values():
             lease.check()
         in_order = tuple(leases[name] for name in self.names)
-        stack.pop_all()  # last: an exception from outside must find them in it
+        stack.pop_all()  # last: an asynchronous exception must find them in it
         return in_order
 
     def _timeout(self) -> float | None:

@@ -233,7 +233,7 @@ class SessionBackend(BaseDatabaseBackend):
     ) -> Grant | Busy:
         """Return what *verb* answers: granted, the session holds; else it is over."""
         try:
-            # Opened in here: an exception from outside must not leave it open.
+            # Opened in here: an asynchronous exception must not leave it open.
             self._open(session, left, to_wait=to_wait)
             start = clock.lease_time()  # the wait for a connection is no part of the lease
             answer = verb(session)
