@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -712,6 +713,56 @@ def test_a_replica_is_refused_with_a_hint(settings: Settings, name: str) -> None
         with pytest.raises(LockBackendError, match="it is a replica: name the master"):
             lock(name, timeout=0).acquire()
         locks.reset()
+
+
+@pytest.mark.parametrize("caller", ["threads", "tasks"])
+def test_a_fail_over_behind_one_address_costs_no_request(
+    settings: Settings, name: str, caller: str
+) -> None:
+    """As of a managed Redis, whose former master keeps its connections and refuses all writes."""
+    with Redis() as master, Redis() as replica, Proxy(master.port) as proxy:
+        location = f"redis://127.0.0.1:{proxy.port}/0"
+        settings.DISTLOCK = {"default": {**alias(1), "OPTIONS": {"location": location}}}
+
+        def fail_over() -> None:
+            with master.client() as client:
+                client.execute_command("REPLICAOF", replica.host, str(replica.port))
+            proxy.aim_at(replica.port)
+
+        if caller == "threads":
+            _hold_before_and_after(name, fail_over)
+        else:
+            asyncio.run(_ahold_before_and_after(name, fail_over))
+        locks.reset()
+
+
+def _hold_before_and_after(name: str, fail_over: Callable[[], None]) -> None:
+    all_hold = threading.Barrier(4)
+
+    def hold(number: int) -> None:
+        with lock(f"{name}:{number}"):
+            all_hold.wait(20)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(hold, range(4)))
+    fail_over()
+    for number in range(8):
+        with lock(f"{name}:{number}", timeout=0):
+            pass
+
+
+async def _ahold_before_and_after(name: str, fail_over: Callable[[], None]) -> None:
+    all_hold = asyncio.Barrier(4)
+
+    async def hold(number: int) -> None:
+        async with lock(f"{name}:{number}"):
+            await all_hold.wait()
+
+    await asyncio.gather(*map(hold, range(4)))
+    fail_over()
+    for number in range(8):
+        async with lock(f"{name}:{number}", timeout=0):
+            pass
 
 
 def test_a_node_of_a_cluster_is_refused_with_a_hint(

@@ -200,7 +200,8 @@ class _Connection:
         for answer in self._answers.parse(data):
             if isinstance(answer, RedisConnectionError):
                 raise answer
-            if self._knows_master and isinstance(answer, ReadOnlyError):
+            # Where it was used before, or Sentinels have named it, it was a master.
+            if isinstance(answer, ReadOnlyError) and (self._knows_master or self.used_at):
                 raise RedisConnectionError("the former master is now a replica") from answer
             answers.append(answer)
         self.is_whole = len(answers) == count
