@@ -18,6 +18,7 @@ import pytest
 from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
 from django_distlock.engine.background import background
 from django_distlock.ground import clock
+from tests.contract.crew import waiting_for
 from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child, Spawn
@@ -359,7 +360,8 @@ def test_waiters_go_on_waiting_without_a_majority_and_are_served_once_there_is_o
             pool.submit(take, "thread", timeout=50),
             pool.submit(asyncio.run, take_as_task()),
         ]
-        eventually(lambda: len(frail.watched()) == 2)
+        # One that was not answered yet gives up after a session timeout.
+        eventually(lambda: all(waiting_for(locks["locks"], name) for name in ("thread", "task")))
         _kill_two(frail)
 
         # Longer than their session.
