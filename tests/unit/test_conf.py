@@ -404,6 +404,8 @@ def test_each_test_begins_without_locks(
     assert all(lock("left", using=alias, timeout=0).acquire() for alias in settings.DISTLOCK)
     assert lock("handed on", timeout=0).acquire()
     assert [lease.reason for lease in left if lease] == ["the test that took it is over"] * 2
-    assert caplog.messages == ["Lock left was lost: the test that took it is over"] * 2
+    # Other tests may have left what is given back in the background.
+    told = [message for message in caplog.messages if message.startswith("Lock ")]
+    assert told == ["Lock left was lost: the test that took it is over"] * 2
     tests_run("three")
     locks["default"]
