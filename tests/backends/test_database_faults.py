@@ -666,8 +666,7 @@ def wait_for_standby(postgres: PostgreSQL, standby: str) -> None:
         admin.execute("SELECT pg_reload_conf()")
         ask = "SHOW synchronous_standby_names"
         eventually(lambda: admin.execute(ask).fetchone() == (standby,), 5)
-    if standby:
-        eventually(lambda: commits_wait(postgres))
+    eventually(lambda: commits_wait(postgres) is bool(standby))
 
 
 def commits_wait(postgres: PostgreSQL) -> bool:
