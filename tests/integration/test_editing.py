@@ -30,6 +30,7 @@ from django_distlock.operators import holdings
 from django_distlock.testing import override_locks
 from testproject.models import Account, Fee
 from testproject.services import open_account
+from tests.fixtures.eventually import eventually
 from tests.fixtures.pages import DOCS
 
 from . import edit_site
@@ -389,6 +390,19 @@ def test_pages_that_come_back_are_told_apart(account: Account, ada: Client) -> N
     told = [ask(ada, {"distlock_edit": text}, "renew").json()["state"] for text in texts]
 
     assert told == ["busy", "held"]
+
+
+@pytest.mark.parametrize("order", [("again", "leave"), ("leave", "again")])
+def test_a_page_that_goes_while_it_asks_again_keeps_no_lock(
+    account: Account, ada: Client, order: tuple[str, str]
+) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    assert ada.post(page_of(account), {**opened, "name": "saved"}).status_code == 302
+
+    for what in order:
+        ask(ada, opened, what, attempt="1")
+
+    eventually(lambda: not held(account))
 
 
 def test_another_window_of_the_same_user_gets_the_lock(account: Account, ada: Client) -> None:

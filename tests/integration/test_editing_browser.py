@@ -13,6 +13,7 @@ from django.contrib.auth.models import User
 from django.urls import reverse
 from selenium.webdriver.common.by import By
 
+from django_distlock import locks
 from django_distlock.operators import holdings
 from testproject.models import Account, Fee
 from testproject.services import open_account
@@ -102,6 +103,15 @@ const first = sent.filter((each) => each.startTime < sent[0].startTime + 2000);
 return first.length < sent.length ? first.length : 0"""
 
 
+#: Lets no answer to a page come in time that asks for its lock again, and has it ask.
+TOO_LATE = """const real = window.fetch;
+window.fetch = (url, options) => {
+    const answer = real(url, options);
+    return options.body.get("what") === "again" ? new Promise(() => {}) : answer;
+};
+document.dispatchEvent(new Event("visibilitychange"));"""
+
+
 def is_live(account: Account) -> bool:
     """Return whether a script has renewed the lock, whose ttl is shorter then."""
     return bool((found := held(account)) and found[0].remaining < 100)
@@ -162,6 +172,23 @@ def test_a_tab_that_is_closed_or_left_gives_the_lock_back(editor: Start, account
     ada.browser.back()
     eventually(lambda: is_live(account), PATIENCE, "the page that comes back takes it again")
     assert ada.has(SAVE)
+
+
+def test_a_page_that_goes_while_it_asks_again_keeps_no_lock(
+    editor: Start, account: Account
+) -> None:
+    ada = editor("Ada")
+    ada.edit(account)
+    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    [first] = held(account)
+
+    # As the view does that saves the form: the page stays for a moment.
+    assert locks["default"].force_release(first.key, first.owner_digest)
+    ada.browser.execute_script(TOO_LATE)
+    eventually(lambda: held(account), PATIENCE, "the page asks again")
+    ada.open("/")
+
+    eventually(lambda: not held(account), PATIENCE, "the page that is left gives it back")
 
 
 def test_a_reload_keeps_the_lock(editor: Start, account: Account) -> None:

@@ -101,6 +101,10 @@ class Ticket:
     def written(self) -> str:
         return signing.dumps(asdict(self), salt=SALT, compress=True)
 
+    def renamed(self, attempt: str) -> Ticket:
+        """Return the ticket that the page gets by this *attempt*: two tabs that have one ticket get two."""
+        return replace(self, nonce=owner_of(self.nonce, f"again {attempt}")[:16])
+
     def mark(self, text: str) -> str:
         """Return a digest of a value of this object, which only the server can make."""
         secret = salted_hmac(f"{SALT}.seen", f"{self.name} {text}", algorithm="sha256")
@@ -318,11 +322,18 @@ class EditLock:
             return True
         return settled(lambda: self.backend.take_over(live, first.owner))
 
-    def again(self) -> EditLock:
-        """Return the lock for the same page, after it was asked for again."""
-        other = EditLock(self.request, replace(self.ticket, nonce=new_nonce()))
+    def again(self, attempt: str) -> EditLock:
+        """Return the lock for the same page, after it was asked for again. *attempt* names this request, for leave()."""
+        other = EditLock(self.request, self.ticket.renamed(attempt or new_nonce()))
         other.editor = other._taken(other._asking(LIVE))
         return other
+
+    def leave(self, attempt: str) -> None:
+        """Release the lock of a page that is gone, and what its *attempt* gets, whose answer nobody reads."""
+        self.release()
+        if attempt:
+            other = EditLock(self.request, self.ticket.renamed(attempt))
+            self.backend.abandon_later(other._asking(LIVE))
 
     def look(self) -> Editor | None:
         """Return who edits the object, be it this page."""
@@ -561,13 +572,14 @@ def answer(request: HttpRequest, make: Callable[[HttpRequest, Ticket], EditLock]
 
 def _told(edit: EditLock, what: str | None) -> dict[str, str]:
     """Return what the script is told: "held", "free", "busy", "changed" or "gone", with a message."""
+    attempt = edit.request.POST.get("attempt", "")
     if what == "leave":
-        edit.release()
+        edit.leave(attempt)
         return {"state": "left"}
     if what == "renew" and edit.renew():
         return {"state": "held"}
     if what == "again":
-        edit = edit.again()
+        edit = edit.again(attempt)
         if edit.editor is None:
             return _told_again(edit)
     edit.editor = edit.editor or edit.look()

@@ -13,6 +13,8 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
     let isAsking = false;
     let failures = 0;
     let isOld = false;
+    // Names the request by which this page asks for the lock again, as long as it is under way.
+    let attempt = "";
 
     const tokens = () => document.querySelectorAll("input[name=csrfmiddlewaretoken]");
 
@@ -22,6 +24,7 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
             csrfmiddlewaretoken: token ? token.value : "",
             distlock_edit: ticket.value,
             what,
+            attempt,
         });
     }
 
@@ -67,6 +70,15 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
         return fresh;
     }
 
+    async function askAgain() {
+        attempt = crypto.getRandomValues(new Uint32Array(4)).join("-");
+        try {
+            return await ask("again");
+        } finally {
+            attempt = "";
+        }
+    }
+
     async function renew() {
         if (isAsking) {
             return;
@@ -76,7 +88,7 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
         try {
             let told = await ask(isReading ? "look" : "renew");
             if (told.state === "free" && !isReading) {
-                told = await ask("again");
+                told = await askAgain();
             }
             failures = 0;
             if (told.text) {
@@ -103,6 +115,7 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
     addEventListener("pagehide", () => {
         clearTimeout(timer);
         if (!isReading) {
+            // With the attempt, whose answer comes too late: the lock of a form that was sent is free before this page goes.
             navigator.sendBeacon(box.dataset.url, body("leave"));
         }
     });
