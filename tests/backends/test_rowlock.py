@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,24 @@ def test_readers_hold_the_row_together_and_writers_wait(database: str, name: str
     backend("site1").release(writer)
 
 
+@contextmanager
+def sent(path: Path, using: str = "locks") -> Iterator[Callable[[], list[str]]]:
+    """Give what the idle connections of an alias send meanwhile: Queries, and Syncs of prepared statements."""
+
+    def requests() -> list[str]:
+        lines = [line for line in path.read_text().splitlines() if "\tF\t" in line]
+        return [line for line in lines if "\tQuery\t" in line or "\tSync" in line]
+
+    pools = backend(using)._own, backend(using)._pool
+    drivers = [connection.connection.pgconn for pool in pools for connection in pool._idle]
+    with path.open("w+") as trace:
+        for driver in drivers:
+            driver.trace(trace.fileno())
+        yield requests
+        for driver in drivers:
+            driver.untrace()
+
+
 @pytest.mark.server
 def test_begin_limits_and_lock_are_one_request(
     postgres: PostgreSQL, settings: Settings, name: str, tmp_path: Path
@@ -63,31 +82,34 @@ def test_begin_limits_and_lock_are_one_request(
     settings.DISTLOCK = aliases("postgres", "rowlock")
     with lock(name, using="locks"):
         pass
-    trace = (tmp_path / "trace").open("w+")
 
-    def requests() -> list[str]:
-        """Return what was sent: a Query, or a Sync at the end of a prepared statement's messages."""
-        found = Path(trace.name).read_text().splitlines()
-        kinds = "\tF\t", "\tQuery\t", "\tSync"
-        return [
-            line for line in found if kinds[0] in line and (kinds[1] in line or kinds[2] in line)
-        ]
+    with sent(tmp_path / "trace") as requests:
+        with lock(name, using="locks"):
+            assert len(requests()) == 2
+        first, second, third = requests()
 
-    pools = backend()._own, backend()._pool
-    drivers = [connection.connection.pgconn for pool in pools for connection in pool._idle]
-    for driver in drivers:
-        driver.trace(trace.fileno())
-    with lock(name, using="locks"):
-        assert len(requests()) == 2
-    for driver in drivers:
-        driver.untrace()
-    trace.close()
-
-    first, second, third = requests()
     assert "BEGIN;" in first
     assert "EXECUTE distlock_update" in first
     assert "Sync" in second
     assert '"COMMIT"' in third
+
+
+@pytest.mark.server
+def test_who_has_a_row_is_told_by_the_end_of_the_transaction_that_was_refused(
+    postgres: PostgreSQL, settings: Settings, name: str, tmp_path: Path
+) -> None:
+    settings.DISTLOCK = aliases("postgres", "rowlock")
+    with lock(name, using="site0"):
+        pass
+
+    with lock(name, using="locks") as lease:
+        with sent(tmp_path / "trace", "site0") as requests:
+            answer = backend("site0").try_acquire(request_for(name), queued=False, left=None)
+        first, second = requests()
+
+    assert answer == Busy(lease.request.holder)
+    assert "BEGIN;" in first
+    assert '"ROLLBACK; EXECUTE distlock_row' in second
 
 
 def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(

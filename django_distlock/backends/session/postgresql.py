@@ -79,9 +79,10 @@ SELECT pg_terminate_backend(pid, %(patience)s) FROM pg_stat_activity WHERE appli
 # In the statement that waits for a row: changes the limit for those that follow it; its own goes on.
 # lock_timeout is no limit for it, as it begins again when it has waited for those before it, or for another holder.
 UNLIMITED = "set_config('statement_timeout', %s, true)"
-# Each session plans them once: who has the row is waited for, or passed by; and whether there is a row.
+# Each session plans them once: who has the row is waited for, or passed by; and who had it last, if there is a row.
 _PREPARE_ROWS = (
-    f"PREPARE distlock_row(text) AS SELECT 1 FROM {LOCK} WHERE method_name = $1;"
+    f"PREPARE distlock_row(text) AS SELECT c.holder FROM {LOCK} AS l LEFT JOIN {COUNTER} AS c"
+    " ON c.method_name = l.method_name WHERE l.method_name = $1;"
     + "".join(
         f"PREPARE distlock_{mode}{len(how)}(text) AS SELECT {what} FROM {LOCK} WHERE method_name = $1 FOR {mode} {how};"
         for mode in ("update", "share")
@@ -215,8 +216,8 @@ class PostgreSQLRows(PostgreSQLSessions):
         except OperationalError as error:
             if wait is None or not is_limit_over(error, wait):
                 raise
-        answer = session.execute(f"ROLLBACK; EXECUTE distlock_row({key})")
-        return Busy() if answer.statusmessage == "SELECT 1" else None
+        row = session.execute(f"ROLLBACK; EXECUTE distlock_row({key})").fetchone()
+        return None if row is None else busy(Occupant.from_json(row[0]))
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
         return self.take(session, 0.0, wait)
