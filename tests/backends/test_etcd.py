@@ -105,12 +105,13 @@ def test_one_look_tells_which_places_are_free(sent: list[Any]) -> None:
     taken = [lock("x", using="elsewhere", limit=4, reentrant=False).acquire() for _ in range(3)]
     with lock("warm", using="locks"):
         pass
-    sent.clear()
 
-    with lock("x", using="locks", limit=4) as lease:
-        assert lease.place not in {each.place for each in taken if each}
-        # The first one may have been asked for at once.
-        assert len(sent) in {1, 3}
+    for _ in range(8):
+        sent.clear()
+        with lock("x", using="locks", limit=4) as lease:
+            assert lease.place not in {each.place for each in taken if each}
+            # The first one may have been asked for at once.
+            assert len(sent) in {1, 3}
 
     for each in taken:
         assert each

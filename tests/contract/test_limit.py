@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +192,31 @@ def test_who_gives_up_lets_the_next_one_in(using: str, name: str, take: Taker, t
     leases[0].release()
 
     assert second.result(20)
+
+
+def test_a_holder_that_waits_for_us_is_no_deadlock_as_another_may_leave(
+    using: str, name: str, take: Taker
+) -> None:
+    other, ours = elsewhere(lambda: take(2)), lock(f"{name}:ours", using=using, timeout=60)
+    assert other is not None
+
+    def wait_for_us() -> None:
+        with take.lock(2), ours:
+            pass
+
+    def wait_for_it() -> bool:
+        with ours:
+            holder.append(start(wait_for_us))
+            eventually(lambda: _waits(using, ours.name))
+            return take(2, timeout=60) is not None
+
+    holder: list[Future[None]] = []
+    waiter = start(wait_for_it)
+    eventually(lambda: _waits(using, name))
+    other.release()
+
+    assert waiter.result(30)
+    holder[0].result(30)
 
 
 def test_a_waiter_gives_up_in_time(take: Taker, tick: float) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from django_distlock import LockNotAcquired, distributed_lock, lock, locks
 from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Busy, first_to_end
 from django_distlock.ground.naming import line_key, line_of, place_key, place_of, server_key
 from django_distlock.testing import assert_held, assert_not_held, held_elsewhere
@@ -69,6 +71,29 @@ def test_a_limit_may_depend_on_the_call(memory: LocMemBackend) -> None:
             work(wrong)
     with pytest.raises(TypeError, match="limit must be a whole number"):
         lock("a", limit=lambda: 1)  # only a function has calls
+
+
+def test_places_that_come_free_together_let_as_many_in(
+    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "waiting", replace(memory.waiting, look_again=60.0))
+    recipe = lock("a", limit=2, timeout=60, reentrant=False)
+    leases = [recipe.acquire() for _ in range(2)]
+    waiters = [start(recipe.acquire) for _ in range(2)]
+    eventually(
+        lambda: sum(not (each.is_granted or each.is_asking) for each in registry.leases()) == 2
+    )
+
+    # The first one is woken twice: no waiter gets on in between.
+    with memory._memory.mutex:
+        for lease in leases:
+            assert lease
+            lease.release()
+
+    for waiter in waiters:
+        lease = waiter.result(10)
+        assert lease
+        lease.release()
 
 
 # The rest is tried on the semaphores of Python too.
