@@ -487,6 +487,23 @@ def test_a_release_rings_the_first_waiter_alone(
         assert client.keys("distlock:*:b:*") == [f"distlock:{{{name}}}:b:{first.owner}"]
 
 
+def test_who_gets_one_of_several_free_places_rings_the_next_waiter(
+    backend: RedisBackend, redis: Redis, name: str
+) -> None:
+    one, another, first, second = (ask(backend, name).with_limit(2) for _ in range(4))
+    places = [backend.try_acquire(each, queued=False) for each in (one, another)]
+    for each in (first, second):
+        wait_in_line(backend, each)
+    for request, grant in zip((one, another), places, strict=True):
+        assert isinstance(grant, Grant)
+        backend.release(request.at(grant.place or 0))
+
+    assert isinstance(backend.try_acquire(first, queued=True), Grant)
+
+    with redis.client(DATABASE) as client:
+        assert client.keys("distlock:*:b:*") == [f"distlock:{{{name}~}}:b:{second.owner}"]
+
+
 def test_a_waiter_that_leaves_passes_its_ring_on(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:

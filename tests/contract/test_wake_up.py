@@ -73,18 +73,27 @@ class TestBetweenProcesses:
         assert any(served == list(range(len(sites))) for served in rounds)
 
     @needs("fair", "cross_process")
-    def test_nobody_overtakes_a_waiter(
-        self, faulty: Faulty, sites: list[str], using: str, name: str, rival: Rivals
+    @pytest.mark.parametrize("limit", [None, 1])
+    def test_nobody_overtakes_a_waiter(  # noqa: PLR0917 - fixtures
+        self,
+        faulty: Faulty,
+        sites: list[str],
+        using: str,
+        name: str,
+        rival: Rivals,
+        limit: int | None,
     ) -> None:
+        if limit and not locks[using].finds_place:
+            pytest.skip("places are asked for in no order")
         # From another server, as this one is to hang.
-        holder, late = rival(), rival(site=sites[1])
+        holder, late = rival(limit=limit), rival(site=sites[1], limit=limit)
         holder.takes()
         queued = threading.Event()
         faulty.notice("enqueue", queued.set)
         tried = threading.Event()
 
         def take() -> bool:
-            with lock(name, using=using, timeout=30):
+            with lock(name, using=using, timeout=30, limit=limit):
                 return tried.wait(10)
 
         taking = start(take)
