@@ -60,6 +60,7 @@ class Attempt:
     asked: float
     timeout: float
     shared: bool = False
+    limit: int | None = None
     ended: float | None = None
     outcome: str = ""
     token: int | None = None
@@ -154,7 +155,7 @@ class Run:
     def _read(self, event: Event) -> None:
         id_ = event["id"]
         if event.kind == "asked":
-            terms = _fields(event, "lock", "timeout", "shared")
+            terms = _fields(event, "lock", "timeout", "shared", "limit")
             self.attempts[id_] = Attempt(id_, event.worker, asked=event.at, **terms)
         elif event.kind in OUTCOMES:
             attempt = self.attempts[id_]
@@ -186,8 +187,11 @@ def check(events: Sequence[Event], *, unfenced: bool = False) -> Verdict:
 
 
 def _exclusion(run: Run, verdict: Verdict) -> Iterator[Finding]:
-    """No two holders of a lock are sure of it at once, unless both read."""
+    """No two holders of a lock, or of one of its places, are sure of it at once, unless both read."""
     for lock, granted in run.by_lock().items():
+        for each in granted:
+            if each.place is not None and each.limit is not None and each.place >= each.limit:
+                yield Finding("exclusion", f"{lock!r} of {each.limit} was granted: {_named(each)}")
         sure = [each for each in granted if each.first_checked is not None]
         sure.sort(key=lambda each: each.first_checked or 0.0)
         open_ones: list[Attempt] = []

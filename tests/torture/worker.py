@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -166,8 +166,7 @@ class Worker:
     @contextmanager
     def _asking(self, wish: Wish) -> Iterator[str]:
         id_ = f"{self.history.worker}-{next(self._numbers)}"
-        terms: dict[str, Any] = {"lock": wish.lock, "timeout": wish.timeout, "shared": wish.shared}
-        self.history.write("asked", id=id_, **terms)
+        self.history.write("asked", id=id_, **asdict(wish))
         try:
             yield id_
         except (LockBackendError, LockDeadlock) as error:

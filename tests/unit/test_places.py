@@ -12,8 +12,10 @@ import pytest
 
 from django_distlock import LockNotAcquired, distributed_lock, lock, locks
 from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Busy, first_to_end
+from django_distlock.engine.values import Busy, Grant, first_to_end
+from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import line_key, line_of, place_key, place_of, server_key
 from django_distlock.testing import assert_held, assert_not_held, held_elsewhere
 from tests.contract.crew import elsewhere, start
@@ -94,6 +96,19 @@ def test_places_that_come_free_together_let_as_many_in(
         lease = waiter.result(10)
         assert lease
         lease.release()
+
+
+def test_nobody_who_comes_later_takes_the_place_of_a_waiter(memory: LocMemBackend) -> None:
+    holder, waiter, late = (
+        memory.request("a", ttl=20, holder=Holder.current()).with_limit(1) for _ in range(3)
+    )
+    assert isinstance(memory.try_acquire(holder, queued=False), Grant)
+    memory.enqueue(waiter, ThreadBell())
+
+    memory.release(holder)
+
+    assert isinstance(memory.try_acquire(late, queued=False), Busy)
+    assert isinstance(memory.try_acquire(waiter, queued=True), Grant)
 
 
 # The rest is tried on the semaphores of Python too.

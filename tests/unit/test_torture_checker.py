@@ -107,6 +107,14 @@ def test_places_of_a_lock_have_one_holder_each(history: History) -> None:
     assert history.broken == ["exclusion"]
 
 
+def test_no_place_is_beyond_the_limit(history: History) -> None:
+    history.holding("1", 0, 1, 3, token=10, place=1, limit=2)
+    assert history.broken == []
+
+    history.holding("2", 0, 1, 3, token=11, place=2, limit=2)
+    assert history.broken == ["exclusion"]
+
+
 def test_a_holder_that_never_checked_was_never_sure(history: History) -> None:
     history.event(0, "asked", "w1", id="1", lock="a", timeout=1.0, shared=False)
     history.event(9, "got", "w1", id="1", token=10, place=None)
