@@ -101,21 +101,17 @@ class SQLite(Dialect):
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
         """Return a short timeout for the locked file, as this process itself may have locked it."""
-        # prepare() runs them: if one fails, Django does not close what it has opened.
-        settings["init_command"] = settings["OPTIONS"].pop("init_command", "")
         factory = settings["OPTIONS"].get("factory", _Opened)
         return {"timeout": SLICE, "transaction_mode": "IMMEDIATE", "factory": factory}
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
-        """Run the init_command, or switch a file that has only lock tables to WAL, where commits do not wait for the disk.
+        """Switch a file that has only lock tables to WAL, where commits do not wait for the disk.
 
-        A crash of the machine, which could lose them, ends their holders too.
+        A crash of the machine, which could lose them, ends their holders too. An init_command decides otherwise.
         """
+        if connection.settings_dict["OPTIONS"].get("init_command"):
+            return
         with connection.cursor() as cursor:
-            if commands := connection.settings_dict["init_command"]:
-                for command in commands.split(";"):
-                    cursor.execute(command)
-                return
             if cursor.execute(_OF_OTHERS).fetchone():
                 return
             # Do not wait while others use the file: the next connection tries again.
