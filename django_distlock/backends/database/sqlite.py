@@ -158,7 +158,8 @@ class SQLite(Dialect):
         """Write the unchanged token, which makes the caller the file's only writer until its transaction ends."""
         try:
             cursor.execute(
-                f"UPDATE {LOCK} SET fencing_token = fencing_token WHERE method_name = %(key)s",
+                f"UPDATE {LOCK} SET fencing_token = fencing_token WHERE method_name = %(key)s"
+                " RETURNING fencing_token",
                 {"key": key},
             )
         except Exception as error:
@@ -166,9 +167,6 @@ class SQLite(Dialect):
             if self.is_contention(error):
                 raise StaleSnapshot from error
             raise
-        cursor.execute(
-            f"SELECT fencing_token FROM {LOCK} WHERE method_name = %(key)s", {"key": key}
-        )
         row = cursor.fetchone()
         return None if row is None else row[0]
 
