@@ -136,7 +136,7 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
             if claim := self.__dict__.get(CLAIM):
                 claim.save(self, super().save, **kwargs)
                 return
-            if self.must_be_claimed and not self._state.adding:
+            if self.must_be_claimed and CLAIM not in self.__dict__ and not self._state.adding:
                 problem = "its row must be claimed before it is saved, by locked() or lease.claim()"
                 raise LockNotHeld(object_name(self), problem)
             super().save(**kwargs)

@@ -53,7 +53,7 @@ class Claim:
             instance.fence = self.token  # type: ignore[attr-defined]  # a FencedModel
             if kwargs.get("update_fields") is not None:
                 kwargs = {**kwargs, "update_fields": {*kwargs["update_fields"], "fence"}}
-            setattr(instance, CLAIM, _Passed())
+            setattr(instance, CLAIM, None)
             try:
                 write(**kwargs)
             finally:
@@ -65,13 +65,6 @@ class Claim:
         with transaction.atomic(using=rows.db):
             _pass_fences(self, rows, [_written_key(instance)])
             return delete(**kwargs)
-
-
-class _Passed:
-    """A claim whose fence has been compared: the instance is being written."""
-
-    def save(self, instance: object, write: Callable[..., object], **kwargs: Any) -> None:
-        write(**kwargs)
 
 
 def claim(lease: Lease, target: Any) -> Any:

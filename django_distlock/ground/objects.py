@@ -8,7 +8,7 @@ from typing import Any
 
 from django.db.models import Model
 
-#: The attribute of a claimed instance; its value has the methods save() and delete().
+#: The attribute of a claimed instance: its Claim; None while that saves it.
 CLAIM = "_distlock_claim"
 
 

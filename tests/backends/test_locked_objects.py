@@ -266,6 +266,9 @@ def test_a_model_can_demand_the_claim(
     with locked(account, using=database):
         account.balance = 10
         account.save()
+        lease = current_lease()
+        assert lease
+        lease.save(account)
     made = Account(name="new", balance=1, opening_balance=1)
     made.save(using=database)
     made.delete()
