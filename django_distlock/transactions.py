@@ -67,9 +67,13 @@ def still_open(marks: Collection[Any] | None) -> list[BaseDatabaseWrapper]:
 
 def release_at_end(lease: Lease, open_ones: Sequence[BaseDatabaseWrapper]) -> None:
     """Release *lease* when the transactions of *open_ones* have ended; a rollback counts as an error."""
+    number, ends = len(open_ones), list[bool]()
 
     def release(is_committed: bool) -> None:
-        lease.note_end(is_committed=is_committed)
+        ends.append(is_committed)
+        if len(ends) < number:
+            return
+        lease.note_end(is_committed=all(ends))
         try:
             if lease.is_entered:
                 lease.release_now()
@@ -82,20 +86,8 @@ def release_at_end(lease: Lease, open_ones: Sequence[BaseDatabaseWrapper]) -> No
             )
 
     lease.await_end()
-    call_at_end(open_ones, release)
-
-
-def call_at_end(open_ones: Sequence[BaseDatabaseWrapper], then: Callable[[bool], None]) -> None:
-    """Call *then* when the transactions of *open_ones* have ended, with True if all of them were committed."""
-    left, results = len(open_ones), list[bool]()
-
-    def note(is_committed: bool) -> None:
-        results.append(is_committed)
-        if len(results) == left:
-            then(all(results))
-
     for connection in open_ones:
-        _Ends.of(connection).wait(note)
+        _Ends.of(connection).wait(release)
 
 
 def call_at_rollback(then: Callable[[], object]) -> None:
