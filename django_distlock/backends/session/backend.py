@@ -391,9 +391,9 @@ class SessionBackend(BaseDatabaseBackend):
 
     # What stands in the tables, by other connections.
 
-    def make_row(self, key: str, name: str) -> bool:
-        """Make the lock's row if there is none, in a transaction of its own; tell whether there was none."""
-        return self._insist(self.server.make_row, key, name)
+    def make_row(self, key: str, name: str) -> None:
+        """Make the lock's row if there is none, in a transaction of its own."""
+        self._insist(self.server.make_row, key, name)
 
     def _look(self, cursor: Any, request: Request) -> Busy | None:
         if not self.server.is_held(cursor, request.key):

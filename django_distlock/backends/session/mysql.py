@@ -130,14 +130,12 @@ class MySQLSessions(SessionServer):
         token: int = cursor.lastrowid
         return token
 
-    def make_row(self, cursor: Any, key: str, name: str) -> bool:
+    def make_row(self, cursor: Any, key: str, name: str) -> None:
         """Make the row, but look first: even an INSERT IGNORE waits for a locked row."""
         known = {"key": key, "name": stored(name)}
         cursor.execute(_SELECT, known)
-        if cursor.fetchone() is not None:
-            return False
-        cursor.execute(CREATE[0], known)
-        return True
+        if cursor.fetchone() is None:
+            cursor.execute(CREATE[0], known)
 
     def end(self, cursor: Any, counted: Counted, owner_digest: str) -> bool:
         """Kill the session that is recorded beside the token, if the lock is still held, and wait for its end."""

@@ -165,9 +165,8 @@ ON CONFLICT (method_name) DO NOTHING"""
         token: int = cursor.fetchone()[0]
         return token
 
-    def make_row(self, cursor: Any, key: str, name: str) -> bool:
+    def make_row(self, cursor: Any, key: str, name: str) -> None:
         cursor.execute(_CREATE, {"key": key, "name": stored(name)})
-        return bool(cursor.rowcount)
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
         by_digest = {digest(key): counted for key, counted in known.items()}

@@ -167,8 +167,8 @@ class SessionServer(ABC):
         """Commit a new fencing token and its holder; an error of contention if a guard() holds it meanwhile."""
 
     @abstractmethod
-    def make_row(self, cursor: Any, key: str, name: str) -> bool:
-        """Make the lock's row, with its name, if there is none; tell whether there was none."""
+    def make_row(self, cursor: Any, key: str, name: str) -> None:
+        """Make the lock's row, with its name, if there is none."""
 
     @abstractmethod
     def is_held(self, cursor: Any, key: str) -> bool:
