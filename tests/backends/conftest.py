@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 from django.db import connections
+from django.db.backends.postgresql.psycopg_any import IsolationLevel
 from django.db.backends.utils import CursorWrapper
 
 from django_distlock import locks
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from tests.fixtures.etcd import Cluster
 
+_T = TypeVar("_T")
 SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
 
 
@@ -123,6 +126,34 @@ def backend(alias: str) -> DatabaseBackend:
     found = locks[alias]
     assert isinstance(found, DatabaseBackend)
     return found
+
+
+@contextmanager
+def isolated(alias: str, level: str) -> Iterator[str]:
+    """Have the connections of the application be of an isolation level, such as "repeatable read"."""
+    connection = connections[alias]
+    options, is_postgres = connection.settings_dict["OPTIONS"], connection.vendor == "postgresql"
+    known = IsolationLevel[level.upper().replace(" ", "_")] if is_postgres else level
+    options["isolation_level"] = known
+    connection.close()
+    try:
+        yield alias
+    finally:
+        del options["isolation_level"]
+        connection.close()
+
+
+def apart(alias: str, *calls: Callable[[], _T]) -> list[_T]:
+    """Return what each of *calls* returns in another thread, whose own connection is closed at the end."""
+
+    def run(call: Callable[[], _T]) -> _T:
+        try:
+            return call()
+        finally:
+            connections[alias].close()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
 
 
 @contextmanager

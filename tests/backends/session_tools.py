@@ -19,6 +19,8 @@ BOTH = [
     for database in ("postgres", "mariadb")
     for kind in KINDS
 ]
+#: How a session tells its number.
+NUMBER = {"postgres": "SELECT pg_backend_pid()", "mariadb": "SELECT connection_id()"}
 #: Aliases by which as many servers of one application meet the same locks.
 SITES = [f"site{number}" for number in range(12)]
 

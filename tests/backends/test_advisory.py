@@ -17,6 +17,7 @@ from django_distlock.backends.database.dialect import COUNTER
 from django_distlock.backends.session.mysql import lock_name
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
+from tests.backends.conftest import SERVERS
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 #: Waits in the ghost hunt, by eight threads. Set it to 50000 for a long run.
 HUNT = int(os.environ.get("DISTLOCK_RACES", "6000"))
-SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
 
 
 @pytest.fixture(params=SERVERS)

@@ -16,6 +16,7 @@ from django.db import DatabaseError, connections, transaction
 from django_distlock import lock, locks
 from django_distlock.backends.database.base import BaseDatabaseBackend
 from django_distlock.models import FencingCounter, MethodLock
+from tests.backends.conftest import isolated
 from tests.contract.crew import start, together
 from tests.fixtures.eventually import eventually, never
 
@@ -74,10 +75,8 @@ def kind(request: pytest.FixtureRequest, settings: Settings) -> Iterator[Kind]:
 def serializable(kind: Kind, server: Any) -> Iterator[None]:
     """Have new sessions be serializable."""
     if kind.using == "mariadb":
-        options = connections["mariadb"].settings_dict["OPTIONS"]
-        options["isolation_level"] = "serializable"
-        yield
-        del options["isolation_level"]
+        with isolated("mariadb", "serializable"):
+            yield
         return
     with server.admin() as admin:
         prefer(admin, kind.using, "serializable")

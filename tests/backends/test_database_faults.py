@@ -45,6 +45,8 @@ from tests.fixtures.child import say
 from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.threads import refuse_first_thread
 
+from .session_tools import NUMBER
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import datetime
@@ -377,9 +379,8 @@ def sessions_around_a_fork(aliases: dict[str, Any], name: str, using: str) -> li
 
 
 def own_session(using: str) -> int:
-    asks = {"postgresql": "SELECT pg_backend_pid()", "mysql": "SELECT connection_id()"}
     with backend(using)._own.cursor() as cursor:
-        cursor.execute(asks[cursor.db.vendor])
+        cursor.execute(NUMBER[using])
         return int(cursor.fetchone()[0])
 
 

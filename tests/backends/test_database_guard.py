@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,7 +18,7 @@ from django_distlock import (
 from django_distlock.backends.database.dialect import COUNTER
 from django_distlock.engine.values import Busy, Grant
 from django_distlock.ground.holder import Holder
-from tests.backends.conftest import SERVERS, backend
+from tests.backends.conftest import SERVERS, apart, backend
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time
 
@@ -54,11 +53,10 @@ def test_guard_on_another_database_is_not_supported(postgres: object, name: str)
         lease.guard(using="default")
 
 
-@pytest.mark.parametrize("database", SERVERS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_later_holder_waits_for_the_guarding_transaction_even_if_the_lease_runs_out(
-    request: pytest.FixtureRequest, database: str, name: str, settings: Settings
+    database: str, name: str, settings: Settings
 ) -> None:
-    request.getfixturevalue(database)
     settings.DISTLOCK = {database: {"OPTIONS": {"using": database, "io_timeout": 4.0}}}
     connections[database].ensure_connection()
     later = rival(database, name)
@@ -78,11 +76,8 @@ def test_later_holder_waits_for_the_guarding_transaction_even_if_the_lease_runs_
     locks[database].release(later)
 
 
-@pytest.mark.parametrize("database", SERVERS)
-def test_renewals_and_refusals_are_not_held_up_by_a_guard(
-    request: pytest.FixtureRequest, database: str, name: str
-) -> None:
-    request.getfixturevalue(database)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_renewals_and_refusals_are_not_held_up_by_a_guard(database: str, name: str) -> None:
     late = rival(database, name)
 
     def refused() -> None:
@@ -121,14 +116,12 @@ def test_guarded_write_of_the_valid_holder_is_committed(database: str, name: str
         lease.guard(using=database)
 
 
-@pytest.mark.parametrize("database", SERVERS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_guard_refuses_a_snapshot_that_is_older_than_the_lock(
-    request: pytest.FixtureRequest,
     database: str,
     name: str,
     another: Callable[[str], BaseDatabaseWrapper],
 ) -> None:
-    request.getfixturevalue(database)
     connection = connections[database]
     with lock(name, using=database):
         pass
@@ -154,11 +147,8 @@ def begin_snapshot(cursor: object, database: str) -> None:
         execute("START TRANSACTION WITH CONSISTENT SNAPSHOT")
 
 
-@pytest.mark.parametrize("database", SERVERS)
-def test_guard_in_a_snapshot_begun_inside_the_lock_is_right(
-    request: pytest.FixtureRequest, database: str, name: str
-) -> None:
-    request.getfixturevalue(database)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_guard_in_a_snapshot_begun_inside_the_lock_is_right(database: str, name: str) -> None:
     with lock(name, using=database) as lease, transaction.atomic(using=database):
         with connections[database].cursor() as cursor:
             begin_snapshot(cursor, database)
@@ -184,21 +174,17 @@ def test_guard_finds_the_tables_of_the_locks_from_wherever_the_caller_looks(
 
 def is_guarded(alias: str, key: str, schema: str = "") -> bool:
     """Return whether another thread, which looks where the locks are, cannot write the token."""
-    read: list[object] = []
 
-    def look() -> None:
+    def look() -> bool:
         with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
             cursor.execute(
                 f"SELECT value FROM {schema}{COUNTER} WHERE method_name = %s FOR UPDATE SKIP LOCKED",
                 [key],
             )
-            read.extend(cursor.fetchall())
-        connections[alias].close()
+            return cursor.fetchone() is None
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    return not read
+    [is_locked] = apart(alias, look)
+    return is_locked
 
 
 def test_token_that_another_schema_knows_does_not_stand_for_that_of_the_lock(
@@ -334,11 +320,10 @@ def test_guard_by_a_user_that_may_not_use_the_tables_is_not_supported(
 # A savepoint.
 
 
-@pytest.mark.parametrize("database", SERVERS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_guard_of_the_outer_block_outlives_a_savepoint_that_is_rolled_back(
-    request: pytest.FixtureRequest, database: str, name: str
+    database: str, name: str
 ) -> None:
-    request.getfixturevalue(database)
     with lock(name, using=database) as lease, transaction.atomic(using=database):
         lease.guard(using=database)
         with transaction.atomic(using=database):
@@ -376,23 +361,11 @@ def test_guards_of_one_thread_and_acquires_of_others_never_deadlock(
     database: str, name: str, settings: Settings
 ) -> None:
     settings.DISTLOCK = {database: {"OPTIONS": {"using": database, "io_timeout": 10.0}}}
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            for _ in range(20):
-                with lock(name, using=database, timeout=30) as lease:
-                    with transaction.atomic(using=database):
-                        lease.guard(using=database)
-        except BaseException as error:  # noqa: BLE001 - told below
-            errors.append(error)
-        finally:
-            connections[database].close()
+        for _ in range(20):
+            with lock(name, using=database, timeout=30) as lease:
+                with transaction.atomic(using=database):
+                    lease.guard(using=database)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert errors == []
+    apart(database, *[work] * 4)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 import uuid
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import pytest
 from django.db import DatabaseError, connections, transaction
-from django.db.backends.postgresql.psycopg_any import IsolationLevel
 from django.db.utils import InterfaceError
 from django.test.utils import CaptureQueriesContext
 
@@ -29,8 +27,10 @@ from django_distlock import (
 from django_distlock.ground.holder import Holder
 from django_distlock.models import MethodLock
 from testproject.models import Account
-from tests.backends.conftest import SERVERS
+from tests.backends.conftest import SERVERS, apart, isolated
 from tests.fixtures.eventually import never
+
+from .session_tools import NUMBER, end_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,16 +64,8 @@ def is_held(alias: str, name: str) -> bool:
 
 def ask_elsewhere(alias: str, name: str) -> bool:
     """Return whether another thread sees the lock held: on a connection of its own."""
-    answers: list[bool] = []
-
-    def ask() -> None:
-        answers.append(is_held(alias, name))
-        connections[alias].close()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    return answers[0]
+    [answer] = apart(alias, partial(is_held, alias, name))
+    return answer
 
 
 # A lease never lives in the caller's transaction.
@@ -233,26 +225,18 @@ def lost_updates(
         with warnings.catch_warnings():
             for _ in range(UPDATES):
                 nesting(account, alias, name)
-        connections[alias].close()
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReleasedBeforeCommit)
-        threads = [threading.Thread(target=work) for _ in range(THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        apart(alias, *[work] * THREADS)
     return THREADS * UPDATES - int(Account.objects.using(alias).get(pk=account.pk).balance)
 
 
 @pytest.fixture
 def read_committed(server_database: str) -> Iterator[None]:
     """Have the threads of a test read what is committed: MariaDB's default is REPEATABLE READ."""
-    options = connections[server_database].settings_dict["OPTIONS"]
-    if connections[server_database].vendor == "mysql":
-        options["isolation_level"] = "read committed"
-    yield
-    options.pop("isolation_level", None)
+    with isolated(server_database, "read committed"):
+        yield
 
 
 @pytest.fixture
@@ -457,22 +441,10 @@ def take_until_commit(alias: str, name: str, when: When) -> None:
 
 
 def kill_session(connection: BaseDatabaseWrapper) -> None:
-    own = {"postgresql": "SELECT pg_backend_pid()", "mysql": "SELECT connection_id()"}[
-        connection.vendor
-    ]
-    kill = {"postgresql": "SELECT pg_terminate_backend(%s)", "mysql": "KILL %s"}[connection.vendor]
     with connection.cursor() as cursor:
-        cursor.execute(own)
-        session = cursor.fetchone()[0]
-
-    def kill_it() -> None:
-        with connections[connection.alias].cursor() as other:
-            other.execute(kill, [session])
-        connections[connection.alias].close()
-
-    thread = threading.Thread(target=kill_it)
-    thread.start()
-    thread.join()
+        cursor.execute(NUMBER[connection.alias])
+        (number,) = cursor.fetchone()
+    apart(connection.alias, partial(end_session, connection.alias, number))
 
 
 ENDINGS = [
@@ -510,22 +482,18 @@ def test_each_end_of_a_transaction_releases_exactly_once(
     assert released == [name]
 
 
-@pytest.mark.parametrize("database", SERVERS)
-def test_on_commit_without_a_transaction_releases_at_the_exit(
-    request: pytest.FixtureRequest, database: str, name: str
-) -> None:
-    request.getfixturevalue(database)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
+def test_on_commit_without_a_transaction_releases_at_the_exit(database: str, name: str) -> None:
     with lock(name, using=database, release="on_commit"):
         pass
 
     assert not is_held(database, name)
 
 
-@pytest.mark.parametrize("database", SERVERS)
+@pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_on_commit_after_a_transaction_by_hand_has_ended_releases_at_the_exit_or_the_next_end(
-    request: pytest.FixtureRequest, database: str, name: str
+    database: str, name: str
 ) -> None:
-    request.getfixturevalue(database)
     with by_hand(database):
         with lock(name, using=database, release="on_commit"):
             Account.objects.using(database).count()
@@ -628,7 +596,8 @@ def test_snapshot_older_than_the_lock_is_refused_by_guard_or_seen_through_by_cla
     with transaction.atomic(using=server_database):
         set_level(connection, "REPEATABLE READ")
         assert Account.objects.using(server_database).get(pk=account.pk).balance == 0
-        change_elsewhere(account, server_database)
+        rows = Account.objects.using(server_database).filter(pk=account.pk)
+        apart(server_database, partial(rows.update, balance=5))
 
         with lock(name, using=server_database, release="on_commit") as lease:
             if connection.vendor == "mysql":
@@ -640,38 +609,11 @@ def test_snapshot_older_than_the_lock_is_refused_by_guard_or_seen_through_by_cla
     connection.close()
 
 
-def change_elsewhere(account: Account, alias: str) -> None:
-    def change() -> None:
-        Account.objects.using(alias).filter(pk=account.pk).update(balance=5)
-        connections[alias].close()
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    thread.join()
-
-
 @pytest.fixture
 def at_level(server_database: str) -> Iterator[Callable[[str], str]]:
     """Have the connections of Django be of an isolation level."""
-    connection = connections[server_database]
-    options = connection.settings_dict["OPTIONS"]
-    before = options.get("isolation_level")
-
-    def put(level: str) -> str:
-        is_postgres = connection.vendor == "postgresql"
-        options["isolation_level"] = IsolationLevel[level] if is_postgres else to_words(level)
-        connection.close()
-        return server_database
-
-    yield put
-    options["isolation_level"] = before
-    if before is None:
-        del options["isolation_level"]
-    connection.close()
-
-
-def to_words(level: str) -> str:
-    return level.replace("_", " ").lower()
+    with ExitStack() as stack:
+        yield lambda level: stack.enter_context(isolated(server_database, level))
 
 
 def read(alias: str) -> None:
@@ -681,7 +623,7 @@ def read(alias: str) -> None:
 def test_a_snapshot_from_before_the_lock_is_warned_of_at_the_call_site(
     at_level: Callable[[str], str], name: str
 ) -> None:
-    alias = at_level("REPEATABLE_READ")
+    alias = at_level("repeatable read")
     with transaction.atomic(using=alias):
         read(alias)
         with pytest.warns(SnapshotBeforeLock) as warned, lock(name, using=alias):
@@ -693,7 +635,7 @@ def test_a_snapshot_from_before_the_lock_is_warned_of_at_the_call_site(
 def test_a_strict_alias_refuses_it_before_anything_is_taken(
     settings: Settings, at_level: Callable[[str], str], name: str
 ) -> None:
-    alias = at_level("REPEATABLE_READ")
+    alias = at_level("repeatable read")
     settings.DISTLOCK = {"default": {"STRICT": True, "OPTIONS": {"using": alias}}}
 
     with transaction.atomic(using=alias):
@@ -706,7 +648,7 @@ def test_a_strict_alias_refuses_it_before_anything_is_taken(
 def test_postgresql_reads_a_snapshot_when_serializable_and_mariadb_what_is_there(
     at_level: Callable[[str], str], name: str
 ) -> None:
-    alias = at_level("SERIALIZABLE")
+    alias = at_level("serializable")
     with warnings.catch_warnings(record=True) as shown, transaction.atomic(using=alias):
         warnings.simplefilter("always")
         read(alias)
@@ -756,13 +698,13 @@ def in_a_test_case(alias: str, name: str) -> None:
 def test_what_is_read_later_or_under_the_lock_is_not_warned_of(
     order: Callable[[str, str], None], at_level: Callable[[str], str], name: str
 ) -> None:
-    order(at_level("REPEATABLE_READ"), name)
+    order(at_level("repeatable read"), name)
 
 
 def test_a_transaction_that_sees_every_commit_is_not_warned_of(
     at_level: Callable[[str], str], name: str
 ) -> None:
-    alias = at_level("READ_COMMITTED")
+    alias = at_level("read committed")
     with transaction.atomic(using=alias):
         read(alias)
         with lock(name, using=alias):
@@ -770,15 +712,8 @@ def test_a_transaction_that_sees_every_commit_is_not_warned_of(
 
 
 @pytest.mark.server
-def test_a_write_makes_no_snapshot_on_mariadb(
-    mariadb: object, name: str, request: pytest.FixtureRequest
-) -> None:
-    options = connections["mariadb"].settings_dict["OPTIONS"]
-    options["isolation_level"] = "repeatable read"
-    request.addfinalizer(connections["mariadb"].close)
-    request.addfinalizer(partial(options.pop, "isolation_level"))
-    connections["mariadb"].close()
-    with transaction.atomic(using="mariadb"):
+def test_a_write_makes_no_snapshot_on_mariadb(mariadb: object, name: str) -> None:
+    with isolated("mariadb", "repeatable read"), transaction.atomic(using="mariadb"):
         Account.objects.using("mariadb").create(name=name, balance=0, opening_balance=0)
         with lock(name, using="mariadb"):
             pass

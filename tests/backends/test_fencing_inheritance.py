@@ -22,7 +22,7 @@ from hypothesis import (
 from django_distlock import SnapshotBeforeLock, StaleFencingToken, lock, locked
 from django_distlock.models import FencedModel
 from testproject.models import Account, Fee
-from tests.backends.conftest import SERVERS
+from tests.backends.conftest import SERVERS, apart, isolated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -379,12 +379,8 @@ def test_no_fee_is_lost_and_no_fence_goes_down_in_whatever_order_statements_come
 def snapshots(mariadb: object, made: set[str]) -> Iterator[None]:
     """Have the application's transactions on MariaDB read as of their first query."""
     make_tables("mariadb", made)
-    options = connections["mariadb"].settings_dict["OPTIONS"]
-    options["isolation_level"] = "repeatable read"
-    connections["mariadb"].close()
-    yield
-    options.pop("isolation_level")
-    connections["mariadb"].close()
+    with isolated("mariadb", "repeatable read"):
+        yield
 
 
 def in_a_list(row: Any) -> models.QuerySet[Any]:
@@ -393,20 +389,6 @@ def in_a_list(row: Any) -> models.QuerySet[Any]:
 
 def in_a_slice(row: Any) -> models.QuerySet[Any]:
     return in_a_list(row).order_by("pk")[:1]
-
-
-def meanwhile(act: Callable[[], object]) -> None:
-    """Call *act* on another connection."""
-
-    def run() -> None:
-        try:
-            act()
-        finally:
-            connections["mariadb"].close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
 
 
 @pytest.mark.server
@@ -423,7 +405,7 @@ def test_claimed_rows_are_read_fresh_in_a_transaction_that_reads_an_older_snapsh
 
     with transaction.atomic(using="mariadb"):
         fresh(row)  # the snapshot
-        meanwhile(lambda: by_save(holders[0], row))
+        apart("mariadb", lambda: by_save(holders[0], row))
         claimed = holders[1].claim(rows(row))
 
         assert [each.balance for each in claimed] == [97]
@@ -439,7 +421,7 @@ def test_so_is_a_claimed_instance(
 
     with transaction.atomic(using="mariadb"):
         fresh(row)  # the snapshot
-        meanwhile(lambda: by_save(holders[0], row))
+        apart("mariadb", lambda: by_save(holders[0], row))
 
         assert holders[1].claim(row).balance == 97
 
@@ -452,7 +434,7 @@ def test_so_is_a_locked_instance_without_a_fence(snapshots: None, name: str) -> 
 
     with transaction.atomic(using="mariadb"):
         fee.refresh_from_db()  # the snapshot
-        meanwhile(lambda: rows.update(amount=5))
+        apart("mariadb", lambda: rows.update(amount=5))
         with pytest.warns(SnapshotBeforeLock), locked(fee, using="mariadb"):
             assert fee.amount == 5
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.db import connections, transaction
+from django.db import transaction
 from django.utils.functional import SimpleLazyObject
 
 from django_distlock import (
@@ -22,6 +21,7 @@ from django_distlock import (
 )
 from django_distlock.engine import fencing
 from testproject.models import Account, Fee
+from tests.backends.conftest import apart
 from tests.backends.test_fencing import paused_and_next
 from tests.contract.crew import elsewhere
 from tests.fixtures.eventually import eventually
@@ -96,13 +96,8 @@ def test_no_update_is_lost(database: str, account: Account) -> None:
             with locked(mine, using=database, timeout=60):
                 mine.balance -= 3
                 mine.save()
-        connections[database].close()
 
-    threads = [threading.Thread(target=charge) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(60)
+    apart(database, *[charge] * 4)
 
     account.refresh_from_db()
     assert account.balance == 40

@@ -15,6 +15,7 @@ from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.engine.values import Busy, Grant, Request, digest
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
+from tests.backends.conftest import SERVERS
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from tests.fixtures.postgres import PostgreSQL
 
-SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
 Another = Callable[[str], "BaseDatabaseWrapper"]
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.db import connections
+from django.db import connections, transaction
 
 from django_distlock import (
     Lease,
@@ -28,10 +28,11 @@ from django_distlock import (
 from django_distlock.backends.session.backend import SessionBackend
 from django_distlock.backends.session.sessions import DatabaseSession
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request, digest
+from django_distlock.engine.values import Busy, Grant, Release, Request, digest
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter
+from tests.backends.conftest import apart
 from tests.contract import crew
 from tests.contract.crew import start, together
 from tests.fixtures.databases import migrate
@@ -262,22 +263,16 @@ def test_nobody_enters_the_lease_of_a_terminated_session_again(
         another.check()
 
 
-def test_an_extension_of_a_terminated_session_finds_it_lost(database: str, name: str) -> None:
+@pytest.mark.parametrize("verb", [Lease.extend, Lease.release])
+def test_who_extends_or_releases_the_lease_of_a_terminated_session_is_told_that_it_was_lost(
+    database: str, name: str, verb: Callable[[Lease], object]
+) -> None:
     lease = lock(name, using="locks", ttl=60).acquire()
     assert lease
     end_session(database, session_number(lease.request.owner))
 
     with pytest.raises(LockLost):
-        lease.extend()
-
-
-def test_a_release_of_a_terminated_session_tells_that_it_was_lost(database: str, name: str) -> None:
-    lease = lock(name, using="locks", ttl=60).acquire()
-    assert lease
-    end_session(database, session_number(lease.request.owner))
-
-    with pytest.raises(LockLost):
-        lease.release()
+        verb(lease)
 
 
 def test_a_wait_whose_session_is_terminated_is_an_error_and_holds_nothing(
@@ -654,13 +649,12 @@ def test_an_idle_connection_that_died_is_replaced_unseen(database: str, name: st
 def test_a_guard_of_the_old_token_makes_the_lock_busy_and_nothing_hangs(
     database: str, name: str
 ) -> None:
-    from django.db import transaction
-
     late = rival(name)
     with lock(name, using="locks", ttl=60) as lease:
         with transaction.atomic(using=database):
             lease.guard(using=database)
-            end_session_elsewhere(database, session_number(lease.request.owner))
+            number = session_number(lease.request.owner)
+            apart(database, partial(end_session, database, number))
 
             began = time.monotonic()
             eventually(lambda: isinstance(locks["site0"].try_acquire(late, queued=False), Busy))
@@ -680,8 +674,6 @@ def test_a_guard_of_the_old_token_makes_the_lock_busy_and_nothing_hangs(
 def test_a_wait_that_is_granted_while_a_guard_holds_the_old_token_ends_in_time(
     kind: tuple[str, str], name: str
 ) -> None:
-    from django.db import transaction
-
     database, of = kind
     lease = lock(name, using="locks", ttl=60).acquire()
     assert lease
@@ -696,7 +688,8 @@ def test_a_wait_that_is_granted_while_a_guard_holds_the_old_token_ends_in_time(
         lease.guard(using=database)
         waiting = start(wait)
         never(waiting.done, GRANTED_AFTER[of])
-        end_session_elsewhere(database, session_number(lease.request.owner))
+        number = session_number(lease.request.owner)
+        apart(database, partial(end_session, database, number))
         waiting.result(10)
     with pytest.raises(LockLost):
         lease.release()
@@ -706,18 +699,6 @@ def test_a_wait_that_is_granted_while_a_guard_holds_the_old_token_ends_in_time(
 
 #: Seconds of a wait for 2.5 after which the time left for the token matters most.
 GRANTED_AFTER = {"advisory": 2.3, "rowlock": 1.5}
-
-
-def end_session_elsewhere(database: str, number: int) -> None:
-    """End a session by another connection than this thread's, which is in a transaction."""
-    thread = threading.Thread(target=_end_and_close, args=(database, number))
-    thread.start()
-    thread.join()
-
-
-def _end_and_close(database: str, number: int) -> None:
-    end_session(database, number)
-    connections[database].close()
 
 
 def test_held_locks_of_other_processes_are_listed_and_can_be_ended(
@@ -743,8 +724,6 @@ def test_held_locks_of_other_processes_are_listed_and_can_be_ended(
 def test_a_forced_release_does_not_wait_for_a_guard_and_says_that_it_freed(
     database: str, name: str
 ) -> None:
-    from django.db import transaction
-
     holder = rival(name)
     locks["site0"].try_acquire(holder, queued=False)
     [held] = [each for each in backend().held() if each.name == name]
@@ -753,10 +732,8 @@ def test_a_forced_release_does_not_wait_for_a_guard_and_says_that_it_freed(
 
     with transaction.atomic(using=database):
         locks["site0"].guard(holder, token, database)
-        freed: list[bool] = []
-        thread = threading.Thread(target=_force, args=(held, freed))
-        thread.start()
-        thread.join(10)
+        force = partial(backend("site1").force_release, held.key, held.owner_digest)
+        freed = apart(database, force)
 
     assert freed == [True]
     # A server may take a moment to end the session.
@@ -787,10 +764,6 @@ def test_a_forced_release_whose_reply_is_lost_is_one(
 
 def _wait_until_free(using: str, request: Request) -> None:
     eventually(lambda: locks[using].probe(request) is None, 5)
-
-
-def _force(held: Held, freed: list[bool]) -> None:
-    freed.append(backend("site1").force_release(held.key, held.owner_digest))
 
 
 def test_an_interrupted_wait_returns_at_once_and_keeps_no_place(database: str, name: str) -> None:

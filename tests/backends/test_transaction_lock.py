@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,10 +25,11 @@ from django_distlock import (
 )
 from django_distlock.backends import rowlock
 from django_distlock.backends.rowlock import OnPostgreSQL
+from tests.backends.conftest import SERVERS, apart, isolated
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time, never
 
-from .session_tools import aliases, ask, end_session
+from .session_tools import NUMBER, aliases, ask, end_session
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
     from tests.fixtures.processes import Spawn
 
-SERVERS = [pytest.param(name, marks=pytest.mark.server) for name in ("postgres", "mariadb")]
-#: How a session tells its number.
-NUMBER = {"postgres": "SELECT pg_backend_pid()", "mariadb": "SELECT connection_id()"}
 Another = Callable[[str], "BaseDatabaseWrapper"]
 ROUNDS, WORKERS = 20, 4
 
@@ -62,42 +59,17 @@ def database(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_it_is_one_lock_for_callers_that_look_for_tables_in_different_schemas(
     wanderer: str, name: str
 ) -> None:
-    refused: list[LockNotAcquired] = []
-
-    def ask_from_home() -> None:
-        try:
-            with transaction.atomic(using=wanderer):
-                transaction_lock(name, using=wanderer, timeout=0)
-        except LockNotAcquired as error:
-            refused.append(error)
-        finally:
-            connections[wanderer].close()
-
     with transaction.atomic(using=wanderer):
         transaction_lock(name, using=wanderer, timeout=0)
-        thread = threading.Thread(target=ask_from_home)
-        thread.start()
-        thread.join()
 
-    assert len(refused) == 1
+        assert not is_free(wanderer, name)
 
 
 @pytest.fixture
 def snapshots(database: str) -> Iterator[None]:
     """Have the application's connections read as of the begin of their transactions."""
-    options = connections.settings[database].setdefault("OPTIONS", {})
-    before = dict(options)
-    if database == "postgres":
-        from psycopg import IsolationLevel
-
-        options["isolation_level"] = IsolationLevel.REPEATABLE_READ
-    else:
-        options["isolation_level"] = "repeatable read"
-    _forget_connection(database)
-    yield
-    options.clear()
-    options.update(before)
-    _forget_connection(database)
+    with isolated(database, "repeatable read"):
+        yield
 
 
 def test_an_idle_connection_that_has_died_is_replaced_unseen(database: str, name: str) -> None:
@@ -110,31 +82,6 @@ def test_an_idle_connection_that_has_died_is_replaced_unseen(database: str, name
 
     with transaction.atomic(using=database):
         transaction_lock(f"{name}:new", using=database)
-
-
-def _forget_connection(database: str) -> None:
-    connections[database].close()
-    del connections[database]
-
-
-def in_threads(work: Callable[[], None], database: str, number: int = WORKERS) -> None:
-    """Run *work* in several threads at once, each with a connection of its own."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - told below
-            errors.append(error)
-        finally:
-            connections[database].close()
-
-    threads = [threading.Thread(target=run) for _ in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert errors == []
 
 
 def balance(database: str) -> int:
@@ -151,18 +98,17 @@ def raise_balance(database: str) -> None:
 
 def is_free(database: str, name: str) -> bool:
     """Return whether another transaction could have the lock."""
-    taken: list[bool] = []
 
-    def look() -> None:
+    def look() -> bool:
         try:
             with transaction.atomic(using=database):
                 transaction_lock(name, using=database, timeout=0)
-                taken.append(True)
         except LockNotAcquired:
-            taken.append(False)
+            return False
+        return True
 
-    in_threads(look, database, 1)
-    return taken[0]
+    [is_ours] = apart(database, look)
+    return is_ours
 
 
 # The bug that it is for, and its cure.
@@ -182,7 +128,7 @@ def test_a_lease_released_before_the_commit_loses_updates(
                 # What an application does between the end of its method and its commit.
                 time.sleep(0.002)
 
-    in_threads(work, database)
+    apart(database, *[work] * WORKERS)
 
     assert balance(database) < WORKERS * ROUNDS
 
@@ -195,7 +141,7 @@ def test_a_lock_in_the_transaction_loses_none(database: str, name: str) -> None:
                 raise_balance(database)
                 time.sleep(0.002)
 
-    in_threads(work, database)
+    apart(database, *[work] * WORKERS)
 
     assert balance(database) == WORKERS * ROUNDS
 
@@ -446,33 +392,23 @@ def test_an_error_of_the_body_is_the_callers_own(database: str, name: str) -> No
 def test_two_transactions_in_opposite_order_one_is_told_of_the_deadlock(
     database: str, name: str
 ) -> None:
-    first_held, second_held = threading.Event(), threading.Event()
-    outcomes: list[str] = []
+    both_hold_one = threading.Barrier(2)
 
-    def cross(first: str, second: str, mine: threading.Event, theirs: threading.Event) -> None:
+    def cross(first: str, second: str) -> str:
+        outcome = "committed"
         try:
             with transaction.atomic(using=database):
                 transaction_lock(first, using=database)
-                mine.set()
-                assert theirs.wait(10)
+                both_hold_one.wait(10)
                 transaction_lock(second, using=database, timeout=20)
-            outcomes.append("committed")
         except LockDeadlock:
-            outcomes.append("deadlock")
+            outcome = "deadlock"
         with transaction.atomic(using=database):
             transaction_lock(f"{first}:after", using=database)
-        connections[database].close()
+        return outcome
 
     a, b = f"{name}:a", f"{name}:b"
-    threads = [
-        threading.Thread(target=cross, args=(a, b, first_held, second_held)),
-        threading.Thread(target=cross, args=(b, a, second_held, first_held)),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-
+    outcomes = apart(database, partial(cross, a, b), partial(cross, b, a))
     assert sorted(outcomes) == ["committed", "deadlock"]
 
 
@@ -584,21 +520,6 @@ def test_what_a_transaction_had_before_its_end_is_in_nobody_s_way(
     assert apart(database, *calls) == ["held"] * 3
 
 
-def apart(database: str, *calls: Callable[[], str]) -> list[str]:
-    """Return what each of *calls* returns in a thread of its own, whose connection is closed at the end."""
-
-    def run(call: Callable[[], str]) -> str:
-        try:
-            return call()
-        finally:
-            connections[database].close()
-
-    with ThreadPoolExecutor(len(calls)) as pool:
-        outcomes = [each.result(40) for each in [pool.submit(run, call) for call in calls]]
-    locks.close()
-    return outcomes
-
-
 # Snapshots.
 
 
@@ -639,7 +560,7 @@ def test_in_a_snapshot_that_begins_with_it_mariadb_loses_no_update(
                 transaction_lock(name, using=database, timeout=50)
                 raise_balance(database)
 
-    in_threads(work, database)
+    apart(database, *[work] * WORKERS)
 
     assert balance(database) == WORKERS * ROUNDS
 
@@ -657,7 +578,7 @@ def test_waiters_have_it_one_after_the_other(database: str, name: str) -> None:
             inside.pop()
 
     with held_elsewhere(database, name):
-        waiter = threading.Thread(target=in_threads, args=(work, database))
+        waiter = threading.Thread(target=apart, args=(database, *[work] * WORKERS))
         waiter.start()
         never(lambda: most, 0.2)
     waiter.join(20)
