@@ -111,11 +111,6 @@ def test_stale_holder_is_refused(database: str, name: str) -> None:
     locks[database].release(later)
 
 
-def test_guarded_write_of_the_valid_holder_is_committed(database: str, name: str) -> None:
-    with lock(name, using=database) as lease, transaction.atomic(using=database):
-        lease.guard(using=database)
-
-
 @pytest.mark.parametrize("database", SERVERS, indirect=True)
 def test_guard_refuses_a_snapshot_that_is_older_than_the_lock(
     database: str,

@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections, transaction
-from django.db.utils import IntegrityError
 
 from django_distlock import (
     LockDeadlock,
     LockError,
     LockNotAcquired,
-    ReleasedBeforeCommit,
     lock,
     locks,
     transaction_lock,
@@ -27,7 +25,7 @@ from django_distlock.backends import rowlock
 from django_distlock.backends.rowlock import OnPostgreSQL
 from tests.backends.conftest import SERVERS, apart, isolated
 from tests.contract import crew
-from tests.fixtures.eventually import eventually, in_time, never
+from tests.fixtures.eventually import eventually, in_time
 
 from .session_tools import NUMBER, aliases, ask, end_session
 
@@ -137,19 +135,13 @@ def test_a_lock_in_the_transaction_loses_none(database: str, name: str) -> None:
     def work() -> None:
         for _ in range(ROUNDS):
             with transaction.atomic(using=database):
-                transaction_lock(name, using=database, timeout=30)
+                transaction_lock(name, using=database, timeout=None)
                 raise_balance(database)
                 time.sleep(0.002)
 
     apart(database, *[work] * WORKERS)
 
     assert balance(database) == WORKERS * ROUNDS
-
-
-def test_the_bug_is_warned_of(database: str, name: str) -> None:
-    with transaction.atomic(using=database), pytest.warns(ReleasedBeforeCommit):
-        with lock(name, using=database, release="at_exit"):
-            pass
 
 
 # When it is taken, and when it is free.
@@ -380,15 +372,6 @@ def test_the_row_is_made_outside_the_callers_transaction(database: str, name: st
     assert found == [(name,)]
 
 
-def test_an_error_of_the_body_is_the_callers_own(database: str, name: str) -> None:
-    with pytest.raises(IntegrityError), transaction.atomic(using=database):
-        transaction_lock(name, using=database)
-        with connections[database].cursor() as cursor:
-            cursor.execute("INSERT INTO purse VALUES (1, 1)")
-
-    assert is_free(database, name)
-
-
 def test_two_transactions_in_opposite_order_one_is_told_of_the_deadlock(
     database: str, name: str
 ) -> None:
@@ -563,25 +546,3 @@ def test_in_a_snapshot_that_begins_with_it_mariadb_loses_no_update(
     apart(database, *[work] * WORKERS)
 
     assert balance(database) == WORKERS * ROUNDS
-
-
-def test_waiters_have_it_one_after_the_other(database: str, name: str) -> None:
-    inside: list[int] = []
-    most: list[int] = []
-
-    def work() -> None:
-        with transaction.atomic(using=database):
-            transaction_lock(name, using=database, timeout=None)
-            inside.append(1)
-            most.append(len(inside))
-            time.sleep(0.01)
-            inside.pop()
-
-    with held_elsewhere(database, name):
-        waiter = threading.Thread(target=apart, args=(database, *[work] * WORKERS))
-        waiter.start()
-        never(lambda: most, 0.2)
-    waiter.join(20)
-
-    eventually(lambda: len(most) == WORKERS)
-    assert set(most) == {1}
