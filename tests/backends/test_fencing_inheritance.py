@@ -467,8 +467,9 @@ def test_row_of_any_shape_is_claimed_read_fresh_and_saved(
         lambda: late.claim(row),
         lambda: late.claim(shape._base_manager.using(tables).filter(pk=row.pk)),
     ):
-        with pytest.raises(StaleFencingToken, match="later holder"):
+        with pytest.raises(StaleFencingToken, match="later holder") as told:
             refused()
+        assert (told.value.token, told.value.fence) == (late.fencing_token, next_one.fencing_token)
     assert [fresh(row).balance, fresh(row).fence] == [40, next_one.fencing_token]
 
 
