@@ -14,7 +14,6 @@ from django.db import connections, transaction
 
 from django_distlock import LockBackendError, NotSupported, lock, locks
 from django_distlock.backends.database.dialect import COUNTER
-from django_distlock.backends.session.mysql import lock_name
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS
@@ -114,17 +113,6 @@ def test_with_fencing_a_name_has_one_row(database: str, name: str) -> None:
 
 
 @pytest.mark.server
-def test_mariadb_has_no_readers_and_says_so(
-    mariadb: MariaDB, settings: Settings, name: str
-) -> None:
-    settings.DISTLOCK = aliases("mariadb", "advisory")
-
-    assert not backend().supports_shared
-    with pytest.raises(NotSupported, match="shared"):
-        lock(name, using="locks", shared=True).acquire()
-
-
-@pytest.mark.server
 def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
     mariadb: MariaDB, settings: Settings, name: str
 ) -> None:
@@ -178,15 +166,6 @@ def test_a_release_that_the_server_denies_is_told_as_lost(
     assert backend().release(request) is Release.GONE
 
 
-def test_names_that_a_server_would_cut_or_fold_are_different_locks(
-    database: str, name: str
-) -> None:
-    long = name + "x" * 300
-    with lock(f"{long}A", using="locks"), lock(f"{long}a", using="locks", timeout=0):
-        with lock(f"{long}á", using="locks", timeout=0):
-            pass
-
-
 def test_locks_of_other_applications_on_the_same_server_are_others(
     database: str, name: str
 ) -> None:
@@ -205,17 +184,3 @@ def test_locks_of_other_applications_on_the_same_server_are_others(
             if database == "postgres"
             else "SELECT RELEASE_ALL_LOCKS()"
         )
-
-
-def test_the_lock_is_in_the_servers_own_list_while_it_is_held(database: str, name: str) -> None:
-    def is_listed() -> bool:
-        if database == "postgres":
-            return bool(ask(database, "SELECT 1 FROM pg_locks WHERE locktype = 'advisory'"))
-        used = lock_name(connections[database].settings_dict["NAME"], key)
-        return ask(database, "SELECT IS_USED_LOCK(%s)", used) != [(None,)]
-
-    with lock(name, using="locks") as lease:
-        key = lease.request.key
-        assert is_listed()
-
-    eventually(lambda: not is_listed())

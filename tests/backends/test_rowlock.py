@@ -12,7 +12,7 @@ import pytest
 from django.db import transaction
 
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
-from django_distlock.engine.values import Busy, Grant, Request, digest
+from django_distlock.engine.values import Busy, digest
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS
@@ -37,24 +37,6 @@ def database(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str
     settings.DISTLOCK = aliases(request.param, "rowlock")
     yield request.param
     locks.close()
-
-
-def request_for(name: str, **wishes: Any) -> Request:
-    return backend().request(name, **{"ttl": 30.0, "holder": Holder.current(), **wishes})
-
-
-def test_readers_hold_the_row_together_and_writers_wait(database: str, name: str) -> None:
-    first, second = (request_for(name, shared=True) for _ in range(2))
-    writer = request_for(name)
-
-    assert isinstance(backend().try_acquire(first, queued=False), Grant)
-    assert isinstance(backend("site0").try_acquire(second, queued=False), Grant)
-    assert isinstance(backend("site1").try_acquire(writer, queued=True, left=0.2), Busy)
-    backend().release(first)
-    assert isinstance(backend("site1").try_acquire(writer, queued=False), Busy)
-    backend("site0").release(second)
-    assert isinstance(backend("site1").try_acquire(writer, queued=False), Grant)
-    backend("site1").release(writer)
 
 
 @contextmanager
@@ -104,7 +86,8 @@ def test_who_has_a_row_is_told_by_the_end_of_the_transaction_that_was_refused(
 
     with lock(name, using="locks") as lease:
         with sent(tmp_path / "trace", "site0") as requests:
-            answer = backend("site0").try_acquire(request_for(name), queued=False, left=None)
+            request = backend("site0").request(name, ttl=30.0, holder=Holder.current())
+            answer = backend("site0").try_acquire(request, queued=False, left=None)
         first, second = requests()
 
     assert answer == Busy(lease.request.holder)
