@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from django_distlock import lock, locks
-from django_distlock.engine.values import Grant
 from django_distlock.ground.holder import Holder
 from django_distlock.models import MethodLock
 from tests.backends.conftest import backend, counted_statements
@@ -29,30 +28,6 @@ def test_uncontended_acquire_and_release_cost_one_statement_each(database: str, 
         pass
 
     assert len(statements) == 2
-
-
-def test_reentry_costs_no_statement(database: str, name: str) -> None:
-    with lock(name, using=database), counted_statements(database) as statements:
-        with lock(name, using=database), lock(name, using=database):
-            pass
-
-        assert statements == []
-
-
-def test_single_try_of_a_held_lock_asks_once_and_says_who_holds_it(
-    database: str, name: str
-) -> None:
-    limit = 1 if database == "postgres" else 2
-    locked = locks[database]
-    held = locked.request(name, ttl=30, holder=Holder.current("the other"))
-    assert isinstance(locked.try_acquire(held, queued=False), Grant)
-
-    with counted_statements(database) as statements:
-        refused = lock(name, using=database, timeout=0)
-        assert refused.acquire() is None
-
-    assert len(statements) == limit
-    locked.release(held)
 
 
 def test_a_listing_costs_two_statements_however_many_locks_are_held(
