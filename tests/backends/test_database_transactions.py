@@ -16,8 +16,6 @@ from django.db.utils import InterfaceError
 from django.test.utils import CaptureQueriesContext
 
 from django_distlock import (
-    LockBackendError,
-    LockError,
     LockNotAcquired,
     ReleasedBeforeCommit,
     SnapshotBeforeLock,
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from django_distlock.engine.values import Release, Request
 
 THREADS, UPDATES = 6, 60
-When = Literal["auto", "on_commit"]
 LEVELS = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
 
 
@@ -151,22 +148,6 @@ def level_of(connection: BaseDatabaseWrapper) -> str:
     with connection.cursor() as cursor:
         cursor.execute(asks[connection.vendor])
         return str(cursor.fetchone()[0]).upper().replace("-", " ")
-
-
-def test_sqlite_tells_at_once_that_the_callers_own_transaction_is_in_the_way(
-    name: str, settings: Settings
-) -> None:
-    settings.DISTLOCK = {"default": {"OPTIONS": {"io_timeout": 10.0}}}
-    with transaction.atomic():
-        Account.objects.create(name=name, balance=0, opening_balance=0)
-        began = time.monotonic()
-
-        with pytest.raises(LockBackendError, match=r"own transaction .* outside atomic"):
-            lock(name).acquire()
-
-        assert time.monotonic() - began < 5
-        transaction.set_rollback(True)
-    assert lock(name).locked() is False
 
 
 # The nestings of a lock and a transaction.
@@ -290,53 +271,33 @@ def test_strict_alias_raises_and_so_rolls_back(
 # Each way that a transaction ends releases once.
 
 
-def commit(alias: str, name: str, when: When) -> None:
+def commit(alias: str, name: str) -> None:
     with transaction.atomic(using=alias):
-        take_until_commit(alias, name, when)
+        take_until_commit(alias, name)
 
 
-def roll_back(alias: str, name: str, when: When) -> None:
+def roll_back(alias: str, name: str) -> None:
     with pytest.raises(RolledBack), transaction.atomic(using=alias):
-        take_until_commit(alias, name, when)
+        take_until_commit(alias, name)
         raise RolledBack
 
 
-def commit_with_a_function_that_fails(alias: str, name: str, when: When) -> None:
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as kept, transaction.atomic(using=alias):
-        transaction.on_commit(fail, using=alias)
-        take_until_commit(alias, name, when)
-    assert kept.value.__traceback__
-    assert not ask_elsewhere(alias, name)
-
-
-def roll_back_savepoint(alias: str, name: str, when: When) -> None:
+def roll_back_savepoint(alias: str, name: str) -> None:
     with transaction.atomic(using=alias):
         with pytest.raises(RolledBack), transaction.atomic(using=alias):
-            take_until_commit(alias, name, when)
+            take_until_commit(alias, name)
             raise RolledBack
         still_held(alias, name)
 
 
-def roll_back_savepoint_of_the_release(alias: str, name: str, when: When) -> None:
+def roll_back_savepoint_of_the_release(alias: str, name: str) -> None:
     with transaction.atomic(using=alias):
-        lease = lock(name, using=alias, release=when).acquire()
+        lease = lock(name, using=alias).acquire()
         assert lease
         with pytest.raises(RolledBack), transaction.atomic(using=alias):
             lease.release()
             raise RolledBack
         still_held(alias, name)
-
-
-def roll_back_outer(alias: str, name: str, when: When) -> None:
-    with pytest.raises(RolledBack):
-        with transaction.atomic(using=alias):
-            with transaction.atomic(using=alias):
-                take_until_commit(alias, name, when)
-            still_held(alias, name)
-            raise RolledBack
 
 
 @contextmanager
@@ -351,52 +312,52 @@ def by_hand(alias: str) -> Iterator[None]:
         raise
 
 
-def commit_by_hand(alias: str, name: str, when: When) -> None:
+def commit_by_hand(alias: str, name: str) -> None:
     with by_hand(alias):
-        take_until_commit(alias, name, when)
+        take_until_commit(alias, name)
         transaction.commit(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
-def commit_by_hand_again(alias: str, name: str, when: When) -> None:
+def commit_by_hand_again(alias: str, name: str) -> None:
     with by_hand(alias):
         Account.objects.using(alias).count()
         transaction.commit(using=alias)
-        take_until_commit(alias, name, when)
+        take_until_commit(alias, name)
         transaction.commit(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
-def roll_back_by_hand(alias: str, name: str, when: When) -> None:
+def roll_back_by_hand(alias: str, name: str) -> None:
     with by_hand(alias):
-        take_until_commit(alias, name, when)
+        take_until_commit(alias, name)
         transaction.rollback(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
-def roll_back_savepoint_by_hand(alias: str, name: str, when: When) -> None:
+def roll_back_savepoint_by_hand(alias: str, name: str) -> None:
     with by_hand(alias):
         with pytest.raises(RolledBack), transaction.atomic(using=alias):
-            take_until_commit(alias, name, when)
+            take_until_commit(alias, name)
             raise RolledBack
         still_held(alias, name)
         transaction.commit(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
-def commit_inner_block_by_hand(alias: str, name: str, when: When) -> None:
+def commit_inner_block_by_hand(alias: str, name: str) -> None:
     with by_hand(alias):
         with transaction.atomic(using=alias):
-            take_until_commit(alias, name, when)
+            take_until_commit(alias, name)
         still_held(alias, name)
         transaction.commit(using=alias)
         assert not ask_elsewhere(alias, name)
 
 
-def close_by_hand(alias: str, name: str, when: When) -> None:
+def close_by_hand(alias: str, name: str) -> None:
     transaction.set_autocommit(False, using=alias)
     try:
-        take_until_commit(alias, name, when)
+        take_until_commit(alias, name)
     finally:
         connections[alias].close()
 
@@ -405,16 +366,16 @@ def still_held(alias: str, name: str) -> None:
     never(lambda: not ask_elsewhere(alias, name), 0.2)
 
 
-def lose_connection(alias: str, name: str, when: When) -> None:
+def lose_connection(alias: str, name: str) -> None:
     connection = connections[alias]
     with pytest.raises((DatabaseError, InterfaceError)), transaction.atomic(using=alias):
-        take_until_commit(alias, name, when)
+        take_until_commit(alias, name)
         kill_session(connection)
         Account.objects.using(alias).count()
     connection.close()
 
 
-def lose_connection_after_commit(alias: str, name: str, when: When) -> None:
+def lose_connection_after_commit(alias: str, name: str) -> None:
     connection = connections[alias]
     before = connection._commit  # type: ignore[attr-defined]  # not in the stubs
 
@@ -427,14 +388,14 @@ def lose_connection_after_commit(alias: str, name: str, when: When) -> None:
         pytest.raises((DatabaseError, InterfaceError)),
         transaction.atomic(using=alias),
     ):
-        take_until_commit(alias, name, when)
+        take_until_commit(alias, name)
         patch.setattr(connection, "_commit", commit_and_die)
     is_kept = ask_elsewhere(alias, name)
     connection.close()
     assert not is_kept
 
 
-def take_until_commit(alias: str, name: str, when: When) -> None:
+def take_until_commit(alias: str, name: str, when: Literal["auto", "on_commit"] = "auto") -> None:
     with lock(name, using=alias, release=when):
         Account.objects.using(alias).count()
     assert ask_elsewhere(alias, name)
@@ -448,22 +409,19 @@ def kill_session(connection: BaseDatabaseWrapper) -> None:
 
 
 ENDINGS = [
-    *(commit, roll_back, roll_back_outer, lose_connection, lose_connection_after_commit),
-    commit_with_a_function_that_fails,
+    *(commit, roll_back, lose_connection, lose_connection_after_commit),
     *(roll_back_savepoint, roll_back_savepoint_of_the_release),
     *(commit_by_hand, commit_by_hand_again, roll_back_by_hand, close_by_hand),
     *(roll_back_savepoint_by_hand, commit_inner_block_by_hand),
 ]
 
 
-@pytest.mark.parametrize("when", ["auto", "on_commit"])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_each_end_of_a_transaction_releases_exactly_once(
     monkeypatch: pytest.MonkeyPatch,
-    ending: Callable[[str, str, When], None],
+    ending: Callable[[str, str], None],
     server_database: str,
     name: str,
-    when: When,
 ) -> None:
     locked = locks[server_database]
     released, release = [], locked.release
@@ -475,7 +433,7 @@ def test_each_end_of_a_transaction_releases_exactly_once(
 
     monkeypatch.setattr(locked, "release", note)
 
-    ending(server_database, name, when)
+    ending(server_database, name)
 
     assert not is_held(server_database, name)
     never(lambda: len(released) > 1, 0.3)
@@ -567,20 +525,6 @@ def test_blocks_of_two_databases_around_the_lock_both_keep_it(
                 pass
         still_held("postgres", name)
     assert not ask_elsewhere("postgres", name)
-
-
-def test_block_in_a_test_case_is_the_transaction(server_database: str, name: str) -> None:
-    of_test_case = transaction.atomic(using=server_database)
-    of_test_case._from_testcase = True  # type: ignore[attr-defined]  # as Django's TestCase marks its own
-    with of_test_case:
-        with pytest.raises(RolledBack), transaction.atomic(using=server_database):
-            take_until_commit(server_database, name, "auto")
-            raise RolledBack
-
-        assert not ask_elsewhere(server_database, name)
-        with lock(name, using=server_database, release="on_commit"):
-            pass
-        assert not ask_elsewhere(server_database, name)
 
 
 def test_wrong_release_is_refused(name: str) -> None:
@@ -718,12 +662,3 @@ def test_a_write_makes_no_snapshot_on_mariadb(mariadb: object, name: str) -> Non
         with lock(name, using="mariadb"):
             pass
         transaction.set_rollback(True, using="mariadb")
-
-
-def test_claim_outside_a_lock_is_no_operation(name: str) -> None:
-    lease = lock(name).acquire()
-    assert lease is not None
-    lease.release()
-
-    with pytest.raises(LockError):
-        lease.claim(Account(pk=1))

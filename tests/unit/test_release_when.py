@@ -522,8 +522,11 @@ class InTestCase(TestCase):
 
     def test_outside_a_block_of_the_code_it_is_free_at_once(self) -> None:
         by_with()
+        with lock("b", release="on_commit"):
+            pass
 
         assert is_free()
+        assert is_free("b")
 
     def test_in_a_block_whose_end_nothing_tells_it_is_free_at_once(self) -> None:
         with transaction.atomic(savepoint=False):
