@@ -61,16 +61,6 @@ def test_check_says_so_where_the_server_may_be_asked(kind: str) -> None:
     assert check_servers(databases=["default"]) == []
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_check_has_nothing_to_say_of_a_direct_alias(
-    postgres: object, settings: Settings, kind: str
-) -> None:
-    settings.DISTLOCK = aliases("postgres", kind)
-
-    assert check_servers(databases=["postgres"]) == []
-    locks.close()
-
-
 def test_a_lock_in_the_callers_transaction_works(
     pgbouncer: PgBouncer, settings: Settings, name: str
 ) -> None:
