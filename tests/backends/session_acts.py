@@ -16,18 +16,13 @@ from django.db import connections, transaction
 
 from django_distlock import Lock, LockError, lock, locks, transaction_lock
 from django_distlock.engine.registry import registry
+from tests.contract import acts
 from tests.fixtures.child import hear_word, say
 
+#: As in the contract.
+hold, wake_up_late = acts.hold, acts.wake_up_late
 #: How many wait at once, where many do.
 WAITERS = 100
-
-
-def hold(aliases: dict[str, Any], name: str, **terms: Any) -> None:
-    """Hold the lock until told to leave."""
-    settings.DISTLOCK = aliases
-    with lock(name, **terms) as lease:
-        say("held", token=lease.fencing_token)
-        hear_word("leave")
 
 
 def end_inside(aliases: dict[str, Any], name: str, **terms: Any) -> None:
@@ -126,23 +121,6 @@ def hold_beside_a_waiter(
         thread.start()
         thread.join()
         return {"refused": refused, "held": lease.held}
-
-
-def wake_up_late(aliases: dict[str, Any], name: str, **terms: Any) -> list[str]:
-    """Take the lock; once told to go on, tell what check() and the release say."""
-    settings.DISTLOCK = aliases
-    lease = lock(name, **terms).acquire()
-    assert lease
-    say("held")
-    hear_word("go on")
-    said = []
-    for verb in (lease.check, lease.release):
-        try:
-            verb()
-            said.append("done")
-        except LockError as error:
-            said.append(type(error).__name__)
-    return said
 
 
 def cross(aliases: dict[str, Any], names: list[str], using: str, timeout: float) -> list[str]:

@@ -243,7 +243,7 @@ def test_a_frozen_holder_learns_first_thing_that_it_was_superseded(act: Start) -
         frozen.tell("go on")
         frozen.cont()
 
-        check, release = frozen.result()
+        check, release = frozen.result().values()
         assert check == "LockLost"
         assert release in {"LockLost", "LockNotOwned"}
         lease.check()
@@ -261,7 +261,7 @@ def test_a_holder_frozen_for_a_moment_keeps_the_lock(side: Side, act: Start) -> 
 
     frozen.cont()
 
-    assert frozen.result() == ["done", "done"]
+    assert frozen.result() == {"check": "done", "release": "done"}
     assert eventually(lambda: stands(other, "elsewhere"))
 
 

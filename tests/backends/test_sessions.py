@@ -157,7 +157,7 @@ def test_a_frozen_holder_is_superseded_by_the_server_and_learns_it_first_thing(
         frozen.tell("go on")
         frozen.cont()
 
-        assert frozen.result() == ["LockLost", "LockLost"]
+        assert frozen.result() == {"check": "LockLost", "release": "LockLost"}
         lease.check()
 
 
