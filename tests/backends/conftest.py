@@ -16,6 +16,7 @@ from django.db.backends.utils import CursorWrapper
 from django_distlock import locks
 from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.backends.database.dialect import COUNTER, LOCK
+from django_distlock.engine import waiting
 from testproject.models import Account
 
 from .etcd_tools import aliases
@@ -85,6 +86,13 @@ def another() -> Iterator[Callable[[str], BaseDatabaseWrapper]]:
     yield connect
     for connection in opened:
         connection.close()
+
+
+@pytest.fixture
+def patient_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is not woken sleeps for so long that it is seen."""
+    for pause in ("SHORTEST_PAUSE", "LONGEST_WAKEABLE_PAUSE", "SHORTEST_POLL", "LONGEST_POLL"):
+        monkeypatch.setattr(waiting, pause, 10.0)
 
 
 @pytest.fixture(params=SERVERS)

@@ -31,7 +31,6 @@ from django_distlock.backends.database.bounds import cancel
 from django_distlock.backends.database.dialect import PATIENCE, short_transaction
 from django_distlock.backends.database.postgresql import HAS_PSYCOPG3
 from django_distlock.backends.database.records import rows
-from django_distlock.engine import waiting
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, Release
@@ -446,13 +445,6 @@ def test_a_listener_that_finds_no_thread_is_begun_by_the_next_waiter(
         assert taking.result(10)
 
     assert len(listeners) == 2
-
-
-@pytest.fixture
-def patient_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is not woken sleeps for so long that it is seen."""
-    monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 10.0)
-    monkeypatch.setattr(waiting, "LONGEST_WAKEABLE_PAUSE", 10.0)
 
 
 def _take(name: str) -> bool:

@@ -14,7 +14,6 @@ from django.db import connections
 from django_distlock import lock, locks
 from django_distlock.backends.database import waiters
 from django_distlock.backends.database.bounds import cut
-from django_distlock.engine import waiting
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
 from tests.backends.conftest import backend
@@ -42,13 +41,6 @@ def watched(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def patient_waiters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is not rung sleeps for so long that it is seen."""
-    monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 10.0)
-    monkeypatch.setattr(waiting, "LONGEST_PAUSE", 10.0)
-
-
 def rival(using: str, name: str, limit: int | None = None) -> Request:
     """Take the lock as another process would, with a *limit* any place of it."""
     request = locks[using].request(name, ttl=60, holder=Holder.current("rival"))
@@ -71,9 +63,9 @@ def take(using: str, name: str, limit: int | None = None) -> float:
 @pytest.mark.usefixtures("patient_waiters")
 def test_a_waiter_has_the_lock_soon_though_it_looks_seldom_itself(watched: str, name: str) -> None:
     delays = []
-    for _ in range(5):
-        held = rival(watched, name)
-        taking = start(lambda: take(watched, name))
+    for number in range(5):  # who has released a lock that others want lets them go first
+        held = rival(watched, f"{name}:{number}")
+        taking = start(partial(take, watched, f"{name}:{number}"))
         never(taking.done, 0.3)
 
         released = time.monotonic()
@@ -86,15 +78,14 @@ def test_a_waiter_has_the_lock_soon_though_it_looks_seldom_itself(watched: str, 
 
 @pytest.mark.usefixtures("patient_waiters")
 def test_a_waiter_has_any_place_soon_that_is_released(watched: str, name: str) -> None:
-    held = [rival(watched, name, 3) for _ in range(3)]
-    for _ in range(3):
-        taking = start(lambda: take(watched, name, 3))
+    for number in range(3):
+        held = [rival(watched, f"{name}:{number}", 3) for _ in range(3)]
+        taking = start(partial(take, watched, f"{name}:{number}", 3))
         never(taking.done, 0.3)
 
-        assert locks[watched].release(held.pop(0)) is Release.RELEASED
+        assert locks[watched].release(held[number]) is Release.RELEASED
 
         assert taking.result(5)
-        held.append(rival(watched, name, 3))
 
 
 @pytest.mark.usefixtures("patient_waiters")
