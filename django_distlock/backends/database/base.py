@@ -197,8 +197,6 @@ class BaseDatabaseBackend(BaseLockBackend):
 
     def _own_transaction_must_not_block(self, error: Contended) -> None:
         """Raise LockBackendError if the caller's own transaction is the other writer: it would wait for itself."""
-        if self.options.using not in connections.settings:
-            return
         connection = connections[self.options.using]
         if connection.in_atomic_block and self.dialect.stands_in_the_way(connection):
             problem = (
