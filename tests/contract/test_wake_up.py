@@ -190,8 +190,8 @@ class TestBetweenProcesses:
         tick: float,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        for pause in ("SHORTEST_PAUSE", "LONGEST_PAUSE", "LONGEST_WAKEABLE_PAUSE"):
-            monkeypatch.setattr(waiting, pause, 10.0)
+        for pause in ("SHORTEST_PAUSE", "LONGEST_WAKEABLE_PAUSE", "SHORTEST_POLL", "LONGEST_POLL"):
+            monkeypatch.setattr(waiting, pause, 30.0)
         rival(ttl=3 * tick).takes()
         began = time.monotonic()
 
