@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,7 +16,7 @@ from django_distlock import LockBackendError, NotSupported, lock, locks
 from django_distlock.backends.database.dialect import COUNTER
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
-from tests.backends.conftest import SERVERS
+from tests.backends.conftest import SERVERS, apart
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually
 
@@ -52,7 +52,7 @@ def bare(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
 
 @pytest.mark.timeout(180)
 def test_a_wait_that_times_out_as_it_is_granted_leaves_no_ghost(database: str, name: str) -> None:
-    granted = _hunt(name, HUNT)
+    granted = _hunt(database, name, HUNT)
 
     assert granted > 100
     for site in SITES:
@@ -63,11 +63,10 @@ def test_a_wait_that_times_out_as_it_is_granted_leaves_no_ghost(database: str, n
         pass
 
 
-def _hunt(name: str, waits: int) -> int:
+def _hunt(database: str, name: str, waits: int) -> int:
     """Have eight servers of an application wait for 1 to 3 ms, again and again; return the grants."""
-    grants: list[int] = []
 
-    def work(site: str) -> None:
+    def work(site: str) -> int:
         hunter, number = backend(site), 0
         for _ in range(waits // 8):
             request = hunter.request(name, ttl=60.0, holder=Holder.current())
@@ -75,15 +74,9 @@ def _hunt(name: str, waits: int) -> int:
             if isinstance(answer, Grant):
                 number += 1
                 assert hunter.release(request) is Release.RELEASED
-        grants.append(number)
+        return number
 
-    threads = [threading.Thread(target=work, args=(site,)) for site in SITES[:8]]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(grants) == 8
-    return sum(grants)
+    return sum(apart(database, *(partial(work, site) for site in SITES[:8])))
 
 
 def test_without_fencing_there_are_no_rows_and_no_tokens(bare: str, name: str) -> None:

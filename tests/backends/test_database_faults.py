@@ -37,7 +37,7 @@ from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
-from tests.backends.conftest import backend
+from tests.backends.conftest import apart, backend
 from tests.contract.crew import start
 from tests.fixtures.child import say
 from tests.fixtures.eventually import eventually, never
@@ -388,21 +388,14 @@ def test_waiters_survive_the_loss_of_the_listening_connection(
     locked = locks["postgres"]
     held = locked.request(name, ttl=30, holder=Holder.current())
     locked.try_acquire(held, queued=False)
-    leases: list[object] = []
-    waiter = threading.Thread(
-        target=lambda: leases.append(lock(name, using="postgres", timeout=20).acquire())
-    )
-    waiter.start()
+    taking = start(partial(_take, name))
     eventually(lambda: has_waiter(name), 5)
     kill_all_sessions("postgres")
 
     assert settled(lambda: locked.release(held)) is Release.RELEASED
 
     # Long before its time is over, when it would look once more anyway.
-    eventually(lambda: leases, 10)
-    waiter.join()
-    assert leases[0] is not None
-    connections["postgres"].close()
+    assert taking.result(10)
 
 
 @pytest.mark.usefixtures("patient_waiters")
@@ -730,13 +723,8 @@ def test_racers_on_an_expired_row_have_one_winner_and_rising_tokens(
                 with connections[database].cursor() as cursor:
                     cursor.execute(expire)
             barrier.wait(30)
-        connections[database].close()
 
-    threads = [threading.Thread(target=race) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    apart(database, race, race)
 
     assert [turn for turn, _ in winners] == list(range(rounds))
     tokens = [token for _, token in winners]

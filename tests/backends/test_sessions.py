@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter
 from tests.backends.conftest import apart
-from tests.contract import crew
 from tests.contract.crew import start, together
 from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
@@ -109,23 +107,21 @@ def test_the_next_holder_has_it_within_100_ms_of_the_death_of_the_one_before(
     for _ in range(3):
         holder = act("hold", name=name, using="locks")
         holder.expect("held")
-        granted: list[float] = []
-        waiter = threading.Thread(target=_take, args=(name, granted))
-        waiter.start()
+        taking = start(partial(_take, name))
         eventually(lambda: waiters(database) == 1)
 
         holder.kill()
         killed = time.monotonic()
-        waiter.join(10)
-        delays.append(granted[0] - killed)
+        delays.append(taking.result(10) - killed)
 
     assert min(delays) < 0.1
     assert sorted(delays)[1] < 1
 
 
-def _take(name: str, granted: list[float], using: str = "locks") -> None:
+def _take(name: str, using: str = "locks") -> float:
+    """Return when the lock was had."""
     with lock(name, using=using, timeout=60):
-        granted.append(time.monotonic())
+        return time.monotonic()
 
 
 def test_a_release_whose_reply_is_lost_is_a_release(
@@ -201,14 +197,13 @@ def test_waiters_are_served_in_the_order_they_came(database: str, name: str) -> 
             served.append(number)
             lease.check()
 
-    threads = []
+    waiting = []
     with lock(name, using="locks"):
         for number in range(len(SITES)):
-            threads.append(threading.Thread(target=wait, args=(number,)))
-            threads[-1].start()
+            waiting.append(start(partial(wait, number)))
             eventually(lambda number=number: waiters(database) == number + 1)  # type: ignore[misc]
-    for thread in threads:
-        thread.join(30)
+    for each in waiting:
+        each.result(30)
 
     assert served == list(range(len(SITES)))
 
@@ -278,23 +273,14 @@ def test_who_extends_or_releases_the_lease_of_a_terminated_session_is_told_that_
 def test_a_wait_whose_session_is_terminated_is_an_error_and_holds_nothing(
     database: str, name: str
 ) -> None:
-    outcome: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            lock(name, using="site0", timeout=30).acquire()
-        except LockBackendError as error:
-            outcome.append(error)
-
     with lock(name, using="locks"):
-        thread = threading.Thread(target=wait)
-        thread.start()
+        waiting = start(lock(name, using="site0", timeout=30).acquire)
         eventually(lambda: waiters(database) == 1)
         [session] = backend("site0")._sessions.values()
         end_session(database, session.connection.distlock_number)
-        thread.join(10)
+        with pytest.raises(LockBackendError):
+            waiting.result(10)
 
-    assert len(outcome) == 1
     with lock(name, using="locks", timeout=5):
         pass
 
@@ -307,7 +293,7 @@ def test_a_wait_on_a_server_that_hangs_is_an_error_in_time_and_a_lease_is_lost(
     settings.DISTLOCK = aliases(*kind, io_timeout=1.0)
     lease = lock(name, using="locks", ttl=3).acquire()
     assert lease
-    waiting = crew.start(lambda: lock(name, using="site0", timeout=2).acquire())
+    waiting = start(lambda: lock(name, using="site0", timeout=2).acquire())
     eventually(lambda: waiters(database) == 1)
 
     server.pause()
@@ -361,7 +347,7 @@ def test_who_waits_over_tls_is_told_at_once(
         assert ask(behind, "SHOW STATUS LIKE 'Ssl_cipher'")[0][1]
 
         with lock(name, using="locks"):
-            waiting = crew.start(lambda: lock(name, using="site0", timeout=30).acquire())
+            waiting = start(lambda: lock(name, using="site0", timeout=30).acquire())
             eventually(lambda: waiters(behind) == 1)
         lease = waiting.result(10)
 
@@ -449,16 +435,13 @@ UNLIMITED = {
 def test_limits_that_an_operator_sets_for_everybody_end_no_healthy_lock(
     request: pytest.FixtureRequest, database: str, name: str
 ) -> None:
-    granted: list[float] = []
     with impatient_operator(request, database):
         with lock(name, using="locks", ttl=30) as lease:
-            waiter = threading.Thread(target=_take, args=(name, granted, "site0"))
-            waiter.start()
-            never(lambda: lease.lost or granted, 2.5)
+            taking = start(partial(_take, name, "site0"))
+            never(lambda: lease.lost or taking.done(), 2.5)
             lease.extend()
-        waiter.join(10)
 
-    assert granted
+        assert taking.result(10)
 
 
 def test_two_processes_in_opposite_order_end_with_the_first_timeout(act: Start, name: str) -> None:
@@ -487,7 +470,7 @@ def test_who_holds_nothing_stands_in_the_line_of_its_process_and_takes_no_connec
     database: str, name: str
 ) -> None:
     with lock(name, using="locks"):
-        waiting = crew.start(lambda: lock(name, using="locks", timeout=20).acquire())
+        waiting = start(lambda: lock(name, using="locks", timeout=20).acquire())
 
         never(lambda: waiters(database), 1.5)
 
@@ -499,7 +482,7 @@ def test_who_holds_nothing_stands_in_the_line_of_its_process_and_takes_no_connec
 def test_what_nobody_released_is_given_back_though_its_alias_is_gone(
     kind: tuple[str, str], settings: Settings, name: str
 ) -> None:
-    circle: list[Any] = [crew.start(lambda: lock(name, using="locks").acquire()).result(20)]
+    circle: list[Any] = [start(lambda: lock(name, using="locks").acquire()).result(20)]
     circle.append(circle)
     settings.DISTLOCK = {}
     eventually(lambda: not registry._keeps(circle[0]), 10, "nobody can release it")
@@ -768,23 +751,14 @@ def _wait_until_free(using: str, request: Request) -> None:
 
 def test_an_interrupted_wait_returns_at_once_and_keeps_no_place(database: str, name: str) -> None:
     request = rival(name)
-    ended: list[float] = []
-
-    def wait() -> None:
-        with pytest.raises(LockBackendError):
-            locks["site0"].try_acquire(request, queued=True, left=None)
-        ended.append(time.monotonic())
-
     with lock(name, using="locks"):
-        thread = threading.Thread(target=wait)
-        thread.start()
+        waiting = start(partial(locks["site0"].try_acquire, request, queued=True, left=None))
         eventually(lambda: waiters(database) == 1)
 
-        began = time.monotonic()
         locks["site0"].interrupt(request)
-        thread.join(10)
 
-    assert ended[0] - began < 5
+        with pytest.raises(LockBackendError):
+            waiting.result(5)
     assert locks["site0"].release(request) is not Release.RELEASED
     with lock(name, using="locks", timeout=5):
         pass
@@ -806,24 +780,16 @@ def test_a_wait_that_is_interrupted_before_it_begins_ends_as_well(database: str,
 def test_the_time_that_the_server_lets_us_wait_is_no_part_of_the_ttl(
     database: str, name: str
 ) -> None:
-    leases: list[Lease | None] = []
+    def wait() -> float:
+        with lock(name, using="site0", ttl=10, timeout=20, renew=False) as lease:
+            return lease.remaining
 
-    def wait() -> None:
-        lease = lock(name, using="site0", ttl=10, timeout=20, renew=False).acquire()
-        leases.append(lease)
-        assert lease
-        remaining.append(lease.remaining)
-        lease.release()
-
-    remaining: list[float] = []
-    waiter = threading.Thread(target=wait)
     with lock(name, using="locks"):
-        waiter.start()
-        never(lambda: leases, 3.5)
-    waiter.join(10)
+        waiting = start(wait)
+        never(waiting.done, 3.5)
 
     # One that counted the wait would have 6.5 seconds left.
-    assert remaining[0] > 7
+    assert waiting.result(10) > 7
 
 
 def test_a_short_wait_is_part_of_the_ttl_which_saves_a_request(database: str, name: str) -> None:
