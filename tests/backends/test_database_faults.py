@@ -538,19 +538,6 @@ def few(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
     locks.close()
 
 
-@needs_time_limit
-def test_requests_given_up_while_the_standby_is_away_leave_no_sessions(
-    postgres: PostgreSQL, name: str, few: str
-) -> None:
-    with postgres.admin() as admin, standby_away(postgres):
-        for turn in range(8):
-            with pytest.raises(LockBackendError):
-                lock(f"{name}:{turn}", using="away", timeout=0, ttl=5).acquire()
-            assert len(admin.execute(WAIT_FOR_STANDBY).fetchall()) <= 4
-
-        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
-
-
 @pytest.fixture
 def may_cancel(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Without it no server is told that a request was given up."""
@@ -565,7 +552,7 @@ def may_cancel(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @needs_time_limit
-def test_sessions_that_are_still_being_given_up_count_as_connections(
+def test_requests_given_up_while_the_standby_is_away_count_as_connections_and_leave_no_sessions(
     postgres: PostgreSQL, name: str, few: str, may_cancel: threading.Event
 ) -> None:
     most = 4 if few.startswith("database") else 8  # sessions have others beside them

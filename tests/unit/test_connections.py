@@ -27,16 +27,26 @@ from tests.contract.crew import start
 from tests.fixtures.eventually import eventually, never
 
 
-class Unfit(SQLite):
-    """Fails when its first connection has been opened, and keeps what that was."""
+class Noted(SQLite):
+    """Keeps what has been opened."""
 
-    def __init__(self, error: BaseException) -> None:
+    def __init__(self) -> None:
         super().__init__(fair=False)
-        self._error = error
         self.drivers: list[Any] = []
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         self.drivers.append(connection.connection)
+
+
+class Unfit(Noted):
+    """Fails when its first connection has been opened."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self._error = error
+
+    def prepare(self, connection: BaseDatabaseWrapper) -> None:
+        super().prepare(connection)
         if len(self.drivers) == 1:
             raise self._error
 
@@ -141,17 +151,6 @@ def test_a_connection_that_nobody_has_any_more_takes_no_place() -> None:
     gc.collect()
 
     own.give_back(own.borrow(), is_sound=False)
-
-
-class Noted(SQLite):
-    """Keeps what has been opened."""
-
-    def __init__(self) -> None:
-        super().__init__(fair=False)
-        self.drivers: list[Any] = []
-
-    def prepare(self, connection: BaseDatabaseWrapper) -> None:
-        self.drivers.append(connection.connection)
 
 
 @contextmanager
