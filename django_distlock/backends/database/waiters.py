@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import secrets
 import time
@@ -15,7 +14,7 @@ from django_distlock.engine.bells import ThreadBell
 from django_distlock.exceptions import Contended, LockBackendError
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
-from django_distlock.ground.naming import log_fields, printable
+from django_distlock.ground.naming import warn
 
 from .base import SHORT_PAUSE
 from .connections import OwnConnections, abandon
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from django_distlock.engine.bells import Bell
 
     from .dialect import Dialect
-
-logger = logging.getLogger("django_distlock")
 
 #: Seconds between two checks for waiters, and until a listener without waiters ends.
 TICK, LINGER = 1.0, 5.0
@@ -68,11 +65,7 @@ class Listener:
                 start_daemon(self._run, "distlock-listen")
         except NoThreadError as error:
             self._is_running = False
-            logger.warning(
-                "Waiters poll, as no thread can listen: %s",
-                printable(error),
-                extra=log_fields(None, self._connections.alias),
-            )
+            warn("Waiters poll, as no thread can listen: %s", error, using=self._connections.alias)
         except BaseException:
             self._is_running = False
             raise
@@ -104,10 +97,10 @@ class Listener:
             except Contended:
                 time.sleep(SHORT_PAUSE)
             except (LockBackendError, Error, OSError) as error:
-                logger.warning(
+                warn(
                     "Waiters poll, as the database cannot be listened to: %s",
-                    printable(error),
-                    extra=log_fields(None, self._connections.alias),
+                    error,
+                    using=self._connections.alias,
                 )
                 time.sleep(TICK)
 
@@ -164,9 +157,9 @@ class Notified(Listener):
     def _listen(self, connection: Any) -> None:
         if not self._hears(connection) and not self._has_told:
             self._has_told = True
-            logger.warning(
+            warn(
                 "Waiters poll, as the pooler before the database keeps its notifications: set OPTIONS 'listen' to False",
-                extra=log_fields(None, self._connections.alias),
+                using=self._connections.alias,
             )
         self._ring(None)
         with connection.wrap_database_errors:
