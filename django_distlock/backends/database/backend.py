@@ -211,8 +211,8 @@ class DatabaseBackend(BaseDatabaseBackend):
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
     ) -> Iterator[Purged]:
         """Delete each batch in a short transaction of its own; ValueError for arguments out of range."""
-        limits = purge.Limits(older_than, batch_size, dry_run)
-        return purge.purge(self._insist, self.keeps, limits)
+        purge.check_limits(older_than, batch_size)
+        return purge.purge(self._insist, self.keeps, older_than, batch_size, dry_run=dry_run)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Check the settings; with *databases*, check that the database can be used."""

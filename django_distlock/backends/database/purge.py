@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -51,26 +50,21 @@ _DELETE_COUNTERS = f"DELETE FROM {COUNTER} WHERE method_name IN {{these}}"
 _DELETE_WAITERS = f"DELETE FROM {WAITER} WHERE ticket IN {{these}} AND expires_at < %(dead)s"
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Delete rows older than so many seconds, *batch_size* rows in one transaction."""
-
-    older_than: float
-    batch_size: int
-    dry_run: bool
-
-    def __post_init__(self) -> None:
-        if not self.older_than >= LEAST_AGE:
-            msg = f"older_than must be {LEAST_AGE:g} seconds or more, not {self.older_than!r}."
-            raise ValueError(msg)
-        if not 1 <= self.batch_size <= LARGEST_BATCH:
-            msg = f"batch_size must be from 1 to {LARGEST_BATCH}, not {self.batch_size!r}."
-            raise ValueError(msg)
+def check_limits(older_than: float, batch_size: int) -> None:
+    if not older_than >= LEAST_AGE:
+        raise ValueError(f"older_than must be {LEAST_AGE:g} seconds or more, not {older_than!r}.")
+    if not 1 <= batch_size <= LARGEST_BATCH:
+        raise ValueError(f"batch_size must be from 1 to {LARGEST_BATCH}, not {batch_size!r}.")
 
 
-def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[Purged]:
-    """Purge, and yield each batch. *ask* runs a verb on a cursor in autocommit; *is_mine*: is a key of this alias."""
-    known = ask(_moment, limits)
+def purge(
+    ask: Ask, is_mine: Callable[[str], bool], older_than: float, batch_size: int, *, dry_run: bool
+) -> Iterator[Purged]:
+    """Purge, and yield each batch, of *batch_size* rows in one transaction.
+
+    *ask* runs a verb on a cursor in autocommit; *is_mine*: is a key of this alias.
+    """
+    known = ask(_moment, older_than, batch_size)
     ((first, last),) = ask(_fetched, _ENDS, known)
     first, last = first or 0, last or 0
     for look, *delete in ((_LOOK, _delete), (_LOOK_AT_WAITERS, _execute, _DELETE_WAITERS)):
@@ -78,20 +72,20 @@ def purge(ask: Ask, is_mine: Callable[[str], bool], limits: Limits) -> Iterator[
         while batch := ask(_fetched, look, {**known, "after": after}):
             after = batch[-1][0]
             keys = [key for key, method_name, is_old in batch if is_old and is_mine(method_name)]
-            deleted = ask(*delete, keys, known) if keys and not limits.dry_run else len(keys)
+            deleted = ask(*delete, keys, known) if keys and not dry_run else len(keys)
             done = (after - first + 1) / (last - first + 1) if look is _LOOK else 1.0
             yield Purged(len(batch), deleted, min(1.0, done))
 
 
-def _moment(cursor: CursorWrapper, limits: Limits) -> Parameters:
+def _moment(cursor: CursorWrapper, older_than: float, batch_size: int) -> Parameters:
     """Return the parameters of the statements: times of the server, the same for the whole purge."""
     now = server_now(cursor)
-    cutoff = now - timedelta(seconds=limits.older_than)
+    cutoff = now - timedelta(seconds=older_than)
     write = cursor.db.ops.adapt_datetimefield_value
     # A place in the queue that can no longer be renewed is useless, so older_than does not apply to it.
     dead = now - timedelta(seconds=LEAST_AGE)
     instants = {"now": write(now), "cutoff": write(cutoff), "dead": write(dead)}
-    return {**instants, "token": microseconds(cutoff), "size": limits.batch_size}
+    return {**instants, "token": microseconds(cutoff), "size": batch_size}
 
 
 def _fetched(cursor: CursorWrapper, statement: str, known: Parameters) -> list[tuple[Any, ...]]:
