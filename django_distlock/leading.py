@@ -27,8 +27,7 @@ class _Candidate(Lock):
     stop: threading.Event | None = None
 
     def __enter__(self) -> Lease:
-        wait = Wait(None) if self.stop is None else WaitUntil(self.stop)
-        return self.enter(wait.left, wait)
+        return self.enter(None if self.stop is None else WaitUntil(self.stop))
 
 
 def lead(

@@ -419,9 +419,9 @@ class Lock:
 
     # What the decorator and lock_all() build on.
 
-    def enter(self, timeout: float | None, wait: Wait | None = None) -> Lease:
-        """Do what ``with`` does at its begin, within *timeout* seconds; *wait*: see take()."""
-        return self.take(timeout, self._note_entry, wait=wait)
+    def enter(self, timeout: float | Wait | None) -> Lease:
+        """Do what ``with`` does at its begin, within *timeout* seconds, or until a Wait says so."""
+        return self.take(timeout, self._note_entry)
 
     async def aenter(self, timeout: float | None, *, caller: Caller | None = None) -> Lease:
         if not self.terms.cancel_when_lost:
@@ -446,17 +446,10 @@ class Lock:
         self._remember(lease)
         self._blocks.remove(next(block for block in [*self._blocks] if block.lease is lease))
 
-    def take(
-        self,
-        timeout: float | None,
-        note: Note = id,
-        *,
-        what: str = "with",
-        wait: Wait | None = None,
-    ) -> Lease:
+    def take(self, timeout: float | Wait | None, note: Note = id, *, what: str = "with") -> Lease:
         """Return a lease that is held, once *note* has it; LockNotAcquired if somebody else has it for *timeout* seconds.
 
-        *what* is called, for an error. -1 stands for the timeout of the alias; *wait* replaces the timeout while it is busy. LockLost if it has ended since its grant, LockNotHeld if it was released.
+        *what* is called, for an error. -1 stands for the timeout of the alias. LockLost if it has ended since its grant, LockNotHeld if it was released.
         """
         if self.terms.cancel_when_lost:
             raise nothing_to_cancel(what)
@@ -466,7 +459,7 @@ class Lock:
         entries = lease.entries
         try:
             if entered is None:
-                acquire(lease, timeout, wait)
+                acquire(lease, timeout)
                 note_held_here(backend.alias, self.name, lease.ref)
             else:
                 lease.enter()

@@ -73,25 +73,27 @@ LED = 5.0
 LAST = 0.25
 
 
-def acquire(lease: Lease, timeout: float | None, wait: Wait | None = None) -> None:
+def acquire(lease: Lease, timeout: float | Wait | None) -> None:
     """Acquire the lock of the pending *lease* within *timeout* seconds; None: without a limit, -1: as the alias says.
 
-    *wait* takes the place of *timeout* once it is found busy.
+    A Wait ends when it says so.
     LockNotAcquired if somebody else has it until then; LockBackendError, LockDeadlock.
     """
     backend, came = lease.backend, clock.wait_time()
     if timeout == -1:
         timeout = backend.timeout
+    wait = timeout if isinstance(timeout, Wait) else None
+    left = timeout.left if isinstance(timeout, Wait) else timeout
     attempt: Attempt | None = None
     answer: Answer | None = None
     start = 0.0
     try:
         registry.add(lease)
         if _may_ask_at_once(lease):
-            queued = timeout != 0 and backend.waiting.queueing is Queueing.BY_TRYING
+            queued = left != 0 and backend.waiting.queueing is Queueing.BY_TRYING
             start = clock.lease_time()
             try:
-                answer = backend.try_acquire(lease.request, queued=queued, left=timeout)
+                answer = backend.try_acquire(lease.request, queued=queued, left=left)
             except LockBackendError as error:
                 # With its frames, which have the lease, it would keep that alive.
                 answer = error.with_traceback(None)
@@ -100,10 +102,10 @@ def acquire(lease: Lease, timeout: float | None, wait: Wait | None = None) -> No
             calls = Calls(
                 backend.try_acquire, backend.probe, backend.abandon, backend.enqueue, backend.sleep
             )
-            attempt = Attempt(lease, wait or Wait(timeout, came), calls, ThreadBell())
+            attempt = Attempt(lease, wait or Wait(left, came), calls, ThreadBell())
             run(attempt.steps(start, answer), call)
     except BaseException as error:
-        attempt = attempt or Attempt(lease, wait or Wait(timeout, came))
+        attempt = attempt or Attempt(lease, wait or Wait(left, came))
         try:
             _end(attempt, error)
         except BaseException:
@@ -125,7 +127,7 @@ def check_asyncio(alias: str) -> None:
         )
 
 
-async def aacquire(lease: Lease, timeout: float | None, wait: Wait | None = None) -> None:
+async def aacquire(lease: Lease, timeout: float | None) -> None:
     backend, came = lease.backend, clock.wait_time()
     check_asyncio(backend.alias)
     if timeout == -1:
@@ -152,10 +154,10 @@ async def aacquire(lease: Lease, timeout: float | None, wait: Wait | None = None
                 backend.aenqueue,
                 backend.asleep,
             )
-            attempt = Attempt(lease, wait or Wait(timeout, came), calls, TaskBell())
+            attempt = Attempt(lease, Wait(timeout, came), calls, TaskBell())
             await arun(attempt.steps(start, answer), call)
     except BaseException as error:
-        attempt = attempt or Attempt(lease, wait or Wait(timeout, came))
+        attempt = attempt or Attempt(lease, Wait(timeout, came))
         try:
             _end(attempt, error)
         except BaseException:
