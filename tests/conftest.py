@@ -19,6 +19,7 @@ pytest_plugins = [
     "tests.fixtures.browser",
     "tests.fixtures.celery_worker",
     "tests.fixtures.certificate",
+    "tests.fixtures.clocks",
     "tests.fixtures.databases",
     "tests.fixtures.etcd",
     "tests.fixtures.memcached",

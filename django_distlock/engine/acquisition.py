@@ -504,11 +504,10 @@ class Attempt:
             return
         self._begin_to_wait(has_place=True)
         if self._way is not Way.ON_SERVER:
-            self.wait.holder = self.busy.mark or self.busy.holder
             if self.backend.has_leader(self.request):
                 seconds = self.wait.bounded(LED)
             else:
-                seconds = waiting.pause(self.wait, self.busy.remaining)
+                seconds = waiting.pause(self.wait, self.busy)
             if self._tries_places:
                 yield self._rest(self.bell.wait, seconds)
             else:

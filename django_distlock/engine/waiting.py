@@ -6,9 +6,13 @@ import enum
 import random
 import threading
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from django_distlock.conf import LONGEST
 from django_distlock.ground import clock
+
+if TYPE_CHECKING:
+    from .values import Busy
 
 SHORTEST_PAUSE = 0.005
 LONGEST_PAUSE = 0.25
@@ -22,6 +26,8 @@ LOOK = 1.0
 TURNS = 16
 #: How many locks Turns keeps at most.
 MOST_KNOWN = 1000
+#: The holder before one was seen.
+_NOBODY = object()
 
 
 class Way(enum.Enum):
@@ -63,21 +69,21 @@ class Waiting:
         """Whether waiters only look again after pauses, because nothing wakes them."""
         return self.look_again is None and self.way in {Way.POLL, Way.LOOK}
 
-    def pause(self, wait: Wait, remaining: float | None) -> float:
-        """Return the seconds to sleep before the next try; *remaining*: seconds left of the holder's lease."""
+    def pause(self, wait: Wait, busy: Busy) -> float:
+        """Return the seconds to sleep before the next try, after one that found the lock *busy*."""
         if self.polls:
-            seconds = wait.pauses.next(clock.wait_time(), wait.holder)
-            return wait.bounded(seconds if remaining is None else min(seconds, remaining))
-        if self.look_again is not None:
-            bound = self.look_again if remaining is None else min(self.look_again, remaining)
-            return wait.bounded(bound)
-        return wait.next_pause(remaining, longest=LONGEST_WAKEABLE_PAUSE)
+            seconds = wait.pause_behind(busy.mark or busy.holder)
+        elif self.look_again is not None:
+            seconds = self.look_again
+        else:
+            return wait.next_pause(busy.remaining, longest=LONGEST_WAKEABLE_PAUSE)
+        return wait.bounded(seconds, busy.remaining)
 
 
 class Wait:
     """One caller's wait: when it ends, and how long its next pause is."""
 
-    __slots__ = ("_began", "_ends", "_pause", "holder", "pauses")
+    __slots__ = ("_began", "_ends", "_holder", "_pause", "_seen_since")
 
     def __init__(self, timeout: float | None, began: float | None = None) -> None:
         """*timeout* is in seconds; None: no limit, 0: one try. *began* is a ``clock.wait_time()``, by default now."""
@@ -85,9 +91,9 @@ class Wait:
         # Some drivers and servers accept no more, and 31 years are enough.
         self._ends = None if timeout is None else self._began + min(timeout, LONGEST)
         self._pause = SHORTEST_PAUSE
-        #: For waits that nothing wakes: the pauses, and the mark of the holding that was seen last.
-        self.pauses = Pauses()
-        self.holder: object = None
+        #: For waits that nothing wakes: the holding that was seen last, and since when.
+        self._holder: object = _NOBODY
+        self._seen_since = 0.0
 
     @property
     def is_for_one_try(self) -> bool:
@@ -114,11 +120,21 @@ class Wait:
         (M. Brooker, "Exponential Backoff And Jitter", 2015).
         """
         self._pause = min(longest, random.uniform(SHORTEST_PAUSE, self._pause * 3))  # noqa: S311
-        return self.bounded(min([self._pause, *(bound for bound in bounds if bound is not None)]))
+        return self.bounded(self._pause, *bounds)
 
-    def bounded(self, seconds: float) -> float:
-        left = self.left
-        return max(0.0, seconds if left is None else min(seconds, left))
+    def pause_behind(self, holder: object) -> float:
+        """Return the next pause in seconds where nothing wakes: short at first, longer while the lock keeps its *holder*.
+
+        *holder* identifies the holding, None if it is not known.
+        """
+        now = clock.wait_time()
+        if holder != self._holder:
+            self._holder, self._seen_since = holder, now
+        return poll_pause(now - self._seen_since)
+
+    def bounded(self, *seconds: float | None) -> float:
+        """Return the least of *seconds*, within the time left; None is no bound."""
+        return max(0.0, min(each for each in (*seconds, self.left) if each is not None))
 
 
 class WaitUntil(Wait):
@@ -145,20 +161,6 @@ def poll_pause(seen: float) -> float:
     It is random, so that waiters that have waited equally long come first equally often.
     """
     return random.uniform(0.5, 1.0) * min(LONGEST_POLL, max(SHORTEST_POLL, seen * SHARE))  # noqa: S311
-
-
-class Pauses:
-    """The pauses of one wait: short at first, longer while the lock keeps its holder."""
-
-    def __init__(self) -> None:
-        self._holder: object = self  # no holder was seen yet
-        self._since = 0.0
-
-    def next(self, now: float, holder: object) -> float:
-        """Return the next pause; *holder* identifies the holding, None if it is not known."""
-        if holder != self._holder:
-            self._holder, self._since = holder, now
-        return poll_pause(now - self._since)
 
 
 @dataclass(slots=True)

@@ -339,7 +339,7 @@ def test_split_votes_clear_up(servers: list[Redis], make: Make, name: str) -> No
         nonlocal inside, most
         request = _request(backend, name)
         while not isinstance(backend.try_acquire(request, queued=False), Grant):
-            backend.sleep(request, ThreadBell(), backend.waiting.pause(Wait(None), None))
+            backend.sleep(request, ThreadBell(), backend.waiting.pause(Wait(None), Busy()))
         with mutex:
             inside += 1
             most = max(most, inside)

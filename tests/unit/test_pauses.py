@@ -16,10 +16,11 @@ from django_distlock.engine.waiting import (
     MOST_KNOWN,
     SHORTEST_POLL as SHORTEST,
     TURNS,
-    Pauses,
     Turns,
+    Wait,
     poll_pause,
 )
+from tests.fixtures.clocks import StoppedClock
 
 
 @pytest.mark.parametrize("seen", [0.0, 0.05, 1.0, 2.5, 3600.0])
@@ -32,24 +33,28 @@ def test_a_pause_is_about_a_tenth_of_the_time_that_the_holder_was_seen_for(seen:
     assert longest * 0.95 < max(drawn) <= longest
 
 
-def test_the_pauses_of_a_wait_grow_while_the_holder_stays() -> None:
-    wait, now, asked = Pauses(), 100.0, 0
-    while now < 110.0:
-        now += wait.next(now, "the holder")
+def test_the_pauses_of_a_wait_grow_while_the_holder_stays(wait_clock: StoppedClock) -> None:
+    wait, asked = Wait(None), 0
+    while wait.waited < 10.0:
+        wait_clock.now += wait.pause_behind("the holder")
         asked += 1
 
-    assert wait.next(now, "the holder") >= LONGEST / 2
+    assert wait.pause_behind("the holder") >= LONGEST / 2
     assert asked < 150
 
 
 @pytest.mark.parametrize("after", ["another holder", None])
-def test_they_are_short_again_when_it_changes_hands(after: object) -> None:
-    wait = Pauses()
-    wait.next(100.0, "the holder")
-    assert wait.next(110.0, "the holder") > SHORTEST
+def test_they_are_short_again_when_it_changes_hands(
+    wait_clock: StoppedClock, after: object
+) -> None:
+    wait = Wait(None)
+    wait.pause_behind("the holder")
+    wait_clock.now += 10.0
+    assert wait.pause_behind("the holder") > SHORTEST
 
-    assert wait.next(110.2, after) <= SHORTEST
-    assert wait.next(110.21, after) <= SHORTEST
+    assert wait.pause_behind(after) <= SHORTEST
+    wait_clock.now += 0.01
+    assert wait.pause_behind(after) <= SHORTEST
 
 
 def test_nobody_lets_others_go_first_who_was_never_refused() -> None:
@@ -152,22 +157,24 @@ def test_not_more_locks_are_known_than_a_process_can_bear() -> None:
     assert 0 < len(turns.wanted) <= MOST_KNOWN
 
 
-def test_of_eight_who_want_it_at_once_each_has_it_about_as_often() -> None:
+def test_of_eight_who_want_it_at_once_each_has_it_about_as_often(
+    wait_clock: StoppedClock,
+) -> None:
     """Simulated: holds of a millisecond, by processes that want it again a moment after they had it."""
     random.seed(1)
-    turns, waits = [Turns() for _ in range(8)], [Pauses() for _ in range(8)]
+    turns, waits = [Turns() for _ in range(8)], [Wait(None) for _ in range(8)]
     next_look, served = [0.0] * 8, list[int]()
     holding, ends, owner = -1, 0.0, 0
     while len(served) < 2_000:
         who = min(range(8), key=next_look.__getitem__)
-        now = next_look[who]
+        now = wait_clock.now = next_look[who]
         if now < ends:
             turns[who].refused("key")
-            next_look[who] = now + waits[who].next(now, (holding, owner))
+            next_look[who] = now + waits[who].pause_behind((holding, owner))
             continue
         holding, ends, owner = who, now + 0.001, owner + 1
         served.append(who)
-        waits[who] = Pauses()
+        waits[who] = Wait(None)
         turns[who].granted("key", now)
         turns[who].released("key", ends)
         next_look[who] = ends + max(0.0002, turns[who].first_pause("key", ends))

@@ -7,28 +7,12 @@ import random
 import pytest
 
 from django_distlock.engine import waiting
+from django_distlock.engine.values import Busy
 from django_distlock.engine.waiting import Wait, Waiting, Way
-from django_distlock.ground import clock
+from tests.fixtures.clocks import StoppedClock
 
 
-class Clock:
-    """A clock that stands until it is told to go on."""
-
-    def __init__(self) -> None:
-        self.now = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def wait_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    stopped = Clock()
-    monkeypatch.setattr(clock, "wait_time", stopped)
-    return stopped
-
-
-def test_a_wait_counts_down_to_zero_and_no_further(wait_clock: Clock) -> None:
+def test_a_wait_counts_down_to_zero_and_no_further(wait_clock: StoppedClock) -> None:
     wait = Wait(5)
     assert (wait.waited, wait.left, wait.is_over) == (0, 5, False)
 
@@ -42,14 +26,14 @@ def test_a_wait_counts_down_to_zero_and_no_further(wait_clock: Clock) -> None:
     assert (wait.waited, wait.left, wait.is_over) == (105, 0, True)
 
 
-def test_no_timeout_is_over_at_once(wait_clock: Clock) -> None:
+def test_no_timeout_is_over_at_once(wait_clock: StoppedClock) -> None:
     wait = Wait(0)
 
     assert wait.is_over
     assert wait.next_pause() == 0
 
 
-def test_a_wait_for_ever_is_never_over(wait_clock: Clock) -> None:
+def test_a_wait_for_ever_is_never_over(wait_clock: StoppedClock) -> None:
     wait = Wait(None)
     wait_clock.now += 1e9
 
@@ -58,7 +42,7 @@ def test_a_wait_for_ever_is_never_over(wait_clock: Clock) -> None:
     assert wait.bounded(1e6) == 1e6
 
 
-def test_pauses_never_reach_past_the_end(wait_clock: Clock) -> None:
+def test_pauses_never_reach_past_the_end(wait_clock: StoppedClock) -> None:
     for _ in range(200):
         timeout = random.uniform(0, 2)
         wait = Wait(timeout)
@@ -68,7 +52,7 @@ def test_pauses_never_reach_past_the_end(wait_clock: Clock) -> None:
             wait_clock.now += pause + 0.001
 
 
-def test_pauses_grow_from_short_ones_to_the_longest(wait_clock: Clock) -> None:
+def test_pauses_grow_from_short_ones_to_the_longest(wait_clock: StoppedClock) -> None:
     wait = Wait(None)
     pauses = [wait.next_pause() for _ in range(200)]
 
@@ -77,7 +61,7 @@ def test_pauses_grow_from_short_ones_to_the_longest(wait_clock: Clock) -> None:
     assert max(pauses) > 0.9 * waiting.LONGEST_PAUSE
 
 
-def test_each_pause_is_at_most_three_times_the_one_before(wait_clock: Clock) -> None:
+def test_each_pause_is_at_most_three_times_the_one_before(wait_clock: StoppedClock) -> None:
     wait = Wait(None)
     before = waiting.SHORTEST_PAUSE
     for _ in range(500):
@@ -86,13 +70,13 @@ def test_each_pause_is_at_most_three_times_the_one_before(wait_clock: Clock) -> 
         before = pause
 
 
-def test_two_waiters_do_not_pause_alike(wait_clock: Clock) -> None:
+def test_two_waiters_do_not_pause_alike(wait_clock: StoppedClock) -> None:
     first, second = Wait(None), Wait(None)
 
     assert [first.next_pause() for _ in range(10)] != [second.next_pause() for _ in range(10)]
 
 
-def test_a_pause_is_bounded_by_what_is_known_of_the_holder(wait_clock: Clock) -> None:
+def test_a_pause_is_bounded_by_what_is_known_of_the_holder(wait_clock: StoppedClock) -> None:
     wait = Wait(60)
     for _ in range(50):
         wait.next_pause()
@@ -101,28 +85,28 @@ def test_a_pause_is_bounded_by_what_is_known_of_the_holder(wait_clock: Clock) ->
     assert wait.next_pause(None, 0.0) == 0
 
 
-def test_where_waiters_are_woken_pauses_may_be_longer(wait_clock: Clock) -> None:
+def test_where_waiters_are_woken_pauses_may_be_longer(wait_clock: StoppedClock) -> None:
     wait = Wait(None)
     pauses = [wait.next_pause(longest=waiting.LONGEST_WAKEABLE_PAUSE) for _ in range(300)]
 
     assert waiting.LONGEST_PAUSE < max(pauses) <= waiting.LONGEST_WAKEABLE_PAUSE
 
 
-def test_a_wait_may_have_begun_before(wait_clock: Clock) -> None:
+def test_a_wait_may_have_begun_before(wait_clock: StoppedClock) -> None:
     wait = Wait(5, began=wait_clock.now - 2)
 
     assert (wait.waited, wait.left) == (2, 3)
 
 
 def test_who_is_woken_looks_again_after_a_fixed_time_or_when_the_lease_ends(
-    wait_clock: Clock,
+    wait_clock: StoppedClock,
 ) -> None:
     waits = Waiting(way=Way.LISTEN, look_again=0.2)
 
-    assert waits.pause(Wait(60), None) == 0.2
-    assert waits.pause(Wait(60), 0.1) == 0.1
-    assert waits.pause(Wait(60), 9) == 0.2
-    assert waits.pause(Wait(0.125), None) == 0.125
+    assert waits.pause(Wait(60), Busy()) == 0.2
+    assert waits.pause(Wait(60), Busy(remaining=0.1)) == 0.1
+    assert waits.pause(Wait(60), Busy(remaining=9)) == 0.2
+    assert waits.pause(Wait(0.125), Busy()) == 0.125
 
 
 @pytest.mark.parametrize(
@@ -133,13 +117,15 @@ def test_who_is_woken_looks_again_after_a_fixed_time_or_when_the_lease_ends(
         (Way.LISTEN, waiting.LONGEST_WAKEABLE_PAUSE),
     ],
 )
-def test_only_who_is_woken_may_pause_for_long(wait_clock: Clock, way: Way, longest: float) -> None:
+def test_only_who_is_woken_may_pause_for_long(
+    wait_clock: StoppedClock, way: Way, longest: float
+) -> None:
     wait, waits = Wait(None), Waiting(way=way)
 
     pauses = []
     for _ in range(300):
-        pauses.append(waits.pause(wait, None))
+        pauses.append(waits.pause(wait, Busy()))
         wait_clock.now += pauses[-1]
 
     assert 0.9 * longest < max(pauses) <= longest
-    assert all(waits.pause(wait, 0.001) == 0.001 for _ in range(10))
+    assert all(waits.pause(wait, Busy(remaining=0.001)) == 0.001 for _ in range(10))

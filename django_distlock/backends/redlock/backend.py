@@ -22,7 +22,7 @@ from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.leftovers import until_done
 from django_distlock.engine.steps import arun, run
-from django_distlock.engine.values import Held, Release, Request
+from django_distlock.engine.values import Busy, Held, Release, Request
 from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
@@ -41,9 +41,8 @@ class _RandomPauses(Waiting):
 
     __slots__ = ()
 
-    def pause(self, wait: Wait, remaining: float | None) -> float:
-        pause = random.uniform(*PAUSE)  # noqa: S311 - to differ is enough
-        return wait.bounded(pause if remaining is None else min(pause, remaining))
+    def pause(self, wait: Wait, busy: Busy) -> float:
+        return wait.bounded(random.uniform(*PAUSE), busy.remaining)  # noqa: S311 - to differ is enough
 
 
 class RedlockBackend(StepsBackend):
