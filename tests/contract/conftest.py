@@ -12,7 +12,6 @@ import pytest
 from django_distlock import locks
 from django_distlock.conf import read_alias, read_settings
 from django_distlock.engine.registry import registry
-from django_distlock.ground import clock
 from tests.fixtures.eventually import eventually
 from tests.fixtures.processes import Child, Spawn
 
@@ -141,19 +140,6 @@ def faulty(using: str) -> Iterator[Faulty]:
     locks.replace(using, backend)
     yield backend
     backend.heal()
-
-
-@pytest.fixture
-def put_forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Puts our own clock of leases so many seconds ahead; what is due then is soon looked for."""
-    real, ahead = clock.lease_time, 0.0
-
-    def put(seconds: float) -> None:
-        nonlocal ahead
-        ahead = seconds
-
-    monkeypatch.setattr(clock, "lease_time", lambda: real() + ahead)
-    return put
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
 from django_distlock.ground import clock
 from django_distlock.ground.clock import drift
+from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
 
 from .crew import start
@@ -20,7 +21,6 @@ from .profiles import lacks, needs
 from .rivals import Rival
 
 pytestmark = [needs("leased"), lacks("variant")]
-Clock = Callable[[float], None]
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ async def test_a_body_that_wants_it_so_is_cancelled_when_its_lease_is_lost(
 @lacks("whole_seconds")
 @pytest.mark.parametrize("trouble", ["hang", "fail"])
 def test_a_lease_whose_renewal_is_late_or_failed_is_in_jeopardy_before_it_is_lost(
-    faulty: Faulty, using: str, name: str, trouble: str, put_forward: Clock
+    faulty: Faulty, using: str, name: str, trouble: str, put_forward: PutForward
 ) -> None:
     lease = lock(name, using=using, ttl=100).acquire()
     assert lease
@@ -132,7 +132,7 @@ def test_a_lease_whose_renewal_is_late_or_failed_is_in_jeopardy_before_it_is_los
 @pytest.mark.slow
 @lacks("whole_seconds")
 def test_a_lease_survives_renewals_that_fail_for_a_while(
-    faulty: Faulty, using: str, name: str, put_forward: Clock
+    faulty: Faulty, using: str, name: str, put_forward: PutForward
 ) -> None:
     with lock(name, using=using, ttl=100) as lease:
         first = lease.deadline
@@ -155,7 +155,7 @@ def test_a_lease_survives_renewals_that_fail_for_a_while(
 @pytest.mark.slow
 @lacks("whole_seconds")
 def test_a_hung_server_does_not_delay_the_renewals_of_another_alias(
-    faulty: Faulty, using: str, name: str, put_forward: Clock
+    faulty: Faulty, using: str, name: str, put_forward: PutForward
 ) -> None:
     faulty.hang("extend")
     hung = lock(name, using=using, ttl=100).acquire()
@@ -236,7 +236,7 @@ def test_who_asks_late_is_told_at_once(using: str, name: str, tick: float) -> No
 
 
 @lacks("whole_seconds")
-def test_a_released_lease_tells_nobody(using: str, name: str, put_forward: Clock) -> None:
+def test_a_released_lease_tells_nobody(using: str, name: str, put_forward: PutForward) -> None:
     told: list[str] = []
     with lock(name, using=using, ttl=100) as lease:
         lease.on_lost(told.append)
@@ -248,7 +248,9 @@ def test_a_released_lease_tells_nobody(using: str, name: str, put_forward: Clock
 
 
 @lacks("whole_seconds")
-def test_a_callback_that_fails_hinders_no_other(using: str, name: str, put_forward: Clock) -> None:
+def test_a_callback_that_fails_hinders_no_other(
+    using: str, name: str, put_forward: PutForward
+) -> None:
     lease = lock(name, using=using, ttl=100, renew=False).acquire()
     assert lease
     told: list[str] = []

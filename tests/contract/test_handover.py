@@ -10,6 +10,7 @@ from django.core.signing import BadSignature
 
 from django_distlock import Lease, LockLost, LockNotHeld, lock
 from django_distlock.engine.lease import State
+from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
@@ -106,7 +107,7 @@ async def test_a_task_can_detach_and_attach(using: str, name: str) -> None:
 
 @pytest.mark.slow
 def test_an_attached_lease_is_renewed(
-    using: str, name: str, rival: Rivals, put_forward: Callable[[float], None]
+    using: str, name: str, rival: Rivals, put_forward: PutForward
 ) -> None:
     other = rival()
     _, text = _detached(using, name, ttl=100)
@@ -199,7 +200,7 @@ def test_max_hold_is_counted_from_the_acquire(
 
 
 def test_max_hold_goes_on_while_the_text_travels(
-    using: str, name: str, put_forward: Callable[[float], None]
+    using: str, name: str, put_forward: PutForward
 ) -> None:
     taken = lock(name, using=using, ttl=100, max_hold=50).acquire()
     assert taken
@@ -214,7 +215,7 @@ def test_max_hold_goes_on_while_the_text_travels(
 
 
 def test_a_text_whose_max_hold_is_over_is_a_loss(
-    using: str, name: str, put_forward: Callable[[float], None], rival: Rivals, tick: float
+    using: str, name: str, put_forward: PutForward, rival: Rivals, tick: float
 ) -> None:
     taken = lock(name, using=using, ttl=10 * tick, max_hold=10 * tick).acquire()
     assert taken

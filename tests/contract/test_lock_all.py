@@ -12,6 +12,7 @@ import pytest
 
 from django_distlock import Lease, Lock, LockNotAcquired, LockNotHeld, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
+from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.processes import Child
 
@@ -22,7 +23,6 @@ from .rivals import Rival
 
 pytestmark = lacks("variant")
 Rivals = Callable[..., Rival]
-Clock = Callable[[float], None]
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_they_are_reentrant_one_by_one(using: str, names: list[str]) -> None:
 @needs("leased")
 @pytest.mark.parametrize("call", ["with", "acquire"])
 def test_the_block_begins_only_while_all_are_held(
-    backend: BaseLockBackend, names: list[str], rival: Rivals, put_forward: Clock, call: str
+    backend: BaseLockBackend, names: list[str], rival: Rivals, put_forward: PutForward, call: str
 ) -> None:
     other = rival(of=names[2])
     other.takes()
@@ -225,7 +225,7 @@ def test_the_block_begins_only_while_all_are_held(
 @needs("leased")
 @pytest.mark.parametrize("call", ["with", "acquire"])
 async def test_a_task_begins_only_while_all_are_held(
-    backend: BaseLockBackend, names: list[str], rival: Rivals, put_forward: Clock, call: str
+    backend: BaseLockBackend, names: list[str], rival: Rivals, put_forward: PutForward, call: str
 ) -> None:
     other = rival(of=names[2])
     await asyncio.to_thread(other.takes)

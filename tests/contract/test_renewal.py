@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from django_distlock import LockLost, lock
+from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
 
 from .crew import start
@@ -17,7 +18,6 @@ from .profiles import lacks, needs
 from .rivals import Rival
 
 pytestmark = [needs("leased"), lacks("variant")]
-Clock = Callable[[float], None]
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_our_own_deadline_is_before_the_end_on_the_server(
 
 @lacks("whole_seconds")
 def test_renewals_of_many_leases_go_together(
-    faulty: Faulty, using: str, name: str, put_forward: Clock
+    faulty: Faulty, using: str, name: str, put_forward: PutForward
 ) -> None:
     with ExitStack() as stack:
         leases = [stack.enter_context(lock(f"{name}:{n}", using=using, ttl=100)) for n in range(20)]
@@ -83,7 +83,7 @@ def test_renewals_of_many_leases_go_together(
 @pytest.mark.usefixtures("is_never_hung")
 @lacks("whole_seconds")
 def test_the_lost_reply_of_a_renewal_is_asked_for_again_at_once(
-    faulty: Faulty, using: str, name: str, put_forward: Clock, caplog: pytest.LogCaptureFixture
+    faulty: Faulty, using: str, name: str, put_forward: PutForward, caplog: pytest.LogCaptureFixture
 ) -> None:
     with lock(name, using=using, ttl=100) as lease:
         before = lease.deadline
@@ -97,7 +97,7 @@ def test_the_lost_reply_of_a_renewal_is_asked_for_again_at_once(
 
 @lacks("whole_seconds")
 def test_renewal_stops_at_the_release(
-    faulty: Faulty, using: str, name: str, tick: float, put_forward: Clock
+    faulty: Faulty, using: str, name: str, tick: float, put_forward: PutForward
 ) -> None:
     with lock(name, using=using, ttl=100) as lease:
         first = lease.deadline
@@ -111,7 +111,7 @@ def test_renewal_stops_at_the_release(
 
 @lacks("whole_seconds")
 def test_what_is_being_released_is_not_renewed(
-    faulty: Faulty, using: str, name: str, tick: float, put_forward: Clock
+    faulty: Faulty, using: str, name: str, tick: float, put_forward: PutForward
 ) -> None:
     lease = lock(name, using=using, ttl=100).acquire()
     assert lease
@@ -131,7 +131,7 @@ def test_what_is_being_released_is_not_renewed(
 
 @lacks("whole_seconds")
 def test_a_renewal_that_comes_back_after_the_release_changes_nothing(
-    faulty: Faulty, using: str, name: str, rival: Callable[..., Rival], put_forward: Clock
+    faulty: Faulty, using: str, name: str, rival: Callable[..., Rival], put_forward: PutForward
 ) -> None:
     other = rival()
     hung = faulty.hang("extend")
@@ -151,7 +151,7 @@ def test_a_renewal_that_comes_back_after_the_release_changes_nothing(
 
 @lacks("whole_seconds")
 def test_the_server_may_tell_that_a_lease_is_not_ours_any_more(
-    faulty: Faulty, using: str, name: str, rival: Callable[..., Rival], put_forward: Clock
+    faulty: Faulty, using: str, name: str, rival: Callable[..., Rival], put_forward: PutForward
 ) -> None:
     other = rival(ttl=100)
     lease = lock(name, using=using, ttl=100).acquire()

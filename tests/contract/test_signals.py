@@ -38,6 +38,7 @@ from django_distlock.signals import (
     lock_lost,
     lock_released,
 )
+from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import aeventually, eventually
 
 from .faults import Faulty
@@ -339,7 +340,7 @@ def test_a_receiver_that_fails_breaks_no_forced_release(
 
 @needs("leased")
 def test_no_body_begins_on_a_lease_that_outlived_a_slow_receiver_no_more(
-    using: str, name: str, connect: Connect, put_forward: Callable[[float], None]
+    using: str, name: str, connect: Connect, put_forward: PutForward
 ) -> None:
     ends = iter(range(150, 1500, 150))
     connect(lock_acquired, lambda **facts: put_forward(next(ends)))
@@ -357,7 +358,7 @@ def test_no_body_begins_on_a_lease_that_outlived_a_slow_receiver_no_more(
 
 @needs("leased")
 def test_lock_all_tells_of_a_loss_if_no_time_is_left_to_begin_again(
-    using: str, name: str, connect: Connect, put_forward: Callable[[float], None]
+    using: str, name: str, connect: Connect, put_forward: PutForward
 ) -> None:
     ends = iter([60, 120])
     connect(lock_acquired, lambda **facts: put_forward(next(ends)))
@@ -373,7 +374,7 @@ def test_lock_all_tells_of_a_loss_if_no_time_is_left_to_begin_again(
 
 @needs("leased")
 async def test_no_body_of_a_task_begins_on_a_lease_that_has_ended(
-    using: str, name: str, put_forward: Callable[[float], None]
+    using: str, name: str, put_forward: PutForward
 ) -> None:
     ends = iter(range(150, 1500, 150))
     mine = lock(name, using=using, ttl=100, renew=False)

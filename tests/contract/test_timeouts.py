@@ -15,6 +15,7 @@ import time_machine
 
 from django_distlock import Lock, LockBackendError, LockNotAcquired, lock
 from django_distlock.engine.background import TRIES
+from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import aeventually, eventually, never
 
 from .crew import held_in_thread, start
@@ -185,7 +186,7 @@ class TestWhileOtherTasksKeepAllThreadsBusy:
         name: str,
         faulty: Faulty,
         hung: threading.Event,
-        put_forward: Callable[[float], None],
+        put_forward: PutForward,
     ) -> None:
         taken = asyncio.create_task(
             lock(name, using=using, ttl=30, renew=False).aacquire(timeout=60)

@@ -26,6 +26,7 @@ from django_distlock.engine.values import Release, Request
 from django_distlock.ground import clock
 from django_distlock.ground.clock import drift
 from django_distlock.ground.holder import Holder
+from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually
 
 
@@ -35,20 +36,6 @@ async def test_attach_takes_a_text(text: Any) -> None:
         Lease.attach(text)
     with pytest.raises(TypeError, match="takes the text that detach"):
         await Lease.aattach(text)
-
-
-class Clock:
-    """The clock of leases, put forward at will."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.ahead = 0.0
-        real = clock.lease_time
-        monkeypatch.setattr(clock, "lease_time", lambda: real() + self.ahead)
-
-
-@pytest.fixture
-def lease_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
 
 
 def _taken(name: str = "a", **terms: object) -> Lease:
@@ -70,16 +57,16 @@ def test_our_deadline_is_before_the_servers_by_the_drift_of_clocks(
 
 
 def test_it_is_lost_when_the_deadline_passes_and_not_before(
-    memory: LocMemBackend, lease_clock: Clock
+    memory: LocMemBackend, put_forward: PutForward
 ) -> None:
     lease = _taken(ttl=100)
 
-    lease_clock.ahead = 90
+    put_forward(90)
     lease.check()
     assert lease.held
     assert 0 < lease.remaining < 9
 
-    lease_clock.ahead = 99
+    put_forward(99)
     assert lease.lost
     assert not lease.held
     assert lease.remaining == 0
@@ -105,68 +92,69 @@ def test_one_that_the_exit_gives_back_during_its_release_was_not_lost(
 
 
 def test_each_check_reads_the_clock_anew_so_that_a_frozen_process_learns_first_thing(
-    memory: LocMemBackend, lease_clock: Clock
+    memory: LocMemBackend, put_forward: PutForward
 ) -> None:
     lease = _taken(ttl=100)
     lease.check()
 
-    lease_clock.ahead = 1_000
+    put_forward(1_000)
 
     with pytest.raises(LockLost):
         lease.check()
 
 
 def test_lost_is_final_even_if_the_clock_went_back(
-    memory: LocMemBackend, lease_clock: Clock
+    memory: LocMemBackend, put_forward: PutForward
 ) -> None:
     lease = _taken(ttl=100)
-    lease_clock.ahead = 100
+    put_forward(100)
     assert lease.lost
 
-    lease_clock.ahead = 0
+    put_forward(0)
 
     assert lease.lost
     assert lease.state is State.LOST
 
 
 def test_it_is_in_jeopardy_when_its_renewal_is_late(
-    memory: LocMemBackend, lease_clock: Clock
+    memory: LocMemBackend, put_forward: PutForward
 ) -> None:
     lease, calm = _taken(ttl=100, renew=True), _taken("b", ttl=100, renew=False)
     lease.due = math.inf
 
-    lease_clock.ahead = 40
+    put_forward(40)
     assert not lease.in_jeopardy
-    lease_clock.ahead = 60
+    put_forward(60)
     assert lease.held
     assert lease.in_jeopardy
     assert not calm.in_jeopardy
-    lease_clock.ahead = 100
+    put_forward(100)
     assert not lease.in_jeopardy
 
 
 def test_it_is_in_no_jeopardy_because_its_max_hold_ends(
-    memory: LocMemBackend, lease_clock: Clock
+    memory: LocMemBackend, put_forward: PutForward
 ) -> None:
     lease = _taken(ttl=100, max_hold=150, renew=True)
     lease.due = math.inf
 
-    lease_clock.ahead = 80
+    put_forward(80)
     assert lease.in_jeopardy
     lease.extend()
-    for lease_clock.ahead in (80, 110, 140):
+    for seconds in (80, 110, 140):
+        put_forward(seconds)
         assert not lease.in_jeopardy
-    lease_clock.ahead = 150
+    put_forward(150)
     assert lease.lost
 
 
-def test_released_is_final_and_tells_nobody(memory: LocMemBackend, lease_clock: Clock) -> None:
+def test_released_is_final_and_tells_nobody(memory: LocMemBackend, put_forward: PutForward) -> None:
     told: list[str] = []
     lease = _taken()
     lease.on_lost(told.append)
     lease.release()
 
-    lease_clock.ahead = 1_000
+    put_forward(1_000)
     lease.lose("too late")
 
     assert lease.state is State.RELEASED
@@ -228,10 +216,10 @@ def test_an_exception_from_outside_at_the_end_keeps_nothing_from_those_who_wait_
 
 @pytest.mark.timeout(10)  # seconds, for a finalizer that would wait for its own thread
 def test_a_finalizer_may_release_whatever_its_thread_holds(
-    memory: LocMemBackend, lease_clock: Clock
+    memory: LocMemBackend, put_forward: PutForward
 ) -> None:
     lease = _taken()
-    lease_clock.ahead = 100
+    put_forward(100)
 
     with lease._mutex, registry._mutex, memory.queue._mutex:
         lease.release_later()
@@ -240,17 +228,17 @@ def test_a_finalizer_may_release_whatever_its_thread_holds(
 
 
 def test_extend_counts_from_before_the_request(
-    memory: LocMemBackend, lease_clock: Clock, monkeypatch: pytest.MonkeyPatch
+    memory: LocMemBackend, put_forward: PutForward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = _taken(ttl=100)
     extend = memory.extend
 
     def extend_slowly(requests: Sequence[Request]) -> Sequence[bool]:
-        lease_clock.ahead = 60
+        put_forward(60)
         return extend(requests)
 
     monkeypatch.setattr(memory, "extend", extend_slowly)
-    lease_clock.ahead = 50
+    put_forward(50)
 
     began = clock.lease_time()
     lease.extend()
@@ -290,14 +278,14 @@ def test_a_ttl_that_the_server_did_not_take_is_not_kept(
     lease.release()
 
 
-def test_max_hold_cuts_extensions_short(memory: LocMemBackend, lease_clock: Clock) -> None:
+def test_max_hold_cuts_extensions_short(memory: LocMemBackend, put_forward: PutForward) -> None:
     lease = _taken(ttl=100, max_hold=150)
-    lease_clock.ahead = 90
+    put_forward(90)
 
     lease.extend(1_000)
 
     assert lease.remaining <= 60
-    lease_clock.ahead = 151
+    put_forward(151)
     with pytest.raises(LockLost):
         lease.extend()
 
@@ -358,10 +346,10 @@ def test_guard_needs_a_backend_in_that_database(
 
 @pytest.mark.parametrize("operation", ["guard", "claim", "save", "update"])
 def test_what_it_protects_is_not_touched_once_it_is_lost(
-    memory: LocMemBackend, lease_clock: Clock, operation: str
+    memory: LocMemBackend, put_forward: PutForward, operation: str
 ) -> None:
     lease = _taken(ttl=100)
-    lease_clock.ahead = 100
+    put_forward(100)
 
     with pytest.raises(LockLost):
         getattr(lease, operation)(*([] if operation == "guard" else [None]))

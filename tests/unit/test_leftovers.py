@@ -15,6 +15,7 @@ from django_distlock.engine.values import Release, Request, new_owner
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
+from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
 
 Answer = Callable[[Request], Release | Exception]
@@ -86,7 +87,7 @@ def test_what_failed_is_tried_again_and_the_others_are_not(
 
 
 def test_what_failed_is_not_tried_for_longer_than_its_ttl(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, monkeypatch: pytest.MonkeyPatch, put_forward: PutForward
 ) -> None:
     def has_stopped() -> bool:
         tries = len(server.asked)
@@ -98,8 +99,7 @@ def test_what_failed_is_not_tried_for_longer_than_its_ttl(
     server.leftovers.add(request("late", ttl=30))
     eventually(lambda: len(server.asked) > 2)
 
-    now = clock.lease_time
-    monkeypatch.setattr(clock, "lease_time", lambda: now() + 30)
+    put_forward(30)
 
     eventually(has_stopped)
 

@@ -18,6 +18,7 @@ from django_distlock.engine.background import background
 from django_distlock.engine.registry import SWEEP, registry
 from django_distlock.engine.values import Busy, Grant, Request
 from django_distlock.ground import clock
+from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually, never
 
 
@@ -195,12 +196,12 @@ def test_a_look_that_fails_is_not_the_last_one(
 
 
 def test_an_extension_that_is_told_late_prolongs_nothing_that_is_over(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, put_forward: PutForward
 ) -> None:
     lease = lock("a", ttl=10, renew=False).acquire()
     assert lease
-    start, now = clock.lease_time(), clock.lease_time
-    monkeypatch.setattr(clock, "lease_time", lambda: now() + 20)
+    start = clock.lease_time()
+    put_forward(20)
     assert lease.lost
 
     lease.confirm(start, 60)
@@ -210,13 +211,13 @@ def test_an_extension_that_is_told_late_prolongs_nothing_that_is_over(
 
 
 def test_a_renewal_that_answers_after_the_deadline_is_a_loss(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, put_forward: PutForward
 ) -> None:
     lease = lock("a", ttl=10, renew=False).acquire()
     assert lease
-    start, now = clock.lease_time(), clock.lease_time
+    start = clock.lease_time()
     # Asked in time, answered when that would have been over too.
-    monkeypatch.setattr(clock, "lease_time", lambda: now() + 30)
+    put_forward(30)
 
     lease.confirm(start + 9, 10)
 
