@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
-from django_distlock import LockLost, LockNotHeld, lock
-from django_distlock.engine.lease import State
+from django_distlock import LockLost, lock
 from django_distlock.engine.registry import registry
 from django_distlock.ground import clock
 from django_distlock.ground.clock import drift
@@ -18,7 +16,6 @@ from tests.fixtures.eventually import eventually, never
 from .crew import start
 from .faults import Faulty
 from .profiles import lacks, needs
-from .rivals import Rival
 
 pytestmark = [needs("leased"), lacks("variant")]
 
@@ -47,22 +44,21 @@ def test_a_grant_that_arrives_after_its_own_end_is_none(
     faulty: Faulty, using: str, name: str, tick: float
 ) -> None:
     faulty.hang_replies("try_acquire")
-
-    def take() -> float:
-        lease = lock(name, using=using, ttl=3 * tick, timeout=200 * tick).acquire()
-        assert lease
-        deadline = lease.deadline
-        lease.abandon()
-        return deadline
-
-    waiting = start(take)
+    taking = start(lambda: lock(name, using=using, ttl=5 * tick, timeout=200 * tick).acquire())
     eventually(lambda: faulty.answers["try_acquire"])
-    answered = clock.lease_time()
+    late = clock.lease_time() + 5 * tick
+    [pending] = [each for each in registry.leases() if each.name == name]
+    first = pending.request.owner
 
-    eventually(lambda: clock.lease_time() > answered + 3 * tick)
+    eventually(lambda: clock.lease_time() > late)
     faulty.heal()
 
-    assert waiting.result(30) > answered + 3 * tick
+    lease = taking.result(30)
+    assert lease
+    assert lease.deadline > late
+    # The server may know that the first owner gave the lock back.
+    assert lease.request.owner != first
+    lease.abandon()
 
 
 @lacks("whole_seconds")
@@ -180,33 +176,6 @@ def test_a_hung_server_does_not_delay_the_renewals_of_another_alias(
 
 
 @lacks("whole_seconds")
-def test_somebody_else_can_have_what_was_lost(
-    faulty: Faulty, using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    faulty.fail("extend")
-    lease = lock(name, using=using, ttl=5 * tick).acquire()
-    assert lease
-
-    eventually(lambda: lease.lost)
-    rival().takes()
-
-
-@lacks("whole_seconds")
-def test_lost_is_final(faulty: Faulty, using: str, name: str, tick: float) -> None:
-    renewal = faulty.hang("extend")
-    lease = lock(name, using=using, ttl=5 * tick).acquire()
-    assert lease
-    eventually(lambda: lease.lost)
-
-    renewal.set()
-
-    never(lambda: lease.held, 5 * tick)
-    assert lease.state is State.LOST
-    with pytest.raises(LockLost):
-        lease.extend()
-
-
-@lacks("whole_seconds")
 def test_the_holder_is_told_once_and_why(
     faulty: Faulty, using: str, name: str, tick: float
 ) -> None:
@@ -236,18 +205,6 @@ def test_who_asks_late_is_told_at_once(using: str, name: str, tick: float) -> No
 
 
 @lacks("whole_seconds")
-def test_a_released_lease_tells_nobody(using: str, name: str, put_forward: PutForward) -> None:
-    told: list[str] = []
-    with lock(name, using=using, ttl=100) as lease:
-        lease.on_lost(told.append)
-
-    put_forward(200)
-
-    assert not lease.lost
-    assert not told
-
-
-@lacks("whole_seconds")
 def test_a_callback_that_fails_hinders_no_other(
     using: str, name: str, put_forward: PutForward
 ) -> None:
@@ -263,35 +220,3 @@ def test_a_callback_that_fails_hinders_no_other(
     assert lease.lost
     with pytest.raises(LockLost):
         lease.release()
-
-
-def test_check_is_silent_while_it_is_held_and_tells_when_it_was_released(
-    using: str, name: str
-) -> None:
-    with lock(name, using=using) as lease:
-        lease.check()
-
-    with pytest.raises(LockNotHeld) as caught:
-        lease.check()
-    assert not isinstance(caught.value, LockLost)
-
-
-@lacks("whole_seconds")
-def test_after_a_grant_that_came_too_late_another_owner_asks(
-    faulty: Faulty, using: str, name: str, tick: float
-) -> None:
-    hung = faulty.hang_replies("try_acquire")
-    taking = start(lambda: lock(name, using=using, ttl=5 * tick, timeout=200 * tick).acquire())
-    eventually(lambda: faulty.answers["try_acquire"])
-    late = clock.lease_time() + 5 * tick
-    [pending] = [each for each in registry.leases() if each.name == name]
-    first = pending.request.owner
-    eventually(lambda: clock.lease_time() > late)
-    faulty.heal()
-    hung.set()
-
-    lease = taking.result(30)
-
-    assert lease
-    assert lease.request.owner != first
-    lease.abandon()

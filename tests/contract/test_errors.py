@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import threading
 import time
@@ -20,7 +19,6 @@ from django_distlock import (
     LockBackendError,
     LockNotAcquired,
     LockNotHeld,
-    LockOutcomeUnknown,
     NotSupported,
     distributed_lock,
     lock,
@@ -30,7 +28,6 @@ from django_distlock import (
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.waiting import Queueing
 from django_distlock.handler import make_backend
-from django_distlock.signals import lock_busy
 from tests.fixtures.eventually import eventually
 
 from .crew import length_of_line, start
@@ -76,27 +73,6 @@ def test_lock_all_and_the_decorator_raise_it_too(faulty: Faulty, using: str, nam
         lock_all(name, f"{name}:b", using=using).acquire()
     with pytest.raises(LockBackendError):
         work()
-
-
-def test_it_is_logged_as_an_error_and_not_told_as_busy(
-    faulty: Faulty, using: str, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    busy: list[Any] = []
-    faulty.fail("try_acquire")
-
-    def receive(**facts: Any) -> None:
-        if facts["name"] == name:
-            busy.append(facts)
-
-    lock_busy.connect(receive)
-    try:
-        with pytest.raises(LockBackendError):
-            lock(name, using=using, timeout=0).acquire()
-    finally:
-        lock_busy.disconnect(receive)
-
-    assert not busy
-    assert [r.levelno for r in caplog.records if name in r.getMessage()] == [logging.ERROR]
 
 
 def test_a_failure_while_waiting_is_raised_and_nothing_is_left(
@@ -230,13 +206,6 @@ def test_a_release_that_fails_leaves_a_lease_that_is_over(
     with pytest.raises(LockNotHeld):
         lease.release()
     other.takes(within=15)
-
-
-def test_a_reply_that_stays_lost_is_told_as_that(faulty: Faulty, using: str, name: str) -> None:
-    faulty.lose_replies("try_acquire", times=2)
-
-    with pytest.raises(LockOutcomeUnknown):
-        lock(name, using=using).acquire()
 
 
 #: By an option of a backend: the OPTIONS with which nobody is there.

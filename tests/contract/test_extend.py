@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 
 import pytest
 from asgiref.sync import sync_to_async
@@ -59,14 +59,6 @@ def test_extend_never_shortens(
         assert lease.deadline == deadline
         never(other.tries, 4 * tick)
         lease.check()
-
-
-@needs("leased")
-def test_extend_takes_a_timedelta(using: str, name: str) -> None:
-    with lock(name, using=using, ttl=5) as lease:
-        lease.extend(timedelta(seconds=50))
-
-        assert lease.remaining > 40
 
 
 @needs("leased")

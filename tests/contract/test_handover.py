@@ -72,18 +72,6 @@ def test_leaving_the_with_does_not_free_what_was_handed_over(
     assert other.tries()
 
 
-def test_leaving_the_with_of_the_lease_itself_does_not_either(
-    using: str, name: str, rival: Rivals
-) -> None:
-    lease = lock(name, using=using).acquire()
-    assert lease
-    with lease:
-        text = lease.detach()
-
-    assert not rival().tries()
-    Lease.attach(text).release()
-
-
 def test_another_thread_of_this_process_can_attach_and_enter_again(using: str, name: str) -> None:
     _, text = _detached(using, name)
 

@@ -21,7 +21,6 @@ from django_distlock import (
     LockNotHeld,
     LockNotOwned,
     NotSupported,
-    distributed_lock,
     lock,
     lock_all,
     locks,
@@ -307,25 +306,6 @@ def test_the_places_of_killed_processes_come_free(
     assert take() is None
 
 
-@lacks("variant", "whole_seconds")
-@needs("cross_process", "leased")
-def test_a_frozen_holder_loses_its_place_and_frees_nobody(
-    child: Callable[..., Child], using: str, name: str, take: Taker, tick: float
-) -> None:
-    holder = child("wake_up_late", using=using, name=name, limit=1, ttl=10 * tick)
-    holder.expect("held")
-    holder.stop()
-    assert take(1, timeout=20)
-    holder.tell("go on")
-    holder.cont()
-
-    told = holder.result(20)
-
-    assert told["check"] == "LockLost"
-    assert told["release"] in {"LockLost", "LockNotOwned"}
-    assert take(1) is None
-
-
 @needs("cross_process", "wakes_waiters")
 def test_a_release_in_another_process_wakes_the_waiter(
     child: Callable[..., Child], using: str, name: str, take: Taker
@@ -466,20 +446,6 @@ def test_data_is_not_fenced_by_one_of_several(using: str, name: str, take: Taker
         lease.checked_token()
     with pytest.raises(NotSupported, match="shared=True with a limit"):
         lock(name, using=using, shared=True, limit=2)
-
-
-def test_a_decorated_function_has_a_limit_of_its_own(using: str, name: str) -> None:
-    @distributed_lock(
-        name, using=using, timeout=0, limit=lambda workers, inside=None: workers, reentrant=False
-    )
-    def work(workers: int, inside: Callable[[], object] = lambda: None) -> object:
-        return inside()
-
-    with pytest.raises(LockNotAcquired):
-        work(1, lambda: work(1))
-    work(2, lambda: work(2))
-    with pytest.raises(TypeError, match="whole number"):
-        work("three")  # type: ignore[arg-type]
 
 
 def test_several_names_with_a_limit(using: str, name: str) -> None:

@@ -41,11 +41,6 @@ def _note_of(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", []))
 
 
-def test_held_and_no_error_is_silent(using: str, name: str) -> None:
-    with lock(name, using=using):
-        pass
-
-
 def test_held_and_an_error_raises_just_the_error(using: str, name: str) -> None:
     with pytest.raises(BodyError) as caught, lock(name, using=using):
         raise BodyError

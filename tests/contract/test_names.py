@@ -95,21 +95,6 @@ def test_both_normal_forms_of_a_text_are_one_lock(using: str, name: str, rival: 
     assert not lock(name + decomposed, using=using, timeout=0).acquire()
 
 
-def test_both_normal_forms_reach_the_same_lock_through_the_api(using: str, name: str) -> None:
-    forms = [name + unicodedata.normalize(form, ACCENTED) for form in ("NFC", "NFD")]
-
-    with lock(forms[0], using=using) as outer, lock(forms[1], using=using, timeout=0) as inner:
-        assert inner is outer
-        assert lock(forms[1], using=using).locked()
-
-
-def test_two_long_names_that_differ_at_their_end_are_two_locks(name: str, rival: Rivals) -> None:
-    long = name + "x" * 5_000
-
-    assert rival(of=long + "1").tries()
-    assert rival(of=long + "2").tries()
-
-
 @needs("listing")
 def test_the_full_name_is_kept_for_people(
     name: str, rival: Rivals, backend: BaseLockBackend

@@ -11,7 +11,6 @@ from django.db import transaction
 
 from django_distlock import (
     Lease,
-    LockBackendError,
     LockLost,
     LockNotHeld,
     LockNotOwned,
@@ -303,16 +302,6 @@ class TestWhenTheReplyIsLost:
     ) -> None:
         with pytest.raises(LockOutcomeUnknown), lock(name, using=using):
             faulty.lose_replies("release", times=2)
-
-        rival().takes(within=15)
-
-    def test_a_release_is_finished_in_the_background(
-        self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
-    ) -> None:
-        faulty.fail("release", times=1)
-
-        with pytest.raises(LockBackendError), lock(name, using=using):
-            pass
 
         rival().takes(within=15)
 

@@ -50,20 +50,6 @@ def test_without_renewal_it_ends_with_its_ttl_and_never_before(
 
 
 @lacks("whole_seconds")
-def test_our_own_deadline_is_before_the_end_on_the_server(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    other = rival()
-    for number in range(5):
-        lease = lock(name, using=using, ttl=2 * tick, renew=False).acquire()
-        assert lease, number
-
-        eventually(lambda: other.tries())  # noqa: PLW0108
-        assert lease.lost
-        other.leaves()
-
-
-@lacks("whole_seconds")
 def test_renewals_of_many_leases_go_together(
     faulty: Faulty, using: str, name: str, put_forward: PutForward
 ) -> None:

@@ -262,26 +262,28 @@ def test_the_name_of_a_decorated_function_is_told_with_what_it_is_made_of(
     assert [facts["template"] for _, facts in told] == [template] * 2
 
 
-def test_an_error_of_the_server_is_told_and_logged_with_fields(
-    using: str, name: str, connect: Connect, faulty: Faulty, caplog: pytest.LogCaptureFixture
+def test_an_error_of_the_server_is_told_and_logged_with_fields_and_not_as_busy(
+    name: str, connect: Connect, told: Told, faulty: Faulty, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard: list[dict[str, Any]] = []
     connect(backend_failed, lambda **facts: heard.append(facts))
 
     faulty.fail("try_acquire")
     with pytest.raises(LockBackendError) as failed:
-        lock(name, using=using, timeout=0).acquire()
+        lock(name, using=faulty.alias, timeout=0).acquire()
 
     [facts] = heard
     assert facts["error"] is failed.value
     assert 0 <= facts["waited"] < 30
     assert facts["requests"] >= 1
-    assert (facts["name"], facts["using"]) == (name, using)
-    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert (record.distlock_name, record.distlock_using) == (name, using)  # type: ignore[attr-defined]
+    assert (facts["name"], facts["using"]) == (name, faulty.alias)
+    assert not told
+    [record] = [record for record in caplog.records if name in record.getMessage()]
+    assert record.levelname == "ERROR"
+    assert (record.distlock_name, record.distlock_using) == (name, faulty.alias)  # type: ignore[attr-defined]
 
 
-def test_fields_of_logs_can_be_written_as_json(
+def test_outcomes_are_logged_once_with_fields_that_json_can_have(
     using: str, name: str, rival: Rivals, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "django_distlock")
@@ -293,7 +295,7 @@ def test_fields_of_logs_can_be_written_as_json(
         pass
 
     records = [record for record in caplog.records if hasattr(record, "distlock_name")]
-    assert {record.levelname for record in records} >= {"DEBUG", "INFO"}
+    assert [record.levelname for record in records] == ["DEBUG", "INFO"]
     for record in records:
         fields = {key: each for key, each in vars(record).items() if key.startswith("distlock_")}
         assert json.loads(json.dumps(fields)) == fields
@@ -485,18 +487,3 @@ async def test_a_slow_receiver_does_not_make_a_task_wait_for_a_view_that_waits_f
     await asyncio.wait_for(work(), 10)
 
     assert await running[0]
-
-
-def test_outcomes_are_logged_once_and_told_apart(
-    using: str, name: str, rival: Rivals, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "django_distlock")
-    holder = rival()
-
-    with lock(name, using=using):
-        assert not holder.tries()
-    holder.takes()
-    lock(name, using=using, timeout=0).acquire()
-
-    levels = [record.levelname for record in caplog.records if name in record.getMessage()]
-    assert levels == ["DEBUG", "INFO"]

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
-from datetime import timedelta
 
 import freezegun
 import pytest
@@ -89,12 +88,6 @@ class TestWhileSomebodyElseHoldsIt:
         is_known = held == "by this process" or profile.names_holder
         assert (caught.value.holder is not None) is is_known
         assert not await lock(name, using=using, timeout=0).aacquire()
-
-    def test_a_timedelta_is_as_good_as_seconds(self, using: str, name: str, tick: float) -> None:
-        began = time.monotonic()
-
-        assert lock(name, using=using, timeout=timedelta(seconds=tick)).acquire() is None
-        assert tick <= time.monotonic() - began < tick + LATE
 
 
 def _stopped(how: str) -> AbstractContextManager[object]:

@@ -159,8 +159,9 @@ def test_released_is_final_and_tells_nobody(memory: LocMemBackend, put_forward: 
 
     assert lease.state is State.RELEASED
     assert not told
-    with pytest.raises(LockNotHeld):
+    with pytest.raises(LockNotHeld) as caught:
         lease.check()
+    assert not isinstance(caught.value, LockLost)
 
 
 class Line(LocalQueue):
