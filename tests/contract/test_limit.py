@@ -306,6 +306,25 @@ def test_the_places_of_killed_processes_come_free(
     assert take() is None
 
 
+@lacks("variant", "whole_seconds")
+@needs("cross_process", "leased")
+def test_a_frozen_holder_loses_its_place_and_frees_nobody(
+    child: Callable[..., Child], using: str, name: str, take: Taker, tick: float
+) -> None:
+    holder = child("wake_up_late", using=using, name=name, limit=1, ttl=10 * tick)
+    holder.expect("held")
+    holder.stop()
+    assert take(1, timeout=20)
+    holder.tell("go on")
+    holder.cont()
+
+    told = holder.result(20)
+
+    assert told["check"] == "LockLost"
+    assert told["release"] in {"LockLost", "LockNotOwned"}
+    assert take(1) is None
+
+
 @needs("cross_process", "wakes_waiters")
 def test_a_release_in_another_process_wakes_the_waiter(
     child: Callable[..., Child], using: str, name: str, take: Taker

@@ -32,16 +32,6 @@ def busy() -> Iterator[str]:
         yield "busy"
 
 
-def test_it_raises_by_default(busy: str) -> None:
-    @distributed_lock(busy, timeout=0)
-    def work() -> None:
-        pytest.fail("held by another thread")
-
-    with pytest.raises(LockNotAcquired) as caught:
-        work()
-    assert caught.value.name == busy
-
-
 def test_skip_returns_a_value_instead(busy: str) -> None:
     @distributed_lock(busy, timeout=0, on_busy=skip())
     def nothing() -> object:
@@ -229,17 +219,6 @@ def test_respond_shows_people_a_page_that_tells_when(
     assert page.render().content == busy.encode()
     assert (page.status_code, page["Retry-After"]) == (409, "5")
     assert asked["Content-Type"] == "application/problem+json"
-
-
-def test_retry_outside_of_a_task_raises(busy: str) -> None:
-    pytest.importorskip("celery")
-
-    @distributed_lock(busy, timeout=0, on_busy=retry(5))
-    def work() -> None:
-        pytest.fail("held by another thread")
-
-    with pytest.raises(LockNotAcquired):
-        work()
 
 
 def _refusal(remaining: float | None = None) -> LockNotAcquired:

@@ -58,16 +58,6 @@ async def test_the_body_is_cancelled_and_lock_lost_comes_out() -> None:
     assert not getattr(caught.value, "__notes__", [])
 
 
-async def test_so_it_is_at_the_deadline_of_a_lease_that_is_not_renewed() -> None:
-    with pytest.raises(LockLost):
-        async with lock("a", ttl=0.1, renew=False, cancel_when_lost=True):
-            await for_ever()
-
-    task = asyncio.current_task()
-    assert task
-    assert not task.cancelling()
-
-
 async def test_a_body_that_others_cancel_stays_cancelled() -> None:
     async def work() -> None:
         async with lock("a", cancel_when_lost=True):

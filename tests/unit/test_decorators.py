@@ -269,6 +269,7 @@ class TestKinds:
         def work() -> Coroutine[Any, Any, bool]:
             return body()
 
+        assert iscoroutinefunction(work)
         assert await work()
         assert not await lock("a").alocked()
 
@@ -426,47 +427,6 @@ class TestLockAsADecorator:
         with pytest.raises(LockNotAcquired, match=busy):
             work()
 
-    async def test_it_decorates_coroutines_and_generators(self) -> None:
-        @lock("a")
-        async def work() -> bool:
-            return await lock("a").alocked()
-
-        @lock("a")
-        def count() -> Iterator[bool]:
-            yield _is_held("a")
-
-        @lock("a")
-        async def acount() -> AsyncGenerator[bool]:
-            yield await lock("a").alocked()
-
-        assert inspect.iscoroutinefunction(work)
-        assert await work()
-        assert list(count()) == [True]
-        assert [held async for held in acount()] == [True]
-        assert not _is_held("a")
-
-    def test_it_decorates_methods_above_and_below(self) -> None:
-        class Shop:
-            pk = 7
-
-            @lock("shop:{self.pk}")
-            def method(self) -> bool:
-                return _is_held("shop:7")
-
-            @lock("a")
-            @classmethod
-            def class_method(cls) -> bool:
-                return _is_held("a")
-
-            @staticmethod
-            @lock("b")
-            def static_method() -> bool:
-                return _is_held("b")
-
-        assert Shop().method()
-        assert Shop.class_method()
-        assert Shop().static_method()
-
     def test_one_lock_may_decorate_and_be_entered(self) -> None:
         report = lock("report")
 
@@ -502,15 +462,6 @@ class TestWhatIsKept:
             assert wrapped.__wrapped__ is work  # type: ignore[attr-defined]  # of functools.wraps()
             assert wrapped.colour == "red"  # type: ignore[attr-defined]  # as above
             assert inspect.signature(wrapped) == inspect.signature(work)
-
-    async def test_what_is_marked_as_a_coroutine_function_stays_one(self) -> None:
-        @lock("a")
-        @_marked
-        def work() -> Coroutine[Any, Any, bool]:
-            return lock("a").alocked()
-
-        assert iscoroutinefunction(work)
-        assert await work()
 
 
 class Charger:

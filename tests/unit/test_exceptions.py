@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -117,19 +115,6 @@ def test_an_error_survives_the_result_backends_of_celery(error: Exception, seria
     assert type(restored) is type(error)
     assert str(restored) == str(error)
     assert vars(restored) == vars(error)
-
-
-def test_an_error_survives_the_way_out_of_another_process() -> None:
-    # A fork would be refused once some test has imported eventlet.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        error = pool.submit(_fail).exception(30)
-
-    assert isinstance(error, LockNotAcquired)
-    assert (error.name, error.waited, error.holder, error.remaining) == ("a", 5.0, HOLDER, 2.5)
-
-
-def _fail() -> None:
-    raise LockNotAcquired("a", 5.0, HOLDER, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -244,12 +229,6 @@ def test_an_error_in_a_log_is_its_sentence() -> None:
     error = LockNotAcquired("fee:1", 5.0, HOLDER, 2.5)
 
     assert repr(error) == f"LockNotAcquired({str(error)!r})"
-
-
-def test_a_hostile_name_is_escaped_in_what_an_error_says() -> None:
-    said = str(LockNotAcquired("a\nb\0\x1b[31m", 0.0))
-
-    assert said.isprintable()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import math
 import pickle
 import re
 import sys
@@ -23,7 +22,6 @@ from django_distlock import (
     InvalidLockBackend,
     Lease,
     Lock,
-    LockNotAcquired,
     LockNotHeld,
     current_lease,
     force_release,
@@ -32,29 +30,12 @@ from django_distlock import (
 )
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.registry import registry
-from tests.contract.crew import elsewhere, held_in_thread, length_of_line
+from tests.contract.crew import elsewhere, length_of_line
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from django_distlock import LockTerms
-
-
-def test_locked_tells_whether_anybody_holds_it(memory: LocMemBackend) -> None:
-    mine = lock("a")
-
-    assert not mine.locked()
-    with mine:
-        assert mine.locked()
-        assert elsewhere(mine.locked)
-    assert not mine.locked()
-
-
-async def test_alocked_tells_the_same(memory: LocMemBackend) -> None:
-    async with lock("a") as lease:
-        assert lease.held
-        assert await lock("a").alocked()
-    assert not await lock("a").alocked()
 
 
 async def test_aacquire_and_arelease_count_as_their_twins_do(memory: LocMemBackend) -> None:
@@ -70,26 +51,6 @@ async def test_aacquire_and_arelease_count_as_their_twins_do(memory: LocMemBacke
         await mine.arelease()
 
 
-def test_acquire_gives_a_lease_or_none(memory: LocMemBackend) -> None:
-    lease = lock("a").acquire()
-
-    assert isinstance(lease, Lease)
-    assert elsewhere(lambda: lock("a", timeout=0).acquire()) is None
-    lease.release()
-
-
-def test_each_acquisition_makes_a_lease_of_its_own(memory: LocMemBackend) -> None:
-    mine = lock("a")
-    with mine as first:
-        pass
-    with mine as second:
-        pass
-
-    assert first is not second
-    assert not first.held
-    assert (second.fencing_token or 0) > (first.fencing_token or 0)
-
-
 def test_a_lock_is_a_recipe_that_asks_nobody(settings: Any) -> None:
     settings.DISTLOCK = {"default": {"TTL": 0}}
 
@@ -99,10 +60,6 @@ def test_a_lock_is_a_recipe_that_asks_nobody(settings: Any) -> None:
     assert "a recipe" not in {each.name for each in registry.leases()}
     with pytest.raises(InvalidLockBackend):
         mine.acquire()
-
-
-def test_a_hostile_name_is_escaped_when_shown() -> None:
-    assert repr(lock("a\n\x1b[31m\0")).isprintable()
 
 
 def test_terms_that_are_not_given_come_from_the_alias(settings: Any) -> None:
@@ -119,16 +76,10 @@ def test_terms_that_are_not_given_come_from_the_alias(settings: Any) -> None:
 
 WRONG_TERMS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "ttl of zero": ({"ttl": 0}, ValueError),
-    "negative ttl": ({"ttl": -1}, ValueError),
-    "ttl that is no number": ({"ttl": math.nan}, ValueError),
-    "ttl for ever": ({"ttl": math.inf}, ValueError),
-    "ttl past all": ({"ttl": 10**400}, ValueError),
     "ttl that is all drift": ({"ttl": 0.001}, ValueError),
     "ttl in text": ({"ttl": "30"}, TypeError),
     "ttl of None": ({"ttl": None}, TypeError),
-    "ttl of True": ({"ttl": True}, TypeError),
     "negative timeout": ({"timeout": -1}, ValueError),
-    "timeout that is no number": ({"timeout": math.nan}, ValueError),
     "timeout in text": ({"timeout": "5"}, TypeError),
     "max_hold of zero": ({"max_hold": 0}, ValueError),
     "max_hold that is all drift": ({"max_hold": 0.001}, ValueError),
@@ -136,9 +87,7 @@ WRONG_TERMS: dict[str, tuple[dict[str, Any], type[Exception]]] = {
     "release at another time": ({"release": "later"}, ValueError),
     "renew in text": ({"renew": "no"}, TypeError),
     "limit of zero": ({"limit": 0}, ValueError),
-    "limit above a thousand": ({"limit": 1001}, ValueError),
     "limit of True": ({"limit": True}, TypeError),
-    "limit in text": ({"limit": "4"}, TypeError),
     "limit with parts": ({"limit": 2.0}, TypeError),
     "limit of readers": ({"limit": 2, "shared": True}, django_distlock.NotSupported),
     "shared as a number": ({"shared": 1}, TypeError),
@@ -207,18 +156,6 @@ def test_releasing_inside_the_with_is_no_error(memory: LocMemBackend) -> None:
         assert not lock("a").locked()
 
     assert not lease.held
-
-
-def test_the_holder_is_told_to_who_gives_up(memory: LocMemBackend) -> None:
-    with held_in_thread(lock("a", purpose="the yearly report")):
-        with (
-            pytest.raises(LockNotAcquired, match="the yearly report") as caught,
-            lock("a", timeout=0),
-        ):
-            pytest.fail("held by another thread")
-
-    assert caught.value.holder
-    assert caught.value.holder.purpose == "the yearly report"
 
 
 def test_the_current_lease_is_the_one_taken_last(memory: LocMemBackend) -> None:

@@ -110,11 +110,6 @@ def test_what_is_no_text_names_no_lock(name: object) -> None:
         checked_name(name)
 
 
-def test_an_empty_text_names_no_lock() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        checked_name("")
-
-
 @pytest.mark.parametrize(
     ("name", "shown"),
     [

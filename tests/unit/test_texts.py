@@ -6,7 +6,6 @@ import ast
 import json
 import logging
 import re
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ from django_distlock.backends.queue.labels import Label
 from django_distlock.backends.session.occupants import Occupant
 from django_distlock.engine.handover import SALT
 from django_distlock.engine.values import Held
-from django_distlock.exceptions import first_line
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_NAME, LONGEST_SHOWN, printable
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
@@ -191,10 +189,6 @@ def test_what_an_error_says_is_harmless_and_short(error: LockError) -> None:
     assert all(text.isprintable() for text in getattr(error, "causes", {}).values())
 
 
-def test_the_first_line_of_what_a_driver_says_is_harmless() -> None:
-    assert first_line(OSError(HOSTILE.removeprefix("x\n"))).isprintable()
-
-
 # Names are bounded wherever they come in.
 
 
@@ -262,14 +256,3 @@ def test_the_path_of_a_view_is_escaped(
     assert told.isprintable()
     assert r"GET /report/x\nCRITICAL django.security: \x1b[2J/" in told
     assert "secret" not in told
-
-
-def test_the_name_of_a_thread_is_escaped(memory: LocMemBackend) -> None:
-    told: list[Holder] = []
-    thread = threading.Thread(target=lambda: told.append(Holder.current()), name=HOSTILE)
-
-    thread.start()
-    thread.join()
-
-    assert told[0].thread.startswith(r"x\nCRITICAL \x1b[2J")
-    assert told[0].thread.isprintable()

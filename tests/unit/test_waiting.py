@@ -85,13 +85,6 @@ def test_a_pause_is_bounded_by_what_is_known_of_the_holder(wait_clock: StoppedCl
     assert wait.next_pause(None, 0.0) == 0
 
 
-def test_where_waiters_are_woken_pauses_may_be_longer(wait_clock: StoppedClock) -> None:
-    wait = Wait(None)
-    pauses = [wait.next_pause(longest=waiting.LONGEST_WAKEABLE_PAUSE) for _ in range(300)]
-
-    assert waiting.LONGEST_PAUSE < max(pauses) <= waiting.LONGEST_WAKEABLE_PAUSE
-
-
 def test_a_wait_may_have_begun_before(wait_clock: StoppedClock) -> None:
     wait = Wait(5, began=wait_clock.now - 2)
 
