@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from django_distlock import lock
 from django_distlock.engine import deadlocks as waiting
 from django_distlock.engine.deadlocks import wait_graph
 from django_distlock.engine.registry import registry
@@ -54,14 +56,20 @@ def together(*calls: Callable[[], _T]) -> list[_T]:
         return [future.result(LONGEST) for future in futures]
 
 
+def take_and_release(using: str, name: str, timeout: float | None = 30) -> float:
+    """Take the lock, give it back, and return when it was granted."""
+    with lock(name, using=using, timeout=timeout):
+        return time.monotonic()
+
+
 @contextmanager
-def held_in_thread(lock: Lock) -> Iterator[Lease]:
-    """Have another thread of this process hold *lock* during the block."""
+def held_in_thread(recipe: Lock) -> Iterator[Lease]:
+    """Have another thread of this process hold the lock during the block."""
     over = threading.Event()
     taken: Future[Lease] = Future()
 
     def hold() -> None:
-        with lock as lease:
+        with recipe as lease:
             taken.set_result(lease)
             over.wait(LONGEST)
 

@@ -22,7 +22,7 @@ from tests.contract.faults import Faulty
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
-from .crew import elsewhere, start
+from .crew import elsewhere, start, take_and_release
 from .profiles import lacks, needs
 from .rivals import Rival
 
@@ -67,17 +67,12 @@ def test_a_waiter_gets_the_lock_of_a_killed_process(
 ) -> None:
     holder = child("hold", name=name, using=using, ttl=15 * tick)
     holder.expect("held")
-    waiting = start(lambda: _take(using, name, timeout=200 * tick))
+    waiting = start(lambda: take_and_release(using, name, timeout=200 * tick))
     never(waiting.done, 2 * tick)
 
     holder.kill()
 
     assert waiting.result(20)
-
-
-def _take(using: str, name: str, timeout: float) -> bool:
-    with lock(name, using=using, timeout=timeout) as lease:
-        return lease.held
 
 
 @lacks("variant", "whole_seconds")

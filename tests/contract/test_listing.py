@@ -17,7 +17,7 @@ from django_distlock.operators import holdings
 from tests.fixtures.eventually import eventually
 from tests.fixtures.processes import Child
 
-from .crew import start
+from .crew import start, take_and_release
 from .faults import Faulty
 from .profiles import Profile, lacks, needs
 from .rivals import Rival
@@ -265,7 +265,7 @@ def test_a_waiter_has_it_soon_after_the_force(
     stuck, queued = rival(ttl=60), threading.Event()
     stuck.takes()
     faulty.notice("enqueue", queued.set)
-    waiter = start(lambda: _take_and_release(using, name))
+    waiter = start(lambda: take_and_release(using, name))
     assert queued.wait(10)
     [record] = _records(faulty, stuck)
 
@@ -284,18 +284,13 @@ def test_a_waiter_has_it_soon_after_the_end_of_a_reservation(
     with lock(name, using=using, min_hold=600):
         pass
     faulty.notice("enqueue", queued.set)
-    waiter = start(lambda: _take_and_release(using, name))
+    waiter = start(lambda: take_and_release(using, name))
     assert queued.wait(10)
     [reserved] = _records(faulty, rival())
 
     assert faulty.force_release(reserved.key, reserved.owner_digest)
 
     assert waiter.result(10)
-
-
-def _take_and_release(using: str, name: str) -> bool:
-    with lock(name, using=using, timeout=20) as lease:
-        return lease.held
 
 
 @needs("lists_readers")
@@ -361,12 +356,12 @@ def test_the_number_of_waiters_is_that_of_their_places_on_the_server(
 ) -> None:
     stuck = rival(ttl=60)
     stuck.takes()
-    waiters = [start(lambda: _take_and_release(using, name)) for _ in range(3)]
+    waiters = [start(lambda: take_and_release(using, name)) for _ in range(3)]
 
     eventually(lambda: _waiters(using, name) == _places(backend, 3), 20)
 
     stuck.leaves()
-    assert [waiter.result(20) for waiter in waiters] == [True, True, True]
+    assert all(waiter.result(20) for waiter in waiters)
 
 
 @lacks("counts_waiters")
@@ -412,7 +407,7 @@ def test_waiters_of_all_processes_are_counted_until_they_are_gone(
     stuck = rival(ttl=60)
     stuck.takes()
     others = child("wait_in_threads", name=name, using=using, number=2)
-    waiters = [start(lambda: _take_and_release(using, name)) for _ in range(3)]
+    waiters = [start(lambda: take_and_release(using, name)) for _ in range(3)]
 
     mine, theirs = _places(backend, 3), _places(backend, 2)
     eventually(lambda: _waiters(using, name) == mine + theirs, 20)
@@ -420,4 +415,4 @@ def test_waiters_of_all_processes_are_counted_until_they_are_gone(
     eventually(lambda: _waiters(using, name) == mine, 20)
 
     stuck.leaves()
-    assert [waiter.result(20) for waiter in waiters] == [True, True, True]
+    assert all(waiter.result(20) for waiter in waiters)

@@ -17,7 +17,7 @@ from django_distlock.engine.background import TRIES
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import aeventually, eventually, never
 
-from .crew import held_in_thread, start
+from .crew import held_in_thread, start, take_and_release
 from .faults import Faulty, total
 from .profiles import Profile, lacks, needs
 from .rivals import Rival
@@ -125,7 +125,7 @@ class TestWhileTheTestsStopTheClock:
     def test_a_lock_is_handed_on_when_it_comes_free(
         self, using: str, name: str, tick: float, holder: Rival
     ) -> None:
-        waiting = start(lambda: _take_and_release(using, name))
+        waiting = start(lambda: take_and_release(using, name, None))
 
         never(waiting.done, 2 * tick)
         holder.leaves()
@@ -158,7 +158,7 @@ class TestWhileOtherTasksKeepAllThreadsBusy:
             pytest.skip("it has an asyncio of its own")
         over, before = faulty.hang("try_acquire"), faulty.calls["try_acquire"]
         others = [lock(f"{name}:{number}", using=using, timeout=60) for number in range(TRIES)]
-        tasks = [asyncio.create_task(_atake_and_release_one(other)) for other in others]
+        tasks = [asyncio.create_task(_atake_and_release(other)) for other in others]
         await aeventually(lambda: faulty.calls["try_acquire"] - before == TRIES)
         yield over
         over.set()
@@ -212,7 +212,7 @@ def test_a_timeout_of_none_waits_until_it_is_free(
 ) -> None:
     holder = rival()
     holder.takes()
-    waiting = start(lambda: _take_and_release(using, name))
+    waiting = start(lambda: take_and_release(using, name, None))
 
     never(waiting.done, 5 * tick)
     holder.leaves()
@@ -225,31 +225,22 @@ def test_the_longest_timeout_waits_until_it_is_free_too(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
     holder, longest = rival(), threading.TIMEOUT_MAX
+    recipe = lock(name, using=using, timeout=longest)
     holder.takes()
     waiting = [
-        start(lambda: _take_and_release(using, name, longest)),
-        start(lambda: asyncio.run(_atake_and_release(using, name, longest))),
+        start(lambda: take_and_release(using, name, longest)),
+        start(lambda: asyncio.run(_atake_and_release(recipe))),
     ]
 
     never(lambda: any(each.done() for each in waiting), 5 * tick)
     holder.leaves()
 
-    assert [each.result(20) for each in waiting] == [True, True]
+    assert all(each.result(20) for each in waiting)
 
 
-def _take_and_release(using: str, name: str, timeout: float | None = None) -> bool:
-    with lock(name, using=using, timeout=timeout) as lease:
-        return lease.held
-
-
-async def _atake_and_release_one(one: Lock) -> None:
-    async with one:
-        pass
-
-
-async def _atake_and_release(using: str, name: str, timeout: float) -> bool:
-    async with lock(name, using=using, timeout=timeout) as lease:
-        return lease.held
+async def _atake_and_release(recipe: Lock) -> float:
+    async with recipe:
+        return time.monotonic()
 
 
 def test_a_wait_that_began_in_time_is_granted_before_its_end(

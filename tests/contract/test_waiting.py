@@ -14,16 +14,10 @@ from django_distlock import lock
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import aeventually, eventually
 
-from .crew import held_in_thread, length_of_line, start
+from .crew import held_in_thread, length_of_line, start, take_and_release
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
-
-
-def _take(using: str, name: str, timeout: float | None = 30) -> float:
-    """Take the lock, give it back, and return when it was granted."""
-    with lock(name, using=using, timeout=timeout):
-        return time.monotonic()
 
 
 class TestInOneProcess:
@@ -60,7 +54,7 @@ class TestInOneProcess:
             impatient = start(lambda: lock(name, using=using, timeout=2).acquire())
             eventually(lambda: length_of_line(backend, name) == 2)
             asyncio.run(cancelled())
-            patient = start(lambda: _take(using, name))
+            patient = start(lambda: take_and_release(using, name))
             assert impatient.result(10) is None
 
         assert patient.result(10)
@@ -74,7 +68,7 @@ class TestInOneProcess:
 
         with held_in_thread(lock(name, using=using)):
             # Where one listens for all of them, it is this one.
-            first = start(lambda: _take(using, name))
+            first = start(lambda: take_and_release(using, name))
             eventually(lambda: length_of_line(backend, name) == 2)
             ghost = loop.create_task(waiting_for_ever)
             while length_of_line(backend, name) < 3:
@@ -82,7 +76,7 @@ class TestInOneProcess:
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
             # Longer than the test waits: at its end the server is asked, whoever's turn it is.
-            patient = start(lambda: _take(using, name, timeout=15))
+            patient = start(lambda: take_and_release(using, name, timeout=15))
             eventually(lambda: length_of_line(backend, name) == 4)
         try:
             assert first.result(10)

@@ -19,7 +19,7 @@ from django_distlock.engine.local_queue import IN_A_ROW
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child
 
-from .crew import is_contested, start
+from .crew import is_contested, start, take_and_release
 from .faults import Faulty, faulty_version_of
 from .profiles import lacks, needs
 from .rivals import Rival
@@ -27,12 +27,6 @@ from .rivals import Rival
 Rivals = Callable[..., Rival]
 #: Seconds that a machine which is busy with other things may take to run a thread that is woken.
 SLOW = 1.0
-
-
-def _take(using: str, name: str, timeout: float | None = 30) -> float:
-    """Take the lock, give it back, and return when it was granted."""
-    with lock(name, using=using, timeout=timeout):
-        return time.monotonic()
 
 
 def _served(sites: list[str], holder: Rival) -> list[int]:
@@ -140,7 +134,7 @@ class TestBetweenProcesses:
             holder, queued = rival(), threading.Event()
             holder.takes()
             faulty.notice("enqueue", queued.set)
-            waiter = start(lambda: _take(using, name))
+            waiter = start(lambda: take_and_release(using, name))
             assert queued.wait(10)
 
             released = time.monotonic()
@@ -159,7 +153,7 @@ class TestBetweenProcesses:
         holder.takes()
         faulty.is_deaf = True
         faulty.notice("enqueue", queued.set)
-        waiter = start(lambda: _take(using, name))
+        waiter = start(lambda: take_and_release(using, name))
         assert queued.wait(10)
 
         released = time.monotonic()
@@ -173,7 +167,7 @@ class TestBetweenProcesses:
     ) -> None:
         holder = rival()
         holder.takes()
-        waiter = start(lambda: _take(using, name))
+        waiter = start(lambda: take_and_release(using, name))
         never(waiter.done, 3 * tick)
 
         released = time.monotonic()
@@ -195,7 +189,7 @@ class TestBetweenProcesses:
         rival(ttl=3 * tick).takes()
         began = time.monotonic()
 
-        _take(using, name)
+        take_and_release(using, name)
 
         assert time.monotonic() - began < 3 * tick + 8
 
@@ -210,7 +204,7 @@ class TestBetweenProcesses:
 
         def be_busy() -> None:
             while not over.is_set():
-                taken.append(_take(sites[0], name))
+                taken.append(take_and_release(sites[0], name))
 
         busy = []
         try:
