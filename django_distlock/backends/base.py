@@ -219,11 +219,6 @@ class BaseLockBackend(ABC):
 
     # The rest needs no change in a backend.
 
-    @property
-    def wakes_waiters(self) -> bool:
-        """Whether a release wakes the next waiter."""
-        return self.waiting.way is Way.LISTEN
-
     def check_ttl(self, ttl: float) -> None:
         """Raise ValueError if the server cannot keep a lock for *ttl* seconds."""
 

@@ -32,11 +32,11 @@ FLAGS = {
     "detach": "supports_detach",
     "session_bound": "session_bound",
     "min_hold": "supports_min_hold",
-    "wakes_waiters": "wakes_waiters",
 }
 #: CONTRIBUTING.md says what each of them means.
 TRAITS = {
     *FLAGS,
+    "wakes_waiters",
     "cross_process",
     "leased",
     "fair",

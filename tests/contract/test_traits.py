@@ -6,6 +6,7 @@ import pytest
 
 from django_distlock import NotSupported, lock
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.engine.waiting import Way
 
 from .profiles import FLAGS, Profile, lacks
 
@@ -16,6 +17,7 @@ def test_declared_traits_are_the_flags_of_the_backend(
     flags = {trait for trait, flag in FLAGS.items() if getattr(backend, flag)}
 
     assert flags == profile.traits & set(FLAGS)
+    assert (backend.waiting.way is Way.LISTEN) is ("wakes_waiters" in profile.traits)
 
 
 def test_a_holding_ends_with_a_ttl_or_with_a_session(
