@@ -101,24 +101,6 @@ def test_all_lanes_are_served_when_workers_are_free_again(background: Background
     eventually(lambda: sorted(done) == list(range(3 * WORKERS)))
 
 
-def test_a_job_that_fails_ends_no_thread(
-    background: Background, caplog: pytest.LogCaptureFixture
-) -> None:
-    done = threading.Event()
-    background.submit("a", lambda: 1 // 0)
-    background.submit("a", done.set)
-    background.at(clock.lease_time(), lambda: 1 // 0)
-
-    assert done.wait(8)
-    eventually(lambda: _count_divisions(caplog) == 2)
-
-
-def _count_divisions(caplog: pytest.LogCaptureFixture) -> int:
-    """Return how often a division by zero was logged."""
-    errors = [record.exc_info[0] for record in caplog.records if record.exc_info]
-    return errors.count(ZeroDivisionError)
-
-
 def test_a_delayed_job_runs_in_its_time_and_never_before(background: Background) -> None:
     began, ran = clock.lease_time(), list[float]()
 
@@ -246,9 +228,9 @@ background.submit("a", lambda: (time.sleep(0.3), print("done")))
     assert ended.stdout.split() == [b"done"]
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
-def test_nothing_that_a_job_raises_ends_a_thread(
-    background: Background, error: BaseException
+@pytest.mark.parametrize("error", [ZeroDivisionError(), SystemExit(1), KeyboardInterrupt()])
+def test_nothing_that_a_job_raises_ends_a_thread_and_it_is_logged(
+    background: Background, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
         raise error
@@ -262,6 +244,8 @@ def test_nothing_that_a_job_raises_ends_a_thread(
     background.submit("a", done[1].set)
 
     assert all(each.wait(8) for each in done)
+    logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert logged.count(error) == 1 + 2 * WORKERS
 
 
 def test_a_lane_that_was_made_for_nothing_harms_nobody(background: Background) -> None:

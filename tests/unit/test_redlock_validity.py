@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from django_distlock.backends.redlock.votes import (
-    Count,
     Election,
     agreed,
     connect_timeout,
@@ -17,9 +16,7 @@ from django_distlock.backends.redlock.votes import (
     server_timeout,
     validity,
 )
-from django_distlock.engine.values import Busy
 from django_distlock.ground.clock import drift
-from django_distlock.ground.holder import Holder
 
 
 @pytest.mark.parametrize(("servers", "needed"), [(3, 2), (5, 3), (7, 4)])
@@ -93,22 +90,3 @@ def _final(granted: int, answered: int) -> Election:
 )
 def test_what_is_said_takes_a_majority_either_way(yes: int, no: int, said: bool | None) -> None:
     assert agreed(5, yes=yes, no=no) is said
-
-
-def _refusals(*tries: bytes) -> Count:
-    holder = Holder.current().to_json().encode()
-    count = Count(5, frozenset(range(5)))
-    for server, its_try in enumerate(tries):
-        count.take(server, [0, b"owner", 5_000_000, holder, its_try])
-    return count
-
-
-def test_who_is_named_by_a_majority_has_the_lock() -> None:
-    busy = _refusals(b"one", b"one", b"one").busy()
-
-    assert busy.holder == Holder.current()
-    assert busy.remaining == 5.0
-
-
-def test_votes_of_several_tries_of_one_owner_make_no_majority() -> None:
-    assert _refusals(b"one", b"one", b"two", b"two").busy() == Busy()

@@ -95,9 +95,9 @@ def test_who_asks_again_waits_for_all_to_learn_which_token_was_agreed_on() -> No
     assert _counted(noted, noted, NO, noted).agreed_token() == 40
 
 
-def _refusal(owner: bytes, left: int, number: int = 1) -> list[Any]:
+def _refusal(owner: bytes, left: int, number: int = 1, its_try: bytes = b"try") -> list[Any]:
     holder = Holder("host", number, "thread").to_json().encode()
-    return [0, owner, left, holder, b"try"]
+    return [0, owner, left, holder, its_try]
 
 
 def test_a_majority_names_the_holder_and_the_longest_time_that_it_has_left() -> None:
@@ -113,6 +113,12 @@ def test_a_majority_names_the_holder_and_the_longest_time_that_it_has_left() -> 
 
 def test_who_is_named_by_fewer_than_a_majority_has_no_lock() -> None:
     assert _counted(_refusal(b"one", 1), _refusal(b"one", 1), _refusal(b"two", 1)).busy() == Busy()
+
+
+def test_votes_of_several_tries_of_one_owner_make_no_majority() -> None:
+    tries = [_refusal(b"one", 1, its_try=each) for each in (b"1", b"1", b"2", b"2")]
+
+    assert _counted(*tries).busy() == Busy()
 
 
 def test_servers_that_refuse_and_name_nobody_name_nobody() -> None:
