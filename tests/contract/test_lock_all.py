@@ -13,7 +13,7 @@ import pytest
 from django_distlock import Lease, Lock, LockNotAcquired, LockNotHeld, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.clocks import PutForward
-from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.eventually import eventually
 from tests.fixtures.processes import Child
 
 from .crew import start, together, waiting_for
@@ -197,7 +197,7 @@ def test_they_are_reentrant_one_by_one(using: str, names: list[str]) -> None:
 
 
 @needs("leased")
-@pytest.mark.parametrize("call", ["with", "acquire"])
+@pytest.mark.parametrize("call", ["with", "acquire", "async with", "aacquire"])
 def test_the_block_begins_only_while_all_are_held(
     backend: BaseLockBackend, names: list[str], rival: Rivals, put_forward: PutForward, call: str
 ) -> None:
@@ -205,44 +205,29 @@ def test_the_block_begins_only_while_all_are_held(
     other.takes()
     both = lock_all(names[0], names[2], using=backend.alias, ttl=100, renew=False, timeout=30)
 
+    def held(leases: tuple[Lease, ...] | None) -> list[bool]:
+        return [lease.held for lease in leases or ()]
+
     def take() -> list[bool]:
         if call == "with":
             with both as leases:
-                return [lease.held for lease in leases]
-        acquired = both.acquire() or ()
-        held = [lease.held for lease in acquired]
+                return held(leases)
+        acquired = held(both.acquire())
         both.release()
-        return held
+        return acquired
 
-    taking = start(take)
+    async def atake() -> list[bool]:
+        if call == "async with":
+            async with both as leases:
+                return held(leases)
+        acquired = held(await both.aacquire())
+        await both.arelease()
+        return acquired
+
+    is_task = call in {"async with", "aacquire"}
+    taking = start((lambda: asyncio.run(atake())) if is_task else take)
     eventually(lambda: waiting_for(backend, names[2]))
     put_forward(150)
     other.leaves()
 
     assert taking.result(30) == [True, True]
-
-
-@needs("leased")
-@pytest.mark.parametrize("call", ["with", "acquire"])
-async def test_a_task_begins_only_while_all_are_held(
-    backend: BaseLockBackend, names: list[str], rival: Rivals, put_forward: PutForward, call: str
-) -> None:
-    other = rival(of=names[2])
-    await asyncio.to_thread(other.takes)
-    both = lock_all(names[0], names[2], using=backend.alias, ttl=100, renew=False, timeout=30)
-
-    async def take() -> list[bool]:
-        if call == "with":
-            async with both as leases:
-                return [lease.held for lease in leases]
-        acquired = await both.aacquire() or ()
-        held = [lease.held for lease in acquired]
-        await both.arelease()
-        return held
-
-    taking = asyncio.create_task(take())
-    await aeventually(lambda: waiting_for(backend, names[2]))
-    put_forward(150)
-    await asyncio.to_thread(other.leaves)
-
-    assert await taking == [True, True]
