@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import pytest
 
@@ -47,23 +46,6 @@ def test_without_renewal_it_ends_with_its_ttl_and_never_before(
     # The server may count in coarser units than we do.
     assert time.monotonic() - began >= 6 * tick - 0.001
     assert lease.lost
-
-
-@lacks("whole_seconds")
-def test_renewals_of_many_leases_go_together(
-    faulty: Faulty, using: str, name: str, put_forward: PutForward
-) -> None:
-    with ExitStack() as stack:
-        leases = [stack.enter_context(lock(f"{name}:{n}", using=using, ttl=100)) for n in range(20)]
-        before = faulty.calls["extend"]
-        deadlines = [lease.deadline for lease in leases]
-
-        put_forward(40)
-        eventually(
-            lambda: all(lease.deadline > old for lease, old in zip(leases, deadlines, strict=True))
-        )
-
-        assert faulty.calls["extend"] - before < len(leases)
 
 
 @pytest.mark.usefixtures("is_never_hung")

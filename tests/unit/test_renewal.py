@@ -114,16 +114,6 @@ def test_a_lease_that_no_server_is_known_to_keep_endangers_no_other(
 
 
 @pytest.mark.slow
-def test_a_lease_that_is_not_to_be_renewed_is_not(watched: Watched) -> None:
-    left_alone = lock("a", ttl=0.4, renew=False).acquire()
-    assert left_alone
-    with lock("b", ttl=4.5):
-        eventually(lambda: left_alone.lost and watched.batches)
-
-    assert {name for _, names in watched.batches for name in names} == {"b"}
-
-
-@pytest.mark.slow
 def test_a_failed_renewal_is_tried_again_soon(watched: Watched) -> None:
     def refuse(requests: Sequence[Request]) -> Sequence[bool]:
         failed.append(clock.lease_time())
