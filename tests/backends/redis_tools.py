@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis as driver
-from django.conf import settings as django_settings
 from django_redis.client import DefaultClient  # type: ignore[import-untyped]  # it has no types
 
 from django_distlock import lock, locks
@@ -20,7 +19,7 @@ from tests.contract.rivals import Rival
 from tests.fixtures.child import hear_word, say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from pytest_django.fixtures import Settings
 
@@ -105,21 +104,15 @@ def connections_to(servers: Iterable[Redis]) -> set[int]:
 # What children do.
 
 
-def use(aliases: Mapping[str, Any]) -> None:
-    django_settings.DISTLOCK = aliases
-
-
-def wait(aliases: dict[str, Any], name: str) -> None:
+def wait(name: str) -> None:
     """Wait until served, tell, and hold it until told to leave."""
-    use(aliases)
     with lock(name, timeout=None) as lease:
         say("held", token=lease.fencing_token)
         hear_word("leave")
 
 
-def stand_in_line(aliases: dict[str, Any], name: str, numbers: list[int], port: int) -> None:
+def stand_in_line(name: str, numbers: list[int], port: int) -> None:
     """Have one waiter for each number begin to wait when told to; each notes its number when served."""
-    use(aliases)
     say("ready")
     threads = []
     for number in numbers:
@@ -136,9 +129,8 @@ def _note(number: int, name: str, port: int) -> None:
             client.rpush("served", number)
 
 
-def fork_with_a_lease(aliases: dict[str, Any], name: str) -> dict[str, Any]:
+def fork_with_a_lease(name: str) -> dict[str, Any]:
     """Fork while the lock is held; the forked child uses locks, drops all that it has, and ends."""
-    use(aliases)
     with lock(name, ttl=20) as lease:
         say("held")
         hear_word("fork")

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from django.conf import settings
 from django.db import connections, transaction
 
 from django_distlock import Lock, LockError, lock, locks, transaction_lock
@@ -25,24 +24,21 @@ hold, wake_up_late = acts.hold, acts.wake_up_late
 WAITERS = 100
 
 
-def end_inside(aliases: dict[str, Any], name: str, **terms: Any) -> None:
+def end_inside(name: str, **terms: Any) -> None:
     """Hold the lock until told to leave, and end without releasing it."""
-    settings.DISTLOCK = aliases
     assert lock(name, **terms).acquire()
     say("held")
     hear_word("leave")
 
 
-def wait(aliases: dict[str, Any], name: str, using: str) -> None:
+def wait(name: str, using: str) -> None:
     """Wait for the lock for ever."""
-    settings.DISTLOCK = aliases
     say("waits")
     lock(name, using=using, timeout=None).acquire()
 
 
-def cancel_and_end(aliases: dict[str, Any], name: str, using: str) -> None:
+def cancel_and_end(name: str, using: str) -> None:
     """Wait for the lock in a task, for ever; cancel it when told, and be done."""
-    settings.DISTLOCK = aliases
 
     async def main() -> None:
         waiting = asyncio.create_task(lock(name, using=using, timeout=None).aacquire())
@@ -53,12 +49,11 @@ def cancel_and_end(aliases: dict[str, Any], name: str, using: str) -> None:
     asyncio.run(main())
 
 
-def cancel_waiters(aliases: dict[str, Any], name: str, using: str, way: str) -> None:
+def cancel_waiters(name: str, using: str, way: str) -> None:
     """Have readers wait for the lock, cancel them all, and end as a script, a server or a child ends.
 
     Or end "in a hurry": nobody cancels them, and there is no time to take them out of the line.
     """
-    settings.DISTLOCK = aliases
     hear = partial(hear_word, "cancel")
     if way == "end in a hurry":
         registry.release_all = lambda *_: None  # type: ignore[method-assign]
@@ -97,11 +92,8 @@ def _cancel_waiters(name: str, using: str, hear: Callable[[], object]) -> None:
     asyncio.run(main())
 
 
-def hold_beside_a_waiter(
-    aliases: dict[str, Any], name: str, using: str, transaction_on: str = ""
-) -> dict[str, Any]:
+def hold_beside_a_waiter(name: str, using: str, transaction_on: str = "") -> dict[str, Any]:
     """Hold a short lock while another thread waits in vain; tell what became of both."""
-    settings.DISTLOCK = aliases
     refused = list[str]()
 
     def wait() -> None:
@@ -123,9 +115,8 @@ def hold_beside_a_waiter(
         return {"refused": refused, "held": lease.held}
 
 
-def cross(aliases: dict[str, Any], names: list[str], using: str, timeout: float) -> list[str]:
+def cross(names: list[str], using: str, timeout: float) -> list[str]:
     """Take one lock, and when told the other one; tell what came of it, and of a third one after that."""
-    settings.DISTLOCK = aliases
     said = []
     with lock(names[0], using=using):
         say("held")
@@ -140,9 +131,8 @@ def cross(aliases: dict[str, Any], names: list[str], using: str, timeout: float)
     return said
 
 
-def fork_and_lock(aliases: dict[str, Any], name: str, using: str) -> dict[str, Any]:
+def fork_and_lock(name: str, using: str) -> dict[str, Any]:
     """Fork while a lock is held; tell whether each process can lock, and how many sessions they have."""
-    settings.DISTLOCK = aliases
     inherited = locks[using]
     with lock(name, using=using) as lease:
         reads, writes = os.pipe()

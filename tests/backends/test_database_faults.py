@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pymysql
 import pytest
-from django.conf import settings as django_settings
 from django.db import Error, OperationalError, connections, transaction
 
 from django_distlock import (
@@ -363,9 +362,8 @@ def test_forked_child_has_a_session_of_its_own_and_its_parent_keeps_its(
     assert before == after != forked
 
 
-def sessions_around_a_fork(aliases: dict[str, Any], name: str, using: str) -> list[int]:
+def sessions_around_a_fork(name: str, using: str) -> list[int]:
     """Return our session before and after a fork; the child says which one it has."""
-    django_settings.DISTLOCK = aliases
     with lock(name, using=using):
         pass
     before = own_session(using)

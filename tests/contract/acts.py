@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from django.conf import settings
-
 from django_distlock import Lease, LockError, lock, lock_all, locks
 from django_distlock.conf import read_alias, read_settings
 from tests.fixtures.child import hear_word, say
@@ -31,31 +29,24 @@ WORK = 0.001
 WIDTH = 8
 
 
-def _use(aliases: dict[str, Any]) -> None:
-    settings.DISTLOCK = aliases
-
-
-def hold(aliases: dict[str, Any], name: str, **terms: Any) -> None:
+def hold(name: str, **terms: Any) -> None:
     """Hold the lock until told to leave."""
-    _use(aliases)
     began = time.monotonic()
     with lock(name, **terms) as lease:
         say("held", began=began, at=time.monotonic(), token=lease.fencing_token)
         hear_word("leave")
 
 
-def stand_in_line(aliases: dict[str, Any], name: str, using: str) -> None:
+def stand_in_line(name: str, using: str) -> None:
     """Wait for a lock that somebody else holds, and tell when the server knows of it."""
-    _use(aliases)
     watched = faulty_version_of(locks[using], read_alias(using, read_settings()[using]))
     watched.notice("enqueue", partial(say, "queued"))
     locks.replace(using, watched)
     lock(name, using=using, timeout=None).acquire()
 
 
-def stand_in_lines(aliases: dict[str, Any], names: list[str], using: str, **terms: Any) -> None:
+def stand_in_lines(names: list[str], using: str, **terms: Any) -> None:
     """Wait for one lock after the other; tell when the server knows of it, and when it is held."""
-    _use(aliases)
     watched = faulty_version_of(locks[using], read_alias(using, read_settings()[using]))
     locks.replace(using, watched)
     for name in names:
@@ -65,9 +56,8 @@ def stand_in_lines(aliases: dict[str, Any], names: list[str], using: str, **term
             say("held", at=time.monotonic())
 
 
-def wake_up_late(aliases: dict[str, Any], name: str, **terms: Any) -> dict[str, str]:
+def wake_up_late(name: str, **terms: Any) -> dict[str, str]:
     """Hold the lock; once told to go on, tell what the first check and the release say."""
-    _use(aliases)
     lease = lock(name, **terms).acquire()
     assert lease
     say("held")
@@ -75,17 +65,15 @@ def wake_up_late(aliases: dict[str, Any], name: str, **terms: Any) -> dict[str, 
     return {"check": _outcome_of(lease.check), "release": _outcome_of(lease.release)}
 
 
-def leave_without_a_word(aliases: dict[str, Any], name: str, **terms: Any) -> int | None:
+def leave_without_a_word(name: str, **terms: Any) -> int | None:
     """End while the lock is held."""
-    _use(aliases)
     lease = lock(name, **terms).acquire()
     assert lease
     return lease.fencing_token
 
 
-def leave_with_daemons(aliases: dict[str, Any], names: list[str], **terms: Any) -> None:
+def leave_with_daemons(names: list[str], **terms: Any) -> None:
     """End while a daemon thread for each lock takes and releases it again and again."""
-    _use(aliases)
     rounds = Counter[str]()
 
     def work(name: str) -> None:
@@ -98,19 +86,18 @@ def leave_with_daemons(aliases: dict[str, Any], names: list[str], **terms: Any) 
     eventually(lambda: all(rounds[name] > 2 for name in names), 30)
 
 
-def leave_as_a_child(aliases: dict[str, Any], name: str, **terms: Any) -> int | None:
+def leave_as_a_child(name: str, **terms: Any) -> int | None:
     """Have a child of multiprocessing, which skips atexit, end while it holds the lock."""
     child = multiprocessing.get_context("fork").Process(
-        target=leave_without_a_word, args=(aliases, name), kwargs=terms
+        target=leave_without_a_word, args=(name,), kwargs=terms
     )
     child.start()
     child.join()
     return child.exitcode
 
 
-def cancel_and_end(aliases: dict[str, Any], names: list[str], **terms: Any) -> None:
+def cancel_and_end(names: list[str], **terms: Any) -> None:
     """Cancel a task for each lock at a moment of its own, somewhere in its acquire, and end."""
-    _use(aliases)
 
     async def take(name: str) -> None:
         await lock(name, **terms).aacquire()
@@ -125,9 +112,8 @@ def cancel_and_end(aliases: dict[str, Any], names: list[str], **terms: Any) -> N
     asyncio.run(main())
 
 
-def raise_balance(aliases: dict[str, Any], name: str, path: str, rounds: int, **terms: Any) -> None:
+def raise_balance(name: str, path: str, rounds: int, **terms: Any) -> None:
     """Read a number in a file, work, write it back one higher; again and again."""
-    _use(aliases)
     with lock(f"{name}:another", **terms):
         say("ready")  # and connected
     hear_word("go")
@@ -140,18 +126,16 @@ def raise_balance(aliases: dict[str, Any], name: str, path: str, rounds: int, **
                 os.pwrite(file.fileno(), b"%0*d" % (WIDTH, balance + 1), at)
 
 
-def attach(aliases: dict[str, Any], text: str) -> int | None:
+def attach(text: str) -> int | None:
     """Take over a lease, hold it until told to leave, and release it."""
-    _use(aliases)
     with Lease.attach(text) as lease:
         say("attached", token=lease.fencing_token, name=lease.name)
         hear_word("leave")
     return lease.fencing_token
 
 
-def take_both(aliases: dict[str, Any], names: list[str], rounds: int, **terms: Any) -> int:
+def take_both(names: list[str], rounds: int, **terms: Any) -> int:
     """Take several locks at once, again and again; return how often that worked."""
-    _use(aliases)
     say("ready")
     hear_word("go")
     for _ in range(rounds):
@@ -160,12 +144,11 @@ def take_both(aliases: dict[str, Any], names: list[str], rounds: int, **terms: A
     return rounds
 
 
-def fork_inside(aliases: dict[str, Any], name: str, *, by_c: bool, **terms: Any) -> bool:
+def fork_inside(name: str, *, by_c: bool, **terms: Any) -> bool:
     """Fork while the lock is held; the forked child leaves the block and ends like any process.
 
     *by_c*: as uWSGI does it, which tells Python nothing.
     """
-    _use(aliases)
     with lock(name, **terms) as lease:
         # A child by C waits for ever for a thread that was just about to run, and is not there.
         never(lambda: lease.lost, 0.2)
@@ -208,9 +191,8 @@ def _outcome_of(call: Any) -> str:
     return "done"
 
 
-def wait_in_threads(aliases: dict[str, Any], name: str, using: str, number: int) -> None:
+def wait_in_threads(name: str, using: str, number: int) -> None:
     """Have so many threads wait for the lock until the process is killed."""
-    _use(aliases)
     for _ in range(number):
         wait = lock(name, using=using, timeout=None).acquire
         threading.Thread(target=wait, daemon=True).start()
