@@ -172,7 +172,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
 def _may_ask_at_once(lease: Lease) -> bool:
     """Return True if no other caller of this process wants the lock; the lease is then the first in its local queue."""
     backend, request = lease.backend, lease.request
-    if request.limit is not None and _tries_places(backend, request):
+    if request.limit is not None and not backend.finds_place:
         return False  # there are several to ask for
     if request.shared or not backend.waiting.in_line:
         return True
@@ -186,25 +186,17 @@ def _may_ask_at_once(lease: Lease) -> bool:
     return False
 
 
-def _tries_places(backend: BaseLockBackend, request: Request) -> bool:
-    """Return whether each place of the lock must be asked for, as a lock of its own."""
-    return request.limit is not None and not backend.finds_place
-
-
 def taken(
     backend: BaseLockBackend, request: Request, probe: Callable[[Request], Any]
 ) -> Steps[Act, Busy | None]:
     """Return the holder of the lock, with a limit, the one of all places whose lease ends first; None if it is free."""
-    if not _tries_places(backend, request):
-        found: Busy | None = yield partial(probe, request)
-        return found
-    all_found: list[Busy] = []
-    for each in request.holdings:
-        found = yield partial(probe, each)
-        if found is None:
+    found = list[Busy]()
+    for each in [request] if backend.finds_place else request.holdings:
+        busy: Busy | None = yield partial(probe, each)
+        if busy is None:
             return None
-        all_found.append(found)
-    return first_to_end(all_found)
+        found.append(busy)
+    return first_to_end(found)
 
 
 def _tell_acquired(lease: Lease, waited: float, attempt: Attempt | None) -> None:
@@ -213,8 +205,9 @@ def _tell_acquired(lease: Lease, waited: float, attempt: Attempt | None) -> None
     logger.debug(
         "Lock %s acquired, token %s", printable(lease.name), lease.fencing_token, extra=fields
     )
-    facts = {"waited": waited, "requests": requests, "waited_for": waited_for}
-    announce(lock_acquired, lease, lease=lease, **facts)
+    announce(
+        lock_acquired, lease, lease=lease, waited=waited, requests=requests, waited_for=waited_for
+    )
     lease.check()  # a receiver may have been slow, or have released it
 
 
@@ -306,7 +299,8 @@ class Attempt:
         self.waited_for: Holder | None = None
         # An asynchronous exception may have ended the first try after the server carried it out.
         self.on_server = OnServer.UNKNOWN
-        self._tries_places = _tries_places(backend, lease.request)
+        #: Whether each place of the lock must be asked for, as a lock of its own.
+        self._tries_places = lease.request.limit is not None and not backend.finds_place
         self._waiting = _FOR_PLACES if self._tries_places else backend.waiting
         self._way = self._waiting.way
         #: Of the lock; the request may become that for one of its places.
