@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from django_distlock.backends.redlock.votes import fencing_token, majority
+from django_distlock.backends.redlock.votes import majority
 
 SERVERS = range(3)
 #: Where the counters of the servers stand at first.
@@ -109,7 +109,7 @@ class Model:
     def _decide(self, state: State, number: int, client: Client) -> Iterator[State]:
         votes = [vote for vote in client.votes if vote]
         if client.phase is Phase.ASKING and len(votes) >= majority(3):
-            won = client._replace(phase=Phase.WRITING, token=fencing_token(votes))
+            won = client._replace(phase=Phase.WRITING, token=max(votes))
             is_at_once = self._way is Way.NOT_AT_ALL
             yield _hold(state, number, won) if is_at_once else _with(state, number, won)
         if client.phase is Phase.WRITING and sum(client.written) >= majority(3):

@@ -11,7 +11,6 @@ from django_distlock.backends.redlock.votes import (
     agreed,
     connect_timeout,
     election,
-    fencing_token,
     majority,
     server_timeout,
     validity,
@@ -49,10 +48,6 @@ def test_what_the_asking_took_and_the_drift_of_clocks_are_taken_off() -> None:
     assert validity(10.0, 4.0) == pytest.approx(6 - 0.1 - 0.002)
     assert validity(10.0, 10 - drift(10.0)) == pytest.approx(0)
     assert validity(0.1, 0.1) < 0
-
-
-def test_a_token_is_the_highest_that_was_counted() -> None:
-    assert fencing_token([7, 12, 9]) == 12
 
 
 ALL_STATES = [

@@ -160,18 +160,6 @@ def test_it_is_clear_who_has_the_lock_once_a_majority_says_so_or_nobody_can_have
     assert failed.is_seen()
 
 
-def test_a_token_is_noted_by_a_majority_and_not_by_those_who_were_not_asked() -> None:
-    assert _counted(1, 1, 1).written() is Election.WON
-    assert _counted(1, 1).written() is Election.OPEN
-    assert _counted(1, 1, asked=[0, 1, 2]).written() is Election.OPEN
-    assert _counted(1, 1, 0, asked=[0, 1, 2]).written() is Election.BUSY
-
-    failed = _counted(1, 1, asked=[0, 1, 2, 3])
-    for server in (2, 3):
-        failed.miss(server, "it is gone", was_asked=True)
-    assert failed.written() is Election.BUSY
-
-
 def test_what_a_majority_did_is_done() -> None:
     assert _counted(1, 1, 1).says_yes() is True
     assert _counted(0, 2, 0).says_yes() is False

@@ -131,19 +131,15 @@ class RedlockVerbs:
             return Grant(None)
         if known := ballot.agreed_token():
             return Grant(known)
-        token = votes.fencing_token(ballot.answers[server][1] for server in ballot.where(votes.YES))
+        token = max(ballot.answers[server][1] for server in ballot.where(votes.YES))
         voters = ballot.where(votes.YES) | ballot.pending
         # Servers that grant the lock later write the token as well.
         calls = self._calls(voters, RAISE, [request.key], request.owner, token)
-        count: Count = yield self._question(
-            calls, request.ttl, lambda c: c.written() is not Election.OPEN
-        )
-        outcome = count.written()
-        if outcome is Election.WON and votes.validity(request.ttl, clock.lease_time() - start) > 0:
+        count: Count = yield self._question(calls, request.ttl, _has_agreed)
+        if count.says_yes() and votes.validity(request.ttl, clock.lease_time() - start) > 0:
             return Grant(token)
         yield from self._give_back(request, voters, ())
-        if outcome is Election.UNREACHABLE:
-            self._fail(count)
+        self._need_most(count)
         return Busy()
 
     def release(self, request: Request) -> Verb[Release]:
@@ -231,8 +227,7 @@ class RedlockVerbs:
                     for each, answer in zip(some[server], answers, strict=True):
                         if answer:
                             seen.setdefault((each, answer[0]), []).append(answer)
-        if len(self._places) - len(lost.failures) < self._most:
-            self._fail(lost)
+        self._need_most(lost)
         return [_held(*lock, seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= self._most]
 
     def _keys(self, is_ours: Callable[[str], bool], lost: Count) -> Verb[dict[int, list[str]]]:
@@ -298,7 +293,8 @@ class RedlockVerbs:
         return {server: calls[self._spaces[server]] for server in servers}
 
     def _need_most(self, count: Count) -> None:
-        if len(count.answers) < self._most:
+        """Raise the error if so many servers failed that the others are no majority."""
+        if len(self._places) - len(count.failures) < self._most:
             self._fail(count)
 
     def _fail(self, count: Count, *, were_votes: bool = False) -> NoReturn:

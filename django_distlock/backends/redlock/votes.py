@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +39,6 @@ def validity(ttl: float, elapsed: float) -> float:
     The clock starts before the first question. The same as Lease.grant() reckons.
     """
     return ttl - elapsed - drift(ttl)
-
-
-def fencing_token(votes: Iterable[int]) -> int:
-    return max(votes)
 
 
 #: What a server answers, or what its answer begins with. See scripts.py.
@@ -166,12 +162,6 @@ class Count:
         return votes >= most or (not may_be_held and len(self.answers) >= most)
 
     # What they did.
-
-    def written(self) -> Election:
-        # Servers that were not asked count as refusals.
-        refused = len(self.where(NO)) + self.total - len(self.asked)
-        granted, failed = len(self.where(YES)), len(self.failures)
-        return election(self.total, granted=granted, refused=refused, failed=failed)
 
     def says_yes(self) -> bool | None:
         """Whether a majority carried the request out; None while that is open."""
