@@ -102,7 +102,6 @@ class RedlockVerbs:
 
     def acquire(self, request: Request, *, queued: bool) -> Verb[Grant | Busy]:
         """Try to acquire the lock on a majority; without one, release at once what was granted."""
-        start = clock.lease_time()
         calls = self._calls(
             self._everybody,
             ACQUIRE,
@@ -119,13 +118,13 @@ class RedlockVerbs:
         ballot: Count = yield self._question(calls, request.ttl, Count.is_elected)
         outcome = ballot.election()
         if outcome is Election.WON:
-            return (yield from self._fence(request, ballot, start))
+            return (yield from self._fence(request, ballot))
         yield from self._give_back(request, ballot.where(votes.YES), ballot.pending | ballot.unsure)
         if outcome is Election.UNREACHABLE:
             self._fail(ballot, were_votes=True)
         return ballot.busy()
 
-    def _fence(self, request: Request, ballot: Count, start: float) -> Verb[Grant | Busy]:
+    def _fence(self, request: Request, ballot: Count) -> Verb[Grant | Busy]:
         """Write the token to a majority before it is used, so that no later token is lower."""
         if not self._options.fencing:
             return Grant(None)
@@ -136,7 +135,7 @@ class RedlockVerbs:
         # Servers that grant the lock later write the token as well.
         calls = self._calls(voters, RAISE, [request.key], request.owner, token)
         count: Count = yield self._question(calls, request.ttl, _has_agreed)
-        if count.says_yes() and votes.validity(request.ttl, clock.lease_time() - start) > 0:
+        if count.says_yes():
             return Grant(token)
         yield from self._give_back(request, voters, ())
         self._need_most(count)

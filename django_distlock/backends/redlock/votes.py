@@ -1,4 +1,4 @@
-"""The votes of servers: how many are enough, what the answers mean together, how long a grant is valid. No I/O."""
+"""The votes of servers: how many are enough, and what the answers mean together. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from django_distlock.engine.bells import Bell
 from django_distlock.engine.values import Busy
-from django_distlock.ground.clock import drift
 from django_distlock.ground.holder import Holder
 
 #: Seconds: the longest and shortest timeout for a server's answer, and the longest one for a new connection.
@@ -31,14 +30,6 @@ def server_timeout(ttl: float, wish: float | None = None) -> float:
 def connect_timeout(ttl: float, wish: float | None = None) -> float:
     """Return the seconds for a new connection: *wish*, or a part of the *ttl*."""
     return max(SHORTEST, min(LONGEST_CONNECTING, ttl * CONNECTING_PART)) if wish is None else wish
-
-
-def validity(ttl: float, elapsed: float) -> float:
-    """Return how many seconds of a grant are left to its holder, if it took *elapsed* seconds to get it.
-
-    The clock starts before the first question. The same as Lease.grant() reckons.
-    """
-    return ttl - elapsed - drift(ttl)
 
 
 #: What a server answers, or what its answer begins with. See scripts.py.
