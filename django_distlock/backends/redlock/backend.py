@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
@@ -20,12 +20,10 @@ from django_distlock.backends.redis.sources import Source, source_of_cache, sour
 from django_distlock.backends.redis.verbs import KeySpace
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
-from django_distlock.engine.leftovers import until_done
 from django_distlock.engine.steps import arun, run
 from django_distlock.engine.values import Busy, Held, Release, Request
 from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
 from django_distlock.exceptions import LockBackendError
-from django_distlock.ground import clock
 
 from .quorum import RedlockOptions, RedlockVerbs, Verb
 from .servers import Servers
@@ -151,7 +149,6 @@ class RedlockBackend(StepsBackend):
             self._spaces,
             self.options,
             guard=self._guard,
-            until_done=partial(_until_done, self.alias, self._run),
         )
         # The thread ends with its backend.
         self._close_unused = weakref.finalize(self, self._servers.close)
@@ -175,15 +172,6 @@ class RedlockBackend(StepsBackend):
             msg = f"'servers': the cache {server!r} is no single server, but several that share their data."
             raise ValueError(msg)
         return source
-
-
-def _until_done(
-    alias: str,
-    run_verb: Callable[[Verb[None]], None],
-    verb: Callable[[], Verb[None]],
-    seconds: float,
-) -> None:
-    until_done(alias, lambda: run_verb(verb()), clock.lease_time() + seconds)
 
 
 def _check_disk(where: str, link: PoolLink) -> list[CheckMessage]:

@@ -1,4 +1,7 @@
-"""The verbs of Redlock and its OPTIONS: the requests to all servers, and the result of their answers. No I/O."""
+"""The verbs of Redlock and its OPTIONS: the requests to all servers, and the result of their answers.
+
+No I/O, but to ask again in the background.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from django_distlock.backends.redis.connections import packed
 from django_distlock.backends.redis.sources import check_connection_options
 from django_distlock.backends.redis.verbs import BATCH, KeySpace, microseconds
 from django_distlock.conf import check_values, checked_ttl
+from django_distlock.engine.leftovers import until_done
 from django_distlock.engine.steps import Steps
 from django_distlock.engine.values import (
     Busy,
@@ -77,7 +81,6 @@ class RedlockVerbs:
     """The verbs of one alias on its *servers*, with its keys in *spaces*.
 
     *guard*: seconds that a server must have been up before it may grant; 0: no guard.
-    *until_done*: runs a verb in the background, again until it succeeds or so many seconds have passed.
     """
 
     def __init__(
@@ -88,10 +91,8 @@ class RedlockVerbs:
         options: RedlockOptions,
         *,
         guard: float,
-        until_done: Callable[[Callable[[], Verb[None]], float], None],
     ) -> None:
         self._alias = alias
-        self._until_done = until_done
         self._servers = servers
         self._places = servers.places
         self._spaces = spaces
@@ -263,11 +264,12 @@ class RedlockVerbs:
             if silent := granted - count.answers.keys():
                 # Of the same instant: it leaves alone what its owner is granted later.
                 again = {server: calls[server] for server in silent}
-                self._until_done(partial(self._insist, again, request.ttl), request.ttl)
+                job = partial(self._insist, again, request.ttl)
+                until_done(self._alias, job, clock.lease_time() + request.ttl)
 
-    def _insist(self, calls: dict[int, bytes], ttl: float) -> Verb[None]:
-        """Send *calls*, which all servers must answer."""
-        count: Count = yield self._question(calls, ttl)
+    def _insist(self, calls: dict[int, bytes], ttl: float) -> None:
+        """Send *calls*, which all servers must answer, from a thread of the background."""
+        count = self._servers.ask(self._question(calls, ttl))
         if count.failures:
             self._fail(count)
 
