@@ -43,6 +43,8 @@ from .sources import (
 from .verbs import BATCH, KeySpace, MakeKey, RedisVerbs
 
 Act = Callable[[], Any]
+#: What a server says of itself (INFO), or the error by which it refuses to.
+Facts = dict[str, str] | Exception
 
 _T = TypeVar("_T")
 
@@ -166,7 +168,7 @@ class RedisBackend(StepsBackend):
         where = f"DISTLOCK[{self.alias!r}]"
         return self.check_server(self.source.place) or check_facts(
             where,
-            self._link,
+            self._link.converse(ask_facts()),
             allow_eviction=self.options.allow_eviction,
             wait_disk=self.options.wait_disk,
         )
@@ -282,9 +284,8 @@ class CacheRedisBackend(RedisBackend):
 
 
 def check_facts(
-    where: str, link: PoolLink | ClusterLink, *, allow_eviction: bool, wait_disk: bool = False
+    where: str, facts: Facts, *, allow_eviction: bool, wait_disk: bool = False
 ) -> list[CheckMessage]:
-    facts = link.converse(_facts())
     if isinstance(facts, Exception):
         text = f"{where}: its version and its maxmemory-policy are not known, since it refused INFO: {printable(str(facts))}"
         return [CheckWarning(text, hint="Let the user run INFO.", id="distlock.W020")]
@@ -325,7 +326,7 @@ def _check_disk(
         yield CheckWarning(text, hint=hint, id="distlock.W022")
 
 
-def _facts() -> Conversation[dict[str, str] | Exception]:
+def ask_facts() -> Conversation[Facts]:
     (answer,) = yield (("INFO",),)
     if isinstance(answer, dict):  # as a cluster's client has read it already
         first = next(iter(answer.values()))

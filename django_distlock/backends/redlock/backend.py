@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -14,7 +13,7 @@ from django.core.cache import caches
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.backends.base import StepsBackend, server_error
-from django_distlock.backends.redis.backend import check_facts
+from django_distlock.backends.redis.backend import Facts, ask_facts, check_facts
 from django_distlock.backends.redis.connections import PoolLink, ask
 from django_distlock.backends.redis.sources import Source, source_of_cache, source_of_url
 from django_distlock.backends.redis.verbs import KeySpace
@@ -109,14 +108,15 @@ class RedlockBackend(StepsBackend):
             text = f"{where}: 'restart_guard' is off: a server that restarts without its data lets a second holder in."
             hint = "Switch it on, or have each server write each change to disk and say 'durable': True."
             found.append(CheckWarning(text, hint=hint, id="distlock.W030"))
-        runs: dict[bytes, str] = {}
+        runs: dict[str, str] = {}
         for source in self.sources if databases else ():
             at = f"{where}: {source.where}"
             with closing(PoolLink(self.alias, source)) as link:
                 try:
-                    found += check_facts(at, link, allow_eviction=options.allow_eviction)
+                    facts = link.converse(ask_facts())
+                    found += check_facts(at, facts, allow_eviction=options.allow_eviction)
                     found += _check_disk(at, link) if options.durable else []
-                    found += _check_twice(where, source.where, link, runs)
+                    found += _check_twice(where, source.where, facts, runs)
                 except LockBackendError as error:
                     found.append(server_error(error, source.place))
         return found
@@ -189,12 +189,8 @@ def _check_disk(where: str, link: PoolLink) -> list[CheckMessage]:
     return [Error(text, hint=hint, id="distlock.E031")]
 
 
-def _check_twice(
-    where: str, place: str, link: PoolLink, runs: dict[bytes, str]
-) -> list[CheckMessage]:
-    answer = link.converse(ask(("INFO", "server")))
-    found = re.search(rb"run_id:(\w+)", answer) if isinstance(answer, bytes) else None
-    run = found[1] if found else b""
+def _check_twice(where: str, place: str, facts: Facts, runs: dict[str, str]) -> list[CheckMessage]:
+    run = "" if isinstance(facts, Exception) else facts.get("run_id", "")
     first = runs.setdefault(run, place)
     if not run or first == place:
         return []
