@@ -91,8 +91,10 @@ class RedisBackend(StepsBackend):
         self._space = KeySpace(self.make_key())
         self.location = self.source.identity, self._space.pattern
         # The locks of one script must be on one server.
-        batch = 1 if self.source.is_cluster else BATCH
-        self._verbs: RedisVerbs = RedisVerbs(self.alias, self._space, self.options, batch=batch)
+        self._batch = 1 if self.source.is_cluster else BATCH
+        self._verbs: RedisVerbs = RedisVerbs(
+            self.alias, self._space, self.options, batch=self._batch
+        )
         self._open()
 
     def make_source(self) -> Source:
@@ -107,32 +109,23 @@ class RedisBackend(StepsBackend):
     # The verbs.
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
-        """Release the locks for good, with one request if one server has them all."""
-        if not self.source.is_cluster:
-            return self._revoke(requests)
-        silent: dict[Hashable, Exception] = {}
-        return [self._revoke_one(request, silent) for request in requests]
-
-    def _revoke_one(
-        self, request: Request, silent: dict[Hashable, Exception]
-    ) -> Release | Exception:
-        """Release a lock in a cluster; its *silent* servers are asked once, as each answer is waited for."""
-        try:
-            server = self.server_of(request)
-        except LockBackendError as error:
-            return error
-        if server not in silent:
-            (outcome,) = self._revoke([request])
-            if not isinstance(outcome, LockOutcomeUnknown):
-                return outcome
-            silent[server] = outcome
-        return silent[server]
-
-    def _revoke(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
-        try:
-            return self._run(self._verbs.revoke(requests))
-        except Exception as error:  # noqa: BLE001 - see BaseLockBackend.revoke_all()
-            return [error] * len(requests)
+        """Release the locks for good; a server that fails is asked once."""
+        outcomes: list[Release | Exception] = []
+        failed: dict[Hashable, LockBackendError] = {}
+        for some in batches(requests, self._batch):
+            server: Hashable = None
+            try:
+                server = self.server_of(some[0])
+                if server in failed:
+                    outcomes += [failed[server]] * len(some)
+                else:
+                    outcomes += self._run(self._verbs.revoke(some))
+            except Exception as error:  # noqa: BLE001 - see BaseLockBackend.revoke_all()
+                outcomes += [error] * len(some)
+                # A lock whose slot of a cluster is being moved says nothing of the others.
+                if isinstance(error, LockBackendError) and not isinstance(error, Contended):
+                    failed[server] = error
+        return outcomes
 
     def server_of(self, request: Request) -> Hashable:
         return self._link.server_of(self._space.of(request.key).record)

@@ -164,10 +164,7 @@ class RedisVerbs:
 
     def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
         """Release the locks for good: later requests of these owners are refused."""
-        outcomes: list[Release | Exception] = []
-        for some in batches(requests, BATCH):
-            outcomes += yield from self._release(some, "1")
-        return outcomes
+        return self._release(requests, "1")
 
     def extend(self, requests: Sequence[Request]) -> Conversation[list[bool]]:
         kept: list[bool] = []
