@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from django_distlock.ground import clock
 
@@ -12,28 +12,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Kept(Protocol):
-    """A connection with the time (clock.wait_time()) of its last use."""
-
-    used_at: float
-
-
-_T = TypeVar("_T", bound=Kept)
-
-
-class IdleStack(deque[_T]):
+class IdleStack(deque[Any]):
     """Take a connection by pop(), and put it back by append(): single steps, which need no lock.
 
     As the one that was used last is taken first, those that are not needed stay at the other end.
     """
 
-    def close_all(self, close: Callable[[_T], object]) -> None:
+    def close_all(self, close: Callable[[Any], object]) -> None:
         with suppress(IndexError):
             while True:
                 close(self.pop())
 
-    def close_unused(self, close: Callable[[_T], object], seconds: float) -> None:
-        """Close the connections that were not used for so many *seconds*."""
+    def close_unused(self, close: Callable[[Any], object], seconds: float) -> None:
+        """Close the connections whose last use, *used_at* (clock.wait_time()), was so many *seconds* ago."""
         before = clock.wait_time() - seconds
         with suppress(IndexError):
             while (oldest := self.popleft()).used_at < before:

@@ -28,6 +28,7 @@ from .cache_alias import (
     plain_key,
     whole_seconds,
 )
+from .idle import IdleStack
 
 _T = TypeVar("_T")
 
@@ -291,18 +292,15 @@ class MemcachedConnection:
 
 
 class Pool:
-    """Connections made by *connect*, each lent to one thread for one request.
-
-    The idle ones are in a list, whose append() and pop() need no lock.
-    """
+    """Connections made by *connect*, each lent to one thread for one request."""
 
     def __init__(self, alias: str, server: Any, connect: Callable[[], MemcachedConnection]) -> None:
         self._alias = alias
         self._server = server
         self._connect = connect
-        self._idle: list[MemcachedConnection] = []
+        self._idle = IdleStack()
         # Otherwise a connection that is returned after close() would be left to the garbage collector.
-        weakref.finalize(self, _close_all, self._idle).atexit = False
+        weakref.finalize(self, self._idle.close_all, MemcachedConnection.close).atexit = False
 
     def ask(self, verb: Callable[..., _T], *args: object, twice: bool = True) -> _T:
         """Call *verb* of a connection and return its result; its errors become lock errors.
@@ -330,7 +328,7 @@ class Pool:
             raise LockOutcomeUnknown(self._alias, self._told(error)) from root_cause(error)
 
     def close(self) -> None:
-        _close_all(self._idle)
+        self._idle.close_all(MemcachedConnection.close)
 
     def _lend(self, connection: MemcachedConnection, verb: Callable[..., _T], *args: object) -> _T:
         try:
@@ -347,12 +345,6 @@ class Pool:
 
     def _told(self, error: Exception) -> str:
         return f"memcached at {self._server}: {str(error) or type(error).__name__}"
-
-
-def _close_all(idle: list[MemcachedConnection]) -> None:
-    with suppress(IndexError):
-        while True:
-            idle.pop().close()
 
 
 def _connected(server: Any, given: dict[str, Any], timeout: float) -> Any:

@@ -88,7 +88,7 @@ class OwnConnections:
 
     def forget(self) -> None:
         """Start without connections."""
-        self._idle: IdleStack[Any] = IdleStack()
+        self._idle = IdleStack()
         #: All connections, idle or borrowed, until they are closed, or lost by an asynchronous exception.
         self._all: WeakSet[BaseDatabaseWrapper] = WeakSet()
         self._mutex = section()

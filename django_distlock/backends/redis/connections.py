@@ -292,7 +292,7 @@ class _Link:
         self._source = source
         self._pool = pool  # it makes connections, and keeps none
         self._master: object = None
-        self._idle: IdleStack[Any] = IdleStack()
+        self._idle = IdleStack()
         self._closings = 0
 
     def _idle_one(self) -> Any:
@@ -388,7 +388,7 @@ def _close(connection: ThreadConnection | TaskConnection) -> None:
     connection.close()
 
 
-def _close_all(idle: IdleStack[Any], pool: Any) -> None:
+def _close_all(idle: IdleStack, pool: Any) -> None:
     idle.close_all(_close)
     for sentinel in _sentinels(pool):
         sentinel.connection_pool.disconnect(inuse_connections=False)
