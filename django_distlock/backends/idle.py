@@ -18,6 +18,16 @@ class IdleStack(deque[Any]):
     As the one that was used last is taken first, those that are not needed stay at the other end.
     """
 
+    def fit_one(self) -> Any:
+        """Return a connection that the server has neither closed nor used without a request, or None."""
+        while self:
+            with suppress(IndexError):  # another thread has taken the last one
+                connection = self.pop()
+                if not connection.has_news():
+                    return connection
+                connection.close()
+        return None
+
     def close_all(self, close: Callable[[Any], object]) -> None:
         with suppress(IndexError):
             while True:

@@ -38,8 +38,6 @@ PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
 LOOKS = 5
 #: How many connections are kept open.
 KEPT = 4
-#: Seconds: if an idle connection turns out to be closed sooner, the request is sent again on a new one.
-SOON = 0.25
 #: A connection caches the numbers of so many of its own values, for so many seconds only: a proxy may
 #: keep the connection open while the server behind it is restarted.
 MOST_KNOWN, FRESH = 64, 1.0
@@ -175,14 +173,11 @@ class CacheMemcachedBackend(CacheKeyBackend):
 
     def _delete(self, request: Request, verb: Callable[..., bool], *args: object) -> bool:
         """Return whether *verb* deleted the key. If its reply is lost, the owner counts as released."""
-        began = clock.wait_time()
         try:
-            is_deleted = self._pool.ask(verb, request.key, *args, twice=False)
+            is_deleted = self._pool.ask(verb, request.key, *args)
         except LockOutcomeUnknown:
             self._released.add(request.owner)
-            if clock.wait_time() - began > SOON:
-                raise
-            return False
+            raise
         if is_deleted:
             self._released.add(request.owner)
         return is_deleted
@@ -221,10 +216,12 @@ class MemcachedConnection:
             raise NotCarriedOut(f"it cannot be reached: {error}") from error
         self._socket.settimeout(answer)
         self._replies = self._socket.makefile("rb")
-        #: Shows whether the server has closed the connection; None under eventlet, which has no poll().
-        self._poll: Any = select.poll() if hasattr(select, "poll") else None
-        if self._poll:
-            self._poll.register(self._socket, select.POLLIN)
+        #: Returns whether the server has closed the connection; never under eventlet, which has no poll().
+        self.has_news: Callable[[], object] = bool
+        if hasattr(select, "poll"):
+            poll = select.poll()
+            poll.register(self._socket, select.POLLIN)
+            self.has_news = partial(poll.poll, 0)
         #: By owner: the number of the value, and when it was stored.
         self._known: dict[str, tuple[bytes, float]] = {}
 
@@ -263,7 +260,7 @@ class MemcachedConnection:
     def delete_known(self, key: str, owner: str) -> bool:
         """Delete the value that *owner* has just added on this connection; False if it has changed, or is none."""
         number, when = self._known.pop(owner, (b"", 0.0))
-        if not number or clock.lease_time() - when > FRESH or (self._poll and self._poll.poll(0)):
+        if not number or clock.lease_time() - when > FRESH:
             return False
         return self.cas(key, b"", number, AT_ONCE)
 
@@ -302,46 +299,30 @@ class Pool:
         # Otherwise a connection that is returned after close() would be left to the garbage collector.
         weakref.finalize(self, self._idle.close_all, MemcachedConnection.close).atexit = False
 
-    def ask(self, verb: Callable[..., _T], *args: object, twice: bool = True) -> _T:
-        """Call *verb* of a connection and return its result; its errors become lock errors.
-
-        With *twice*, it is called again on a new connection if the idle one turns out to be closed.
-        """
-        began = clock.wait_time()
+    def ask(self, verb: Callable[..., _T], *args: object) -> _T:
+        """Call *verb* of a connection and return its result; its errors become lock errors."""
         try:
+            connection = self._idle.fit_one() or self._connect()
             try:
-                connection = self._idle.pop()
-            except IndexError:
-                return self._lend(self._connect(), verb, *args)
-            try:
-                return self._lend(connection, verb, *args)
-            except ConnectionError:
-                # The other idle connections are probably closed too: the server or a router was restarted.
-                self.close()
-                if twice and clock.wait_time() - began <= SOON:
-                    with suppress(NotCarriedOut):
-                        return self._lend(self._connect(), verb, *args)
+                answer = verb(connection, *args)
+            except BaseException:
+                # Also after an asynchronous exception: the rest of this reply would be taken for the next one.
+                connection.close()
                 raise
         except NotCarriedOut as error:
             raise LockBackendError(self._alias, self._told(error)) from root_cause(error)
         except (OSError, ValueError) as error:
+            # The idle ones are probably broken too: a router that forgot one has forgotten all of them.
+            self.close()
             raise LockOutcomeUnknown(self._alias, self._told(error)) from root_cause(error)
-
-    def close(self) -> None:
-        self._idle.close_all(MemcachedConnection.close)
-
-    def _lend(self, connection: MemcachedConnection, verb: Callable[..., _T], *args: object) -> _T:
-        try:
-            answer = verb(connection, *args)
-        except BaseException:
-            # Also after an asynchronous exception: the rest of this reply would be taken for the next one.
-            connection.close()
-            raise
         if len(self._idle) < KEPT:
             self._idle.append(connection)
         else:
             connection.close()
         return answer
+
+    def close(self) -> None:
+        self._idle.close_all(MemcachedConnection.close)
 
     def _told(self, error: Exception) -> str:
         return f"memcached at {self._server}: {str(error) or type(error).__name__}"

@@ -229,7 +229,7 @@ async def test_connections_that_were_reset_while_idle_are_replaced_unseen(
     proxy.cut()
     proxy.pass_through()
 
-    await aeventually(lambda: not any(each.is_fit() for each in link._idle), 5)
+    await aeventually(lambda: all(each.has_news() for each in link._idle), 5)
     assert not await lock(name).alocked()
 
 

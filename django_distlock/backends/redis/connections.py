@@ -219,19 +219,19 @@ class ThreadConnection(_Connection):
         self._socket.settimeout(limit)
         self.close = driver.disconnect
         #: Returns whether data, or the end of the connection, has arrived.
-        self._has_news: Callable[[int], object] = self._can_read
+        self._look: Callable[[int], object] = self._can_read
         # A socket without TLS, gevent and eventlet: poll() is faster there.
         if sys.platform == "linux" and type(self._socket).__module__ == "socket":
             poll = select.poll()
             poll.register(self._socket, select.POLLIN)
-            self._has_news = poll.poll
+            self._look = poll.poll
 
-    def is_fit(self) -> bool:
-        """Return True if the server has not closed the connection, nor sent anything without a request."""
+    def has_news(self) -> object:
+        """Return whether the server has closed the connection, or sent anything without a request."""
         try:
-            return not self._has_news(0)
+            return self._look(0)
         except BROKEN:
-            return False
+            return True
 
     def _can_read(self, seconds: float) -> bool:
         is_readable: bool = self.driver.can_read(seconds)
@@ -258,9 +258,9 @@ class ThreadConnection(_Connection):
 class TaskConnection(_Connection):
     """A connection, for one task at a time. Timeouts are our own: redis-py may swallow a cancellation (Python 3.11)."""
 
-    def is_fit(self) -> bool:
+    def has_news(self) -> object:
         reader = self.driver._reader  # noqa: SLF001 - as for threads
-        return not (reader.at_eof() or reader.exception() or reader._buffer)  # noqa: SLF001 - data without a request
+        return reader.at_eof() or reader.exception() or reader._buffer  # noqa: SLF001 - data without a request
 
     def close(self) -> None:
         self.driver._writer.close()  # noqa: SLF001 - as for threads; the driver's own method is a coroutine
@@ -294,16 +294,6 @@ class _Link:
         self._master: object = None
         self._idle = IdleStack()
         self._closings = 0
-
-    def _idle_one(self) -> Any:
-        """Return an idle connection that the server has not closed, or None."""
-        while self._idle:
-            with suppress(IndexError):  # another thread has taken the last one
-                connection = self._idle.pop()
-                if connection.is_fit():
-                    return connection
-                connection.close()
-        return None
 
     def _keep(self, connection: Any) -> None:
         """Keep *connection* for the next request, and close those that are not needed."""
@@ -342,7 +332,7 @@ class PoolLink(_Link):
 
     def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
         """Run *conversation*, sending each command once; return its result. *within*: see ThreadConnection.exchange()."""
-        connection = self._idle_one() or self._connected()
+        connection = self._idle.fit_one() or self._connected()
         try:
             answer = run(conversation, partial(connection.exchange, within=within))
         except BaseException as error:  # noqa: BLE001 - raised by _fail()
@@ -405,7 +395,7 @@ class AsyncPoolLink(_Link):
     async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
         # With a limit of its own it is a try, which has passed its own gate, or it listens, maybe for long.
         async with self._gate if within is None else nullcontext():
-            connection = self._idle_one() or await self._connected()
+            connection = self._idle.fit_one() or await self._connected()
             limit = self._source.answers_within if within is None else within
             try:
                 answer = await arun(conversation, partial(connection.exchange, within=limit))
