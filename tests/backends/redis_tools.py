@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import redis as driver
 from django_redis.client import DefaultClient  # type: ignore[import-untyped]  # it has no types
 
 from django_distlock import lock, locks
@@ -109,24 +107,6 @@ def wait(name: str) -> None:
     with lock(name, timeout=None) as lease:
         say("held", token=lease.fencing_token)
         hear_word("leave")
-
-
-def stand_in_line(name: str, numbers: list[int], port: int) -> None:
-    """Have one waiter for each number begin to wait when told to; each notes its number when served."""
-    say("ready")
-    threads = []
-    for number in numbers:
-        hear_word("next")
-        threads.append(threading.Thread(target=_note, args=(number, name, port)))
-        threads[-1].start()
-    for thread in threads:
-        thread.join()
-
-
-def _note(number: int, name: str, port: int) -> None:
-    with driver.Redis(port=port, db=DATABASE) as client:
-        with lock(name, using=f"site{number}", timeout=30):
-            client.rpush("served", number)
 
 
 def fork_with_a_lease(name: str) -> dict[str, Any]:

@@ -21,14 +21,12 @@ from django_distlock import (
     LockBackendError,
     LockLost,
     LockOutcomeUnknown,
-    NotSupported,
     lock,
     locks,
 )
 from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import MemcachedConnection
 from django_distlock.engine.values import Release
-from django_distlock.ground import clock
 from tests.contract.crew import elsewhere, together
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
@@ -510,16 +508,6 @@ def test_the_lost_reply_of_the_deletion_is_no_loss(
     assert rival(name).tries()
 
 
-def test_a_lost_reply_of_an_extension_is_settled(proxy: Proxy, name: str) -> None:
-    with lock(name, using="locks", ttl=20, renew=False) as lease:
-        before = lease.deadline
-        proxy.drop_reply()
-
-        lease.extend(60)
-
-        assert lease.deadline > before + 30
-
-
 def test_a_connection_that_was_cut_while_it_was_idle_is_not_noticed(
     proxy: Proxy, name: str
 ) -> None:
@@ -568,18 +556,6 @@ def test_a_lease_survives_a_partition_that_is_shorter_than_its_ttl(proxy: Proxy,
 
         eventually(lambda: not lease.in_jeopardy, 3)
         assert lease.held
-
-
-@pytest.mark.parametrize("driver", DRIVERS[:1])
-def test_a_lease_is_lost_on_time_in_a_longer_partition(proxy: Proxy, name: str) -> None:
-    lease = lock(name, using="locks", ttl=2).acquire()
-    assert lease
-
-    proxy.black_hole()
-
-    eventually(lambda: lease.lost, 4)
-    assert clock.lease_time() >= lease.deadline
-    assert "deadline" in lease.reason
 
 
 def test_a_server_that_contradicts_itself_is_an_error_and_nobody_waits_for_ever(
@@ -853,34 +829,3 @@ def test_both_clients_keep_the_same_locks(both: tuple[str, ...], name: str) -> N
     assert second._backend.extend([first.request]) == [True]
     assert second._backend.release(first.request) is Release.RELEASED
     assert second.tries()
-
-
-def test_threads_that_ask_at_once_get_each_its_own_answer(using: str, name: str) -> None:
-    def asks(thread: int) -> bool:
-        return all(_reads_its_own(using, f"{name}:{thread}:{number}") for number in range(100))
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(asks, range(8)))
-
-
-def _reads_its_own(using: str, key: str) -> bool:
-    # A new connection takes longest, and the other threads run meanwhile.
-    writer, reader = backend(using)._connect(), backend(using)._connect()
-    try:
-        assert writer.add(key, key.encode(), 30, "owner") == key.encode()
-        found = reader.gets(key)
-        return found is not None and found[0] == key.encode()
-    finally:
-        writer.close()
-        reader.close()
-
-
-def test_it_says_what_it_cannot_do(using: str, name: str) -> None:
-    with lock(name, using=using) as lease:
-        assert lease.fencing_token is None
-        with pytest.raises(NotSupported):
-            lease.detach()
-    with pytest.raises(NotSupported):
-        lock(name, using=using, shared=True).acquire()
-    with pytest.raises(NotSupported):
-        backend(using).force_release("key", "digest")

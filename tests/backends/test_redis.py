@@ -154,14 +154,6 @@ def test_the_scripts_of_a_lock_that_nobody_else_wants_call_few_commands(
     assert len(monitor.in_scripts) <= 14
 
 
-def test_reentry_costs_nothing(backend: RedisBackend, redis: Redis, name: str) -> None:
-    with lock(name), redis.monitor() as monitor:
-        with lock(name):
-            pass
-
-    assert about(monitor, name) == []
-
-
 def test_a_waiter_costs_a_try_a_wait_and_a_try(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:
@@ -313,47 +305,6 @@ def test_readers_that_give_back_at_once_may_all_ask_again(backend: RedisBackend,
     assert first == [backend.release(reader) for reader in readers] == [Release.RELEASED] * 8
 
 
-def test_the_same_owner_gets_the_same_grant(backend: RedisBackend, name: str) -> None:
-    mine = ask(backend, name)
-
-    assert backend.try_acquire(mine, queued=True) == backend.try_acquire(mine, queued=True)
-
-
-def test_an_acquire_that_arrives_after_its_owner_gave_up_is_refused(
-    backend: RedisBackend, name: str
-) -> None:
-    late = ask(backend, name)
-
-    assert backend.revoke_all([late]) == [Release.GONE]
-
-    assert isinstance(backend.try_acquire(late, queued=False), Busy)
-    assert isinstance(backend.try_acquire(ask(backend, name), queued=False), Grant)
-
-
-def test_holders_are_shown_and_owners_are_not(backend: RedisBackend, name: str) -> None:
-    with lock(name) as lease:
-        (shown,) = (each for each in backend.held() if each.name == name)
-        refused = backend.try_acquire(ask(backend, name), queued=False)
-
-    assert shown.holder == lease.holder == getattr(refused, "holder", None)
-    assert lease.request.owner not in repr((shown, refused, lease))
-    assert shown.token == lease.fencing_token
-
-
-@pytest.mark.parametrize(
-    "hostile", ["*", "a{b}c", "{}", "a b\r\nDEL x", "x" * 5000, "ключ", "a\0b", "[a]?"]
-)
-def test_hostile_names_are_locks_like_others(
-    backend: RedisBackend, redis: Redis, hostile: str
-) -> None:
-    with lock(hostile) as lease, lock("bystander"):
-        listed = {each.name for each in backend.held()}
-        assert not lock(hostile, using="other", timeout=0).acquire()
-
-    assert lease.state.name == "RELEASED"
-    assert len(listed) == 2
-
-
 def test_what_somebody_else_wrote_into_a_record_is_shown_harmlessly(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:
@@ -404,18 +355,6 @@ def test_a_forced_release_asks_for_its_lock_alone(
     assert "SCAN" not in monitor.names
 
 
-def test_free_locks_hide_none_that_are_held(
-    backend: RedisBackend, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("django_distlock.backends.redis.verbs.BATCH", 5)
-    for number in range(50):
-        with lock(f"{name}:free:{number}"):
-            pass
-
-    with lock(f"{name}:held"):
-        assert f"{name}:held" in {each.name for each in backend.held()}
-
-
 def test_a_forced_release_frees_that_holding_and_raises_the_token(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:
@@ -441,15 +380,6 @@ def test_a_forced_release_frees_that_holding_and_raises_the_token(
 # Who is next.
 
 
-def test_a_fair_lock_is_not_taken_past_those_who_wait(fair: RedisBackend, name: str) -> None:
-    holder, first, second = in_line(fair, name)
-    fair.release(holder)
-
-    assert isinstance(fair.try_acquire(ask(fair, name), queued=False), Busy)
-    assert isinstance(fair.try_acquire(second, queued=True), Busy)
-    assert isinstance(fair.try_acquire(first, queued=True), Grant)
-
-
 def test_a_waiter_that_comes_back_in_time_has_its_old_place(
     fair: RedisBackend, redis: Redis, name: str
 ) -> None:
@@ -463,17 +393,6 @@ def test_a_waiter_that_comes_back_in_time_has_its_old_place(
     fair.release(holder)
 
     assert isinstance(fair.try_acquire(second, queued=True), Busy)
-
-
-def test_a_dead_waiter_is_passed_over_soon(fair: RedisBackend, name: str) -> None:
-    holder, _dead, alive = in_line(fair, name)
-    fair.release(holder)
-
-    def is_served() -> bool:
-        return isinstance(fair.try_acquire(alive, queued=True), Grant)
-
-    assert not is_served()
-    eventually(is_served, 5)
 
 
 def test_a_release_rings_the_first_waiter_alone(
@@ -574,14 +493,6 @@ def test_keys_have_the_prefix_and_the_version_of_the_cache(
         assert client.exists(f"shop[1]:7:distlock:{{{name}}}")
         assert [each.name for each in locks["default"].held()] == [name]
     locks.reset()
-
-
-def test_two_prefixes_are_two_worlds(redis: Redis, settings: Settings, name: str) -> None:
-    alias = {"BACKEND": BACKEND, "OPTIONS": {"location": f"redis://127.0.0.1:{redis.port}/7"}}
-    settings.DISTLOCK = {"default": alias, "other": {**alias, "KEY_PREFIX": "b"}}
-
-    with lock(name), lock(name, using="other", timeout=0) as other:
-        assert other.held
 
 
 @pytest.mark.parametrize("user", ["", "someone"])

@@ -417,30 +417,6 @@ def _seconds_of_work(server: Redis) -> float:
     return float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-async def test_two_thousand_tasks_wait_in_order_though_their_event_loop_is_late(
-    server: Redis, settings: Settings, name: str
-) -> None:
-    # The server is not what is tested: on a busy machine it is late too, and 64 connections at once take their time.
-    configure(settings, server, fair=True, connect_timeout=10.0, io_timeout=5.0)
-    inside, most_inside, served = 0, 0, 0
-
-    async def work() -> None:
-        nonlocal inside, most_inside, served
-        async with lock(name, timeout=150):
-            inside += 1
-            most_inside = max(most_inside, inside)
-            await asyncio.sleep(0)
-            inside -= 1
-            served += 1
-
-    outcomes = await asyncio.gather(*(work() for _ in range(2_000)), return_exceptions=True)
-
-    assert [each for each in outcomes if each is not None] == []
-    assert (most_inside, served) == (1, 2_000)
-
-
 async def test_an_answer_that_has_come_in_time_counts_though_the_event_loop_is_late(
     server: Redis, settings: Settings, name: str
 ) -> None:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from pytest_django.fixtures import Settings
 
-    from tests.fixtures.processes import Child, Spawn
+    from tests.fixtures.processes import Spawn
     from tests.fixtures.redis import Replicated
 
 # Some start servers of their own.
@@ -186,60 +186,6 @@ def test_an_acquire_whose_reply_is_lost_gets_the_same_grant(
     assert not left_behind(server)
 
 
-def test_an_acquire_whose_replies_are_all_lost_is_given_back(proxy: Proxy, name: str) -> None:
-    proxy.drop_reply(2)
-
-    with pytest.raises(LockOutcomeUnknown):
-        lock(name, ttl=LONG, timeout=5).acquire()
-
-    rival(name).takes(within=SOON)
-
-
-@pytest.mark.usefixtures("is_never_hung")
-def test_a_lost_reply_of_an_extension_is_asked_for_again(proxy: Proxy, name: str) -> None:
-    with lock(name, ttl=LONG) as lease:
-        proxy.drop_reply()
-
-        lease.extend()
-
-        assert proxy.replies_to_drop == 0
-
-
-def test_lost_replies_of_an_extension_cost_nothing(proxy: Proxy, name: str) -> None:
-    with lock(name, ttl=LONG) as lease:
-        proxy.drop_reply(2)
-        with pytest.raises(LockOutcomeUnknown):
-            lease.extend()
-
-        lease.check()
-        lease.extend()
-        assert rival(name).tries() is False
-
-
-def test_renewals_whose_replies_are_lost_are_tried_again(proxy: Proxy, name: str) -> None:
-    with lock(name, ttl=4.5) as lease:
-        first = lease.deadline
-        proxy.drop_reply(2)
-
-        eventually(lambda: lease.deadline > first, 4.4)
-        lease.check()
-        assert proxy.replies_to_drop == 0
-
-
-@pytest.mark.usefixtures("is_never_hung")
-def test_a_release_whose_reply_is_lost_has_released_and_frees_nobody_else(
-    proxy: Proxy, name: str
-) -> None:
-    lease = take(name, ttl=LONG)
-    proxy.drop_reply()
-    other = rival(name)
-
-    lease.release()
-
-    other.takes(within=SOON)
-    never(lambda: not other.holds, 0.4)
-
-
 # Partitions.
 
 
@@ -257,30 +203,6 @@ def test_a_lease_survives_a_partition_shorter_than_its_ttl(
         eventually(lambda: clock.lease_time() > first + 0.1)
         lease.check()
         assert not rival(name).tries()
-
-
-def test_a_lease_is_lost_at_its_deadline_though_its_renewal_hangs(
-    server: Redis, proxy: Proxy, settings: Settings, name: str
-) -> None:
-    configure(settings, server, proxy.port, io_timeout=20)
-    warm_up()
-    told: list[float] = []
-    lease, other = take(name, ttl=1.5), rival(name)
-    lease.on_lost(lambda reason: told.append(clock.lease_time()))
-    assert not other.tries()
-
-    proxy.black_hole()
-
-    other.takes(within=10)
-    eventually(lambda: told, 5)
-    assert lease.deadline <= told[0] < lease.deadline + 5
-    with pytest.raises(LockLost):
-        lease.check()
-
-    proxy.pass_through()
-    with pytest.raises(LockNotOwned):
-        lease.release()
-    assert other.holds
 
 
 def test_a_black_hole_is_an_error_for_who_asks_and_for_who_waits(
@@ -1195,47 +1117,6 @@ def test_the_next_waiter_is_served_soon_whatever_became_of_the_first(
     if fate == "frozen":
         first.cont()
         first.expect("held")
-
-
-def test_a_fair_lock_serves_waiters_of_many_processes_in_the_order_they_came(
-    server: Redis, settings: Settings, spawn: Spawn
-) -> None:
-    sites = {f"site{number}": alias(server.port, fair=True) for number in range(16)}
-    settings.DISTLOCK = {"default": alias(server.port), "direct": alias(server.port), **sites}
-    # A process that gets no processor for as long as its patience loses its place: the machine's fault.
-    for attempt in range(3):
-        if serve_sixteen(server, settings, spawn, f"in order {attempt}") == list(range(16)):
-            break
-    else:
-        pytest.fail("never in order")
-    locks.reset()
-
-
-def serve_sixteen(server: Redis, settings: Settings, spawn: Spawn, name: str) -> list[int]:
-    """Return who of sixteen waiters of four processes was served before somebody who just asks, and in which order."""
-    crew: list[Child] = []
-    for number in range(4):
-        mine = list(range(number, 16, 4))
-        terms = {"aliases": settings.DISTLOCK, "port": server.port, "name": name, "numbers": mine}
-        crew.append(spawn("tests.backends.redis_tools:stand_in_line", **terms))
-    holder = rival(name, ttl=LONG)
-    holder.takes()
-    for child in crew:
-        child.expect("ready", 20)
-    for number in range(16):
-        crew[number % 4].tell("next")
-        eventually(lambda number=number: waiters(server, name) == number + 1)  # type: ignore[misc]  # mypy takes no defaults here
-    pushy, patience = rival(name, using="site0"), time.monotonic() + 10
-    holder.leaves()
-    while not pushy.tries():
-        assert time.monotonic() < patience
-    with server.client(DATABASE) as client:
-        served = list(map(int, client.lrange("served", 0, -1)))
-        client.delete("served")
-    pushy.leaves()
-    for child in crew:
-        child.result(10)
-    return served
 
 
 # Processes that fork.

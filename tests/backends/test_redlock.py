@@ -44,7 +44,6 @@ from django_distlock.backends.redlock.votes import Count, Question
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.values import Busy, Grant, Release, Request
-from django_distlock.engine.waiting import Wait
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from django_distlock.handler import make_backend
@@ -329,30 +328,6 @@ async def test_cancelled_tasks_leave_no_votes_behind(
 
 
 # Votes that are split, late, or lost.
-
-
-def test_split_votes_clear_up(servers: list[Redis], make: Make, name: str) -> None:
-    inside, most = 0, 0
-    mutex = threading.Lock()
-
-    def work(backend: RedlockBackend) -> None:
-        nonlocal inside, most
-        request = _request(backend, name)
-        while not isinstance(backend.try_acquire(request, queued=False), Grant):
-            backend.sleep(request, ThreadBell(), backend.waiting.pause(Wait(None), Busy()))
-        with mutex:
-            inside += 1
-            most = max(most, inside)
-        with mutex:
-            inside -= 1
-        assert backend.release(request) is Release.RELEASED
-
-    with ThreadPoolExecutor(6) as pool:
-        for done in [pool.submit(work, make(**PATIENT)) for _ in range(6)]:
-            done.result(20)
-
-    assert most == 1
-    eventually(lambda: _voters(servers, name) == 0)
 
 
 def test_a_lock_whose_votes_are_split_is_busy_and_nobody_has_it(
