@@ -7,7 +7,6 @@ import io
 import json
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +24,18 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.backends.cache import MARGIN, AddBackend, SingleProcessBackend
+from django_distlock.backends.cache import MARGIN, SingleProcessBackend
 from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import CacheMemcachedBackend
-from django_distlock.conf import BackendSettings
 from django_distlock.engine.background import background
 from django_distlock.engine.values import Release
 from django_distlock.exceptions import DOCS
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
-from django_distlock.handler import make_backend
 from tests.contract.acts import WIDTH
-from tests.contract.crew import elsewhere, together
+from tests.contract.crew import elsewhere
 from tests.contract.rivals import Rival
-from tests.fixtures.eventually import eventually, never
+from tests.fixtures.eventually import eventually
 from tests.fixtures.memcached import Memcached
 
 from .caches import SilentCache, SoundCache
@@ -305,39 +302,6 @@ def rival(name: str, backend: BaseLockBackend | None = None, ttl: float = 20) ->
     return Rival.of(backend or locks["locks"], name, ttl=ttl)
 
 
-def test_threads_exclude_each_other(settings: Settings, name: str) -> None:
-    trust(settings)
-    sites = [trust_site(number) for number in range(3)]
-    balance = 0
-
-    def work(site: BaseLockBackend) -> None:
-        nonlocal balance
-        for _ in range(10):
-            mine = rival(name, site)
-            mine.takes(within=20)
-            read = balance
-            # Whoever is let in meanwhile reads the same.
-            never(lambda: False, 0.001)
-            balance = read + 1
-            mine.leaves()
-
-    together(*(partial(work, site) for site in sites))
-
-    assert balance == 30
-
-
-def trust_site(number: int, cache: str = "locks", path: str = f"{OURS}.SoundCache") -> AddBackend:
-    """Return a backend as another process would have it."""
-    options = {"cache": cache, "trust_add": [path]}
-    made = make_backend(
-        BackendSettings(
-            f"site{number}", "django_distlock.backends.cache.AddBackend", options=options
-        )
-    )
-    assert isinstance(made, AddBackend)
-    return made
-
-
 def test_processes_with_a_lock_by_add_on_a_real_server_lose_nothing(
     settings: Settings, memcached: Memcached, name: str, spawn: Spawn, tmp_path: Path
 ) -> None:
@@ -449,16 +413,6 @@ def test_what_was_dropped_is_told_before_the_ttl_is_over(settings: Settings, nam
 
     eventually(lambda: lease.lost, 5.5)
     assert "not ours any more" in lease.reason
-
-
-@pytest.mark.parametrize("ttl", [0.5, 1.5, 30 * 86_400])
-def test_a_ttl_that_whole_seconds_do_not_keep_is_refused(
-    settings: Settings, name: str, ttl: float
-) -> None:
-    trust(settings)
-
-    with pytest.raises(ValueError, match="2 seconds to 29 days"):
-        lock(name, using="locks", ttl=ttl).acquire()
 
 
 def test_a_key_is_short_enough_for_every_cache_with_its_prefix(settings: Settings) -> None:

@@ -213,27 +213,6 @@ def test_a_flush_is_told_at_the_next_renewal(
     locks.close()
 
 
-def test_an_eviction_is_told_at_the_next_renewal_and_takes_nothing_back(
-    settings: Settings, name: str
-) -> None:
-    with Memcached(settings={"m": "2"}) as small:
-        configure(settings, small.alias())
-        lease = lock(name, using="locks", ttl=9).acquire()
-        assert lease
-        key, deadline = lease.request.key, lease.deadline
-
-        # Of the same size: memory is shared out by size, and evicted within it.
-        size = len(small.tell(f"get {key}\r\n".encode()).splitlines()[1])
-        number = 0
-        while _is_there(small, key):
-            number += _fill(small, size, number)
-
-        eventually(lambda: lease.lost, 7)
-        assert lease.deadline == deadline
-        assert not _is_there(small, key)
-        locks.close()
-
-
 def test_a_full_server_that_may_evict_nothing_refuses_locks_and_renewals_in_words(
     settings: Settings, driver: str, name: str
 ) -> None:
@@ -489,25 +468,6 @@ def test_a_lost_reply_of_a_release_is_settled(proxy: Proxy, name: str, dropped: 
     rival(name).takes(within=5)
 
 
-def test_the_lost_reply_of_the_deletion_is_no_loss(
-    proxy: Proxy, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lease = lock(name, using="locks").acquire()
-    assert lease
-    delete = backend()._delete
-
-    def drop_and_delete(*arguments: Any) -> bool:
-        monkeypatch.setattr(backend(), "_delete", delete)
-        proxy.drop_reply()
-        return delete(*arguments)
-
-    monkeypatch.setattr(backend(), "_delete", drop_and_delete)
-
-    lease.release()
-
-    assert rival(name).tries()
-
-
 def test_a_connection_that_was_cut_while_it_was_idle_is_not_noticed(
     proxy: Proxy, name: str
 ) -> None:
@@ -579,21 +539,6 @@ def _contradict(listener: socket.socket) -> None:
         with link:
             while link.recv(4096):
                 link.sendall(b"EXISTS\r\n")
-
-
-def test_what_is_lost_with_the_server_is_told(
-    server: Memcached, settings: Settings, driver: str, name: str
-) -> None:
-    configure(settings, server.alias(driver))
-    lease = lock(name, using="locks", ttl=30).acquire()
-    assert lease
-
-    server.kill()
-    server.start()
-
-    with pytest.raises(LockLost):
-        lease.extend()
-    locks.close()
 
 
 def test_ctrl_c_in_the_middle_of_a_reply_leaves_no_rest_of_it_to_the_next(

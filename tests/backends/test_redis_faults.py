@@ -205,28 +205,6 @@ def test_a_lease_survives_a_partition_shorter_than_its_ttl(
         assert not rival(name).tries()
 
 
-def test_a_black_hole_is_an_error_for_who_asks_and_for_who_waits(
-    server: Redis, proxy: Proxy, settings: Settings, name: str
-) -> None:
-    configure(settings, server, proxy.port, io_timeout=3.0)
-    warm_up()
-    holder = rival(name, ttl=LONG)
-    holder.takes()
-    waiter = wait_for(server, name, timeout=10)
-    proxy.black_hole()
-
-    began = time.monotonic()
-    with pytest.raises(LockBackendError):
-        lock(f"{name}:free", ttl=LONG, timeout=0).acquire()
-    assert time.monotonic() - began < 5.5
-    assert isinstance(waiter.exception(15), LockBackendError)
-
-    proxy.pass_through()
-    holder.leaves()
-    eventually(lambda: not waiters(server, name), 10, "who waited is gone")
-    eventually(lambda: not left_behind(server), 10)
-
-
 def test_an_acquire_that_arrives_after_it_was_given_up_is_refused(
     server: Redis, proxy: Proxy, settings: Settings, name: str
 ) -> None:
@@ -409,24 +387,6 @@ def test_a_lease_survives_a_crash_of_a_server_that_writes_all_down(
             assert held.token == lease.fencing_token
         rival(name).takes(within=SOON)
         locks.reset()
-
-
-def test_a_flush_tells_the_holder_and_tokens_rise(direct: Redis, name: str) -> None:
-    reasons: list[str] = []
-    lease = take(name, ttl=6)
-    lease.on_lost(reasons.append)
-
-    with direct.client() as client:
-        client.flushall()
-    other = rival(name)
-    assert other.tries()
-
-    eventually(lambda: reasons, 5, "the next renewal tells")
-    assert "not ours" in reasons[0]
-    assert (other.token or 0) > (lease.fencing_token or 0)
-    with pytest.raises(LockNotOwned):
-        lease.release()
-    assert other.holds
 
 
 def test_scripts_that_the_server_forgot_are_told_again(direct: Redis, name: str) -> None:

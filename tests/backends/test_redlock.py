@@ -225,25 +225,6 @@ def test_with_a_majority_gone_it_is_an_error_with_a_cause_for_each_and_leaves_no
     eventually(lambda: _voters(servers[3:], name) == 0, what="what two servers granted is freed")
 
 
-def test_what_hanging_servers_grant_late_is_freed(
-    servers: list[Redis], using: Callable[..., str], name: str
-) -> None:
-    alias = using()
-    _warm_up(cast(RedlockBackend, locks[alias]), name)
-    for server in servers[:3]:
-        server.pause()
-    began = time.monotonic()
-    with pytest.raises(LockBackendError):
-        lock(name, using=alias).acquire(timeout=0)
-    assert time.monotonic() - began < 3
-
-    for server in servers[:3]:
-        server.resume()
-
-    eventually(lambda: _asked(servers, name) == 5, what="the late questions have arrived")
-    eventually(lambda: _voters(servers, name) == 0, what="nobody is left with a vote")
-
-
 def _asked(servers: list[Redis], name: str) -> int:
     found = 0
     for server in servers:
