@@ -241,20 +241,6 @@ async def test_connections_that_a_router_forgot_fail_once_for_all(proxy: Proxy, 
         await lease.aextend()
 
 
-async def test_a_waiter_whose_connection_breaks_goes_on_waiting(server: Redis, name: str) -> None:
-    holder = rival(name, ttl=LONG)
-    await asyncio.to_thread(holder.takes)
-    waiter = asyncio.create_task(hold(name))
-    for _ in range(3):
-        await aeventually(lambda: server.info("clients")["blocked_clients"], 5, "it listens")
-        with server.client() as client:
-            client.client_kill_filter(_type="normal", skipme=True)
-
-    assert not waiter.done()
-    await asyncio.to_thread(holder.leaves)
-    await asyncio.wait_for(waiter, 5)
-
-
 async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
     server: Redis, settings: Settings, name: str
 ) -> None:

@@ -121,25 +121,6 @@ def test_a_lock_that_the_disk_has_not_is_refused_and_not_held(
         assert rival(name).tries()
 
 
-async def test_nor_is_it_held_by_a_task(server: Redis, use: object, name: str) -> None:
-    with frozen_disk(server):
-        with pytest.raises(LockBackendError, match=NOT_ON_DISK):
-            await lock(name, timeout=0).aacquire()
-
-        assert not holders(name)
-
-
-async def test_a_lock_that_a_task_is_granted_outlives_a_crash(
-    server: Redis, use: object, name: str
-) -> None:
-    async with lock(name, ttl=LONG):
-        with frozen_disk(server) as kill:
-            kill()
-        server.start()
-
-        assert not rival(name).tries()
-
-
 def test_a_crash_before_the_disk_has_it_is_an_error_and_nobody_holds_the_lock(
     server: Redis, use: object, name: str
 ) -> None:

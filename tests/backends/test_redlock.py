@@ -268,25 +268,6 @@ async def test_tasks_go_on_with_a_minority_that_hangs(
     assert time.monotonic() - began < 3
 
 
-@pytest.mark.parametrize("harm", HARMS)
-async def test_tasks_are_told_of_a_majority_that_is_gone(
-    servers: list[Redis], using: Callable[..., str], name: str, harm: str
-) -> None:
-    alias = using()
-    async with lock(name, using=alias):
-        pass
-    for server in servers[:3]:
-        HARMS[harm](server)
-    began = time.monotonic()
-
-    with pytest.raises(LockBackendError) as caught:
-        await lock(name, using=alias).aacquire(timeout=5)
-
-    assert time.monotonic() - began < 3
-    assert len(caught.value.causes) == 5
-    await aeventually(lambda: _voters(servers[3:], name) == 0)
-
-
 async def test_cancelled_tasks_leave_no_votes_behind(
     servers: list[Redis], using: Callable[..., str], name: str
 ) -> None:
@@ -476,15 +457,6 @@ def test_a_question_that_comes_while_the_thread_ends_keeps_its_connections(
 
     never(lambda: not connections_to(servers) - before, 0.3)
     backend.close()
-
-
-async def test_nor_is_it_for_a_task(servers: list[Redis], asking: Servers) -> None:
-    servers[0].pause()
-    with pytest.raises(LookupError, match=r"it did not answer within 0.05 s"):
-        _heard(await asking.aask(_saying("first", 0.05)))
-    servers[0].resume()
-
-    assert _heard(await asking.aask(_saying("second", 5))) == b"second"
 
 
 async def test_a_task_cuts_no_connection_under_questions_that_others_wait_for(
