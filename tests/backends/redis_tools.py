@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from django_redis.client import DefaultClient  # type: ignore[import-untyped]  # it has no types
 
-from django_distlock import lock, locks
+from django_distlock import Lease, lock, locks
 from django_distlock.backends.redis import RedisBackend
 from tests.contract.rivals import Rival
 from tests.fixtures.child import hear_word, say
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 BACKEND = "django_distlock.backends.redis.RedisBackend"
 DATABASE = 5
+#: A ttl that no test lives to see the end of.
+LONG = 60.0
 
 
 class UnaskedClient(DefaultClient):  # type: ignore[misc]  # as above
@@ -58,6 +60,12 @@ def backend(using: str = "default") -> RedisBackend:
 def rival(name: str, *, ttl: float = 20.0, using: str = "direct") -> Rival:
     """Return somebody else who wants the lock, as the server sees them."""
     return Rival.of(backend(using), name, ttl=ttl)
+
+
+def take(name: str, **terms: Any) -> Lease:
+    lease = lock(name, **terms).acquire()
+    assert lease
+    return lease
 
 
 def holders(name: str) -> int:

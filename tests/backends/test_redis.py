@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -83,14 +81,6 @@ def backend(redis: Redis, configure: Configure) -> RedisBackend:
 @pytest.fixture
 def fair(backend: RedisBackend, redis: Redis, configure: Configure) -> RedisBackend:
     return configure(redis, fair=True)
-
-
-_names = itertools.count(1)
-
-
-@pytest.fixture
-def name() -> str:
-    return f"redis:{os.getpid()}:{next(_names)}"
 
 
 @pytest.fixture(scope="module")

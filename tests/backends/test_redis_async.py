@@ -25,6 +25,7 @@ from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
 
 from .redis_tools import (
+    LONG,
     alias,
     backend,
     configure,
@@ -47,18 +48,9 @@ if TYPE_CHECKING:
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]
 
-#: A ttl that no test lives to see the end of.
-LONG = 60
 CROWD = 200
 #: Set it higher for a long run.
 LOOPS = int(os.environ.get("DISTLOCK_LOOPS", "1000"))
-
-_names = itertools.count(1)
-
-
-@pytest.fixture
-def name() -> str:
-    return f"async:{os.getpid()}:{next(_names)}"
 
 
 @pytest.fixture

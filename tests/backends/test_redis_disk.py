@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +14,7 @@ from tests.fixtures.eventually import eventually
 from tests.fixtures.frozen_disk import frozen_disk
 from tests.fixtures.redis import Redis
 
-from .redis_tools import alias, backend, holders, rival
+from .redis_tools import LONG, alias, backend, holders, rival, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,18 +23,10 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.server, pytest.mark.caches]
 
-#: A ttl that no test lives to see the end of.
-LONG = 60.0
 EACH_SECOND = {"appendonly": "yes", "appendfsync": "everysec"}
 NOT_ON_DISK = "did not write the lock to its disk"
 
-_names = itertools.count(1)
 scripted = pytest.mark.parametrize("scripting", [True, False], ids=["scripts", "transactions"])
-
-
-@pytest.fixture
-def name() -> str:
-    return f"disk:{os.getpid()}:{next(_names)}"
 
 
 @pytest.fixture
@@ -66,12 +56,6 @@ def use(server: Redis, settings: Settings) -> Callable[..., None]:
 
     use()
     return use
-
-
-def take(name: str, **terms: Any) -> Lease:
-    lease = lock(name, **terms).acquire()
-    assert lease
-    return lease
 
 
 def ask(name: str, ttl: float = LONG) -> Request:

@@ -39,6 +39,7 @@ from tests.fixtures.redis_servers import cluster_node, make_cluster
 from .redis_tools import (
     BACKEND,
     DATABASE,
+    LONG,
     alias,
     backend,
     configure,
@@ -46,6 +47,7 @@ from .redis_tools import (
     holders,
     left_behind,
     rival,
+    take,
     waiters,
 )
 
@@ -61,17 +63,8 @@ if TYPE_CHECKING:
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]
 
-#: A ttl that no test lives to see the end of.
-LONG = 60
 #: Seconds until a waiter is served that does not have to wait for the end of any ttl.
 SOON = 5.0
-
-_names = itertools.count(1)
-
-
-@pytest.fixture
-def name() -> str:
-    return f"faults:{os.getpid()}:{next(_names)}"
 
 
 @pytest.fixture
@@ -103,12 +96,6 @@ def proxy(server: Redis, settings: Settings) -> Iterator[Proxy]:
 def warm_up() -> None:
     with lock("warm") as lease:
         lease.extend()
-
-
-def take(name: str, **terms: Any) -> Lease:
-    lease = lock(name, **terms).acquire()
-    assert lease
-    return lease
 
 
 def wait_for(server: Redis, name: str, *, timeout: float | None = 10) -> Future[int]:
