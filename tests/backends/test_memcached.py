@@ -1,4 +1,4 @@
-"""Locks in memcached: what only this server does to them, and what both its clients must not do."""
+"""Locks in memcached: what only this server does to them, and what its clients must not do."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def both(settings: Settings, memcached: Memcached) -> Iterator[tuple[str, ...]]:
     locks.close()
 
 
-@pytest.fixture(params=BOTH)
-def using(request: pytest.FixtureRequest, both: tuple[str, ...]) -> str:
-    """Each client, on the shared server."""
-    return str(request.param)
+@pytest.fixture
+def using(both: tuple[str, ...]) -> str:
+    """An alias on the shared server."""
+    return both[0]
 
 
 @pytest.fixture
@@ -72,16 +72,11 @@ def server() -> Iterator[Memcached]:
         yield server
 
 
-@pytest.fixture(params=DRIVERS)
-def driver(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def proxy(server: Memcached, settings: Settings, driver: str) -> Iterator[Proxy]:
+def proxy(server: Memcached, settings: Settings) -> Iterator[Proxy]:
     """The way to the test's own server, for the alias "locks"."""
     with Proxy(server.port) as proxy:
-        configure(settings, alias(f"127.0.0.1:{proxy.port}", driver))
+        configure(settings, alias(f"127.0.0.1:{proxy.port}"))
         yield proxy
         proxy.pass_through()
         locks.close()
@@ -196,9 +191,9 @@ def test_a_lease_is_renewed_for_as_long_as_it_is_held(both: tuple[str, ...], nam
 
 
 def test_a_flush_is_told_at_the_next_renewal(
-    server: Memcached, settings: Settings, driver: str, name: str
+    server: Memcached, settings: Settings, name: str
 ) -> None:
-    configure(settings, server.alias(driver))
+    configure(settings, server.alias())
     reasons: list[str] = []
     lease = lock(name, using="locks", ttl=6).acquire()
     assert lease
@@ -214,10 +209,10 @@ def test_a_flush_is_told_at_the_next_renewal(
 
 
 def test_a_full_server_that_may_evict_nothing_refuses_locks_and_renewals_in_words(
-    settings: Settings, driver: str, name: str
+    settings: Settings, name: str
 ) -> None:
     with Memcached(settings={"m": "2", "M": ""}) as full:
-        configure(settings, full.alias(driver))
+        configure(settings, full.alias())
         with lock(name, using="locks") as lease:
             size = len(full.tell(f"get {lease.request.key}\r\n".encode()).splitlines()[1])
             _fill(full, size, 0)
@@ -354,9 +349,9 @@ def test_a_value_that_is_no_record_of_a_lock_is_not_ours(
 
 
 def test_an_uncontended_holding_takes_three_requests_on_one_connection(
-    server: Memcached, settings: Settings, driver: str, name: str
+    server: Memcached, settings: Settings, name: str
 ) -> None:
-    configure(settings, server.alias(driver))
+    configure(settings, server.alias())
     with lock(name, using="locks"):
         pass
     before = server.stats()
@@ -421,10 +416,10 @@ def test_who_cannot_know_the_number_looks_first(
 
 
 def test_a_number_of_before_a_restart_frees_nobody(
-    server: Memcached, settings: Settings, driver: str, name: str
+    server: Memcached, settings: Settings, name: str
 ) -> None:
     """Each run of a server counts its values from 1."""
-    configure(settings, server.alias(driver))
+    configure(settings, server.alias())
     late = rival(name)
     late.takes()
     server.kill()
@@ -483,9 +478,9 @@ def test_a_connection_that_was_cut_while_it_was_idle_is_not_noticed(
 
 
 def test_a_server_that_hangs_is_an_error_and_never_busy_held_or_free(
-    server: Memcached, settings: Settings, driver: str, name: str
+    server: Memcached, settings: Settings, name: str
 ) -> None:
-    configure(settings, server.alias(driver), io_timeout=0.25)
+    configure(settings, server.alias(), io_timeout=0.25)
     patient = another("locks", io_timeout=5.0, connect_timeout=5.0)
     holder = Rival.of(patient, name)
     holder.takes()
@@ -558,10 +553,10 @@ def test_ctrl_c_in_the_middle_of_a_reply_leaves_no_rest_of_it_to_the_next(
 
 
 def test_a_forked_child_that_ends_leaves_its_parents_connection_open(
-    server: Memcached, driver: str, name: str, spawn: Spawn
+    server: Memcached, name: str, spawn: Spawn
 ) -> None:
     tools = "tests.backends.memcached_tools"
-    parent = spawn(f"{tools}:fork_and_say_nothing", cache=server.alias(driver), name=name)
+    parent = spawn(f"{tools}:fork_and_say_nothing", cache=server.alias(), name=name)
     parent.expect("held")
     before = int(server.stats()["total_connections"])
 
@@ -580,6 +575,7 @@ def test_a_forked_child_that_ends_leaves_its_parents_connection_open(
 
 
 @pytest.mark.parametrize("several", [["127.0.0.1:1", "127.0.0.1:2"], "127.0.0.1:1;127.0.0.1:2"])
+@pytest.mark.parametrize("driver", DRIVERS)
 def test_several_servers_are_refused_unless_one_is_chosen(
     settings: Settings, driver: str, several: Any, server: Memcached, name: str
 ) -> None:
@@ -594,21 +590,21 @@ def test_several_servers_are_refused_unless_one_is_chosen(
     locks.close()
 
 
-def test_other_servers_of_a_cache_are_other_places(settings: Settings, driver: str) -> None:
+def test_other_servers_of_a_cache_are_other_places(settings: Settings) -> None:
     several, places = ["127.0.0.1:1", "127.0.0.1:2"], set()
     for server in several:
-        configure(settings, alias(several, driver), server=server)
+        configure(settings, alias(several), server=server)
         places.add(locks["locks"].location)
 
     assert len(places) == 2
 
 
 def test_a_server_that_cannot_be_reached_has_its_locks_looked_for_on_no_other(
-    settings: Settings, driver: str, name: str, server: Memcached, memcached: Memcached
+    settings: Settings, name: str, server: Memcached, memcached: Memcached
 ) -> None:
     with Proxy(server.port) as proxy:
         near, far = f"127.0.0.1:{memcached.port}", f"127.0.0.1:{proxy.port}"
-        configure(settings, alias([near, far], driver), server=far)
+        configure(settings, alias([near, far]), server=far)
         holder = another("locks", server=f"127.0.0.1:{server.port}")
         key = holder.request(name, ttl=20, holder=None)
         holder.try_acquire(key, queued=False)
@@ -648,6 +644,7 @@ def test_a_wrong_option_is_named(settings: Settings, option: str, value: object)
 # Its settings.
 
 
+@pytest.mark.parametrize("driver", DRIVERS)
 def test_a_unix_socket_is_as_good_as_a_port(settings: Settings, driver: str, name: str) -> None:
     with Memcached(unix_socket=True) as server:
         configure(settings, server.alias(driver))
@@ -694,9 +691,9 @@ def test_a_prefix_that_the_client_is_told_is_kept_too(
     "prefix", ["with spaces", "l" * 240, "\u00fcml\u00e4ut", "a\r\nflush_all\r\n"]
 )
 def test_a_prefix_that_no_key_can_have_makes_a_key_all_the_same(
-    settings: Settings, memcached: Memcached, driver: str, name: str, prefix: str
+    settings: Settings, memcached: Memcached, name: str, prefix: str
 ) -> None:
-    configure(settings, memcached.alias(driver, KEY_PREFIX=prefix))
+    configure(settings, memcached.alias(KEY_PREFIX=prefix))
 
     with lock(name, using="locks") as lease:
         assert len(lease.request.key) <= 250
