@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from django_distlock.engine.values import Request
     from tests.fixtures.redis import Replicated
-    from tests.fixtures.redis_monitor import Monitor
 
     Configure = Callable[..., RedisBackend]
 
@@ -111,13 +110,6 @@ def in_line(backend: RedisBackend, name: str, waiters: int = 2) -> tuple[Request
 # What it costs.
 
 
-def about(monitor: Monitor, name: str) -> list[str]:
-    """Return what the server was asked about this lock."""
-    return [
-        each.name for each in monitor.requests if any(f"{{{name}}}" in word for word in each.words)
-    ]
-
-
 def test_a_lock_costs_one_request_to_take_and_one_to_give_back(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:
@@ -128,7 +120,7 @@ def test_a_lock_costs_one_request_to_take_and_one_to_give_back(
         with lock(name):
             pass
 
-    assert about(monitor, name) == ["EVALSHA", "EVALSHA"]
+    assert monitor.about(f"{{{name}}}") == ["EVALSHA", "EVALSHA"]
 
 
 def test_the_scripts_of_a_lock_that_nobody_else_wants_call_few_commands(
@@ -153,14 +145,14 @@ def test_a_waiter_costs_a_try_a_wait_and_a_try(
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool, redis.monitor() as monitor:
         waiter = pool.submit(lambda: lock(name, timeout=10).acquire())
-        eventually(lambda: "BLPOP" in about(monitor, name))
+        eventually(lambda: "BLPOP" in monitor.about(f"{{{name}}}"))
         backend.release(holder)
         lease = waiter.result(10)
 
     elapsed = time.monotonic() - began
     assert lease
     lease.release()
-    others = about(monitor, name)
+    others = monitor.about(f"{{{name}}}")
     others.remove("EVALSHA")  # the holder's release
     listens = others.count("BLPOP")
     assert listens <= 2 + elapsed / 0.2  # on a slow machine a look more

@@ -58,7 +58,6 @@ from .redis_tools import connections_to
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
-    from tests.fixtures.redis_monitor import Monitor
 
 pytestmark = [pytest.mark.server, pytest.mark.caches]
 
@@ -963,12 +962,7 @@ def test_a_lock_that_is_free_takes_one_question_and_one_to_give_it_back(
     _warm_up(backend, f"{name}:warm")
     with servers[0].monitor() as monitor:
         backend.release(_take(backend, name))
-        eventually(lambda: _about(monitor, name) == ["EVAL"] * asked)
-
-
-def _about(monitor: Monitor, name: str) -> list[str]:
-    """Return what the server was asked about this lock."""
-    return [each.name for each in monitor.requests if _record(name) in each.words]
+        eventually(lambda: monitor.about(_record(name)) == ["EVAL"] * asked)
 
 
 def test_threads_are_started_when_they_are_needed_and_gone_after_close(
