@@ -343,7 +343,7 @@ class Gateway:
         if self._options.user and not self._token:
             self._log_in(clock.wait_time() + self._options.io_timeout)
         connection = self._made(self._members[0])
-        return Watch(self, connection, wanted, self._token)
+        return Watch(connection, wanted, self._token)
 
     def failed(self, watch: Watch) -> None:
         """Try another member, and with another token, for the next watch."""
@@ -364,12 +364,9 @@ def _close_all(connections: set[MemberConnection]) -> None:
 class Watch:
     """A request whose reply does not end: one line for each change."""
 
-    def __init__(
-        self, gateway: Gateway, connection: MemberConnection, wanted: dict[str, Any], token: str
-    ) -> None:
+    def __init__(self, connection: MemberConnection, wanted: dict[str, Any], token: str) -> None:
         self.connection = connection
         self.is_refused = False
-        self._gateway = gateway
         self._body = json.dumps({"create_request": wanted}).encode()
         self._token = token
 
@@ -385,9 +382,6 @@ class Watch:
                     self.is_refused = True
                     raise Broken(str(known)[:200])
                 yield known["result"]
-
-    def interrupt(self) -> None:
-        self.connection.interrupt()
 
 
 def _read(

@@ -77,7 +77,7 @@ class KeyWatcher:
         """End the thread; waiters look for themselves from now on."""
         self._ended.set()
         if (watch := self._watch) is not None:
-            watch.interrupt()
+            watch.connection.interrupt()
         self._wake_all()
 
     def _start(self, revision: int) -> None:
