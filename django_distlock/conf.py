@@ -137,6 +137,12 @@ def checked_options(backend: type[Any], found: BackendSettings) -> BackendSettin
     return found
 
 
+def must(fact: object, msg: str) -> None:
+    """Raise ValueError with *msg* unless *fact*."""
+    if not fact:
+        raise ValueError(msg)
+
+
 def check_values(options: Any) -> None:
     """Check the bool, float and str fields of *options*; TypeError or ValueError for a wrong value."""
     for option in fields(options):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from django_distlock.conf import check_values
+from django_distlock.conf import check_values, must
 
 #: The port of etcd's clients.
 PORT = 2379
@@ -46,19 +46,19 @@ class EtcdOptions:
 
     def __post_init__(self) -> None:
         check_values(self)
-        _must(self.members, "'endpoints' must not be empty.")
+        must(self.members, "'endpoints' must not be empty.")
         namespace: object = self.namespace
         is_name = isinstance(namespace, str) and namespace.isprintable()
-        _must(
+        must(
             is_name and namespace and str(namespace).strip("/") == namespace,
             f"'namespace' must be text without '/' at its ends, like 'distlock', not {namespace!r}.",
         )
         has_both = (self.user is None) is (self.password is None)
-        _must(has_both, "'user' and 'password' belong together.")
-        _must(self.cert or not self.key, "'key' is of use only with 'cert'.")
+        must(has_both, "'user' and 'password' belong together.")
+        must(self.cert or not self.key, "'key' is of use only with 'cert'.")
         for name in ("ca_cert", "cert"):
             is_used = self.uses_tls or not getattr(self, name)
-            _must(is_used, f"{name!r} is of use only with an endpoint that begins with 'https://'.")
+            must(is_used, f"{name!r} is of use only with an endpoint that begins with 'https://'.")
 
     @property
     def members(self) -> list[Endpoint]:
@@ -99,7 +99,7 @@ class EtcdOptions:
 def _endpoint(text: object) -> Endpoint:
     known = text.strip() if isinstance(text, str) else ""
     # Not shown, because a password may be part of it.
-    _must("@" not in known, "'endpoints' must contain no user: use 'user' and 'password'.")
+    must("@" not in known, "'endpoints' must contain no user: use 'user' and 'password'.")
     try:
         parts = urlsplit(known if "://" in known else f"http://{known}")
         host, port = parts.hostname or "", parts.port or PORT
@@ -107,10 +107,5 @@ def _endpoint(text: object) -> Endpoint:
     except ValueError as error:
         raise ValueError(f"'endpoints' must be {_LIKE}, not {text!r}: {error}.") from error
     is_address = parts.scheme in {"http", "https"} and host and not parts.path.strip("/")
-    _must(is_address, f"'endpoints' must be {_LIKE}, not {text!r}.")
+    must(is_address, f"'endpoints' must be {_LIKE}, not {text!r}.")
     return Endpoint(host, port, parts.scheme == "https")
-
-
-def _must(fact: object, msg: str) -> None:
-    if not fact:
-        raise ValueError(msg)

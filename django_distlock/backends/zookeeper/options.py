@@ -11,7 +11,7 @@ from typing import Any
 from kazoo.hosts import collect_hosts
 from kazoo.security import ACL, CREATOR_ALL_ACL, OPEN_ACL_UNSAFE
 
-from django_distlock.conf import check_values
+from django_distlock.conf import check_values, must
 from django_distlock.engine.values import Secret
 
 _ACLS = {"open": OPEN_ACL_UNSAFE, "creator": CREATOR_ALL_ACL}
@@ -45,11 +45,11 @@ class ZooKeeperOptions:
         self._check_root()
         self._check_credentials()
         for name in _FILES:
-            _must(self.tls or not getattr(self, name), f"{name!r} is of use only with 'tls'.")
+            must(self.tls or not getattr(self, name), f"{name!r} is of use only with 'tls'.")
         has_both = (self.certfile is None) is (self.keyfile is None)
-        _must(has_both, "'certfile' and 'keyfile' belong together.")
+        must(has_both, "'certfile' and 'keyfile' belong together.")
         is_verified = self.verify_certs or not self.check_hostname
-        _must(is_verified, "'check_hostname' needs 'verify_certs'.")
+        must(is_verified, "'check_hostname' needs 'verify_certs'.")
         self._check_files()
 
     @property
@@ -76,7 +76,7 @@ class ZooKeeperOptions:
 
     def _check_hosts(self) -> None:
         is_text = isinstance(self.hosts, str) or _is_list(self.hosts, of=str)
-        _must(is_text and self.hosts, "'hosts' must be text or a list of texts, and not be empty.")
+        must(is_text and self.hosts, "'hosts' must be text or a list of texts, and not be empty.")
         try:
             for host, _ in collect_hosts(self._hosts)[0]:
                 host.encode("idna")  # as the socket does
@@ -97,7 +97,7 @@ class ZooKeeperOptions:
         root: object = self.root
         parts = root.split("/") if isinstance(root, str) and root.isprintable() else []
         is_path = len(parts) > 1 and not parts[0] and not {"", ".", ".."}.intersection(parts[1:])
-        _must(
+        must(
             is_path and parts[1] != _RESERVED,
             f"'root' must be the path of a node, like '/distlock', and not below '/{_RESERVED}', not {root!r}.",
         )
@@ -106,22 +106,17 @@ class ZooKeeperOptions:
         is_pairs = _is_list(self.auth) and all(
             _is_list(p, of=str) and len(p) == 2 for p in self.auth
         )
-        _must(is_pairs, "'auth' must be a list of pairs of a scheme and a credential.")
+        must(is_pairs, "'auth' must be a list of pairs of a scheme and a credential.")
         if self.sasl is not None:
-            _must(isinstance(self.sasl, dict), "'sasl' must be a dict.")
+            must(isinstance(self.sasl, dict), "'sasl' must be a dict.")
             has_sasl = find_spec("puresasl")
-            _must(has_sasl, "'sasl' needs the package pure-sasl, which is not installed.")
+            must(has_sasl, "'sasl' needs the package pure-sasl, which is not installed.")
         is_acl = self.acl in _ACLS if isinstance(self.acl, str) else _is_list(self.acl, of=ACL)
         known = ", ".join(map(repr, _ACLS))
         msg = f"'acl' must be one of {known}, or a list of kazoo.security.ACL, not {self.acl!r}."
-        _must(is_acl and self.acl, msg)
+        must(is_acl and self.acl, msg)
         msg = "'acl' is 'creator': without 'auth', 'sasl' or 'certfile' nobody tells who that is."
-        _must(self.acl != "creator" or self.auth or self.sasl or self.certfile, msg)
-
-
-def _must(fact: object, msg: str) -> None:
-    if not fact:
-        raise ValueError(msg)
+        must(self.acl != "creator" or self.auth or self.sasl or self.certfile, msg)
 
 
 def _is_list(value: Any, of: type[Any] = object) -> bool:
