@@ -29,11 +29,11 @@ from .once import (
     HEADER,
     LEASE,
     Once,
-    brought,
     check_is_of,
     checked_lease,
     checked_task,
     task_id,
+    unless_ended,
 )
 
 if TYPE_CHECKING:
@@ -183,8 +183,9 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         """Return the lease that the message brought, or a new one."""
         request = self.request
         text = (request.headers or {}).pop(HEADER, None)
-        if text and (lease := brought(text, lock)):
-            return lease
+        if text:
+            with unless_ended(lock):
+                return Lease.attach(text, lock.terms.purpose)
         # The message waited for longer than its lease, is a second copy, or was sent without a lease.
         try:
             lease = request.distlock_lease = lock.take(0)

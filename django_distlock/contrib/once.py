@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -12,16 +12,16 @@ from urllib.parse import unquote
 from django.core.signing import BadSignature
 
 from django_distlock.conf import checked_ttl, flag
-from django_distlock.engine.lease import Lease
 from django_distlock.exceptions import LockLost, LockNotAcquired, NotSupported
 from django_distlock.ground.holder import task_text
 from django_distlock.ground.naming import NameTemplate, checked_name, log_fields, printable, warn
 from django_distlock.handler import locks
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
 
+    from django_distlock.engine.lease import Lease
     from django_distlock.lock import Lock
 
     Name = str | Callable[..., str]
@@ -97,25 +97,20 @@ class Once:
             replace(lock.terms, timeout=None).lock(f"{lock.name}:running") if self.again else None
         )
 
-    @contextmanager
-    def begun(self, held: Lease, lock: Lock) -> Iterator[None]:
-        """Hold what the body needs, waiting for it, once *held* is that of *lock*; else ValueError."""
+    def beside(self, held: Lease, lock: Lock) -> Lock | nullcontext[None]:
+        """Return what the body enters beside *held*, by ``with`` or ``async with``; ValueError if *held* is not of *lock*."""
         check_is_of(held, lock)
         body = self.body_lock(lock)
-        with nullcontext() if body in {None, lock} else body:
-            if self.frees_at_start:
-                held.release()
-            yield
+        return nullcontext() if body is None or body is lock else body
 
-    @asynccontextmanager
-    async def abegun(self, held: Lease, lock: Lock) -> AsyncIterator[None]:
-        """Do what begun() does, in a task."""
-        check_is_of(held, lock)
-        body = self.body_lock(lock)
-        async with nullcontext() if body in {None, lock} else body:
-            if self.frees_at_start:
-                await held.arelease()
-            yield
+    def begin(self, held: Lease) -> None:
+        """Free the name, whose lease is *held*, if it is to be free while the body runs."""
+        if self.frees_at_start:
+            held.release()
+
+    async def abegin(self, held: Lease) -> None:
+        if self.frees_at_start:
+            await held.arelease()
 
     def note_under_way(self, busy: LockNotAcquired) -> None:
         """Log that a message was not sent, because the task is under way."""
@@ -126,27 +121,22 @@ class Once:
         )
 
 
-def brought(text: str, lock: Lock) -> Lease | None:
-    """Return the lease in a message for a task; None if it has ended, was already attached, or cannot be read."""
+@contextmanager
+def unless_ended(lock: Lock) -> Iterator[None]:
+    """Leave the block, which attaches the lease in a message for *lock*, if that has ended, was attached before, or cannot be read."""
     try:
-        return Lease.attach(text, lock.terms.purpose)
+        yield
     except LockLost:
-        return None
+        pass
     except BadSignature:
-        note_unreadable(lock)
-        return None
-
-
-def note_unreadable(lock: Lock) -> None:
-    """Log that the lease in a message cannot be read, and counts as ended."""
-    warn(
-        "%s brought a lease of lock %s that cannot be read, and counts as ended:"
-        " was SECRET_KEY changed without SECRET_KEY_FALLBACKS?",
-        lock.terms.purpose,
-        lock.name,
-        name=lock.name,
-        using=lock.terms.using,
-    )
+        warn(
+            "%s brought a lease of lock %s that cannot be read, and counts as ended:"
+            " was SECRET_KEY changed without SECRET_KEY_FALLBACKS?",
+            lock.terms.purpose,
+            lock.name,
+            name=lock.name,
+            using=lock.terms.using,
+        )
 
 
 def check_is_of(lease: Lease, lock: Lock) -> None:

@@ -10,28 +10,19 @@ from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Literal, Never
 
 from asgiref.sync import sync_to_async
-from django.core.signing import BadSignature
 from django.dispatch import receiver
 from django.tasks import Task, task
 from django.tasks.signals import task_started
 
 from django_distlock.conf import DEFAULT_ALIAS
 from django_distlock.engine.lease import Lease
-from django_distlock.exceptions import LockError, LockLost, LockNotAcquired
+from django_distlock.exceptions import LockError, LockNotAcquired
 from django_distlock.ground.holder import task_text
 from django_distlock.ground.naming import title_of
 from django_distlock.lock import Lock
 from django_distlock.transactions import call_at_rollback
 
-from .once import (
-    HEADER,
-    LEASE,
-    Once,
-    brought,
-    checked_lease,
-    note_unreadable,
-    task_id,
-)
+from .once import HEADER, LEASE, Once, checked_lease, task_id, unless_ended
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +77,8 @@ def unique_task(
             async def run(*args: Any, **kwargs: Any) -> Any:
                 text = kwargs.pop(HEADER, "")
                 lock = lock_for(args, kwargs)
-                async with await _aarrive(text, lock) as held, once.abegun(held, lock):
+                async with await _aarrive(text, lock) as held, once.beside(held, lock):
+                    await once.abegin(held)
                     return await function(*args, **kwargs)
         else:
 
@@ -94,9 +86,8 @@ def unique_task(
             def run(*args: Any, **kwargs: Any) -> Any:
                 text = kwargs.pop(HEADER, "")
                 lock = lock_for(args, kwargs)
-                # The message waited for longer than its lease, is a second copy, or it is called as a function.
-                arrived = (text and brought(text, lock)) or lock.take(0)
-                with arrived as held, once.begun(held, lock):
+                with _arrive(text, lock) as held, once.beside(held, lock):
+                    once.begin(held)
                     return function(*args, **kwargs)
 
         run.once = once  # type: ignore[attr-defined]
@@ -160,13 +151,17 @@ def _free(lease: Lease) -> None:
         lease.backend.abandon_later(lease.request)
 
 
-async def _aarrive(text: str, lock: Lock) -> Lease:
+def _arrive(text: str, lock: Lock) -> Lease:
     """Return the lease in the message, or a new one."""
     if text:
-        try:
+        with unless_ended(lock):
+            return Lease.attach(text, lock.terms.purpose)
+    # It waited for longer than its lease, is a second copy, or the task is called as a function.
+    return lock.take(0)
+
+
+async def _aarrive(text: str, lock: Lock) -> Lease:
+    if text:
+        with unless_ended(lock):
             return await Lease.aattach(text, lock.terms.purpose)
-        except LockLost:
-            pass
-        except BadSignature:
-            note_unreadable(lock)
     return await lock.atake(0)
