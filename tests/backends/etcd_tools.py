@@ -58,7 +58,7 @@ def line(cluster: Cluster, namespace: str, name: str) -> list[str]:
 
 def entries(alias: str = "locks") -> list[Entry]:
     """Return the entries of this process in all lines."""
-    return list(backend(alias)._recipe.entries.values())
+    return list(backend(alias)._recipe.by_owner.values())
 
 
 def watched(alias: str = "locks") -> set[str]:

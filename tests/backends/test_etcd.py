@@ -406,7 +406,7 @@ async def test_100_waits_that_time_out_leave_nothing(etcd: Cluster, namespace: s
     recipe = backend()._recipe
     await aeventually(lambda: not recipe._doomed, 10)
     assert len(line(etcd, namespace, "x")) == 1
-    assert list(recipe.entries) == [holder.owner]
+    assert list(recipe.by_owner) == [holder.owner]
     assert len(recipe._slots) == 1
     assert not watched()
 

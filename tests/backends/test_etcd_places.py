@@ -198,7 +198,7 @@ def test_a_place_at_which_it_does_not_stand_is_taken_as_well(
 
 def test_a_limit_of_a_thousand(etcd: Cluster, namespace: str) -> None:
     waiter, value = _waiter(1000), json.dumps({"owner": "somebody"})
-    folder = backend()._recipe._folder(waiter.key)
+    folder = backend()._recipe.folder(waiter.key)
     for place in range(1000):
         key = encoded(f"{folder}{place}/w-1-0")
         etcd.running[0].asks("/v3/kv/put", key=key, value=encoded(f"{value} {place}"))

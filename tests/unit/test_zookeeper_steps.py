@@ -75,7 +75,7 @@ def test_whoever_is_stopped_waits_for_no_reply() -> None:
 def test_the_second_of_two_first_holders_takes_the_offset_of_the_first_and_asks_once() -> None:
     known = session()
     known.id = 7
-    recipe = Recipe("locks", ZooKeeperOptions(), known, Nodes("locks", known))
+    recipe = Recipe("locks", ZooKeeperOptions(), known, Nodes("locks", "/distlock", known))
 
     def offset() -> Any:
         return recipe._token_offset(KazooClient(), czxid=5, made_at=1)
@@ -118,7 +118,7 @@ def test_looks_at_nodes_are_sent_first_in_each_session() -> None:
 
 
 def test_only_the_node_right_before_is_followed_where_the_counter_begins_anew_below_zero() -> None:
-    nodes, crowd, turns = Nodes("locks", session()), Crowd(), list[Any]()
+    nodes, crowd, turns = Nodes("locks", "/distlock", session()), Crowd(), list[Any]()
 
     for number in (2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1):
         request = Request("x", "x", 10.0, Holder.current())

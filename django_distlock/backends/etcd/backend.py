@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from django.core.checks import CheckMessage, Error
 
 from django_distlock.backends.base import server_error
 from django_distlock.backends.queue.backend import QueueBackend
-from django_distlock.backends.queue.places import is_line, turn_of
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.acquisition import LAST
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request
@@ -22,8 +20,6 @@ from .session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from django_distlock.engine.bells import Bell
 
 
 class EtcdBackend(QueueBackend):
@@ -41,6 +37,7 @@ class EtcdBackend(QueueBackend):
         self._gateway = Gateway(self.alias, self.options)
         self._session = Session(self.alias, self.options, self._gateway)
         self._recipe = EtcdRecipe(self.alias, self.options, self._gateway, self._session)
+        self._standings = self._recipe
 
     # The verbs.
 
@@ -80,42 +77,6 @@ class EtcdBackend(QueueBackend):
 
     def probe(self, request: Request) -> Busy | None:
         return self._recipe.probe(request)
-
-    def _is_told(self, request: Request, bell: Bell) -> bool:
-        entry = self._recipe.get(self._owner_in_line(request))
-        if entry is None:
-            return False
-        entry.bell = bell
-        if entry.has_failed:
-            entry.has_failed = False
-            return True  # else etcd would be asked without a pause
-        # The first in the line for any place looks who has them: before that, the watch need not run.
-        if entry.is_granted and not entry.claims:
-            return False
-        return entry.is_watched or not self._recipe.watcher.is_fresh
-
-    def forget_bell(self, request: Request) -> None:
-        """Stop ringing its bell; a waiter that is not granted by now leaves the line, as does one that has a place."""
-        self._leave_line(request)
-        if (entry := self._recipe.get(request.owner)) is not None:
-            entry.bell = None
-            if not entry.is_granted:
-                self._threads.after(request, partial(self._recipe.leave_line, request))
-
-    def abandon_later(self, request: Request) -> None:
-        """Delete the key in the background; try until it works or the session has ended."""
-        self._leave_line(request)
-        self._threads.after(request, partial(self._recipe.abandon, request))
-
-    def _leave_line(self, request: Request) -> None:
-        if is_line(request.line):
-            self._threads.after(request, partial(self._recipe.abandon, turn_of(request)))
-
-    def is_session_over(self, request: Request) -> bool:
-        entry = self._recipe.get(request.owner)
-        if entry is None:
-            return request.owner not in self._recipe.released
-        return self._session.is_over(entry.lease_id)
 
     # For operators.
 

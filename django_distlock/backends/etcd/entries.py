@@ -4,42 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from django_distlock.engine.bells import Bell
-from django_distlock.engine.values import Busy, Request
+from django_distlock.backends.queue.standings import Standing
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
-    """The key of one holder or waiter, from before the request for it until it is certainly gone.
+class Entry(Standing):
+    """The key of one holder or waiter.
 
     Keys are used again: etcd keeps deleted ones until its next compaction, and would pass over all of them
     to find the first one of a lock. So its name is that of the session, and of its *slot* there.
     """
 
-    request: Request
-    folder: str
     slot: int = 0
     #: Its lease and its key, once the session is known; and the revision that made it, which is its place in line.
     lease_id: str = ""
     key: str = ""
     revision: int = 0
-    is_granted: bool = False
     #: Whether a request to make it may still be carried out, and so make it again after it was deleted.
     is_late: bool = False
-    #: Whether a request to delete it may have been carried out.
-    is_ending: bool = False
-    #: The end of its hold (``clock.lease_time()``), unless it is extended.
-    ends: float = 0.0
-    bell: Bell | None = None
     #: Whether its last try has failed by an error, so that the next one waits.
     has_failed: bool = False
-    #: The holder that was seen last; whether it stands in line.
-    busy: Busy = field(default_factory=Busy)
+    #: Whether it stands in line.
     is_in_line: bool = False
     #: The keys before it that it waits for; whether these are all; whether all of them are gone.
     watched: set[str] = field(default_factory=set)
-    #: The one of them that has gone last.
-    gone: str = ""
     watches_all: bool = False
     is_next: bool = False
     #: Of the turn of a waiter for any place: its keys in the lines of the places. And of such a key: the turn.

@@ -5,21 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from itertools import count, groupby
 from operator import call
 from typing import Any, TypeVar
 
-from django_distlock.backends.base import KEYS
-from django_distlock.backends.queue.labels import Label, label, quoted, unquoted, wished_ttl
-from django_distlock.backends.queue.places import (
-    Known,
-    acquire_any,
-    is_line,
-    place_of_holder,
-    turn_owner,
-)
-from django_distlock.engine.background import Alarm, background
+from django_distlock.backends.queue.labels import Label, label, unquoted, wished_ttl
+from django_distlock.backends.queue.places import acquire_any, is_line, turn_owner
+from django_distlock.backends.queue.standings import Standings
+from django_distlock.engine.background import background
 from django_distlock.engine.steps import Steps, run
 from django_distlock.engine.values import (
     Busy,
@@ -75,29 +68,23 @@ _T = TypeVar("_T")
 _Json = dict[str, Any]
 
 
-class EtcdRecipe:
+class EtcdRecipe(Standings[Entry]):
     """The verbs, and the entries of this process by owner."""
 
     def __init__(
         self, alias: str, options: EtcdOptions, gateway: Gateway, session: Session
     ) -> None:
+        super().__init__(options.namespace)
         self._alias = alias
         self._options = options
         self._session = session
         self.watcher = KeyWatcher(gateway, options.namespace, self._ring)
-        #: Returns the folder of a lock, whose keys are its holders and waiters.
-        self._folder = lru_cache(KEYS)(lambda key: f"{options.namespace}/{quoted(key)}")
-        self.entries: dict[str, Entry] = {}
-        self.get = self.entries.get
-        self.released = Recent()
         #: By folder and number.
         self._slots: dict[tuple[str, int], Entry] = {}
         #: The folders in which somebody was in the way the last time.
         self._crowded = Recent()
         #: What is to be deleted.
         self._doomed: dict[Entry, None] = {}
-        #: Rings at the end of the first ttl that is not extended.
-        self._alarm = Alarm(self._drop_ended)
         self._ask = gateway.transaction
 
     # Acquiring.
@@ -113,24 +100,13 @@ class EtcdRecipe:
         """Stand in line, and return whether the lock is ours, or any place of it; if not, keep that only if *queued*."""
         if request.limit is None:
             return self._acquire(request, queued=queued)
-        entry, turn = self.get(request.owner), self.get(turn_owner(request))
-        is_first = turn is not None and turn.is_granted and not self._session.is_over(turn.lease_id)
-        tried, busy = entry.request if entry else None, turn.busy if turn else Busy()
-        if turn is not None and is_first:
-            tried = tried or self._come_free(request, turn)
-        known = Known(tried, busy, turn is not None, is_first)
         take, look = _steps(self._acquire), _steps(self._look_at_places, settles=not queued)
-        answer = run(acquire_any(request, known, take, look, queued=queued), call)
-        turn = self.get(turn_owner(request))
-        if turn is not None and isinstance(answer, Busy):
-            turn.busy = answer
-        return answer
+        return run(acquire_any(request, self, take, look, queued=queued), call)
 
-    def _come_free(self, request: Request, turn: Entry) -> Request | None:
-        """Return the request for a place that has come free, if the watch has told of one."""
-        gone, turn.gone = turn.gone, ""
-        ours = next((claim.request for claim in turn.claims if claim.is_next), None)
-        return ours or place_of_holder(request, gone, self._folder)
+    def come_free(self, request: Request, turn: Entry) -> Request | None:
+        gone = super().come_free(request, turn)
+        # One whose line it is the first of is its own.
+        return next((claim.request for claim in turn.claims if claim.is_next), gone)
 
     def _look_at_places(
         self, request: Request, *, watches: bool = False, settles: bool = False
@@ -140,7 +116,7 @@ class EtcdRecipe:
         A waiter that is told stands in the line of the places meanwhile, as in that of a lock: so the one that
         comes free is its own without a request. *settles*: see _settled().
         """
-        line = self._folder(request.line)
+        line = self.folder(request.line)
         # The names of places are digits.
         look = find({"key": encoded(f"{line}0"), "range_end": encoded(f"{line}:")}, **_FIRST)
         turn = self.get(turn_owner(request)) if watches else None
@@ -151,7 +127,7 @@ class EtcdRecipe:
         queues = _queues(reply)
         claims = {} if turn is None else {claim.folder: claim for claim in turn.claims}
         found, others = [], []
-        for folder in (self._folder(each.key) for each in request.holdings):
+        for folder in (self.folder(each.key) for each in request.holdings):
             queue = queues.get(folder, [])
             if folder in claims:
                 queue = self._before(claims[folder], queue, reply.revision)
@@ -182,7 +158,7 @@ class EtcdRecipe:
         if not turn.claims:
             # Each is known before the next one is made, as an exception may come between two.
             for each in request.from_any[:CLAIMS]:
-                turn.claims.append(self._made(each, self._folder(each.key), turn))
+                turn.claims.append(self._made(each, self.folder(each.key), turn))
         for claim in turn.claims:
             if claim.lease_id != turn.lease_id:
                 self._leave(claim, turn.lease_id)
@@ -216,11 +192,11 @@ class EtcdRecipe:
             raise
 
     def _entry(self, request: Request) -> Entry:
-        entry, folder = self.get(request.owner), self._folder(request.key)
+        entry, folder = self.get(request.owner), self.folder(request.key)
         if entry is None or entry.folder != folder:
             claim = self._claim_on(request, folder)
             entry = claim or self._made(request, folder)
-            self.entries[request.owner] = entry
+            self.by_owner[request.owner] = entry
             # After it is known here, as an exception may come between two lines.
             if claim is not None and claim.turn is not None:
                 claim.turn.claims.remove(claim)
@@ -360,9 +336,8 @@ class EtcdRecipe:
         self.watcher.remove(entry)
         entry.is_granted, entry.is_in_line, entry.is_next = True, False, False
         self.released.pop(entry.request.owner, None)
-        # Its ttl is not known to etcd, where it would last with the session.
-        if entry.ends < self._alarm.due:
-            self._alarm.at(entry.ends)
+        if entry.ends < self.alarm.due:
+            self.alarm.at(entry.ends)
         # The lock ends with the session, which may have been prolonged a while ago.
         latest = self._session.ends - entry.request.ttl
         token = entry.revision + self._session.offset
@@ -376,7 +351,7 @@ class EtcdRecipe:
             return Release.RELEASED
         if entry is None and request.owner in self.released:
             return Release.RELEASED
-        found = self._ask(find(below(self._folder(request.key)), limit=1, keys_only=True))
+        found = self._ask(find(below(self.folder(request.key)), limit=1, keys_only=True))
         return Release.TAKEN if kvs(found.body["responses"][0]) else Release.GONE
 
     def _delete(self, entry: Entry) -> bool:
@@ -411,35 +386,14 @@ class EtcdRecipe:
 
     def _forget(self, entry: Entry, *, is_released: bool = False) -> None:
         """Remove *entry*, whose key is gone."""
-        self._leave_owner(entry, is_released=is_released)
+        self.forget_owner(entry, is_released=is_released)
         self._free_slot(entry)
 
-    def _leave_owner(self, entry: Entry, *, is_released: bool = False) -> None:
-        owner = entry.request.owner
-        # First, because is_session_over() may be called before the lease knows that it is released.
-        if is_released:
-            self.released.add(owner)
-        elif self.get(owner) is entry:
-            self.released.pop(owner, None)
-        if self.get(owner) is entry:
-            self.entries.pop(owner, None)
-
-    def leave_line(self, request: Request) -> None:
-        """Delete the key of a waiter in the background."""
-        if (entry := self.get(request.owner)) is not None and not entry.is_granted:
-            self.drop(entry)
-
-    def abandon(self, request: Request) -> None:
-        """Delete the key of a holder or waiter in the background."""
-        if (entry := self.get(request.owner)) is not None:
-            self.drop(entry)
-
     def drop(self, entry: Entry) -> None:
-        """Delete its key in the background; try until it works or its session has ended."""
         for each in (*entry.claims, entry):
             self._doomed[each] = None
             self.watcher.remove(each)
-        self._leave_owner(entry)
+        self.forget_owner(entry)
         entry.is_granted = False
         self._bury_later(0.0)
 
@@ -467,16 +421,19 @@ class EtcdRecipe:
         if self._doomed.pop(entry, self) is None:
             self._free_slot(entry)
 
-    def _drop_ended(self) -> None:
-        now = clock.lease_time()
-        granted = [entry for entry in list(self.entries.values()) if entry.is_granted]
-        for entry in granted:
-            if entry.ends <= now:
-                self.drop(entry)
-        if left := [entry.ends for entry in granted if entry.ends > now]:
-            self._alarm.at(min(left))
-
     # Waiting.
+
+    def is_over(self, entry: Entry) -> bool:
+        return self._session.is_over(entry.lease_id)
+
+    def may_sleep(self, entry: Entry) -> bool:
+        if entry.has_failed:
+            entry.has_failed = False
+            return True  # else etcd would be asked without a pause
+        # The first in the line for any place looks who has them: before that, the watch need not run.
+        if entry.is_granted and not entry.claims:
+            return False
+        return entry.is_watched or not self.watcher.is_fresh
 
     def _ring(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -518,7 +475,7 @@ class EtcdRecipe:
     def probe(self, request: Request) -> Busy | None:
         if request.limit is not None:
             return first_to_end(self._look_at_places(request, settles=True))
-        ask = find(below(self._folder(request.key)), limit=1, **_FIRST)
+        ask = find(below(self.folder(request.key)), limit=1, **_FIRST)
         found = kvs(self._ask(ask).body["responses"][0])
         return _busy(found) if found else None
 
@@ -527,7 +484,7 @@ class EtcdRecipe:
     def held(self, key: str | None) -> Iterator[Held]:
         """Return the holders of the lock *key*, or of all locks."""
         namespace = f"{self._options.namespace}/"
-        folder = namespace.rstrip("/") if key is None else self._folder(key)
+        folder = namespace.rstrip("/") if key is None else self.folder(key)
         for quoted_key, some in groupby(self._pages(folder), lambda kv: _folder_of(kv, namespace)):
             name = unquoted(quoted_key)
             if name is not None and not is_line(name):
@@ -559,7 +516,7 @@ class EtcdRecipe:
             )
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        for kv in _holders([*self._pages(self._folder(key))]):
+        for kv in _holders([*self._pages(self.folder(key))]):
             if _owner_digest(kv) == owner_digest:
                 path = decoded(kv["key"])
                 is_same = compare(path, "EQUAL", int(kv["create_revision"]))

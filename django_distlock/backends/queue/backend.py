@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.values import Release, Request
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 
 from .labels import SessionRequest
-from .places import turn_owner
+from .places import is_line, turn_owner
 
 if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+
+    from .standings import Standings
 
 
 class QueueBackend(BaseLockBackend):
@@ -35,6 +36,7 @@ class QueueBackend(BaseLockBackend):
         look_again=1.0,
         writers_first=True,
     )
+    _standings: Standings[Any]
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -52,9 +54,20 @@ class QueueBackend(BaseLockBackend):
         """Return the owner that stands in the line: its own, or that of the turn of a waiter for any place."""
         return request.owner if request.limit is None else turn_owner(request)
 
-    @abstractmethod
     def _is_told(self, request: Request, bell: Bell) -> bool:
         """Arrange that *bell* rings when the waiter should try again; return False if it should do so now."""
+        standing = self._standings.get(self._owner_in_line(request))
+        if standing is None:
+            return False
+        standing.bell = bell
+        return self._standings.may_sleep(standing)
+
+    def forget_bell(self, request: Request) -> None:
+        """Stop ringing its bell; a waiter that is not granted by now leaves the line, as does one that has a place."""
+        self._leave_line(request)
+        if (standing := self._standings.get(request.owner)) is not None:
+            standing.bell = None
+            self._drop_later(request, request.owner, if_waiting=True)
 
     def dequeue(self, request: Request) -> None:
         self.forget_bell(request)
@@ -66,6 +79,21 @@ class QueueBackend(BaseLockBackend):
         self._leave_line(request)
         return self.release(request)
 
-    @abstractmethod
+    def abandon_later(self, request: Request) -> None:
+        self._leave_line(request)
+        self._drop_later(request, request.owner)
+
     def _leave_line(self, request: Request) -> None:
         """Give up, in the background, the turn in the line for any place, if it has one."""
+        if is_line(request.line):
+            self._drop_later(request, turn_owner(request))
+
+    def _drop_later(self, request: Request, owner: str, *, if_waiting: bool = False) -> None:
+        drop = partial(self._standings.drop_owner, owner, if_waiting=if_waiting)
+        self._threads.after(request, drop)
+
+    def is_session_over(self, request: Request) -> bool:
+        standing = self._standings.get(request.owner)
+        if standing is None:
+            return request.owner not in self._standings.released
+        return self._standings.is_over(standing)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from django_distlock.engine.steps import Steps
 from django_distlock.engine.values import Busy, Grant, Request, Secret, first_place, first_to_end
+
+if TYPE_CHECKING:
+    from .standings import Standings
 
 #: What the owner of a waiter's turn in the line ends with.
 IN_LINE = "~"
@@ -32,18 +34,6 @@ def turn_of(request: Request) -> Request:
     )
 
 
-class Known(NamedTuple):
-    """Facts about a waiter: the place that it has perhaps, or that has come free; and its turn in the line.
-
-    *busy*: what it was told when it joined the line.
-    """
-
-    tried: Request | None
-    busy: Busy
-    is_in_line: bool
-    is_first: bool
-
-
 class Take(Protocol):
     """See acquire_any()."""
 
@@ -56,41 +46,47 @@ class Look(Protocol):
     def __call__(self, request: Request, /, *, watches: bool) -> Steps[Any, list[Busy | None]]: ...
 
 
-def place_of_holder(request: Request, path: str, folder: Callable[[str], str]) -> Request | None:
-    """Return the request for the place that the holder with this *path* had; *folder* gives that of a key."""
-    above, _, _ = path.rpartition("/")
-    return next((each for each in request.holdings if folder(each.key) == above), None)
-
-
 def is_line(key: str) -> bool:
     """Return whether *key* is that of a line, which holds no place."""
     return key.endswith(IN_LINE)
 
 
 def acquire_any(
-    request: Request, known: Known, take: Take, look: Look, *, queued: bool
+    request: Request, standings: Standings[Any], take: Take, look: Look, *, queued: bool
 ) -> Steps[Any, Grant | Busy]:
     """Acquire any place; if none is free, stand in the line if *queued*.
 
     *take* acquires one lock; *look* returns who has each place, and with *watches* rings this waiter when one
     comes free.
     """
-    turn = turn_of(request)
-    if known.tried or not known.is_in_line:
-        tried = known.tried or request.at(first_place(request.limit or 1))
+    own, turn = standings.get(request.owner), standings.get(turn_owner(request))
+    is_in_line, busy = turn is not None, Busy() if turn is None else turn.busy
+    is_first = turn is not None and turn.is_granted and not standings.is_over(turn)
+    # The place that it has perhaps, or that has come free.
+    came_free = standings.come_free(request, turn) if is_first and own is None else None
+    tried = own.request if own else came_free
+    if tried or not is_in_line:
+        tried = tried or request.at(first_place(request.limit or 1))
         answer = yield from take(tried, queued=False)
         if isinstance(answer, Grant):
             return replace(answer, place=tried.place)
-    if known.is_in_line and not known.is_first:
-        answer = yield from take(turn, queued=True)
+    if is_in_line and not is_first:
+        answer = yield from take(turn_of(request), queued=True)
         if isinstance(answer, Busy):
-            return known.busy  # the first of the line has no place either
-    found = yield from look(request, watches=known.is_in_line)
+            return _told(request, standings, busy)  # the first of the line has no place either
+    found = yield from look(request, watches=is_in_line)
     for each in (each for each in request.from_any if found[each.place or 0] is None):
         answer = yield from take(each, queued=False)
         if isinstance(answer, Grant):
             return replace(answer, place=each.place)
-    if queued and not known.is_in_line:
+    if queued and not is_in_line:
         # It looks again at once, as the first one or behind others.
-        yield from take(turn, queued=True)
-    return first_to_end(found) or Busy()
+        yield from take(turn_of(request), queued=True)
+    return _told(request, standings, first_to_end(found) or Busy())
+
+
+def _told(request: Request, standings: Standings[Any], busy: Busy) -> Busy:
+    """Note the answer in the turn of a waiter, which gets the same one until something has happened."""
+    if (turn := standings.get(turn_owner(request))) is not None:
+        turn.busy = busy
+    return busy

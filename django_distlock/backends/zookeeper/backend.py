@@ -11,7 +11,7 @@ from kazoo.exceptions import AuthFailedError, KazooException
 
 from django_distlock.backends.base import StepsBackend, server_error
 from django_distlock.backends.queue.backend import QueueBackend
-from django_distlock.backends.queue.places import IN_LINE, is_line, turn_owner
+from django_distlock.backends.queue.places import IN_LINE
 from django_distlock.conf import LONGEST, BackendSettings
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
@@ -28,7 +28,6 @@ from .recipe import BROKEN, Recipe
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from django_distlock.engine.bells import Bell
     from django_distlock.engine.lease import Lease
 
 
@@ -54,7 +53,7 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         self._session = EnsembleSession(
             self.options, self._session_began, self._session_suspended, self._session_lost
         )
-        self._nodes = Nodes(self.alias, self._session)
+        self._nodes = self._standings = Nodes(self.alias, self.options.root, self._session)
         self._verbs = Recipe(self.alias, self.options, self._session, self._nodes)
 
     # The verbs.
@@ -76,33 +75,9 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         turn = node.turn if node and node.watched else None
         return turn is not None and turn.ahead is not None
 
-    def forget_bell(self, request: Request) -> None:
-        """Stop ringing its bell; a waiter that is not granted by now leaves the line, as does one that has a place."""
-        self._leave_line(request)
-        if (node := self._nodes.get(request.owner)) is not None:
-            node.bell = None
-            if not node.is_granted:
-                self._nodes.drop(node)
-
     async def aabandon(self, request: Request) -> None:
         self._leave_line(request)
         await self.arelease(request)
-
-    def abandon_later(self, request: Request) -> None:
-        """Delete the node in the background; try until it works or the session has ended."""
-        self._leave_line(request)
-        if (node := self._nodes.get(request.owner)) is not None:
-            self._nodes.drop(node)
-
-    def _leave_line(self, request: Request) -> None:
-        if is_line(request.line) and (turn := self._nodes.get(turn_owner(request))):
-            self._nodes.drop(turn)
-
-    def is_session_over(self, request: Request) -> bool:
-        node = self._nodes.get(request.owner)
-        if node is None:
-            return request.owner not in self._nodes.released
-        return self._nodes.is_dead(node)
 
     # For operators.
 
@@ -203,13 +178,6 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
             # Credentials are refused after a session has begun, which breaks off the requests sent until then.
             kind = AuthFailedError.__name__
         return LockBackendError(self.alias, f"the ensemble refused: {kind}")
-
-    def _is_told(self, request: Request, bell: Bell) -> bool:
-        node = self._nodes.get(self._owner_in_line(request))
-        if node is None:
-            return False
-        node.bell = bell
-        return bool(node.watched)
 
     # Changes of the session. Kazoo's threads call these, so they must not block.
 

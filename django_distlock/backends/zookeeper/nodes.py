@@ -18,12 +18,10 @@ from kazoo.exceptions import (
 )
 
 from django_distlock.backends.queue.labels import label
+from django_distlock.backends.queue.standings import Standing, Standings
 from django_distlock.engine import steps
-from django_distlock.engine.background import Alarm
-from django_distlock.engine.bells import Bell
-from django_distlock.engine.values import Busy, Recent, Request
+from django_distlock.engine.values import Busy
 from django_distlock.exceptions import LockBackendError
-from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
 
 from .children import Children, prefix
@@ -61,11 +59,9 @@ class Crowd:
 
 
 @dataclass(eq=False, slots=True)
-class Node:
-    """The node of one holder or waiter, from before the request for it until it is certainly gone."""
+class Node(Standing):
+    """The node of one holder or waiter."""
 
-    request: Request
-    folder: str
     crowd: Crowd
     #: The id of this attempt: nodes of earlier attempts of the same owner may still exist.
     attempt: str = field(default_factory=partial(secrets.token_hex, 4))
@@ -79,17 +75,8 @@ class Node:
     #: The request that makes it, until its reply; whether its reply was lost.
     creating: Any = None
     is_unsure: bool = False
-    is_granted: bool = False
-    #: Whether it is being released: a request to delete it may have been carried out.
-    is_ending: bool = False
-    #: The end of its hold (``clock.lease_time()``), unless it is extended.
-    ends: float = 0.0
-    bell: Bell | None = None
-    #: The nodes that it waits for: until one has gone; the holder seen at the last look, and when that was (wait time).
+    #: The nodes that it waits for: until one has gone; and when it looked last (wait time).
     watched: tuple[str, ...] = ()
-    #: The one that has gone, if it is known.
-    gone: str = ""
-    busy: Busy = field(default_factory=Busy)
     looked_at: float = 0.0
 
     @property
@@ -106,54 +93,31 @@ class Node:
         self.attempt = secrets.token_hex(4)
 
 
-class Nodes:
+class Nodes(Standings[Node]):
     """The nodes of one backend by owner, and the steps that make, find and delete them."""
 
-    def __init__(self, alias: str, session: EnsembleSession) -> None:
+    def __init__(self, alias: str, root: str, session: EnsembleSession) -> None:
+        super().__init__(root)
         self._alias = alias
         self._session = session
         self.mutex = section()
-        self.by_owner: dict[str, Node] = {}
-        self.get = self.by_owner.get
         self.crowds = WeakValueDictionary[str, Crowd]()
         self._doomed: set[Node] = set()
-        self.released = Recent()
-        #: Rings at the end of the first ttl that is not extended.
-        self.alarm = Alarm(self._drop_ended)
 
-    def granted(self) -> list[Node]:
-        return [node for node in list(self.by_owner.values()) if node.is_granted]
-
-    def _drop_ended(self) -> None:
-        now = clock.lease_time()
-        for node in self.granted():
-            if node.ends <= now:
-                self.drop(node)
-        if left := [node.ends for node in self.granted()]:
-            self.alarm.at(min(left))
-
-    def is_dead(self, node: Node) -> bool:
-        """Return True if its node has ended with the session that made it."""
+    def is_over(self, node: Node) -> bool:
         return bool(node.name) and node.session_id != self._session.id
 
-    def forget(self, node: Node, *, is_released: bool = False) -> None:
-        """Remove *node*, which is gone on the ensemble."""
-        # First, because is_session_over() may be called before the lease knows that it is released.
-        if is_released:
-            self.released.add(node.request.owner)
-        elif self.get(node.request.owner) is node:  # it may have released an earlier one
-            self.released.pop(node.request.owner, None)
-        self._doomed.discard(node)
-        self._leave_owner(node)
-
-    def _leave_owner(self, node: Node) -> None:
+    def forget_owner(self, node: Node, *, is_released: bool = False) -> bool:
         node.watched = ()
         with self.mutex:
-            if self.by_owner.get(node.request.owner) is node:
-                del self.by_owner[node.request.owner]
-                node.crowd.size -= 1
+            was_known = super().forget_owner(node, is_released=is_released)
+            node.crowd.size -= was_known
+        return was_known
 
     # Waiting for another node to go.
+
+    def may_sleep(self, node: Node) -> bool:
+        return bool(node.watched)
 
     def changed(self, event: Any) -> None:
         """Ring the waiters of the node in *event*. Kazoo calls this once for each node, however many watch it."""
@@ -206,7 +170,7 @@ class Nodes:
             [outcome] = yield [lambda: creating]
             if isinstance(outcome, Silence):
                 raise outcome
-        if self.is_dead(node):
+        if self.is_over(node):
             node.leave()
         if not node.is_unsure:
             return
@@ -244,7 +208,8 @@ class Nodes:
         was_held = node.is_granted
         yield from self.know(client, node)
         if not node.name:
-            self.forget(node)
+            self.forget_owner(node)
+            self._doomed.discard(node)
             return False
         was_ending, node.is_ending = node.is_ending, True
         [outcome] = yield [partial(client.delete_async, node.path)]
@@ -252,13 +217,13 @@ class Nodes:
             was_held &= was_ending  # otherwise another client has deleted it
         else:
             value(outcome)
-        self.forget(node, is_released=was_held)
+        self.forget_owner(node, is_released=was_held)
+        self._doomed.discard(node)
         return was_held
 
     def drop(self, node: Node) -> None:
-        """Delete its node in the background; try until it works or its session has ended."""
         self._doomed.add(node)
-        self._leave_owner(node)
+        self.forget_owner(node)
         node.is_granted = False
         if (client := self._session.client) is not None:  # otherwise go_on() will be called
             self._session.hand_over(partial(self._session.start, self.delete(client, node)))

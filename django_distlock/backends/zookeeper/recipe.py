@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, SessionExpiredError
 
-from django_distlock.backends.base import KEYS
-from django_distlock.backends.queue.labels import TOKENS, Label, quoted, unquoted, wished_ttl
-from django_distlock.backends.queue.places import (
-    Known,
-    acquire_any,
-    is_line,
-    place_of_holder,
-    turn_owner,
-)
+from django_distlock.backends.queue.labels import TOKENS, Label, unquoted, wished_ttl
+from django_distlock.backends.queue.places import acquire_any, is_line, turn_owner
 from django_distlock.engine.values import (
     Busy,
     Grant,
@@ -50,8 +43,6 @@ class Recipe:
     ) -> None:
         self._alias = alias
         self._options = options
-        #: Returns the path of the node for a key, whose children are the lock's holders and waiters.
-        self.folder = lru_cache(KEYS)(lambda key: f"{options.root}/{quoted(key)}")
         self._session = session
         self._nodes = nodes
         #: The folders in which somebody was in the way of the last try that did not wait.
@@ -88,28 +79,18 @@ class Recipe:
         return self._acquire(request, queued=True, ends=ends)
 
     def _acquire_any(self, request: Request, *, queued: bool, ends: float) -> Steps[Grant | Busy]:
-        node, turn = self._nodes.get(request.owner), self._nodes.get(turn_owner(request))
+        turn = self._nodes.get(turn_owner(request))
         if queued and turn and self._is_unchanged(turn):
             return turn.busy
-        is_first = turn is not None and turn.is_granted and not self._nodes.is_dead(turn)
-        tried, busy = node.request if node else None, turn.busy if turn else Busy()
-        if turn is not None and is_first:
-            tried = tried or place_of_holder(request, turn.gone, self.folder)
-            turn.gone = ""
-        known = Known(tried, busy, turn is not None, is_first)
         take, look = partial(self._acquire, ends=ends), self._look_at_places
-        answer = yield from acquire_any(request, known, take, look, queued=queued)
-        turn = self._nodes.get(turn_owner(request))
-        if turn is not None and isinstance(answer, Busy):
-            turn.busy = answer
-        return answer
+        return (yield from acquire_any(request, self._nodes, take, look, queued=queued))
 
     def _try_once(self, request: Request, *, ends: float) -> Steps[Grant | Busy]:
         """Make a node; but first look whether that is of use, if somebody was in the way the last time.
 
         Otherwise the nodes of many such tries, which are deleted at once, would refuse one another a free lock.
         """
-        folder = self.folder(request.key)
+        folder = self._nodes.folder(request.key)
         if folder in self._crowded and not (request.shared or self._nodes.get(request.owner)):
             busy = yield from self.probe(request)
             if busy is not None:
@@ -126,7 +107,7 @@ class Recipe:
     ) -> Steps[list[Busy | None]]:
         """Return who has each place of *request*, None where it is free; *watches*: see acquire_any()."""
         client = yield from self._connected()
-        folders = [self.folder(each.key) for each in request.holdings]
+        folders = [self._nodes.folder(each.key) for each in request.holdings]
         lines = yield [partial(client.get_children_async, folder) for folder in folders]
         firsts = [
             f"{folder}/{children.all[0].name}"
@@ -168,7 +149,7 @@ class Recipe:
                 raise
 
     def _open(self, request: Request) -> Node:
-        nodes, folder = self._nodes, self.folder(request.key)
+        nodes, folder = self._nodes, self._nodes.folder(request.key)
         with nodes.mutex:
             crowd = nodes.crowds.setdefault(folder, Crowd())
             node = nodes.by_owner[request.owner] = Node(request, folder, crowd)
@@ -179,7 +160,7 @@ class Recipe:
         """Return True if the last answer is still valid: the watched node has not changed since."""
         is_fresh = clock.wait_time() - node.looked_at < LOOK_AGAIN
         is_watched = bool(node.watched) and self._session.client is not None
-        return is_watched and is_fresh and not self._nodes.is_dead(node)
+        return is_watched and is_fresh and not self._nodes.is_over(node)
 
     def _stand_in_line(self, client: Any, node: Node, *, queued: bool) -> Steps[Grant | Busy]:
         for _ in range(ROUNDS):
@@ -214,7 +195,6 @@ class Recipe:
         node.crowd.busy = Busy(node.request.holder)
         if node.turn is not None:
             node.turn.has_held, node.turn.ahead = not node.request.shared, None
-        # Its ttl is not known to the ensemble, where it would last with the session.
         if node.ends < self._nodes.alarm.due:
             self._nodes.alarm.at(node.ends)
         return Grant(node.czxid + offset)
@@ -315,7 +295,7 @@ class Recipe:
                 client = yield from self._connected()
                 if node is not None and (yield from self._nodes.delete(client, node)):
                     return Release.RELEASED
-                names = yield from self._nodes.names(client, self.folder(request.key))
+                names = yield from self._nodes.names(client, self._nodes.folder(request.key))
             except BROKEN:
                 if clock.wait_time() >= ends:
                     raise
@@ -332,7 +312,7 @@ class Recipe:
         [synced] = yield [partial(client.sync_async, self._options.root)]
         value(synced)
         nodes = [self._nodes.get(request.owner) for request in requests]
-        held = [p for p in nodes if p and p.is_granted and not self._nodes.is_dead(p)]
+        held = [p for p in nodes if p and p.is_granted and not self._nodes.is_over(p)]
         outcomes = yield [partial(client.exists_async, node.path) for node in held]
         stats = dict(zip(held, map(value, outcomes), strict=True))
         return [
@@ -344,7 +324,7 @@ class Recipe:
         if stat is None and node.is_ending:
             return True  # deleted by our own release, which returns the result
         if stat is None or stat.ephemeralOwner != self._session.id:
-            self._nodes.forget(node)
+            self._nodes.forget_owner(node)
             return False
         # An extension never shortens a lease.
         node.ends = max(node.ends, ends)
@@ -354,7 +334,7 @@ class Recipe:
         if request.limit is not None:
             return first_to_end((yield from self._look_at_places(request)))
         client = yield from self._connected()
-        folder = self.folder(request.key)
+        folder = self._nodes.folder(request.key)
         children = Children((yield from self._nodes.names(client, folder, newest=True))).all
         if not children:
             return None
@@ -373,7 +353,7 @@ class Recipe:
     def holders(self, keys: Sequence[str]) -> Steps[list[Held]]:
         client = yield from self._connected()
         keys = [key for key in keys if not is_line(key)]
-        folders = [self.folder(key) for key in keys]
+        folders = [self._nodes.folder(key) for key in keys]
         outcomes = yield [partial(client.get_children_async, folder) for folder in folders]
         shown = []
         for key, folder, outcome in zip(keys, folders, outcomes, strict=True):
@@ -414,7 +394,7 @@ class Recipe:
 
     def end_holding(self, key: str, owner_digest: str) -> Steps[bool]:
         client = yield from self._connected()
-        folder = self.folder(key)
+        folder = self._nodes.folder(key)
         children = Children((yield from self._nodes.names(client, folder, newest=True)))
         paths = [
             f"{folder}/{child.name}"
@@ -432,7 +412,7 @@ class Recipe:
     def purge(self, keys: Sequence[str], before: float, *, dry_run: bool) -> Steps[int]:
         """Delete the nodes of *keys* that are older than *before*, without holders and waiters; return how many."""
         client = yield from self._connected()
-        folders = [self.folder(key) for key in keys]
+        folders = [self._nodes.folder(key) for key in keys]
         outcomes = yield [partial(client.exists_async, folder) for folder in folders]
         empty = [
             folder
