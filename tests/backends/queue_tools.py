@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from django_distlock import Lease, lock, locks
 from django_distlock.engine.values import Grant, Request
 from django_distlock.ground.holder import Holder
+from tests.fixtures.proxy import Proxy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pytest_django.fixtures import Settings
 
 
 class Counter:
@@ -45,3 +52,19 @@ def take(name: str = "x", using: str = "locks", timeout: float = 20) -> None:
     """Wait for the lock, hold it for a moment, and give it back."""
     with lock(name, using=using, timeout=timeout) as lease:
         lease.check()
+
+
+def set_options(settings: Settings, **options: Any) -> None:
+    """Change these OPTIONS of "locks"."""
+    near = settings.DISTLOCK["locks"]
+    changed = {**near, "OPTIONS": {**near["OPTIONS"], **options}}
+    settings.DISTLOCK = {**settings.DISTLOCK, "locks": changed}
+
+
+@contextmanager
+def proxied(settings: Settings, port: int, option: str) -> Iterator[Proxy]:
+    """Give what stands between "locks" and the server at *port*; *option* has the addresses of servers."""
+    with Proxy(port) as found:
+        set_options(settings, **{option: f"127.0.0.1:{found.port}"})
+        yield found
+        locks.close()

@@ -26,7 +26,6 @@ from tests.fixtures.interruption import StopAt, TimeLimit
 from tests.fixtures.proxy import Proxy
 
 from .etcd_tools import (
-    BACKEND,
     aliases,
     backend,
     encoded,
@@ -39,7 +38,7 @@ from .etcd_tools import (
     said,
     watched,
 )
-from .queue_tools import Counter, rival, stands, take
+from .queue_tools import Counter, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,21 +58,14 @@ def member(etcd: Cluster) -> EtcdMember:
 @pytest.fixture
 def proxy(etcd: Cluster, settings: Settings) -> Iterator[Proxy]:
     """Stands between "locks" and one of the members."""
-    with Proxy(etcd.members[0].port) as found:
-        _set(settings, endpoints=f"127.0.0.1:{found.port}")
+    with proxied(settings, etcd.members[0].port, "endpoints") as found:
         yield found
-        locks.close()
 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """The requests of all sessions, as they are sent."""
     return noted(monkeypatch)
-
-
-def _set(settings: Settings, **options: Any) -> None:
-    known = settings.DISTLOCK["locks"]["OPTIONS"] | options
-    settings.DISTLOCK = settings.DISTLOCK | {"locks": {"BACKEND": BACKEND, "OPTIONS": known}}
 
 
 # Requests.
@@ -645,7 +637,7 @@ def test_an_owner_that_acquired_again_and_lost_the_lock_is_not_told_that_it_rele
 def test_a_line_that_is_silent_is_an_error_and_soon(
     proxy: Proxy, etcd: Cluster, namespace: str, settings: Settings, way: str
 ) -> None:
-    _set(settings, io_timeout=1.0)
+    set_options(settings, io_timeout=1.0)
     with lock("x", using="locks"):
         pass
     getattr(proxy, way)()
@@ -661,7 +653,7 @@ def test_a_line_that_is_silent_is_an_error_and_soon(
 
 
 async def test_a_task_is_told_of_a_line_that_is_silent(proxy: Proxy, settings: Settings) -> None:
-    _set(settings, io_timeout=1.0)
+    set_options(settings, io_timeout=1.0)
     async with lock("x", using="locks"):
         pass
     proxy.hold()
@@ -673,7 +665,7 @@ async def test_a_task_is_told_of_a_line_that_is_silent(proxy: Proxy, settings: S
 
 
 def test_an_endpoint_where_nobody_listens_is_passed_over(etcd: Cluster, settings: Settings) -> None:
-    _set(settings, endpoints=["127.0.0.1:1", *etcd.endpoints])
+    set_options(settings, endpoints=["127.0.0.1:1", *etcd.endpoints])
 
     with lock("x", using="locks", timeout=0) as lease:
         lease.check()
@@ -685,7 +677,7 @@ def test_an_endpoint_where_nobody_listens_is_passed_over(etcd: Cluster, settings
 def test_a_revoked_lease_is_a_lost_lock_and_the_next_lock_has_a_new_session(
     etcd: Cluster, settings: Settings
 ) -> None:
-    _set(settings, session_timeout=4.0)
+    set_options(settings, session_timeout=4.0)
     lease = lock("x", using="locks").acquire()
     assert lease
     told: list[str] = []
@@ -936,7 +928,7 @@ def test_a_token_that_members_have_forgotten_is_replaced(closed: Cluster) -> Non
 def test_a_login_that_is_refused_is_an_error_each_time(
     closed: Cluster, settings: Settings, login: dict[str, Any], text: str
 ) -> None:
-    _set(settings, **login)
+    set_options(settings, **login)
 
     for _ in range(2):
         with pytest.raises(LockBackendError, match=text) as caught:
@@ -948,7 +940,7 @@ def test_a_login_that_is_refused_is_an_error_each_time(
 
 
 def test_a_login_where_none_is_asked_for_is_an_error(settings: Settings) -> None:
-    _set(settings, user="shop", password="hush")
+    set_options(settings, user="shop", password="hush")
 
     with pytest.raises(LockBackendError, match="remove OPTIONS 'user'"):
         lock("x", using="locks", timeout=0).acquire()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,8 +16,8 @@ from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
 
-from .etcd_tools import BACKEND, aliases, backend, line, noted, watched
-from .queue_tools import held, rival, stands, take
+from .etcd_tools import aliases, backend, line, noted, watched
+from .queue_tools import held, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,15 +45,8 @@ def alias(etcd: Cluster, namespace: str, settings: Settings) -> Iterator[None]:
 @pytest.fixture
 def proxy(alias: None, etcd: Cluster, settings: Settings) -> Iterator[Proxy]:
     """Stands between "locks" and one of the members."""
-    with Proxy(etcd.members[0].port) as found:
-        _set(settings, endpoints=f"127.0.0.1:{found.port}")
+    with proxied(settings, etcd.members[0].port, "endpoints") as found:
         yield found
-        locks.close()
-
-
-def _set(settings: Settings, **options: Any) -> None:
-    known = settings.DISTLOCK["locks"]["OPTIONS"] | options
-    settings.DISTLOCK = settings.DISTLOCK | {"locks": {"BACKEND": BACKEND, "OPTIONS": known}}
 
 
 # The line to a member.
@@ -208,7 +201,7 @@ def test_one_member_of_three_can_fail_while_locks_are_taken(
     frail: Cluster, settings: Settings, way: str, rank: int
 ) -> None:
     # An election takes a while on a machine that is busy.
-    _set(settings, session_timeout=20.0, io_timeout=15.0)
+    set_options(settings, session_timeout=20.0, io_timeout=15.0)
     leases = [held(f"before:{number}") for number in range(20)]
     member = _by_rank(frail)[rank]
     # The one that fails is asked first.
@@ -239,7 +232,7 @@ def test_one_member_of_three_can_fail_while_locks_are_taken(
 
 
 async def test_tasks_go_on_whichever_member_hangs(frail: Cluster, settings: Settings) -> None:
-    _set(settings, session_timeout=20.0, io_timeout=6.0)
+    set_options(settings, session_timeout=20.0, io_timeout=6.0)
 
     for member in frail.members:
         async with lock("x", using="locks", timeout=20) as lease:

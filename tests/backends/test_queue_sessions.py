@@ -26,7 +26,7 @@ from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
 
 from . import etcd_tools, zookeeper_tools
-from .queue_tools import held, rival, stands, take
+from .queue_tools import held, proxied, rival, stands, take
 from .session_acts import WAITERS
 
 if TYPE_CHECKING:
@@ -97,12 +97,9 @@ def side(request: pytest.FixtureRequest) -> Iterator[Side]:
 @pytest.fixture
 def proxy(side: Side) -> Iterator[Proxy]:
     """Stands between "locks" and one of the servers."""
-    with Proxy(side.servers.members[0].port) as found:
-        address = {side.addresses: f"127.0.0.1:{found.port}"}
-        near = side.aliases(session_timeout=SESSION, **address)["locks"]
-        side.settings.DISTLOCK = {**side.settings.DISTLOCK, "locks": near}
+    port = side.servers.members[0].port
+    with proxied(side.settings, port, side.addresses) as found:
         yield found
-        locks.close()
 
 
 @pytest.fixture

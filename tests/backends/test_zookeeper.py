@@ -28,9 +28,8 @@ from testproject.models import Account
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 
-from .queue_tools import Counter, rival, stands
+from .queue_tools import Counter, proxied, rival, set_options, stands
 from .zookeeper_tools import (
-    BACKEND,
     aliases,
     backend,
     expire,
@@ -91,14 +90,8 @@ def _short(record: logging.LogRecord) -> str:
 @pytest.fixture
 def proxy(zookeeper: Ensemble, settings: Settings) -> Iterator[Proxy]:
     """Stands between "locks" and one of the servers."""
-    with Proxy(zookeeper.members[0].port) as found:
-        options = settings.DISTLOCK["locks"]["OPTIONS"] | {"hosts": f"127.0.0.1:{found.port}"}
-        settings.DISTLOCK = {
-            **settings.DISTLOCK,
-            "locks": {"BACKEND": BACKEND, "OPTIONS": options},
-        }
+    with proxied(settings, zookeeper.members[0].port, "hosts") as found:
         yield found
-        locks.close()
 
 
 # Requests.
@@ -503,11 +496,6 @@ def test_what_somebody_else_wrote_into_a_node_is_shown_harmlessly(client: Any, r
         assert len(held.name) <= LONGEST_LISTED
 
 
-def _set_io_timeout(settings: Settings, seconds: float) -> None:
-    options = settings.DISTLOCK["locks"]["OPTIONS"] | {"io_timeout": seconds}
-    settings.DISTLOCK = settings.DISTLOCK | {"locks": {"BACKEND": BACKEND, "OPTIONS": options}}
-
-
 def test_a_renewal_beside_a_release_takes_no_lock_for_lost(client: Any) -> None:
     holder = rival("x")
     assert stands(holder)
@@ -539,7 +527,7 @@ def test_an_owner_that_acquired_again_and_lost_the_lock_is_not_told_that_it_rele
 def test_a_server_that_hangs_is_an_error_and_soon(
     proxy: Proxy, client: Any, root: str, settings: Settings
 ) -> None:
-    _set_io_timeout(settings, 3.0)
+    set_options(settings, io_timeout=3.0)
     with lock("x", using="locks"):
         pass
     proxy.hold()
@@ -555,7 +543,7 @@ def test_a_server_that_hangs_is_an_error_and_soon(
 
 
 async def test_a_task_is_told_of_a_server_that_hangs(proxy: Proxy, settings: Settings) -> None:
-    _set_io_timeout(settings, 3.0)
+    set_options(settings, io_timeout=3.0)
     async with lock("x", using="locks"):
         pass
     proxy.hold()

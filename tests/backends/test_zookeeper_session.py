@@ -25,9 +25,8 @@ from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
 
-from .queue_tools import held, rival, stands, take
+from .queue_tools import held, proxied, rival, set_options, stands, take
 from .zookeeper_tools import (
-    BACKEND,
     aliases,
     backend,
     expire,
@@ -58,14 +57,8 @@ def alias(zookeeper: Ensemble, root: str, settings: Settings) -> Iterator[None]:
 @pytest.fixture
 def proxy(alias: None, zookeeper: Ensemble, settings: Settings) -> Iterator[Proxy]:
     """Stands between "locks" and one of the servers."""
-    with Proxy(zookeeper.members[0].port) as found:
-        options = settings.DISTLOCK["locks"]["OPTIONS"] | {"hosts": f"127.0.0.1:{found.port}"}
-        settings.DISTLOCK = {
-            **settings.DISTLOCK,
-            "locks": {"BACKEND": BACKEND, "OPTIONS": options},
-        }
+    with proxied(settings, zookeeper.members[0].port, "hosts") as found:
         yield found
-        locks.close()
 
 
 # The session begins, and goes on.
@@ -143,7 +136,7 @@ def test_a_suspended_lease_is_in_jeopardy_and_held_again_after_the_reconnect(
     proxy: Proxy, settings: Settings
 ) -> None:
     # Its next renewal comes too late for this test.
-    _set_options(settings, session_timeout=30.0)
+    set_options(settings, session_timeout=30.0)
     lease, told = held()
     assert not lease.in_jeopardy
 
@@ -161,7 +154,7 @@ def test_a_suspended_lease_is_in_jeopardy_and_held_again_after_the_reconnect(
 def test_a_node_that_went_while_its_session_was_suspended_is_a_lost_lock(
     proxy: Proxy, zookeeper: Ensemble, root: str, settings: Settings
 ) -> None:
-    _set_options(settings, session_timeout=30.0)
+    set_options(settings, session_timeout=30.0)
     lease, told = held()
     proxy.cut()
     # By the server that will be asked: another one may hear of it later.
@@ -191,11 +184,6 @@ def test_a_reconnect_does_not_extend_what_is_not_renewed(proxy: Proxy) -> None:
     lease.release()
 
 
-def _set_options(settings: Settings, **seconds: float) -> None:
-    options = settings.DISTLOCK["locks"]["OPTIONS"] | seconds
-    settings.DISTLOCK = settings.DISTLOCK | {"locks": {"BACKEND": BACKEND, "OPTIONS": options}}
-
-
 def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +208,7 @@ def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
 def test_an_expired_session_is_told_at_once_and_the_next_lock_has_a_new_one(
     alias: None, settings: Settings
 ) -> None:
-    _set_options(settings, session_timeout=9.0)
+    set_options(settings, session_timeout=9.0)
     lease, told = held()
     before = backend()._session.id
 
@@ -420,7 +408,7 @@ def test_one_server_of_three_can_die_while_hundreds_of_locks_are_taken(
     frail: Ensemble, settings: Settings
 ) -> None:
     # An election takes a while on a machine that is busy.
-    _set_options(settings, session_timeout=20.0, io_timeout=15.0)
+    set_options(settings, session_timeout=20.0, io_timeout=15.0)
     leases = [held(f"before:{number}") for number in range(100)]
     over, taken = threading.Event(), list[str]()
 
