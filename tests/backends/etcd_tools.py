@@ -95,3 +95,8 @@ def said(kv: dict[str, Any]) -> dict[str, Any]:
     """Return what a key says of its holder."""
     found: dict[str, Any] = json.loads(kv["value"])
     return found
+
+
+def delete(cluster: Cluster, entry: Entry) -> None:
+    """Have an operator delete the key of *entry*."""
+    cluster.running[0].asks("/v3/kv/deleterange", key=encoded(entry.key))

@@ -19,7 +19,6 @@ from django_distlock.backends.etcd.gateway import SILENCE, Reply
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
-from testproject.models import Account
 from tests.fixtures.etcd import Cluster, EtcdMember
 from tests.fixtures.eventually import aeventually, eventually, never
 from tests.fixtures.interruption import StopAt, TimeLimit
@@ -260,30 +259,6 @@ def test_a_waiter_that_the_watch_has_told_asks_nothing(sent: list[Any]) -> None:
     assert backend().extend([waiter]) == [True]
 
 
-def test_readers_hold_together_and_the_order_of_arrival_is_respected() -> None:
-    first, second = rival("x", shared=True), rival("x", shared=True)
-    writer, late = rival("x"), rival("x", shared=True)
-    bells = {id(each): Counter() for each in (writer, late)}
-
-    assert stands(first)
-    assert stands(second)
-    for each in (writer, late):
-        assert stands(each) is None
-        backend()._is_told(each, bells[id(each)])
-
-    backend().release(first)
-    assert stands(writer) is None
-    # It waits for the second one, who has not gone.
-    assert [bell.rung for bell in bells.values()] == [0, 0]
-    backend().release(second)
-    eventually(lambda: bells[id(writer)].rung)
-    assert stands(writer)
-    assert stands(late) is None
-    backend().release(writer)
-    eventually(lambda: bells[id(late)].rung)
-    assert stands(late)
-
-
 def test_a_deletion_between_the_look_and_the_watch_is_not_missed() -> None:
     holder, waiter, other = rival("x"), rival("x"), rival("y")
     assert stands(holder)
@@ -350,16 +325,6 @@ def _give_back(name: str) -> None:
     eventually(lambda: key in known)
 
 
-def test_a_holder_is_listed_with_those_who_wait() -> None:
-    for each in (rival("x", shared=True), rival("x", shared=True), rival("x")):
-        stands(each)
-
-    listed = list(backend("elsewhere").held())
-
-    assert [(held.name, held.shared, held.waiters) for held in listed] == [("x", True, 1)] * 2
-    assert len({held.token for held in listed}) == 2
-
-
 def test_a_long_listing_is_read_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("django_distlock.backends.etcd.recipe.PAGE", 2)
     for number in range(5):
@@ -369,15 +334,6 @@ def test_a_long_listing_is_read_in_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     listed = [(held.name, held.waiters) for held in backend().held()]
 
     assert listed == [(f"x{number}", 1) for number in range(5)]
-
-
-def test_an_alias_lists_its_own_prefix_alone(settings: Settings) -> None:
-    prefixed = {**settings.DISTLOCK["locks"], "KEY_PREFIX": "other"}
-    settings.DISTLOCK = {**settings.DISTLOCK, "prefixed": prefixed}
-
-    with lock("x", using="locks"), lock("y", using="prefixed", timeout=0):
-        assert [held.name for held in backend("locks").held()] == ["x"]
-        assert [held.name for held in backend("prefixed").held()] == ["y"]
 
 
 # Nothing is left.
@@ -478,26 +434,6 @@ def test_a_waiter_that_comes_while_the_watch_ends_begins_no_second_one(
     eventually(lambda: stands(late))
 
 
-def test_a_waiter_whose_event_loop_is_gone_holds_up_nobody() -> None:
-    loop, holder = asyncio.new_event_loop(), rival("x", "elsewhere")
-    stands(holder, "elsewhere")
-    waiting_for_ever = lock("x", using="locks", timeout=None).aacquire()
-    ghost = loop.create_task(waiting_for_ever)
-    while not any(entry.bell for entry in entries()):
-        loop.run_until_complete(asyncio.sleep(0.01))
-    loop.close()
-
-    backend("elsewhere").release(holder)
-
-    try:
-        with lock("x", using="elsewhere", timeout=5):
-            pass
-    finally:
-        # Who looks after the garbage would be told of a task that is not done.
-        ghost._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio's own switch
-        waiting_for_ever.close()
-
-
 # Replies that are lost, and requests that are late.
 
 
@@ -515,19 +451,6 @@ def test_a_key_whose_reply_is_lost_is_found_again(
 
         assert proxy.connections >= 2
         assert lease.fencing_token == int(found["create_revision"]) + offset
-    assert line(etcd, namespace, "x") == []
-
-
-def test_a_release_whose_reply_is_lost_is_a_release(
-    proxy: Proxy, etcd: Cluster, namespace: str
-) -> None:
-    lease = lock("x", using="locks").acquire()
-    assert lease
-    proxy.drop_reply()
-
-    lease.release()
-
-    assert proxy.connections >= 2
     assert line(etcd, namespace, "x") == []
 
 
@@ -603,36 +526,6 @@ def test_what_somebody_else_wrote_is_shown_harmlessly(member: EtcdMember, namesp
         assert len(held.name) <= LONGEST_LISTED
 
 
-def test_a_renewal_beside_a_release_takes_no_lock_for_lost(
-    member: EtcdMember, etcd: Cluster, namespace: str
-) -> None:
-    holder = rival("x")
-    assert stands(holder)
-    [entry] = entries()
-    member.asks("/v3/kv/deleterange", key=encoded(entry.key))
-
-    entry.is_ending = True
-    assert backend().extend([holder]) == [True]
-    entry.is_ending = False
-    assert backend().extend([holder]) == [False]
-
-
-def test_an_owner_that_acquired_again_and_lost_the_lock_is_not_told_that_it_released_it(
-    member: EtcdMember,
-) -> None:
-    holder = rival("x")
-    assert stands(holder)
-    assert backend().release(holder) is Release.RELEASED
-    assert stands(holder)
-    [entry] = entries()
-    member.asks("/v3/kv/deleterange", key=encoded(entry.key))
-
-    assert backend().extend([holder]) == [False]
-
-    assert backend().is_session_over(holder)
-    assert backend().release(holder) is Release.GONE
-
-
 @pytest.mark.parametrize("way", ["hold", "black_hole"])
 def test_a_line_that_is_silent_is_an_error_and_soon(
     proxy: Proxy, etcd: Cluster, namespace: str, settings: Settings, way: str
@@ -700,21 +593,6 @@ def test_a_free_lock_is_taken_though_the_session_was_revoked(etcd: Cluster) -> N
 
     with lock("x", using="locks", timeout=0) as lease:
         lease.check()
-
-
-def test_a_waiter_whose_session_was_revoked_stands_in_line_again(etcd: Cluster) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, "x")
-        eventually(watched)
-        expire(etcd)
-        eventually(lambda: len(list(backend("elsewhere").held())) == 1)
-        eventually(lambda: [held.waiters for held in backend("elsewhere").held()] == [1], 20)
-
-        backend("elsewhere").release(holder)
-
-        waiting.result(20)
 
 
 def test_a_waiter_whose_session_was_revoked_together_with_the_holder_before_it_is_not_served(
@@ -815,14 +693,6 @@ def test_a_closed_session_frees_at_once_and_tells_its_holders() -> None:
             lease.release()
         # It comes back when it is needed.
         assert isinstance(backend("locks").probe(rival("x")), Busy)
-
-
-def test_a_lease_that_is_not_renewed_comes_free_with_its_ttl() -> None:
-    lease = lock("x", using="locks", ttl=0.3, renew=False).acquire()
-    assert lease
-
-    with lock("x", using="elsewhere", timeout=5):
-        assert lease.lost
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -971,35 +841,6 @@ def test_a_full_database_is_told_with_what_is_to_be_done(
         member.asks("/v3/maintenance/alarm", action="DEACTIVATE", **alarm)
     with lock("x", using="locks", timeout=0):
         pass
-
-
-def test_check_asks_the_cluster_only_where_it_may(
-    etcd: Cluster, namespace: str, settings: Settings
-) -> None:
-    assert backend().check() == []
-    assert backend().check(["default"]) == []
-    settings.DISTLOCK = aliases(etcd, namespace, endpoints="127.0.0.1:1", io_timeout=0.5)
-    assert backend().check() == []
-    [error] = backend().check(["default"])
-    assert "127.0.0.1:1" in error.msg
-    assert error.id == "distlock.E006"
-
-
-def test_a_row_is_claimed_by_locks_of_another_backend_and_then_of_this_one_and_back(
-    settings: Settings, namespace: str
-) -> None:
-    settings.DISTLOCK = {**settings.DISTLOCK, "rows": {}}
-    account = Account.objects.create(name=namespace, balance=100, opening_balance=100)
-
-    for using in ("rows", "locks", "elsewhere", "rows"):
-        with lock("fee", using=using) as lease:
-            account = lease.claim(account)
-            account.balance -= 3
-            lease.save(account)
-
-    account.refresh_from_db()
-    assert account.balance == 88
-    account.delete()
 
 
 def test_where_tokens_begin_is_written_once_and_read_by_each_session(

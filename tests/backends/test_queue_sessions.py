@@ -1,4 +1,4 @@
-"""Sessions of ZooKeeper and etcd that end, processes that freeze or die, servers that are stopped: holders are told the truth, others go on."""
+"""What ZooKeeper and etcd share: the line; sessions that end, processes that freeze or die, servers that are stopped."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
+from django_distlock.backends.queue.backend import QueueBackend
 from django_distlock.engine.background import background
+from django_distlock.engine.values import Release, Request
 from django_distlock.ground import clock
+from testproject.models import Account
 from tests.contract.crew import waiting_for
 from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
@@ -26,11 +29,13 @@ from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
 
 from . import etcd_tools, zookeeper_tools
-from .queue_tools import held, proxied, rival, stands, take
+from .queue_tools import Counter, held, proxied, rival, stands, take
 from .session_acts import WAITERS
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
+
+    from django_distlock.backends.queue.standings import Standing
 
 Start = Callable[..., Child]
 #: Seconds of the sessions here; a second later at the latest the servers have freed what they held.
@@ -52,7 +57,11 @@ class Side:
     #: Returns what the waiters of an alias wait for.
     watched: Callable[..., set[str]]
     #: Returns what this process has in all lines.
-    entries: Callable[[], Sequence[object]]
+    standings: Callable[[], Sequence[Standing]]
+    #: Has an operator delete one of them on the server.
+    delete: Callable[[Any], None]
+    #: Has the servers end the session of "locks".
+    expire: Callable[[], None]
 
     @classmethod
     def of(cls, servers: Ensemble | Cluster, request: pytest.FixtureRequest) -> Side:
@@ -68,6 +77,8 @@ class Side:
                 partial(zookeeper_tools.length, servers, root),
                 zookeeper_tools.watched,
                 zookeeper_tools.nodes,
+                partial(zookeeper_tools.delete, servers),
+                zookeeper_tools.expire,
             )
         namespace = request.getfixturevalue("namespace")
         return cls(
@@ -78,6 +89,8 @@ class Side:
             lambda name: len(etcd_tools.line(servers, namespace, name)),
             etcd_tools.watched,
             etcd_tools.entries,
+            partial(etcd_tools.delete, servers),
+            partial(etcd_tools.expire, servers),
         )
 
     def configure(self, **options: Any) -> None:
@@ -113,6 +126,123 @@ def act(side: Side, spawn: Spawn) -> Start:
     return start
 
 
+# The line.
+
+
+@pytest.fixture
+def line(side: Side) -> Side:
+    """Sessions of the usual length: nobody renews those of rivals."""
+    side.settings.DISTLOCK = side.aliases()
+    return side
+
+
+def _told(request: Request, bell: Counter) -> bool:
+    backend = locks["locks"]
+    assert isinstance(backend, QueueBackend)
+    return backend._is_told(request, bell)
+
+
+@pytest.mark.usefixtures("line")
+def test_readers_hold_together_and_the_order_of_arrival_is_respected() -> None:
+    backend = locks["locks"]
+    first, second = rival("x", shared=True), rival("x", shared=True)
+    writer, late = rival("x"), rival("x", shared=True)
+    bells = {id(each): Counter() for each in (writer, late)}
+
+    assert stands(first)
+    assert stands(second)
+    for each in (writer, late):
+        assert stands(each) is None
+        _told(each, bells[id(each)])
+
+    backend.release(first)
+    assert stands(writer) is None
+    # It waits for the second one, who has not gone.
+    assert [bell.rung for bell in bells.values()] == [0, 0]
+    backend.release(second)
+    eventually(lambda: bells[id(writer)].rung)
+    assert stands(writer)
+    assert stands(late) is None
+    backend.release(writer)
+    eventually(lambda: bells[id(late)].rung)
+    assert stands(late)
+
+
+@pytest.mark.usefixtures("line")
+def test_a_holder_is_listed_with_those_who_wait() -> None:
+    for each in (rival("x", shared=True), rival("x", shared=True), rival("x")):
+        stands(each)
+
+    listed = list(locks["elsewhere"].held())
+
+    assert [(held.name, held.shared, held.waiters) for held in listed] == [("x", True, 1)] * 2
+    assert len({held.token for held in listed}) == 2
+
+
+def test_a_renewal_beside_a_release_takes_no_lock_for_lost(line: Side) -> None:
+    holder = rival("x")
+    assert stands(holder)
+    [standing] = line.standings()
+    line.delete(standing)
+
+    standing.is_ending = True
+    assert locks["locks"].extend([holder]) == [True]
+    standing.is_ending = False
+    assert locks["locks"].extend([holder]) == [False]
+
+
+def test_an_owner_that_acquired_again_and_lost_the_lock_is_not_told_that_it_released_it(
+    line: Side,
+) -> None:
+    backend, holder = locks["locks"], rival("x")
+    assert stands(holder)
+    assert backend.release(holder) is Release.RELEASED
+    assert stands(holder)
+    [standing] = line.standings()
+    line.delete(standing)
+
+    assert backend.extend([holder]) == [False]
+
+    assert backend.is_session_over(holder)
+    assert backend.release(holder) is Release.GONE
+
+
+def test_a_waiter_whose_session_has_ended_stands_in_line_again(line: Side) -> None:
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take)
+        eventually(line.watched)
+
+        line.expire()
+        never(waiting.done, 0.3)
+        eventually(lambda: [each.waiters for each in locks["elsewhere"].held()] == [1], 20)
+        locks["elsewhere"].release(holder)
+
+        waiting.result(10)
+
+
+@pytest.mark.usefixtures("line")
+def test_a_row_is_claimed_by_locks_of_another_backend_and_then_of_this_one_and_back(
+    settings: Settings,
+) -> None:
+    settings.DISTLOCK = {**settings.DISTLOCK, "rows": {}}
+    account = Account.objects.create(name="x", balance=100, opening_balance=100)
+
+    for using in ("rows", "locks", "elsewhere", "rows"):
+        with lock("fee", using=using) as lease:
+            account = lease.claim(account)
+            account.balance -= 3
+            lease.save(account)
+
+    account.refresh_from_db()
+    assert account.balance == 88
+    account.delete()
+
+
+# Connections that are cut.
+
+
 def test_a_waiter_goes_on_after_the_line_was_cut(side: Side, proxy: Proxy) -> None:
     holder = rival("x", "elsewhere")
     assert stands(holder, "elsewhere")
@@ -126,6 +256,26 @@ def test_a_waiter_goes_on_after_the_line_was_cut(side: Side, proxy: Proxy) -> No
         locks["elsewhere"].release(holder)
 
         waiting.result(20)
+
+
+def test_a_release_whose_reply_is_lost_is_a_release(proxy: Proxy, side: Side) -> None:
+    lease, _ = held()
+    proxy.drop_reply()
+
+    lease.release()
+
+    assert proxy.connections >= 2
+    assert side.length("x") == 0
+
+
+def test_check_asks_the_servers_only_where_it_may(side: Side) -> None:
+    assert locks["locks"].check() == []
+    assert locks["locks"].check(["default"]) == []
+    side.configure(io_timeout=0.5, **{side.addresses: "127.0.0.1:1"})
+    assert locks["locks"].check() == []
+    [error] = locks["locks"].check(["default"])
+    assert "127.0.0.1:1" in error.msg
+    assert error.id == "distlock.E006"
 
 
 def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Proxy) -> None:
@@ -397,4 +547,4 @@ def test_tokens_rise_across_a_restart_of_all_servers(frail: Side) -> None:
         tokens.append(lease.fencing_token or 0)
 
     assert tokens == sorted(set(tokens))
-    assert len(frail.entries()) <= 1
+    assert len(frail.standings()) <= 1

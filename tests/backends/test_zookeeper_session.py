@@ -246,20 +246,6 @@ def test_an_expired_session_is_told_as_such_however_late_that_is(alias: None) ->
     assert "ended the session" in reason
 
 
-def test_a_waiter_whose_session_expires_stands_in_line_again(alias: None) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, timeout=20)
-        eventually(watched)
-
-        expire()
-        never(waiting.done, 0.3)
-        backend("elsewhere").release(holder)
-
-        waiting.result(10)
-
-
 def test_a_node_that_was_deleted_by_hand_is_a_lost_lock(
     alias: None, zookeeper: Ensemble, root: str
 ) -> None:

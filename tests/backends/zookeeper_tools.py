@@ -74,3 +74,9 @@ def expire(alias: str = "locks") -> None:
     twin.start()
     twin.stop()
     twin.close()
+
+
+def delete(ensemble: Ensemble, node: Node) -> None:
+    """Have an operator delete *node*."""
+    with operator(ensemble) as client:
+        client.delete(node.path)
