@@ -505,21 +505,6 @@ def test_page_of_a_held_lock_has_the_button_and_that_of_a_free_one_has_not(
     assert FORCE not in operator.get(detail_url(free)).content.decode()
 
 
-def test_old_confirmation_page_does_not_free_the_next_holder(
-    database: str, name: str, operator: Client
-) -> None:
-    with lock(name, using=database):
-        page = confirm(operator, row_of(database, name))
-    with lock(name, using=database) as lease:
-        done = submit(operator, page)
-
-        assert row_of(database, name).owner == lease.request.owner
-    assert messages(done) == [
-        f"“{name}” was not released: the holder that was shown does not hold it any more."
-    ]
-    assert not LogEntry.objects.filter(object_repr=name)
-
-
 def test_same_confirmation_sent_twice_frees_once(
     database: str, name: str, operator: Client
 ) -> None:

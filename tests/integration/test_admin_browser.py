@@ -146,30 +146,6 @@ def test_operator_who_changes_his_mind_releases_nothing(operator: Start, name: s
     assert row_of(name).owner == row.owner
 
 
-def test_second_operators_old_confirmation_spares_the_next_holder(
-    operator: Start, name: str
-) -> None:
-    first, second = operator(), operator()
-    row = put("default", name, LockState.HELD)
-    for someone in (first, second):
-        someone.open(f"{HISTORY}{row.pk}/change/")
-        someone.follow("FORCE RELEASE")
-
-    first.press("#content form input[type=submit]")
-    with lock(name) as lease:
-        second.press("#content form input[type=submit]")
-
-        assert first.message() == "1 lock was released."
-        assert second.message() == (
-            f"“{name}” was not released: the holder that was shown does not hold it any more."
-        )
-        assert row_of(name).owner == lease.request.owner
-
-    second.open(f"{HISTORY}{row.pk}/history/")
-    assert len(second.rows()) == 1
-    assert "Forced the release" in second.rows()[0][2]
-
-
 def test_a_page_of_the_lock_says_all_there_is_to_know(operator: Start, name: str) -> None:
     row = put("default", name + "x" * 300, LockState.HELD)
     someone = operator()
