@@ -79,11 +79,6 @@ NOT_LOST = {"acks_late": True, "reject_on_worker_lost": True}
 
 
 @shared_task(**NOT_LOST)
-def unlocked(page: str) -> str:
-    return body(page)
-
-
-@shared_task(**NOT_LOST)
 @distributed_lock("page:{page}", using="redis", ttl=TTL, timeout=LONGEST)
 def waiting(page: str) -> str:
     return body(page)

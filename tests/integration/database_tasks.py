@@ -7,9 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from django.tasks import task
-
-from django_distlock import distributed_lock
 from django_distlock.contrib.tasks import unique_task
 from tests.fixtures.eventually import eventually
 
@@ -39,15 +36,4 @@ async def aonce(context: Any, folder: str) -> str:
 
 @unique(again=True)
 def once_more(folder: str) -> str:
-    return body(folder)
-
-
-@unique()
-def failing(folder: str) -> None:
-    raise OSError(body(folder))
-
-
-@task(backend="database")
-@distributed_lock("once:{folder}", timeout=0)
-def one_at_a_time(folder: str) -> str:
     return body(folder)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
-from django.db import transaction
-from django.utils import timezone
 
 from django_distlock import lock, locks
 from tests.fixtures.eventually import eventually, never
@@ -130,17 +127,6 @@ def test_what_is_sent_while_it_runs_is_run_after_it_once(worker: Worker, folder:
     assert len(began(folder)) == 2
 
 
-def test_a_task_that_failed_is_free_at_once(worker: Worker, folder: str) -> None:
-    let_go(folder)
-    result = tasks.failing.enqueue(folder)
-    worker()
-
-    [error] = ended(result, "FAILED").errors
-
-    assert error.exception_class is OSError
-    assert is_free(folder)
-
-
 @BOTH
 def test_a_killed_worker_frees_the_name_within_its_lease(
     worker: Worker, folder: str, task: Any
@@ -170,26 +156,6 @@ def test_a_lost_message_frees_the_name_within_its_lease(folder: str) -> None:
     assert tasks.once.enqueue(folder)
 
 
-def test_what_is_rolled_back_is_free(folder: str) -> None:
-    with transaction.atomic():
-        tasks.once.enqueue(folder)
-        transaction.set_rollback(True)
-
-    assert is_free(folder)
-    assert not DBTaskResult.objects.exists()
-
-
-def test_what_is_to_run_after_its_lease_keeps_the_name(worker: Worker, folder: str) -> None:
-    let_go(folder)
-    worker()
-    later = timezone.now() + timedelta(seconds=LEASE + 3)
-    first = tasks.once.using(run_after=later).enqueue(folder)
-
-    never(partial(is_free, folder), LEASE + 2)
-
-    assert ended(first).return_value == "done"
-
-
 def test_a_message_that_waits_for_longer_than_its_lease_gives_way_to_a_later_one(
     worker: Worker, folder: str
 ) -> None:
@@ -209,34 +175,3 @@ def test_a_message_that_waits_for_longer_than_its_lease_gives_way_to_a_later_one
     assert error.exception_class_path == "django_distlock.exceptions.LockNotAcquired"
     assert f"({tasks.once.module_path})" in error.traceback
     assert ended(later).return_value == "done"
-
-
-def test_it_goes_on_with_the_lease_of_a_view_and_refuses_another(
-    worker: Worker, folder: str
-) -> None:
-    let_go(folder)
-    own, other = lock(f"once:{folder}").acquire(), lock(f"other:{folder}").acquire()
-    assert own
-    assert other
-    result = tasks.once.enqueue(folder, distlock=own.detach(60))
-    refused = tasks.aonce.enqueue(folder, distlock=other.detach(60))
-    worker()
-
-    assert ended(result).return_value == "done"
-    assert ended(refused, "FAILED").errors[0].exception_class is ValueError
-    assert is_free(folder)
-    assert not lock(f"other:{folder}").locked()
-
-
-def test_two_workers_run_a_decorated_task_one_at_a_time(worker: Worker, folder: str) -> None:
-    first = tasks.one_at_a_time.enqueue(folder)
-    worker()
-    began(folder)
-    second = tasks.one_at_a_time.enqueue(folder)
-    worker()
-
-    [error] = ended(second, "FAILED").errors
-
-    assert error.exception_class_path == "django_distlock.exceptions.LockNotAcquired"
-    let_go(folder)
-    assert ended(first).return_value == "done"
