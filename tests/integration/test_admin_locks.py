@@ -29,6 +29,7 @@ from django_distlock.ground.naming import server_key
 from django_distlock.models import HeldLock, MethodLock
 from tests.fixtures.eventually import eventually
 
+from .aliases import DOWN, DUMMY, MEMORY
 from .lock_rows import put
 from .staff import addresses, client_of
 
@@ -36,9 +37,6 @@ LIST = reverse("admin:django_distlock_heldlock_changelist")
 FORCE = reverse("admin:django_distlock_heldlock_force_release")
 HISTORY = reverse("admin:django_distlock_methodlock_changelist")
 REDIS = "django_distlock.backends.redis.RedisBackend"
-MEMORY = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
-DOWN = {"BACKEND": REDIS, "OPTIONS": {"location": "redis://127.0.0.1:1"}}
-CANNOT_LIST = {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}
 HOSTILE = "<script>alert('1')</script>/../?q=ü&\u202e\n"
 
 
@@ -165,7 +163,7 @@ def test_an_alias_that_fails_is_a_line_and_the_others_are_shown(
         "default": {},
         "down": DOWN,
         "mistaken": {**MEMORY, "OPTIONS": {"colour": "blue"}},
-        "dummy": CANNOT_LIST,
+        "dummy": DUMMY,
     }
     put("default", f"{name}:row", LockState.HELD)
 

@@ -13,12 +13,7 @@ from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.values import Grant, Request
 from django_distlock.management.commands.check_locks import PURPOSE
 
-DOWN = {
-    "BACKEND": "django_distlock.backends.redis.RedisBackend",
-    "OPTIONS": {"location": "redis://127.0.0.1:1"},
-}
-LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
-DUMMY = {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}
+from .aliases import DOWN, DUMMY, MEMORY
 
 
 def failure(*arguments: str) -> tuple[str, str]:
@@ -31,7 +26,7 @@ def failure(*arguments: str) -> tuple[str, str]:
 
 
 def test_each_alias_is_a_line(settings: Any) -> None:
-    settings.DISTLOCK = {"default": {}, "memory": LOCMEM}
+    settings.DISTLOCK = {"default": {}, "memory": MEMORY}
     out = io.StringIO()
 
     call_command("check_locks", stdout=out)
@@ -45,7 +40,7 @@ def test_each_alias_is_a_line(settings: Any) -> None:
 
 
 def test_programs_get_an_object_with_the_aliases_that_they_name(settings: Any) -> None:
-    settings.DISTLOCK = {"default": {}, "memory": LOCMEM}
+    settings.DISTLOCK = {"default": {}, "memory": MEMORY}
     out = io.StringIO()
 
     call_command("check_locks", "--json", "--using=memory", stdout=out)
@@ -80,7 +75,7 @@ def test_an_alias_that_excludes_nobody_is_not_in_order(settings: Any) -> None:
 def test_a_lock_that_the_list_has_not_is_told(
     settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings.DISTLOCK = {"default": LOCMEM}
+    settings.DISTLOCK = {"default": MEMORY}
     real = LocMemBackend.held
     monkeypatch.setattr(LocMemBackend, "held", lambda self, key=None: () if key else real(self))
 
@@ -89,7 +84,7 @@ def test_a_lock_that_the_list_has_not_is_told(
 
 
 def test_a_second_holder_is_given_back(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings.DISTLOCK = {"default": LOCMEM}
+    settings.DISTLOCK = {"default": MEMORY}
     released: list[Request] = []
     real, free = LocMemBackend.try_acquire, LocMemBackend.release
 

@@ -34,14 +34,10 @@ from tests.fixtures.eventually import eventually
 from tests.fixtures.pages import DOCS
 
 from . import edit_site
+from .aliases import DOWN, MEMORY
 from .edit_site import Fields, fields_of
 from .staff import client_of
 
-MEMORY = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
-DOWN = {
-    "BACKEND": "django_distlock.backends.redis.RedisBackend",
-    "OPTIONS": {"location": "redis://127.0.0.1:1"},
-}
 REDLOCK = {
     "BACKEND": "django_distlock.backends.redlock.RedlockBackend",
     "OPTIONS": {"servers": [f"redis://127.0.0.1:{port}" for port in (1, 2, 3)]},

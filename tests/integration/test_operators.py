@@ -36,15 +36,10 @@ from django_distlock.management.commands.list_locks import Command as ListLocks
 from django_distlock.management.commands.release_lock import NOT_HELD, Command as ReleaseLock
 from tests.fixtures.processes import Spawn
 
+from .aliases import DOWN, DUMMY, MEMORY
 from .lock_rows import HOLDER, put
 from .terminal import Terminal
 
-DOWN = {
-    "BACKEND": "django_distlock.backends.redis.RedisBackend",
-    "OPTIONS": {"location": "redis://127.0.0.1:1"},
-}
-LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
-DUMMY = {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}
 #: A lock of which nothing more is known.
 BARE = Held("fees", "fees", None, None, None, "digest")
 
@@ -56,7 +51,7 @@ def name() -> str:
 
 @pytest.fixture(autouse=True)
 def aliases(settings: Any) -> None:
-    settings.DISTLOCK = {"default": {}, "memory": LOCMEM}
+    settings.DISTLOCK = {"default": {}, "memory": MEMORY}
 
 
 def listed(*arguments: str) -> list[list[str]]:
@@ -260,7 +255,7 @@ def test_it_is_shown_again_and_again_until_the_operator_has_seen_enough(
 
 
 def test_what_fails_while_it_is_shown_is_told_each_time(pauses: list[float], settings: Any) -> None:
-    settings.DISTLOCK = {"default": LOCMEM, "wrong": {"BACKEND": "redis"}}
+    settings.DISTLOCK = {"default": MEMORY, "wrong": {"BACKEND": "redis"}}
     out, err = Terminal(), io.StringIO()
 
     call_command("list_locks", "--watch", "--name=nothing", stdout=out, stderr=err)

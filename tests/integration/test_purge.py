@@ -30,6 +30,7 @@ from django_distlock.engine.values import Busy, LockState
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import SERVERS
 
+from .aliases import MEMORY
 from .lock_rows import DAY, HOLDER, put, put_old, put_waiter, reread
 from .terminal import Terminal
 
@@ -338,7 +339,7 @@ def test_batch_size_out_of_range_is_an_error(database: str, wrong: int) -> None:
 
 
 def test_backend_that_leaves_nothing_behind_cannot_be_purged(settings: Settings) -> None:
-    settings.DISTLOCK = {ALIAS: {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}}
+    settings.DISTLOCK = {ALIAS: MEMORY}
 
     with pytest.raises(NotSupported, match="purge"):
         purge()
@@ -570,7 +571,7 @@ def test_command_purges_each_alias_that_can_be_and_names_those_that_failed(
     settings.DISTLOCK = {
         "broken": {"BACKEND": "no.such.Backend"},
         **settings.DISTLOCK,
-        "memory": {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"},
+        "memory": MEMORY,
     }
 
     with pytest.raises(CommandError, match=r"Not purged: broken\.") as failure:
@@ -654,7 +655,7 @@ def test_command_tells_programs_what_failed(settings: Settings) -> None:
 
 
 def test_command_says_that_no_alias_can_be_purged(settings: Settings) -> None:
-    settings.DISTLOCK = {ALIAS: {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}}
+    settings.DISTLOCK = {ALIAS: MEMORY}
 
     assert run() == "No alias of DISTLOCK leaves records behind: there is nothing to purge.\n"
     assert run("-v0") == ""

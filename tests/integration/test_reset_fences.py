@@ -21,6 +21,7 @@ from django_distlock.management.base import BUSY, NO_SERVER, WRONG_ARGUMENTS
 from django_distlock.management.commands.reset_fences import NOT_AGREED
 from testproject.models import Account
 
+from .aliases import DOWN, MEMORY
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -28,16 +29,10 @@ if TYPE_CHECKING:
 
     from tests.fixtures.processes import Spawn
 
-LOCMEM = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
-DOWN = {
-    "BACKEND": "django_distlock.backends.redis.RedisBackend",
-    "OPTIONS": {"location": "redis://127.0.0.1:1"},
-}
-
 
 @pytest.fixture(autouse=True)
 def aliases(settings: Any) -> None:
-    settings.DISTLOCK = {"default": LOCMEM}
+    settings.DISTLOCK = {"default": MEMORY}
 
 
 @pytest.fixture
@@ -75,7 +70,7 @@ def test_it_waits_until_nobody_holds_a_lock(ahead: Account) -> None:
 
 
 def test_it_needs_every_server_that_gives_tokens(settings: Any, ahead: Account) -> None:
-    settings.DISTLOCK = {"default": LOCMEM, "down": DOWN}
+    settings.DISTLOCK = {"default": MEMORY, "down": DOWN}
 
     with pytest.raises(CommandError) as refused:
         call_command("reset_fences", "testproject.Account", "--yes")
@@ -99,7 +94,7 @@ def reset_at_a_terminal(answer: str) -> None:
     ours, theirs = pty.openpty()
     os.dup2(theirs, 0)
     os.write(ours, f"{answer}\n".encode())
-    with override_settings(DISTLOCK={"default": LOCMEM}):
+    with override_settings(DISTLOCK={"default": MEMORY}):
         call_command("reset_fences", "testproject.Account")
 
 
