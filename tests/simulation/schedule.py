@@ -442,7 +442,7 @@ class Schedule(Watch):
                 owners: list[bytes] = []
                 if key.endswith(b":h"):
                     owners = [owner for owner, ends in value.items() if ends > now]
-                elif isinstance(value, dict) and b"ends" in value and int(value[b"ends"]) > now:
+                elif isinstance(value, dict) and int(value.get(b"ends", 0)) > now:
                     owners = [value[b"owner"]]
                 for owner in owners:
                     votes[key.decode(), owner] = votes.get((key.decode(), owner), 0) + 1

@@ -24,8 +24,8 @@ Question = tuple[str, list[str], list[str | int]]
 
 def redis_question(random: Random, key: str) -> Question:
     owner, other = random.sample(OWNERS, 2)
-    lock = [key, f"{key}:h", f"{key}:q", f"{key}:a", f"{key}:r"]
-    places = [f"{key}{place}{end}" for place in range(2) for end in ("", ":h", ":r")]
+    lock = [key, f"{key}:h", f"{key}:q", f"{key}:a"]
+    places = [f"{key}{place}" for place in range(2)]
     bells, mode, queued, fair = f"{key}:b:", random.choice("xxs"), *random.choices(("", "1"), k=2)
     wish: list[str | int] = [bells, owner, mode, TTL, 0, "name", "{}", queued, fair]
     questions: list[Question] = [
@@ -33,10 +33,11 @@ def redis_question(random: Random, key: str) -> Question:
         (scripts.ACQUIRE.text, lock, wish),
         (scripts.ACQUIRE_PLACE.text, [*lock[2:4], *places], [*wish, 1]),
         (scripts.RELEASE.text, lock, [bells, owner, random.choice(("", "", "1")), 0]),
-        (scripts.EXTEND.text, lock[:2], [owner, 2 * TTL]),
+        (scripts.EXTEND.text, lock[:1], [owner, 2 * TTL, "x"]),
+        (scripts.EXTEND.text, lock[:2], [owner, 2 * TTL, "s"]),
         (scripts.TAKE_OVER.text, lock, [bells, owner, other, TTL, "{}"]),
         (scripts.LOOK.text, [key, f"{key}:h", f"{key}:a"], []),
-        (scripts.FORCE.text, lock, [bells, owner]),
+        (scripts.FORCE.text, lock, [bells, owner, "0"]),
         (scripts.LEAVE.text, lock, [bells, owner]),
         (scripts.KEEP.text, lock, [bells, f"x{owner}", f"s{other}"]),
     ]

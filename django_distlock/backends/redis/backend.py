@@ -145,10 +145,9 @@ class RedisBackend(StepsBackend):
     def held(self, key: str | None = None) -> Iterator[Held]:
         keys = [] if key is None else [key]
         if key is None:
-            taken = self._link.keys(self._space.taken_pattern)
-            records = (self._space.key_of(each.rpartition(":")[0]) for each in taken)
-            # A lock that is held and reserved has two keys, and SCAN may return a key twice.
-            keys = sorted(each for each in {*records} if each and self.keeps(each))
+            # Those of free locks too. SCAN may return a key twice.
+            records = {*map(self._space.key_of, self._link.keys(self._space.pattern))}
+            keys = sorted(each for each in records if each and self.keeps(each))
         for some in batches(keys, BATCH):
             yield from self._run(self._verbs.held(some))
 

@@ -4,15 +4,13 @@ Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (
 
 - *record*, a hash: ``token`` the last one given, ``mode`` x (exclusive) or s (shared), ``available``
   the instant from which others may have it, if min_hold reserved it, ``name``, ``ended`` the last owners that gave it back,
-  ``revoked`` the last ones that are refused from now on, and for each
-  holder ``h:OWNER``: "token acquired holder";
-- *holders*, a sorted set: owner by the instant its lease ends;
+  ``revoked`` the last ones that are refused from now on; ``owner``, ``ends`` the instant its lease ends, and ``holder``:
+  "token acquired holder", of who has it alone; and ``h:OWNER``, as ``holder``, of each who shares it;
+- *readers*, a sorted set: those who share it, by the instant the lease ends;
 - *queue*, a sorted set: waiter (mode and owner) by ticket; *alive*: waiter by the end of its patience;
-- a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on;
-- a key ``:r`` for as long as min_hold refuses it to others, by which listing finds it.
+- a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on.
 
-Each place of a lock with a limit has a record, holders and ``:r`` of its own; the queue, ``alive`` and the doorbells are
-those of all its places.
+Each place of a lock with a limit has a record of its own; the queue, ``alive`` and the doorbells are those of all its places.
 
 The record outlives its lock by RETENTION: so tokens rise though the clock may step back, and an
 answer can be given twice.
@@ -25,65 +23,98 @@ from typing import NamedTuple
 
 #: Seconds for which what is known of a free lock is kept.
 RETENTION = 2 * 3600
+#: Letters of an owner by which it is known as one of the last.
+MARK = 16
 #: Seconds without a word from a waiter after which others are served before it.
 PATIENCE = 0.5
 #: Seconds of silence after which a waiter loses its place for good.
 FORGOTTEN = 10.0
 
-#: What scripts begin with: the server's clock, and numbers from and to text.
-#: Commands are given numbers as they are; joined to text, Lua itself would write 1.76e+15.
-CLOCK = """
+_CLOCK = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-
+"""
+# Commands are given numbers as they are; joined to text, Lua itself would write 1.76e+15.
+_NUMBERS = """
 local function text(number) return string.format('%.0f', number) end
 local function number(value) return tonumber(value or 0) or 0 end
 """
+#: The server's clock, and numbers from and to text.
+CLOCK = _CLOCK + _NUMBERS
 
-# KEYS: record, holders, queue, alive, and what min_hold reserves. ARGV[1]: what the names of
-# doorbells begin with. A cluster that is moving the slot refuses a script before it has begun, by its KEYS; doorbells
-# are not among them, as only the server knows who waits: one that cannot be reached at that moment does not ring.
-# *instant* is now as text: to join it costs less than to format a number.
-_CLOCK = f"""{CLOCK}
-local instant = clock[1] .. string.sub('00000' .. clock[2], -6)
-"""
+# KEYS: record, readers, queue, alive. ARGV[1]: what the names of doorbells begin with. A cluster that is moving the slot
+# refuses a script before it has begun, by its KEYS; doorbells are not among them, as only the server knows who waits: one
+# that cannot be reached at that moment does not ring.
 _OF_LOCK = f"""{_CLOCK}
-local record, holders, queue, alive, reserved, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], ARGV[1]
+local record, readers, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 """
 
 # Each command takes about a microsecond, and each function is defined again in each run. So if nobody is in the way,
 # scripts return before they come to these functions.
-_FUNCTIONS = f"""
-local function keep(ends)
+_FUNCTIONS = f"""{_NUMBERS}
+local function keep(key, ends)
   local left = math.max(0, math.ceil((ends - now) / 1000)) + {RETENTION * 1000}
-  for _, key in ipairs({{record, holders}}) do
-    -- Nearly as long is long enough, and saves a write.
-    if redis.call('PTTL', key) < left - 600000 then redis.call('PEXPIRE', key, left) end
+  -- Nearly as long is long enough, and saves a write.
+  if redis.call('PTTL', key) < left - 600000 then redis.call('PEXPIRE', key, left) end
+end
+
+-- When the lease of this owner ends, 0 if it has none, and the field that describes it.
+local function lease_of(owner)
+  local known = redis.call('HMGET', record, 'mode', 'owner', 'ends')
+  local ends, field = known[2] == owner and number(known[3]) or 0, 'holder'
+  if known[1] == 's' then
+    ends, field = readers and number(redis.call('ZSCORE', readers, owner)) or 0, 'h:' .. owner
+  end
+  return ends > now and ends or 0, field
+end
+
+local function hold(owner, ends, field)
+  if field == 'holder' then
+    redis.call('HSET', record, 'owner', owner, 'ends', ends)
+  else
+    redis.call('ZADD', readers, ends, owner)
+    keep(readers, ends)
+  end
+  keep(record, ends)
+end
+
+local function forget(owner, field)
+  if field == 'holder' then
+    redis.call('HDEL', record, 'ends')
+  else
+    redis.call('ZREM', readers, owner)
+    redis.call('HDEL', record, field)
   end
 end
 
-local function described(owner)
-  local known = redis.call('HGET', record, 'h:' .. owner) or ''
+local function expire()
+  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', readers, '-inf', now)) do
+    forget(owner, 'h:' .. owner)
+  end
+end
+
+local function described(field)
+  local known = redis.call('HGET', record, field) or ''
   local token, acquired, holder = string.match(known, '^(%d+) (%d+) (.*)$')
   return number(token), number(acquired), holder or ''
+end
+
+-- Which lease ends last, x or s for how it is held, and the field that describes it; 0 if nobody has the lock.
+local function last_lease()
+  local known = redis.call('HMGET', record, 'mode', 'ends')
+  local ends, field = number(known[2]), 'holder'
+  if known[1] == 's' then
+    -- With its last holder the key is gone, which a cluster that is moving the slot reports as an error.
+    local last = redis.pcall('ZREVRANGE', readers, 0, 0, 'WITHSCORES')
+    ends, field = number(last[2]), 'h:' .. (last[1] or '')
+  end
+  return ends > now and ends or 0, known[1], field
 end
 
 local function hold_back(instant)
   if instant > now and instant > number(redis.call('HGET', record, 'available')) then
     redis.call('HSET', record, 'available', instant)
-    redis.call('SET', reserved, '', 'PX', math.ceil((instant - now) / 1000))
-    keep(instant)
-  end
-end
-
-local function forget(owner)
-  redis.call('ZREM', holders, owner)
-  redis.call('HDEL', record, 'h:' .. owner)
-end
-
-local function expire()
-  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', holders, '-inf', now)) do
-    forget(owner)
+    keep(record, instant)
   end
 end
 
@@ -111,13 +142,12 @@ end
 -- Wakes the first writer, or all readers before the first writer; with readers inside, no writer.
 local function wake()
   if redis.call('EXISTS', queue) == 0 then return end
-  -- With its last holder the key is gone, which a cluster that is moving the slot reports as an error.
-  local count, is_first = redis.pcall('ZCARD', holders), true
-  local has_readers = type(count) == 'number' and count > 0
-  if has_readers and redis.call('HGET', record, 'mode') == 'x' then return end
-  each_waiter(function(mode, owner)
-    if mode == 'x' then
-      if is_first and not has_readers then ring(owner) end
+  local ends, mode = last_lease()
+  if ends > 0 and mode == 'x' then return end
+  local is_first = true
+  each_waiter(function(other, owner)
+    if other == 'x' then
+      if is_first and ends == 0 then ring(owner) end
       return true
     end
     is_first = false
@@ -132,14 +162,10 @@ local function leave(owner)
   return left
 end
 
-local function is_noted(list, owner)
-  return string.find(redis.call('HGET', record, list) or '', owner, 1, true) ~= nil
-end
-
 local function busy()
-  local last = redis.call('ZREVRANGE', holders, 0, 0, 'WITHSCORES')
-  local holder, ends = '', math.max(number(last[2]), number(redis.call('HGET', record, 'available')))
-  if last[1] then holder = select(3, described(last[1])) end
+  local ends, _, field = last_lease()
+  local holder = ends > 0 and select(3, described(field)) or ''
+  ends = math.max(ends, number(redis.call('HGET', record, 'available')))
   return {{0, holder, ends > now and ends - now or -1}}
 end
 """
@@ -159,22 +185,28 @@ if ARGV[8] ~= '' then
 end
 """
 
-# Grants a free lock to this owner. *known*: the record's token and mode. It writes nothing that is there already.
+# Grants a free lock to this owner. *known*: the record's token, mode, and more.
 _GRANT = f"""
+  -- To join text costs less than to format a number.
+  local instant = clock[1] .. string.sub('00000' .. clock[2], -6)
   local token, left = instant, ttl
-  if number(known[1]) >= now then token = text(known[1] + 1) end
-  if known[2] ~= mode then redis.call('HSET', record, 'mode', mode, 'name', ARGV[6]) end
-  redis.call('HSET', record, 'token', token, 'h:' .. owner, token .. ' ' .. instant .. ' ' .. ARGV[7])
-  redis.call('ZADD', holders, now + ttl, owner)
+  if (known[1] or 0) - now >= 0 then token = string.format('%.0f', known[1] + 1) end
+  local holder = token .. ' ' .. instant .. ' ' .. ARGV[7]
+  if known[2] ~= mode then redis.call('HSET', record, 'mode', mode, 'name', ARGV[6], 'ends', 0) end
+  if mode == 'x' then
+    redis.call('HSET', record, 'token', token, 'owner', owner, 'ends', now + ttl, 'holder', holder)
+  else
+    redis.call('HSET', record, 'token', token, 'h:' .. owner, holder)
+    redis.call('ZADD', readers, now + ttl, owner)
+  end
   if mode == 'x' and min_hold ~= '0' then
     redis.call('HSET', record, 'available', now + min_hold)
-    redis.call('SET', reserved, '', 'PX', math.ceil(min_hold / 1000))
     left = math.max(ttl, min_hold)
   end
   left = math.ceil(left / 1000) + {RETENTION * 1000}
-  -- Nearly as long is long enough, and saves a write. Only readers find other holders.
+  -- Nearly as long is long enough, and saves a write.
   if redis.call('PTTL', record) < left - 600000 then redis.call('PEXPIRE', record, left) end
-  if mode == 'x' or redis.call('PTTL', holders) < left - 600000 then redis.call('PEXPIRE', holders, left) end
+  if mode == 's' and redis.call('PTTL', readers) < left - 600000 then redis.call('PEXPIRE', readers, left) end
 """
 
 # Asks for the lock, once.
@@ -184,29 +216,28 @@ _GRANT = f"""
 # The same owner again: the same token. An owner that was given back for good: refused. {-1}: it was given back before.
 _ACQUIRE = f"""
 local owner, mode, ttl, min_hold = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked', 'ended')
-local is_revoked = string.find(known[4] or '', owner, 1, true)
-local is_late = string.find(known[5] or '', owner, 1, true)
+local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'ends', 'revoked', 'ended')
+local mark = string.sub(owner, 1, {MARK})
+local is_revoked = known[5] and string.find(known[5], mark, 1, true)
+local is_late = known[6] and string.find(known[6], mark, 1, true)
+local is_taken = (known[3] or 0) - now > 0 or (known[4] or 0) - now > 0
 
 -- Nearly always there are neither holders nor waiters.
-if not is_revoked and not is_late and number(known[3]) <= now and redis.call('EXISTS', holders, queue) == 0 then
+if not is_revoked and not is_late and not is_taken and redis.call('EXISTS', readers, queue) == 0 then
   {_GRANT}
   return {{1, tonumber(token)}}
 end
 {_FUNCTIONS}
-expire()
-local ends = redis.call('ZSCORE', holders, owner)
-if ends then
-  redis.call('ZADD', holders, math.max(tonumber(ends), now + ttl), owner)
-  return {{1, (described(owner))}}
+if known[2] == 's' then expire() end
+local ends, field = lease_of(owner)
+if ends > 0 then
+  hold(owner, math.max(ends, now + ttl), field)
+  return {{1, (described(field))}}
 end
 if is_revoked then return busy() end
 if is_late then return {{-1}} end
 
-local function is_free()
-  if number(known[3]) > now then return false end
-  return redis.call('ZCARD', holders) == 0 or (mode == 's' and known[2] == 's')
-end
+local is_free = not is_taken and (known[2] ~= 's' or mode == 's' or redis.call('EXISTS', readers) == 0)
 
 local function is_behind()
   if mode == 'x' and ARGV[9] == '' then return false end
@@ -219,7 +250,7 @@ local function is_behind()
   return behind
 end
 
-if is_free() and not is_behind() then
+if is_free and not is_behind() then
   {_GRANT}
   if redis.call('EXISTS', queue) == 1 then leave(owner) end
   return {{1, tonumber(token)}}
@@ -229,39 +260,44 @@ end
 return busy()
 """
 
-# Asks for one of several places, once.
-# KEYS: queue, alive, and for each place record, holders and what min_hold reserves.
+# Asks for one of several places, once. Nobody shares one.
+# KEYS: queue, alive, and the record of each place.
 # ARGV: as for one lock, and the place to begin with. Returns {1, token, place}, or as for one lock, of the place
 # that is free first. The same owner again: the same place.
 _ACQUIRE_PLACE = f"""
-local owner, mode, ttl, min_hold, limit = ARGV[2], 'x', ARGV[4], ARGV[5], (#KEYS - 2) / 3
+local owner, mode, ttl, min_hold, limit = ARGV[2], 'x', ARGV[4], ARGV[5], #KEYS - 2
+local mark = string.sub(owner, 1, {MARK})
 local known, free, soonest, is_revoked, is_late
-local numbers_free = 0
+local numbers_free, available = 0, math.huge
 
 local function look_at(place)
-  record, holders, reserved = KEYS[3 * place + 3], KEYS[3 * place + 4], KEYS[3 * place + 5]
-  known = redis.call('HMGET', record, 'token', 'mode', 'available', 'revoked', 'ended')
+  record = KEYS[place + 3]
+  known = redis.call('HMGET', record, 'token', 'mode', 'available', 'ends', 'revoked', 'ended', 'owner')
 end
 
 for i = 0, limit - 1 do
   local place = (tonumber(ARGV[10]) + i) % limit
   look_at(place)
-  expire()
-  local ends = redis.call('ZSCORE', holders, owner)
-  if ends then
-    redis.call('ZADD', holders, math.max(tonumber(ends), now + ttl), owner)
-    return {{1, (described(owner)), place}}
+  local ends = number(known[4])
+  if known[7] == owner and ends > now then
+    hold(owner, math.max(ends, now + ttl), 'holder')
+    return {{1, (described('holder')), place}}
   end
-  is_revoked = is_revoked or string.find(known[4] or '', owner, 1, true)
-  is_late = is_late or string.find(known[5] or '', owner, 1, true)
-  if number(known[3]) <= now and redis.call('ZCARD', holders) == 0 then
+  is_revoked = is_revoked or known[5] and string.find(known[5], mark, 1, true)
+  is_late = is_late or known[6] and string.find(known[6], mark, 1, true)
+  ends = math.max(ends, number(known[3]))
+  if ends <= now then
     free, numbers_free = free or place, numbers_free + 1
-  else
-    local found = busy()
-    if not soonest or found[3] < soonest[3] then soonest = found end
+  elseif ends < available then
+    soonest, available = record, ends
   end
 end
-if is_revoked then return soonest or {{0, '', -1}} end
+
+local function refused()
+  record = soonest
+  return soonest and busy() or {{0, '', -1}}
+end
+if is_revoked then return refused() end
 if is_late then return {{-1}} end
 
 local is_behind = false
@@ -287,72 +323,68 @@ if free and not is_behind then
   return {{1, tonumber(token), free}}
 end
 {_QUEUE}
-return soonest or {{0, '', -1}}
+return refused()
 """
 
 # Gives back what an owner holds, and wakes who is next.
 # ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late, and take it from the queue,
 # min_hold (microseconds). Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
 _RELEASE = f"""
--- Keeps the last eight: as many readers may give back at once, and ask again.
-local function note(list, owner)
-  local noted = redis.call('HGET', record, list) or ''
-  redis.call('HSET', record, list, string.sub(owner .. ' ' .. noted, 1, 8 * (#owner + 1)))
-end
 local owner, is_final = ARGV[2], ARGV[3] == '1'
+local mark = string.sub(owner, 1, {MARK})
+local known = redis.call('HMGET', record, 'owner', 'ends', 'ended')
 
--- Nearly always nobody waits, and no lease has ended.
-if not is_final and ARGV[4] == '0' and redis.call('EXISTS', queue) == 0 and
-  redis.call('ZCOUNT', holders, '-inf', instant) == 0 and redis.call('ZREM', holders, owner) == 1 then
-  redis.call('HDEL', record, 'h:' .. owner)
-  note('ended', owner)
-  return 1
+-- Keeps the last eight: as many readers may give back at once, and ask again.
+local function with_owner(list) return string.sub(mark .. ' ' .. (list or ''), 1, {8 * (MARK + 1)}) end
+
+-- Nearly always nobody waits, and the lease has not ended.
+if not is_final and ARGV[4] == '0' and known[1] == owner and (known[2] or 0) - now > 0 and redis.call('EXISTS', queue) == 0 then
+  -- Redis refuses this when its memory is full.
+  if type(redis.pcall('HSET', record, 'ends', 0, 'ended', with_owner(known[3]))) == 'number' then return 1 end
 end
 {_FUNCTIONS}
-local ends = number(redis.call('ZSCORE', holders, owner))
+local revoked = redis.call('HGET', record, 'revoked') or ''
+local is_revoked = string.find(revoked, mark, 1, true)
+local ends, field = lease_of(owner)
 if is_final then leave(owner) end
-if ends > now then
+if ends > 0 then
   if ARGV[4] ~= '0' then
-    local _, acquired = described(owner)
+    local _, acquired = described(field)
     hold_back(acquired + ARGV[4])
   end
-  forget(owner)
-  note('ended', owner)
-  if is_final and not is_noted('revoked', owner) then note('revoked', owner) end
+  forget(owner, field)
+  redis.call('HSET', record, 'ended', with_owner(known[3]))
+  if is_final and not is_revoked then redis.call('HSET', record, 'revoked', with_owner(revoked)) end
   wake()
   return 1
 end
 expire()
-local answer = redis.call('ZCARD', holders) > 0 and 2 or 0
-if is_noted('ended', owner) then answer = 1 end
-if is_final and not is_noted('revoked', owner) then
-  note('revoked', owner)
-  keep(now)
+local answer = last_lease() > 0 and 2 or 0
+if string.find(known[3] or '', mark, 1, true) then answer = 1 end
+if is_final and not is_revoked then
+  redis.call('HSET', record, 'revoked', with_owner(revoked))
+  keep(record, now)
 end
 if answer == 0 or is_final then wake() end
 return answer
 """
 
 # Lets leases live longer, never shorter, if they are still their owner's.
-# KEYS: record and holders of each lock. ARGV of each: owner, ttl (microseconds).
-# Returns 1 or 0 for each. Needs nothing of the above.
-_EXTEND = f"""
-local clock = redis.call('TIME')
-local now = clock[1] * 1000000 + clock[2]
-local kept = {{}}
-for i = 1, #KEYS / 2 do
-  local record, holders, owner, ttl = KEYS[2 * i - 1], KEYS[2 * i], ARGV[2 * i - 1], tonumber(ARGV[2 * i])
-  local ends = tonumber(redis.call('ZSCORE', holders, owner) or 0)
-  kept[i] = ends > now and 1 or 0
-  -- Redis refuses to begin with ZADD, not to go on with it, when its memory is full: this needs none.
-  if i == 1 then redis.call('ZREM', holders, '') end
-  if ends > now and ends < now + ttl then
-    redis.call('ZADD', holders, string.format('%.0f', now + ttl), owner)
-    local left = math.ceil(ttl / 1000) + {RETENTION * 1000}
-    for _, key in ipairs({{record, holders}}) do
-      if redis.call('PTTL', key) < left - 600000 then redis.call('PEXPIRE', key, string.format('%.0f', left)) end
-    end
-  end
+# KEYS: of each lock the record, and the readers if it is shared: if it is not, they are not there, and a cluster that is
+# moving the slot would refuse it. ARGV of each: owner, ttl (microseconds), mode. Returns 1 or 0 for each.
+_EXTEND = f"""{_CLOCK}
+local record, readers
+{_FUNCTIONS}
+local kept, key = {{}}, 1
+-- Redis refuses to begin with HSET, not to go on with it, when its memory is full: this needs none.
+redis.call('HDEL', KEYS[1], '')
+for i = 1, #ARGV - 2, 3 do
+  local owner, ends, is_shared = ARGV[i], now + ARGV[i + 1], ARGV[i + 2] == 's'
+  record, readers = KEYS[key], is_shared and KEYS[key + 1] or nil
+  key = key + (is_shared and 2 or 1)
+  local last, field = lease_of(owner)
+  kept[#kept + 1] = last > 0 and 1 or 0
+  if last > 0 and last < ends then hold(owner, ends, field) end
 end
 return kept
 """
@@ -361,47 +393,52 @@ return kept
 # ARGV: bells, new owner, former owner, ttl (microseconds), holder.
 # Returns 1 if it is the new owner's now (also when asked again: what is written then waits for replicas and the disk
 # again), or 0. An owner that was given back for good: 0.
-_TAKE_OVER = """
-local owner, former, ends = ARGV[2], ARGV[3], now + tonumber(ARGV[4])
-if is_noted('revoked', owner) then return 0 end
+_TAKE_OVER = f"""
+local owner, former, ends = ARGV[2], ARGV[3], now + ARGV[4]
+local revoked = redis.call('HGET', record, 'revoked') or ''
+if string.find(revoked, string.sub(owner, 1, {MARK}), 1, true) then return 0 end
 expire()
-local last = redis.call('ZSCORE', holders, owner)
-if last then
+local last, field = lease_of(owner)
+if last > 0 then
   -- As in EXTEND.
-  redis.call('ZREM', holders, '')
-  redis.call('ZADD', holders, math.max(tonumber(last), ends), owner)
+  redis.call('HDEL', record, '')
+  hold(owner, math.max(last, ends), field)
   return 1
 end
-if not redis.call('ZSCORE', holders, former) then return 0 end
-local token, acquired = described(former)
-forget(former)
-redis.call('HSET', record, 'h:' .. owner, table.concat({text(token), text(acquired), ARGV[5]}, ' '))
-redis.call('ZADD', holders, ends, owner)
-keep(ends)
+last, field = lease_of(former)
+if last == 0 then return 0 end
+local token, acquired = described(field)
+forget(former, field)
+if field ~= 'holder' then field = 'h:' .. owner end
+hold(owner, ends, field)
+redis.call('HSET', record, field, table.concat({{text(token), text(acquired), ARGV[5]}}, ' '))
 return 1
 """
 
-# Looks, and writes nothing. KEYS: record, holders and alive of each lock.
-# Returns for each {name, token, microseconds until min_hold is over or less than 0, waiters, mode}
+# Looks, and writes nothing. KEYS: record, readers and alive of each lock.
+# Returns for each nil if it is free, or {name, token, microseconds until min_hold is over or less than 0, waiters, mode}
 # and then of each who holds it: owner, microseconds left, microseconds since it was acquired, holder.
 _LOOK = """
 local answers = {}
 for i = 1, #KEYS, 3 do
-  record, holders, alive = KEYS[i], KEYS[i + 1], KEYS[i + 2]
-  local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode')
-  local waiters = redis.call('ZCOUNT', alive, '(' .. text(now), '+inf')
-  local answer = {known[1] or '', number(known[2]), number(known[3]) - now, waiters, known[4] or 'x'}
-  local found = redis.call('ZRANGE', holders, 0, -1, 'WITHSCORES')
+  record, readers, alive = KEYS[i], KEYS[i + 1], KEYS[i + 2]
+  local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode', 'owner', 'ends')
+  local answer = {known[1] or '', number(known[2]), number(known[3]) - now, 0, known[4] or 'x'}
+  local found = {known[5] or '', known[6]}
+  if known[4] == 's' then found = redis.call('ZRANGE', readers, 0, -1, 'WITHSCORES') end
   for j = 1, #found, 2 do
-    local left, _, acquired, holder = tonumber(found[j + 1]) - now, described(found[j])
+    local left = number(found[j + 1]) - now
     if left > 0 then
+      local _, acquired, holder = described(known[4] == 's' and 'h:' .. found[j] or 'holder')
       answer[#answer + 1] = found[j]
       answer[#answer + 1] = left
       answer[#answer + 1] = now - acquired
       answer[#answer + 1] = holder
     end
   end
-  answers[#answers + 1] = answer
+  local is_free = #answer == 5 and answer[3] <= 0
+  if not is_free then answer[4] = redis.call('ZCOUNT', alive, '(' .. text(now), '+inf') end
+  answers[#answers + 1] = not is_free and answer
 end
 return answers
 """
@@ -411,13 +448,14 @@ return answers
 # Returns 1 if it was there, or 0.
 _FORCE = """
 expire()
-local is_reserved = ARGV[2] == '' and redis.call('ZCARD', holders) == 0 and
-  redis.call('HGET', record, 'token') == ARGV[3]
-if not is_reserved and not redis.call('ZSCORE', holders, ARGV[2]) then return 0 end
-forget(ARGV[2])
-redis.call('HSET', record, 'token', math.max(number(redis.call('HGET', record, 'token')) + 1, now))
-if redis.call('ZCARD', holders) == 0 then redis.call('HDEL', record, 'available') end
-keep(now)
+local ends, field = lease_of(ARGV[2])
+local token = redis.call('HGET', record, 'token')
+local is_reserved = ARGV[2] == '' and last_lease() == 0 and token == ARGV[3]
+if ends == 0 and not is_reserved then return 0 end
+forget(ARGV[2], field)
+redis.call('HSET', record, 'token', math.max(number(token) + 1, now))
+if last_lease() == 0 then redis.call('HDEL', record, 'available') end
+keep(record, now)
 wake()
 return 1
 """
@@ -461,7 +499,7 @@ class Script:
 ACQUIRE = Script("acquire", _OF_LOCK + _ACQUIRE)
 ACQUIRE_PLACE = Script(
     "acquire_place",
-    f"{_CLOCK}local record, holders, reserved, queue, alive, bells = nil, nil, nil, KEYS[1], KEYS[2], ARGV[1]\n"
+    f"{_CLOCK}local record, readers, queue, alive, bells = nil, nil, KEYS[1], KEYS[2], ARGV[1]\n"
     + _FUNCTIONS
     + _ACQUIRE_PLACE,
 )

@@ -7,12 +7,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import ResponseError
 
 from .connections import Command, Conversation
-from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RELEASE, RETENTION, TAKE_OVER, Call, Script
+from .scripts import (
+    ACQUIRE,
+    EXTEND,
+    FORCE,
+    LOOK,
+    MARK,
+    RELEASE,
+    RETENTION,
+    TAKE_OVER,
+    Call,
+    Script,
+)
 
 #: Attempts, each of which fails only because another client has changed the lock.
 ROUNDS = 100
@@ -27,44 +39,34 @@ def transact(call: Call, *after: Command) -> Conversation[list[Any]]:
     """
     parts = list(_parts(call))
     reads: list[Command] = []
-    for (record, holders), _ in parts:
-        reads += ("HGETALL", record), ("ZRANGE", holders, 0, -1, "WITHSCORES"), ("PTTL", record)
-    keys = [key for pair, _ in parts for key in pair]
+    for keys, _ in parts:
+        reads += ("HGETALL", keys[0]), ("PTTL", keys[0])
+        reads += (("ZRANGE", readers, 0, -1, "WITHSCORES") for readers in keys[1:])
+    watched = [key for keys, _ in parts for key in keys]
     # MULTI already here: if it were refused among the writes, they would be carried out unguarded.
     # No read after it: Redis queues nothing when its memory is full.
-    begin: tuple[Command, ...] = ("WATCH", *keys), ("TIME",), *reads, ("MULTI",)
+    begin: tuple[Command, ...] = ("WATCH", *watched), ("TIME",), *reads, ("MULTI",)
     for _ in range(ROUNDS):
         found = yield begin
-        answer: Any = None
         error = _first_error(found)
         if error is None:
             answers, writes = list[Any](), list[Command]()
-            for i, (pair, args) in enumerate(parts):
-                lock = _LockRecord(pair, found[1], *found[2 + 3 * i : 5 + 3 * i])
+            read = iter(found[2:])
+            for keys, args in parts:
+                lock = _LockRecord(keys, found[1], *islice(read, 1 + len(keys)))
                 answers.append(_VERBS[call.script](lock, *args))
                 writes += lock.writes
-            answer = answers if call.script in {EXTEND, LOOK} else answers[0]
             told = yield (*writes, ("EXEC",), *after)
             done = told[len(writes)]
             error = _first_error([*told[: len(writes) + 1], *(done if type(done) is list else ())])
             if error is None and done is not None:
+                answer = answers if call.script in {EXTEND, LOOK} else answers[0]
                 return [answer, *told[len(writes) + 1 :]]
         if error is not None:
-            return (yield from _refused(error, call, answer))
+            # One of the two fails: it is not known whether MULTI was carried out.
+            yield (("DISCARD",), ("UNWATCH",))
+            return [error]
     return [ResponseError(f"others wrote meanwhile, {ROUNDS} times in a row")]
-
-
-def _refused(error: ResponseError, call: Call, answer: Any) -> Conversation[list[Any]]:
-    """End the transaction. If the memory is full, remove this owner unguarded: nobody else has it."""
-    removals: list[Command] = []
-    if isinstance(error, OutOfMemoryError) and call.script in {RELEASE, FORCE} and answer == 1:
-        record, holders, *_ = call.keys
-        owner = str(call.args[1])
-        freed = ("available",) if call.script is FORCE else ()
-        removals = [("ZREM", holders, owner), ("HDEL", record, f"h:{owner}", *freed)]
-    # One of the first two fails: it is not known whether MULTI was carried out.
-    _, _, *answers = yield (("DISCARD",), ("UNWATCH",), *removals)
-    return [(_first_error(answers) or answer) if removals else error]
 
 
 def _first_error(answers: Sequence[Any]) -> ResponseError | None:
@@ -72,15 +74,15 @@ def _first_error(answers: Sequence[Any]) -> ResponseError | None:
 
 
 def _parts(call: Call) -> Iterator[tuple[tuple[str, ...], tuple[Any, ...]]]:
-    """Yield the record and the holders of each lock, and the arguments for it."""
-    if call.script not in {EXTEND, LOOK}:
+    """Yield the record and the readers of each lock, and the arguments for it."""
+    keys, args = iter(call.keys), iter(call.args)
+    if call.script is LOOK:
+        yield from ((each[:2], ()) for each in zip(keys, keys, keys, strict=True))
+    elif call.script is EXTEND:
+        for owner, ttl, mode in zip(args, args, args, strict=True):
+            yield tuple(islice(keys, 2 if mode == "s" else 1)), (owner, ttl)
+    else:
         yield call.keys[:2], call.args[1:]  # the first one is for doorbells
-        return
-    size = 2 if call.script is EXTEND else 3
-    count = len(call.keys) // size
-    width = len(call.args) // count
-    for i in range(count):
-        yield call.keys[size * i : size * i + 2], call.args[width * i : width * (i + 1)]
 
 
 class _LockRecord:
@@ -91,15 +93,19 @@ class _LockRecord:
         keys: tuple[str, ...],
         time: Sequence[bytes],
         fields: Sequence[bytes],
-        holders: Sequence[bytes],
         kept: int,
+        readers: Sequence[bytes] = (),
     ) -> None:
-        self.record, self.key = keys
+        self.keys, self.record, self.readers = keys, keys[0], keys[-1]
         self.now = int(time[0]) * 1_000_000 + int(time[1])
         self.fields = dict(_pairs(fields))
-        ends = {owner.decode(): int(float(end)) for owner, end in _pairs(holders)}
+        self.is_shared = self.fields.get(b"mode") == b"s"
+        ends = {owner.decode(): int(float(end)) for owner, end in _pairs(readers)}
+        #: Readers who have their end behind them.
+        self.expired = [owner for owner, end in ends.items() if end <= self.now]
+        if not self.is_shared:
+            ends = {self.fields.get(b"owner", b"").decode(): self.number("ends")}
         self.holders = {owner: end for owner, end in ends.items() if end > self.now}
-        self.expired = ends.keys() - self.holders.keys()
         #: Milliseconds for which the record is kept.
         self.kept = kept
         self.writes: list[Command] = []
@@ -120,10 +126,11 @@ class _LockRecord:
         token = max(self.number("token") + 1, self.now)
         if self.fields.get(b"mode") != mode.encode():
             self.set(mode=mode, name=name)
+            self.is_shared = False
         self.set(token=token)
+        self.hold(owner, ttl)
         self.describe(owner, token, self.now, holder)
         self.hold_back(self.now + min_hold)
-        self.hold(owner, ttl)
         return [1, token]
 
     def release(self, owner: str, is_final: str, min_hold: int) -> int:
@@ -155,17 +162,17 @@ class _LockRecord:
             return 0
         token, acquired, _ = self.described(former)
         self.forget(former)
-        self.describe(owner, token, acquired, holder)
         self.hold(owner, ttl)
+        self.describe(owner, token, acquired, holder)
         return 1
 
-    def look(self) -> list[Any]:
+    def look(self) -> list[Any] | None:
         mode, available = self.fields.get(b"mode", b"x"), self.number("available") - self.now
         answer = [self.fields.get(b"name", b""), self.number("token"), available, None, mode]
         for owner, ends in self.holders.items():
             _, acquired, holder = self.described(owner)
             answer += owner.encode(), ends - self.now, self.now - acquired, holder
-        return answer
+        return answer if self.holders or available > 0 else None
 
     def force(self, owner: str, token: str) -> int:
         self.forget(*self.expired)
@@ -184,12 +191,16 @@ class _LockRecord:
     def number(self, name: str) -> int:
         return int(self.fields.get(name.encode(), b"0"))
 
+    def field_of(self, owner: str) -> str:
+        """Return the name of the field that describes a holder."""
+        return f"h:{owner}" if self.is_shared else "holder"
+
     def described(self, owner: str) -> tuple[int, int, bytes]:
-        found = _HOLDING.fullmatch(self.fields.get(f"h:{owner}".encode(), b""))
-        return (int(found[1]), int(found[2]), found[3]) if found else (0, 0, b"")
+        found = _HOLDING.fullmatch(self.fields.get(self.field_of(owner).encode(), b""))
+        return (int(found[1]), int(found[2]), found[3]) if found and owner else (0, 0, b"")
 
     def describe(self, owner: str, token: int, acquired: int, holder: str) -> None:
-        self.set(**{f"h:{owner}": f"{token} {acquired} {holder}"})
+        self.set(**{self.field_of(owner): f"{token} {acquired} {holder}"})
 
     def set(self, **fields: str | int) -> None:
         for name, value in fields.items():
@@ -199,37 +210,38 @@ class _LockRecord:
     def hold(self, owner: str, ttl: int) -> None:
         """Extend the holding until *ttl* from now, and never shorten it."""
         ends = self.holders[owner] = max(self.holders.get(owner, 0), self.now + ttl)
-        self.writes.append(("ZADD", self.key, ends, owner))
+        if self.is_shared:
+            self.writes.append(("ZADD", self.readers, ends, owner))
+        else:
+            self.set(owner=owner, ends=ends)
         self.keep(ends)
 
     def hold_back(self, instant: int) -> None:
         """Reserve the lock until *instant*, if it is not yet: ``min_hold``."""
         if instant > max(self.now, self.number("available")):
             self.set(available=instant)
-            left = -((self.now - instant) // 1000)
-            self.writes.append(("SET", f"{self.record}:r", "", "PX", left))
             self.keep(instant)
 
     def keep(self, ends: int) -> None:
         """Keep the keys until *ends* and RETENTION after it, or longer."""
         self.kept = max(self.kept, -((self.now - ends) // 1000) + RETENTION * 1000)
-        self.writes += [("PEXPIRE", key, self.kept) for key in (self.record, self.key)]
+        self.writes += [("PEXPIRE", key, self.kept) for key in self.keys]
 
     def forget(self, *owners: str) -> None:
-        if not owners:
-            return
-        fields = (f"h:{owner}" for owner in owners)
-        self.writes += ("ZREM", self.key, *owners), ("HDEL", self.record, *fields)
         for owner in owners:
             self.holders.pop(owner, None)
+            if self.is_shared:
+                self.writes.append(("ZREM", self.readers, owner))
+            field = self.field_of(owner) if self.is_shared else "ends"
+            self.writes.append(("HDEL", self.record, field))
 
     def note(self, place: str, owner: str) -> None:
         """Remember *owner* among the last eight."""
-        noted = f"{owner} {self.fields.get(place.encode(), b'').decode()}"
-        self.set(**{place: noted[: 8 * (len(owner) + 1)]})
+        noted = f"{owner[:MARK]} {self.fields.get(place.encode(), b'').decode()}"
+        self.set(**{place: noted[: 8 * (MARK + 1)]})
 
     def is_noted(self, place: str, owner: str) -> bool:
-        return owner.encode() in self.fields.get(place.encode(), b"")
+        return owner[:MARK].encode() in self.fields.get(place.encode(), b"")
 
 
 _VERBS: dict[Script, Callable[..., Any]] = {

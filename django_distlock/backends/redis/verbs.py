@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from redis import exceptions
@@ -60,7 +60,7 @@ class Keys:
 
     def __init__(self, record: str, line: str) -> None:
         self.record, self.bells = record, f"{line}:b:"
-        self.all = record, f"{record}:h", f"{line}:q", f"{line}:a", f"{record}:r"
+        self.all = record, f"{record}:h", f"{line}:q", f"{line}:a"
 
     def bell(self, owner: str) -> str:
         return Secret(self.bells + owner)
@@ -79,9 +79,8 @@ class KeySpace:
         before, after = (
             re.sub(r"([*?\[\]\\])", r"\\\1", part) for part in (self._before, self._after)
         )
-        #: What SCAN finds all records by, and other keys of locks; and a key or two of all that are not free.
+        #: What SCAN finds all records by, and other keys of locks.
         self.pattern = f"{before}*{after}*"
-        self.taken_pattern = f"{self.pattern}:[hr]"
         #: Returns the keys of the lock that servers know as a key without braces.
         self.of = lru_cache(1024)(self._keys)
 
@@ -127,7 +126,7 @@ class RedisVerbs:
         call = self._call(
             scripts.ACQUIRE,
             request,
-            "s" if request.shared else "x",
+            _mode(request),
             round(request.ttl * 1_000_000),
             round(request.min_hold * 1_000_000),
             _listed_name(request.name),
@@ -170,10 +169,9 @@ class RedisVerbs:
         kept: list[bool] = []
         counts: list[Any] = []
         for some in batches(requests, self._batch):
-            keys = [self._space.of(request.key) for request in some]
-            names = tuple(key for each in keys for key in each.all[:2])
-            args = [(each.owner, microseconds(each.ttl)) for each in some]
-            call = Call(scripts.EXTEND, names, tuple(itertools.chain(*args)))
+            names = [self._space.of(each.key).all[: 2 if each.shared else 1] for each in some]
+            args = [(each.owner, microseconds(each.ttl), _mode(each)) for each in some]
+            call = Call(scripts.EXTEND, tuple(chain(*names)), tuple(chain(*args)))
             answer, *replicas = yield from self._answers(call, *self._after)
             counts += replicas if any(answer) else ()
             kept += [one == 1 for one in answer]
@@ -191,19 +189,19 @@ class RedisVerbs:
 
     def probe(self, request: Request) -> Conversation[Busy | None]:
         looks = yield from self._looks([each.key for each in request.holdings])
-        return first_to_end(map(_busy, looks))
+        return first_to_end(answer and _busy(answer) for answer in looks)
 
     def held(self, keys: Sequence[str]) -> Conversation[list[Held]]:
         """Return the locks with these *keys*, at most BATCH."""
         answers = yield from self._looks(keys)
         found = zip(keys, answers, strict=True)
-        return [shown for key, answer in found for shown, _ in _held(answer, key)]
+        return [shown for key, answer in found if answer for shown, _ in _held(answer, key)]
 
     def end_holding(self, key: str, owner_digest: str) -> Conversation[bool]:
         """End a holding, or what one has reserved, which has no owner; return whether it was there."""
         (found,) = yield from self._looks([key])
         keys, is_ended = self._space.of(key), False
-        for shown, owner in _held(found, key):
+        for shown, owner in _held(found, key) if found else ():
             if shown.owner_digest == owner_digest:
                 call = Call(scripts.FORCE, keys.all, (keys.bells, owner, f"{shown.token}"))
                 (answer,) = yield from self._answers(call)
@@ -212,8 +210,7 @@ class RedisVerbs:
 
     def keep(self, waiters: Sequence[Request]) -> Conversation[None]:
         keys = self._space.of(waiters[0].key)
-        modes = ("s" if waiter.shared else "x" for waiter in waiters)
-        places = [Secret(m + waiter.owner) for m, waiter in zip(modes, waiters, strict=True)]
+        places = [Secret(_mode(waiter) + waiter.owner) for waiter in waiters]
         yield from self._answers(Call(scripts.KEEP, keys.all, (keys.bells, *places)))
 
     def leave(self, request: Request) -> Conversation[None]:
@@ -278,18 +275,16 @@ class RedisVerbs:
 
     def _for_places(self, call: Call, request: Request) -> Call:
         """Return the *call* of ACQUIRE as one for any of the places of *request*, from first_place() on."""
-        places = [self._space.of(each.key).all for each in request.holdings]
-        names = [
-            key for record, holders, _, _, reserved in places for key in (record, holders, reserved)
-        ]
-        args = *call.args, first_place(len(places))
-        return Call(scripts.ACQUIRE_PLACE, (*call.keys[2:4], *names), args)
+        records = [self._space.of(each.key).record for each in request.holdings]
+        args = *call.args, first_place(len(records))
+        return Call(scripts.ACQUIRE_PLACE, (*call.keys[2:4], *records), args)
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
+        """Return for each what LOOK answers, None if it is free."""
         records = map(self._space.record, keys)
         looks = [(record, f"{record}:h", f"{record}:a") for record in records]
         some = batches(looks, min(LOOKED_AT, self._batch))
-        calls = [Call(scripts.LOOK, tuple(itertools.chain(*each)), ()) for each in some]
+        calls = [Call(scripts.LOOK, tuple(chain(*each)), ()) for each in some]
         found = yield from self._together(calls)
         return [answer for each in found for answer in self._checked(each)]
 
@@ -330,12 +325,15 @@ class RedisVerbs:
         raise LockBackendError(self._alias, f"Redis refused: {text}{next(hints, '')}") from answer
 
 
-def _busy(answer: list[Any]) -> Busy | None:
-    """Return who has the lock that LOOK has seen; None if it is free."""
+def _busy(answer: list[Any]) -> Busy:
+    """Return who has the lock that LOOK has seen."""
     holdings = list(_holdings(answer))
     left = max([_left(answer[2]) or 0.0, *(left for _, left, *_ in holdings)])
-    holder = holdings[-1][3] if holdings else None
-    return Busy(holder, left, reserved=not holdings) if left > 0 else None
+    return Busy(holdings[-1][3] if holdings else None, left, reserved=not holdings)
+
+
+def _mode(request: Request) -> str:
+    return "s" if request.shared else "x"
 
 
 def microseconds(seconds: float) -> int:
