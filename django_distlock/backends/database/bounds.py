@@ -97,11 +97,13 @@ def descriptor(connection: BaseDatabaseWrapper) -> int | None:
         return raw.distlock_descriptor if raw.open else None
     if not hasattr(raw, "fileno"):
         raw = getattr(raw, "_sock", None)
+    driver: Any = connection.Database  # type: ignore[attr-defined] # each vendor's class has it
     # Suppress only the driver's errors, not an asynchronous exception such as a time limit.
-    with contextlib.suppress(Error, OSError), connection.wrap_database_errors:
+    try:
         found: int | None = None if raw is None else raw.fileno()
-        return found
-    return None
+    except (driver.Error, OSError):
+        return None
+    return found
 
 
 def is_cut(connection: BaseDatabaseWrapper) -> bool:
@@ -193,20 +195,16 @@ def _bound_psycopg(raw: Any, seconds: float | None) -> None:
             poll = _poll()
             poll.register(raw.fileno(), _select.POLLIN)
             raw.distlock_poll = poll.poll
-    raw.distlock_bound = None
-    if seconds is not None and seconds <= LONGEST_SELECT:
-        raw.distlock_bound = seconds * 1000
-    raw.__dict__.pop("wait", None)
-    if _is_eventlet_at_work():
-        raw.wait = partial(_wait_in_turn, raw)
-    if seconds is None:
-        return
-    wait = raw.wait
+        raw.wait = partial(_wait, raw)
+    raw.distlock_bound = seconds
 
-    def bounded_wait(work: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
-        return wait(_bounded(work, clock.wait_time() + seconds), *args, **kwargs)
 
-    raw.wait = bounded_wait
+def _wait(raw: Any, work: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
+    """Wait as psycopg does, but no longer than *raw* is bound to."""
+    wait = _wait_in_turn if _is_eventlet_at_work() else type(raw).wait
+    if raw.distlock_bound is not None:
+        work = _bounded(work, clock.wait_time() + raw.distlock_bound)
+    return wait(raw, work, *args, **kwargs)
 
 
 def _is_eventlet_at_work() -> bool:

@@ -20,7 +20,7 @@ from django_distlock.engine.values import Busy, Grant, Request, Secret
 from django_distlock.exceptions import first_line
 from django_distlock.ground.naming import place_of
 
-from .bounds import wait_for_reply
+from .bounds import LONGEST_SELECT, wait_for_reply
 from .connections import Crowded
 from .dialect import (
     COUNTER,
@@ -273,10 +273,12 @@ def result_of(raw: Any, send: Callable[..., None], *args: Any) -> PGresult:
 
 def _received(raw: Any, server: Any) -> list[PGresult]:
     results: list[PGresult] = []
+    seconds = raw.distlock_bound
+    bound = None if seconds is None or seconds > LONGEST_SELECT else seconds * 1000
     try:
         while True:
             while server.is_busy():
-                if not raw.distlock_poll(raw.distlock_bound):
+                if not raw.distlock_poll(bound):
                     raise TimeoutError("no answer in time")
                 server.consume_input()
             if (result := server.get_result()) is None:
