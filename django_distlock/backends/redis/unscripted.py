@@ -120,7 +120,7 @@ class _LockRecord:
         if self.is_noted("ended", owner) and not is_revoked:
             return [-1]
         if self.holders or available > self.now or is_revoked:
-            last = max(self.holders, key=lambda each: self.holders[each], default="")
+            last = max(self.holders, key=lambda each: (self.holders[each], each), default="")
             ends = max(self.holders.get(last, 0), available)
             return [0, self.described(last)[2], ends - self.now if ends > self.now else -1]
         token = max(self.number("token") + 1, self.now)
@@ -134,12 +134,13 @@ class _LockRecord:
         return [1, token]
 
     def release(self, owner: str, is_final: str, min_hold: int) -> int:
-        self.forget(*self.expired)
         if was_held := owner in self.holders:
             if min_hold:
                 self.hold_back(self.described(owner)[1] + min_hold)
             self.forget(owner)
             self.note("ended", owner)
+        else:
+            self.forget(*self.expired)
         if is_final and not self.is_noted("revoked", owner):
             self.note("revoked", owner)
             self.keep(self.now)
