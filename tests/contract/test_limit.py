@@ -207,10 +207,13 @@ def test_a_holder_that_waits_for_us_is_no_deadlock_as_another_may_leave(
         with ours:
             holder.append(start(wait_for_us))
             eventually(lambda: _waits(using, ours.name))
+            is_holding.set()
             return take(2, timeout=60) is not None
 
     holder: list[Future[None]] = []
+    is_holding = threading.Event()
     waiter = start(wait_for_it)
+    assert is_holding.wait(20)
     eventually(lambda: _waits(using, name))
     other.release()
 
