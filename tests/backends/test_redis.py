@@ -735,6 +735,9 @@ def test_a_min_hold_is_remembered_for_as_long_as_it_lasts(
     with redis.client(DATABASE) as client:
         (key,) = client.keys(f"*{name}*")
         assert round(client.pttl(key) / 3_600_000) == 8
+    (held,) = (held for held in locks["default"].held() if held.name == name)
+    assert held.reserved
+    assert held.remaining == pytest.approx(6 * 3600, abs=60)
 
 
 # What the server is asked by `manage.py check --database`.

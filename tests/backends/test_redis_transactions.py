@@ -205,7 +205,6 @@ exclusive, shared = (
 )
 calls = some.one_of(
     *[exclusive] * 4,
-    shared,
     *[some.tuples(some.just("release"), owners, rarely, min_holds)] * 2,
     some.tuples(some.just("extend"), owners, times, some.sampled_from("xs")),
     some.tuples(some.just("take_over"), owners, owners, times, holders),
@@ -294,7 +293,7 @@ def test_the_answers_and_the_keys_are_those_of_the_scripts_when(
     compare(redis, link, SCENES[scene])
 
 
-@hypothesis_settings(
+random_steps = hypothesis_settings(
     max_examples=80,
     deadline=None,
     database=None,
@@ -302,8 +301,19 @@ def test_the_answers_and_the_keys_are_those_of_the_scripts_when(
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+@random_steps
 @given(steps=some.lists(some.tuples(calls, pauses), min_size=25, max_size=60))
 def test_whatever_is_asked_the_answers_and_the_keys_are_those_of_the_scripts(
+    redis: Redis, link: PoolLink, steps: list[Any]
+) -> None:
+    compare(redis, link, steps)
+
+
+@random_steps
+@given(steps=some.lists(some.tuples(calls | shared, pauses), min_size=25, max_size=60))
+def test_so_they_are_where_others_share_the_lock(
     redis: Redis, link: PoolLink, steps: list[Any]
 ) -> None:
     compare(redis, link, steps)

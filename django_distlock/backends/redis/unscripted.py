@@ -232,9 +232,10 @@ class _LockRecord:
         for owner in owners:
             self.holders.pop(owner, None)
             if self.is_shared:
-                self.writes.append(("ZREM", self.readers, owner))
-            field = self.field_of(owner) if self.is_shared else "ends"
-            self.writes.append(("HDEL", self.record, field))
+                field = self.field_of(owner)
+                self.writes += ("ZREM", self.readers, owner), ("HDEL", self.record, field)
+            else:
+                self.writes.append(("HDEL", self.record, "ends"))
 
     def note(self, place: str, owner: str) -> None:
         """Remember *owner* among the last eight."""
