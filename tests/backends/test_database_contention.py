@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.db import DatabaseError, connections, transaction
 
-from django_distlock import lock, locks
+from django_distlock import Lease, lock, locks
 from django_distlock.backends.database.base import BaseDatabaseBackend
+from django_distlock.backends.database.mysql import MySQL
+from django_distlock.backends.database.portable import Portable
+from django_distlock.engine import values
 from django_distlock.models import FencingCounter, MethodLock
 from tests.backends.conftest import isolated
-from tests.contract.crew import start, together
+from tests.contract.crew import elsewhere, start, together
 from tests.fixtures.eventually import eventually, never
 
 from .session_tools import KINDS
@@ -191,6 +194,51 @@ def test_a_lock_whose_record_is_being_deleted_is_waited_for(kind: Kind, name: st
     taken = taking.result(20)
     assert taken is not None
     taken.backend.abandon(taken.request)
+
+
+@kinds([each for each in EVERY if each.name in {"mariadb", "mariadb-fair"}])
+def test_a_place_that_is_given_back_before_the_refusal_is_explained_is_taken(
+    kind: Kind, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other place has never had a row.
+    taken = elsewhere(lambda: lock(name, using="locks", limit=1).acquire())
+    assert taken is not None
+    look = MySQL._look
+
+    def give_back_and_look(*asked: Any) -> Any:
+        monkeypatch.undo()
+        elsewhere(taken.release)
+        return look(*asked)
+
+    monkeypatch.setattr(MySQL, "_look", give_back_and_look)
+    with lock(name, using="locks", limit=2, timeout=0) as lease:
+        assert lease.place == 0
+
+
+@kinds([each for each in EVERY if each.options == {"engine": "portable"}])
+def test_a_place_that_others_take_before_us_leaves_us_the_next_one(
+    kind: Kind, name: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"using": kind.using, "engine": "portable", "fair": True}
+    settings.DISTLOCK = {"locks": {"BACKEND": kind.path, "OPTIONS": options}}
+    recipe = lock(name, using="locks", limit=2, timeout=0)
+    for lease in [elsewhere(recipe.acquire), elsewhere(recipe.acquire)]:
+        assert lease is not None
+        lease.release()
+    others, take = list[Lease | None](), Portable._take
+
+    def take_after_others(*asked: Any) -> Any:
+        monkeypatch.undo()
+        others.append(elsewhere(recipe.acquire))
+        return take(*asked)
+
+    monkeypatch.setattr(Portable, "_take", take_after_others)
+    monkeypatch.setattr(values, "first_place", lambda limit: 0)
+    with recipe as lease:
+        assert lease.place == 1
+    for other in others:
+        assert other is not None
+        other.release()
 
 
 @pytest.fixture

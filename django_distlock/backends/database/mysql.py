@@ -72,9 +72,10 @@ _NUMBER = "CAST(SUBSTRING_INDEX({}.method_name, '~', -1) AS SIGNED)"
 # The token of a place ends with its number, as the OK packet has no other.
 _OF_PLACE = f"({_TOKEN} DIV {MOST_PLACES} + 1) * {MOST_PLACES} + {_NUMBER.format('l')}"
 
-# For each key of a list that follows: whether it is ours, the token, the holder, seconds until others can acquire it.
+# For each key of a list that follows: whether it is ours, the token, the holder, seconds until others can acquire it;
+# and whether it is our turn.
 _LOOK = f"""
-SELECT l.method_name, l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), {_LEFT}
+SELECT l.method_name, l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), {_LEFT}, {{turn}}
 FROM {LOCK} AS l JOIN {COUNTER} AS c ON c.method_name = l.method_name WHERE l.method_name IN """
 
 CREATE = tuple(
@@ -103,7 +104,7 @@ class MySQL(Dialect):
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
-        self._acquire = self.sql(_ACQUIRE, **_ONE)
+        self._acquire, self._look_sql = self.sql(_ACQUIRE, **_ONE), self.sql(_LOOK)
         #: Returns the statement for any of so many places.
         self._acquire_place = lru_cache(self._sql_of_places)
 
@@ -166,19 +167,22 @@ class MySQL(Dialect):
     def _look(self, cursor: Any, request: Request) -> Grant | Busy | None:
         """Return the reason of a refusal; None if it is free by now, with its rows, which may have been missing."""
         marks, keys = listed(each.key for each in request.holdings)
-        cursor.execute(_LOOK + marks, {"owner": request.owner, **keys})
+        cursor.execute(
+            self._look_sql + marks, {"owner": request.owner, "line": request.line, **keys}
+        )
         found = {key: row for key, *row in cursor.fetchall()}
         for key, (is_ours, token, *_) in found.items():
             if is_ours:
                 return Grant(token, place=place_of(key))
-        if any(left <= 0 for *_, left in found.values()):
-            return Busy(remaining=0.0) if self.fair else None  # it is not our turn
+        for _, _, _, left, is_our_turn in found.values():
+            if left <= 0:
+                return None if is_our_turn else Busy(remaining=0.0)
         for each in request.from_any:
             if each.key not in found:
                 for statement in CREATE:
                     cursor.execute(statement, parameters(each))
                 return None
-        return first_to_end(busy(holder, left) for _, _, holder, left in found.values())
+        return first_to_end(busy(holder, left) for _, _, holder, left, _ in found.values())
 
     def release(self, cursor: Any, request: Request) -> Release:
         _run(cursor, self.release_sql, parameters(request))

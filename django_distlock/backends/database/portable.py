@@ -137,8 +137,8 @@ class Portable(Dialect):
             if isinstance(answer, Grant):
                 return Grant(answer.token, place=each.place)
             refused.append(answer)
-            if self.fair:
-                break  # it is not our turn
+            if answer.remaining is None:
+                break  # it is free: it is not our turn
         return first_to_end(refused) or Busy()
 
     def release(self, cursor: CursorWrapper, request: Request) -> Release:
