@@ -368,15 +368,16 @@ def test_what_others_write_between_reading_and_writing_is_read_again(
     def meddle() -> None:
         if how := next(others, None):
             owner = OWNERS[1] if how is script else OWNERS[2]
-            told.append(link.converse(how(acquire(keys, owner)))[0][0])
+            told.append(link.converse(how(acquire(keys, owner)))[0])
 
-    told: list[int] = []
+    told: list[Any] = []
     exchanges: list[Any] = []
     asked = interrupted(transact(acquire(keys, OWNERS[0])), meddle, exchanges)
     answer = link.converse(asked)
 
-    assert told == [1, 0]
-    assert answer[0][0] == 0
+    granted, refused = told
+    assert granted.isdigit()
+    assert refused[0] == answer[0][0] == b"{}"
     assert link.converse(transact(look(keys)))[0][0][5::5] == [OWNERS[1].encode()]
 
 
@@ -398,7 +399,7 @@ def test_who_is_always_interrupted_is_told_so_and_leaves_nothing_behind(
 def test_what_comes_after_is_answered_behind_it(link: PoolLink, keys: Keys) -> None:
     answers = link.converse(transact(acquire(keys, OWNERS[0]), ("ECHO", "a"), ("WAIT", 0, 1)))
 
-    assert answers == [[1, answers[0][1]], b"a", 0]
+    assert [answers[0].isdigit(), *answers[1:]] == [True, b"a", 0]
     assert link.converse(transact(look(keys), ("ECHO", "b")))[1:] == [b"b"]
 
 

@@ -25,6 +25,8 @@ from typing import NamedTuple
 RETENTION = 2 * 3600
 #: Letters of an owner by which it is known as one of the last.
 MARK = 16
+#: Letters of a list of the last eight owners, as many readers may give back at once, and ask again.
+LAST = 8 * (MARK + 1)
 #: Seconds without a word from a waiter after which others are served before it.
 PATIENCE = 0.5
 #: Seconds of silence after which a waiter loses its place for good.
@@ -166,7 +168,7 @@ local function busy()
   local ends, _, field = last_lease()
   local holder = ends > 0 and select(3, described(field)) or ''
   ends = math.max(ends, number(redis.call('HGET', record, 'available')))
-  return {{0, holder, ends > now and ends - now or -1}}
+  return {{holder, ends > now and ends - now or -1}}
 end
 """
 
@@ -212,8 +214,9 @@ _GRANT = f"""
 # Asks for the lock, once.
 # ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a place in the queue if it is
 # refused, '1' if the first in the queue is always served first.
-# Returns {1, token}, or {0, holder of the lease that ends last, microseconds left or -1}.
-# The same owner again: the same token. An owner that was given back for good: refused. {-1}: it was given back before.
+# Returns the token as text, which costs less than a table; or, if it is refused, {holder of the lease that ends last,
+# microseconds left or -1}. The same owner again: the same token. An owner that was given back for good: refused.
+# nil: it was given back before.
 _ACQUIRE = f"""
 local owner, mode, ttl, min_hold = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'ends', 'revoked', 'ended')
@@ -225,17 +228,17 @@ local is_taken = (known[3] or 0) - now > 0 or (known[4] or 0) - now > 0
 -- Nearly always there are neither holders nor waiters.
 if not is_revoked and not is_late and not is_taken and redis.call('EXISTS', readers, queue) == 0 then
   {_GRANT}
-  return {{1, tonumber(token)}}
+  return token
 end
 {_FUNCTIONS}
 if known[2] == 's' then expire() end
 local ends, field = lease_of(owner)
 if ends > 0 then
   hold(owner, math.max(ends, now + ttl), field)
-  return {{1, (described(field))}}
+  return text((described(field)))
 end
 if is_revoked then return busy() end
-if is_late then return {{-1}} end
+if is_late then return false end
 
 local is_free = not is_taken and (known[2] ~= 's' or mode == 's' or redis.call('EXISTS', readers) == 0)
 
@@ -253,7 +256,7 @@ end
 if is_free and not is_behind() then
   {_GRANT}
   if redis.call('EXISTS', queue) == 1 then leave(owner) end
-  return {{1, tonumber(token)}}
+  return token
 end
 
 {_QUEUE}
@@ -262,7 +265,7 @@ return busy()
 
 # Asks for one of several places, once. Nobody shares one.
 # KEYS: queue, alive, and the record of each place.
-# ARGV: as for one lock, and the place to begin with. Returns {1, token, place}, or as for one lock, of the place
+# ARGV: as for one lock, and the place to begin with. Returns "token place", or as for one lock, of the place
 # that is free first. The same owner again: the same place.
 _ACQUIRE_PLACE = f"""
 local owner, mode, ttl, min_hold, limit = ARGV[2], 'x', ARGV[4], ARGV[5], #KEYS - 2
@@ -281,7 +284,7 @@ for i = 0, limit - 1 do
   local ends = number(known[4])
   if known[7] == owner and ends > now then
     hold(owner, math.max(ends, now + ttl), 'holder')
-    return {{1, (described('holder')), place}}
+    return text((described('holder'))) .. ' ' .. place
   end
   is_revoked = is_revoked or known[5] and string.find(known[5], mark, 1, true)
   is_late = is_late or known[6] and string.find(known[6], mark, 1, true)
@@ -295,10 +298,10 @@ end
 
 local function refused()
   record = soonest
-  return soonest and busy() or {{0, '', -1}}
+  return soonest and busy() or {{'', -1}}
 end
 if is_revoked then return refused() end
-if is_late then return {{-1}} end
+if is_late then return false end
 
 local is_behind = false
 if ARGV[9] ~= '' then
@@ -320,7 +323,7 @@ if free and not is_behind then
       end)
     end
   end
-  return {{1, tonumber(token), free}}
+  return token .. ' ' .. free
 end
 {_QUEUE}
 return refused()
@@ -334,35 +337,34 @@ local owner, is_final = ARGV[2], ARGV[3] == '1'
 local mark = string.sub(owner, 1, {MARK})
 local known = redis.call('HMGET', record, 'owner', 'ends', 'ended')
 
--- Keeps the last eight: as many readers may give back at once, and ask again.
-local function with_owner(list) return string.sub(mark .. ' ' .. (list or ''), 1, {8 * (MARK + 1)}) end
+local ended = string.sub(mark .. ' ' .. (known[3] or ''), 1, {LAST})
 
 -- Nearly always nobody waits, and the lease has not ended.
 if not is_final and ARGV[4] == '0' and known[1] == owner and (known[2] or 0) - now > 0 and redis.call('EXISTS', queue) == 0 then
   -- Redis refuses this when its memory is full.
-  if type(redis.pcall('HSET', record, 'ends', 0, 'ended', with_owner(known[3]))) == 'number' then return 1 end
+  if type(redis.pcall('HSET', record, 'ends', '0', 'ended', ended)) == 'number' then return 1 end
 end
 {_FUNCTIONS}
 local revoked = redis.call('HGET', record, 'revoked') or ''
-local is_revoked = string.find(revoked, mark, 1, true)
+local is_new = is_final and not string.find(revoked, mark, 1, true)
+revoked = string.sub(mark .. ' ' .. revoked, 1, {LAST})
 local ends, field = lease_of(owner)
 if is_final then leave(owner) end
 if ends > 0 then
-  if ARGV[4] ~= '0' then
-    local _, acquired = described(field)
-    hold_back(acquired + ARGV[4])
-  end
+  local _, acquired = described(field)
+  -- First, as Redis refuses to begin with HSET when its memory is full.
   forget(owner, field)
-  redis.call('HSET', record, 'ended', with_owner(known[3]))
-  if is_final and not is_revoked then redis.call('HSET', record, 'revoked', with_owner(revoked)) end
+  if ARGV[4] ~= '0' then hold_back(acquired + ARGV[4]) end
+  redis.call('HSET', record, 'ended', ended)
+  if is_new then redis.call('HSET', record, 'revoked', revoked) end
   wake()
   return 1
 end
 expire()
 local answer = last_lease() > 0 and 2 or 0
 if string.find(known[3] or '', mark, 1, true) then answer = 1 end
-if is_final and not is_revoked then
-  redis.call('HSET', record, 'revoked', with_owner(revoked))
+if is_new then
+  redis.call('HSET', record, 'revoked', revoked)
   keep(record, now)
 end
 if answer == 0 or is_final then wake() end

@@ -17,6 +17,7 @@ from .scripts import (
     ACQUIRE,
     EXTEND,
     FORCE,
+    LAST,
     LOOK,
     MARK,
     RELEASE,
@@ -110,19 +111,19 @@ class _LockRecord:
         self.kept = kept
         self.writes: list[Command] = []
 
-    def acquire(self, owner: str, mode: str, ttl: int, *more: Any) -> list[Any]:
+    def acquire(self, owner: str, mode: str, ttl: int, *more: Any) -> bytes | list[Any] | None:
         min_hold, name, holder, *_ = more
         self.forget(*self.expired)
         if owner in self.holders:
             self.hold(owner, ttl)
-            return [1, self.described(owner)[0]]
+            return b"%d" % self.described(owner)[0]
         available, is_revoked = self.number("available"), self.is_noted("revoked", owner)
         if self.is_noted("ended", owner) and not is_revoked:
-            return [-1]
+            return None
         if self.holders or available > self.now or is_revoked:
             last = max(self.holders, key=lambda each: (self.holders[each], each), default="")
             ends = max(self.holders.get(last, 0), available)
-            return [0, self.described(last)[2], ends - self.now if ends > self.now else -1]
+            return [self.described(last)[2], ends - self.now if ends > self.now else -1]
         token = max(self.number("token") + 1, self.now)
         if self.fields.get(b"mode") != mode.encode():
             self.set(mode=mode, name=name)
@@ -131,7 +132,7 @@ class _LockRecord:
         self.hold(owner, ttl)
         self.describe(owner, token, self.now, holder)
         self.hold_back(self.now + min_hold)
-        return [1, token]
+        return b"%d" % token
 
     def release(self, owner: str, is_final: str, min_hold: int) -> int:
         if was_held := owner in self.holders:
@@ -240,7 +241,7 @@ class _LockRecord:
     def note(self, place: str, owner: str) -> None:
         """Remember *owner* among the last eight."""
         noted = f"{owner[:MARK]} {self.fields.get(place.encode(), b'').decode()}"
-        self.set(**{place: noted[: 8 * (MARK + 1)]})
+        self.set(**{place: noted[:LAST]})
 
     def is_noted(self, place: str, owner: str) -> bool:
         return owner[:MARK].encode() in self.fields.get(place.encode(), b"")

@@ -127,8 +127,8 @@ class RedisVerbs:
             scripts.ACQUIRE,
             request,
             _mode(request),
-            round(request.ttl * 1_000_000),
-            round(request.min_hold * 1_000_000),
+            microseconds(request.ttl),
+            microseconds(request.min_hold),
             _listed_name(request.name),
             request.holder.to_json(),
             "1" if queued else "",
@@ -137,20 +137,21 @@ class RedisVerbs:
         if request.limit is not None:
             call = self._for_places(call, request)
         answer, *replicas = yield from self._answers(call, *self._after)
-        if answer[0] < 0:
+        if answer is None:
             raise LockBackendError(
                 self._alias, "the request came after the lock had been given back"
             )
-        if answer[0] != 1:
-            left = _left(answer[2])
-            return Busy(Holder.from_json(answer[1]), left, reserved=bool(left and not answer[1]))
+        if isinstance(answer, list):
+            holder, left = answer[0], _left(answer[1])
+            return Busy(Holder.from_json(holder), left, reserved=bool(left and not holder))
         if replicas or self._waits_for_disk:
             try:
                 yield from self._confirm(replicas)
             except LockBackendError:
                 yield from self.release(request)
                 raise
-        return Grant(int(answer[1]), place=int(answer[2]) if len(answer) > 2 else None)
+        token, *place = map(int, answer.split())
+        return Grant(token, place=place[0] if place else None)
 
     def release(self, request: Request) -> Conversation[Release]:
         if request.limit is not None:
