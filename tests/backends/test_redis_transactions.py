@@ -181,12 +181,11 @@ def transaction_at(now: int, call: Call) -> Conversation[list[Any]]:
 
 
 def contents(client: driver.Redis, keys: Keys) -> tuple[Any, ...]:
-    """Return the record and the readers."""
+    """Return the record, with when its lease ends in place of the two that tell it, and the readers."""
     record, readers, *_ = keys.all
     fields = client.hgetall(record)
-    if fields.get("ends") == "0":  # by which a script says in one command what it has to say
-        del fields["ends"]
-    return fields, client.zrange(readers, 0, -1, withscores=True)
+    since, lasts = (int(fields.pop(name, 0)) for name in ("since", "lasts"))
+    return fields, since and since + lasts, client.zrange(readers, 0, -1, withscores=True)
 
 
 # What is likely is named more often: otherwise nearly all would be revoked.

@@ -442,8 +442,11 @@ class Schedule(Watch):
                 owners: list[bytes] = []
                 if key.endswith(b":h"):
                     owners = [owner for owner, ends in value.items() if ends > now]
-                elif isinstance(value, dict) and int(value.get(b"ends", 0)) > now:
-                    owners = [value[b"owner"]]
+                elif isinstance(value, dict):
+                    # Of Redlock, or of Redis.
+                    ends = value.get(b"ends") or value.get(b"since", 0)
+                    if int(ends) + int(value.get(b"lasts", 0)) > now:
+                        owners = [value[b"owner"]]
                 for owner in owners:
                     votes[key.decode(), owner] = votes.get((key.decode(), owner), 0) + 1
         return [key for (key, _), count in votes.items() if count > self.plan.servers // 2]

@@ -4,8 +4,8 @@ Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (
 
 - *record*, a hash: ``token`` the last one given, ``mode`` x (exclusive) or s (shared), ``available``
   the instant from which others may have it, if min_hold reserved it, ``name``, ``ended`` the last owners that gave it back,
-  ``revoked`` the last ones that are refused from now on; ``owner``, ``ends`` the instant its lease ends, and ``holder``:
-  "token acquired holder", of who has it alone; and ``h:OWNER``, as ``holder``, of each who shares it;
+  ``revoked`` the last ones that are refused from now on; ``owner``, ``since`` and ``lasts``, the instant from which its lease
+  lasts so many microseconds, and ``holder``: "token acquired holder", of who has it alone; and ``h:OWNER``, as ``holder``, of each who shares it;
 - *readers*, a sorted set: those who share it, by the instant the lease ends;
 - *queue*, a sorted set: waiter (mode and owner) by ticket; *alive*: waiter by the end of its patience;
 - a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on.
@@ -62,8 +62,8 @@ end
 
 -- When the lease of this owner ends, 0 if it has none, and the field that describes it.
 local function lease_of(owner)
-  local known = redis.call('HMGET', record, 'mode', 'owner', 'ends')
-  local ends, field = known[2] == owner and number(known[3]) or 0, 'holder'
+  local known = redis.call('HMGET', record, 'mode', 'owner', 'since', 'lasts')
+  local ends, field = known[2] == owner and number(known[3]) + number(known[4]) or 0, 'holder'
   if known[1] == 's' then
     ends, field = readers and number(redis.call('ZSCORE', readers, owner)) or 0, 'h:' .. owner
   end
@@ -72,7 +72,7 @@ end
 
 local function hold(owner, ends, field)
   if field == 'holder' then
-    redis.call('HSET', record, 'owner', owner, 'ends', ends)
+    redis.call('HSET', record, 'owner', owner, 'since', now, 'lasts', ends - now)
   else
     redis.call('ZADD', readers, ends, owner)
     keep(readers, ends)
@@ -82,7 +82,7 @@ end
 
 local function forget(owner, field)
   if field == 'holder' then
-    redis.call('HDEL', record, 'ends')
+    redis.call('HDEL', record, 'since')
   else
     redis.call('ZREM', readers, owner)
     redis.call('HDEL', record, field)
@@ -103,8 +103,8 @@ end
 
 -- Which lease ends last, x or s for how it is held, and the field that describes it; 0 if nobody has the lock.
 local function last_lease()
-  local known = redis.call('HMGET', record, 'mode', 'ends')
-  local ends, field = number(known[2]), 'holder'
+  local known = redis.call('HMGET', record, 'mode', 'since', 'lasts')
+  local ends, field = number(known[2]) + number(known[3]), 'holder'
   if known[1] == 's' then
     -- With its last holder the key is gone, which a cluster that is moving the slot reports as an error.
     local last = redis.pcall('ZREVRANGE', readers, 0, 0, 'WITHSCORES')
@@ -189,14 +189,14 @@ end
 
 # Grants a free lock to this owner. *known*: the record's token, mode, and more.
 _GRANT = f"""
-  -- To join text costs less than to format a number.
+  -- To join text, and to say two that are at hand, costs less than to format a number.
   local instant = clock[1] .. string.sub('00000' .. clock[2], -6)
   local token, left = instant, ttl
   if (known[1] or 0) - now >= 0 then token = string.format('%.0f', known[1] + 1) end
   local holder = token .. ' ' .. instant .. ' ' .. ARGV[7]
-  if known[2] ~= mode then redis.call('HSET', record, 'mode', mode, 'name', ARGV[6], 'ends', 0) end
+  if known[2] ~= mode then redis.call('HSET', record, 'mode', mode, 'name', ARGV[6], 'since', 0) end
   if mode == 'x' then
-    redis.call('HSET', record, 'token', token, 'owner', owner, 'ends', now + ttl, 'holder', holder)
+    redis.call('HSET', record, 'token', token, 'owner', owner, 'since', instant, 'lasts', ttl, 'holder', holder)
   else
     redis.call('HSET', record, 'token', token, 'h:' .. owner, holder)
     redis.call('ZADD', readers, now + ttl, owner)
@@ -219,11 +219,11 @@ _GRANT = f"""
 # nil: it was given back before.
 _ACQUIRE = f"""
 local owner, mode, ttl, min_hold = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'ends', 'revoked', 'ended')
+local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'since', 'lasts', 'revoked', 'ended')
 local mark = string.sub(owner, 1, {MARK})
-local is_revoked = known[5] and string.find(known[5], mark, 1, true)
-local is_late = known[6] and string.find(known[6], mark, 1, true)
-local is_taken = (known[3] or 0) - now > 0 or (known[4] or 0) - now > 0
+local is_revoked = known[6] and string.find(known[6], mark, 1, true)
+local is_late = known[7] and string.find(known[7], mark, 1, true)
+local is_taken = (known[3] or 0) - now > 0 or (known[4] or 0) + (known[5] or 0) - now > 0
 
 -- Nearly always there are neither holders nor waiters.
 if not is_revoked and not is_late and not is_taken and redis.call('EXISTS', readers, queue) == 0 then
@@ -275,19 +275,19 @@ local numbers_free, available = 0, math.huge
 
 local function look_at(place)
   record = KEYS[place + 3]
-  known = redis.call('HMGET', record, 'token', 'mode', 'available', 'ends', 'revoked', 'ended', 'owner')
+  known = redis.call('HMGET', record, 'token', 'mode', 'available', 'since', 'lasts', 'revoked', 'ended', 'owner')
 end
 
 for i = 0, limit - 1 do
   local place = (tonumber(ARGV[10]) + i) % limit
   look_at(place)
-  local ends = number(known[4])
-  if known[7] == owner and ends > now then
+  local ends = number(known[4]) + number(known[5])
+  if known[8] == owner and ends > now then
     hold(owner, math.max(ends, now + ttl), 'holder')
     return text((described('holder'))) .. ' ' .. place
   end
-  is_revoked = is_revoked or known[5] and string.find(known[5], mark, 1, true)
-  is_late = is_late or known[6] and string.find(known[6], mark, 1, true)
+  is_revoked = is_revoked or known[6] and string.find(known[6], mark, 1, true)
+  is_late = is_late or known[7] and string.find(known[7], mark, 1, true)
   ends = math.max(ends, number(known[3]))
   if ends <= now then
     free, numbers_free = free or place, numbers_free + 1
@@ -335,14 +335,14 @@ return refused()
 _RELEASE = f"""
 local owner, is_final = ARGV[2], ARGV[3] == '1'
 local mark = string.sub(owner, 1, {MARK})
-local known = redis.call('HMGET', record, 'owner', 'ends', 'ended')
-
-local ended = string.sub(mark .. ' ' .. (known[3] or ''), 1, {LAST})
+local known = redis.call('HMGET', record, 'owner', 'since', 'lasts', 'ended')
+local ended = string.sub(mark .. ' ' .. (known[4] or ''), 1, {LAST})
 
 -- Nearly always nobody waits, and the lease has not ended.
-if not is_final and ARGV[4] == '0' and known[1] == owner and (known[2] or 0) - now > 0 and redis.call('EXISTS', queue) == 0 then
+if not is_final and ARGV[4] == '0' and known[1] == owner and (known[2] or 0) + (known[3] or 0) - now > 0
+    and redis.call('EXISTS', queue) == 0 then
   -- Redis refuses this when its memory is full.
-  if type(redis.pcall('HSET', record, 'ends', '0', 'ended', ended)) == 'number' then return 1 end
+  if type(redis.pcall('HSET', record, 'since', '0', 'ended', ended)) == 'number' then return 1 end
 end
 {_FUNCTIONS}
 local revoked = redis.call('HGET', record, 'revoked') or ''
@@ -362,7 +362,7 @@ if ends > 0 then
 end
 expire()
 local answer = last_lease() > 0 and 2 or 0
-if string.find(known[3] or '', mark, 1, true) then answer = 1 end
+if string.find(known[4] or '', mark, 1, true) then answer = 1 end
 if is_new then
   redis.call('HSET', record, 'revoked', revoked)
   keep(record, now)
@@ -424,9 +424,9 @@ _LOOK = """
 local answers = {}
 for i = 1, #KEYS, 3 do
   record, readers, alive = KEYS[i], KEYS[i + 1], KEYS[i + 2]
-  local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode', 'owner', 'ends')
+  local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode', 'owner', 'since', 'lasts')
   local answer = {known[1] or '', number(known[2]), number(known[3]) - now, 0, known[4] or 'x'}
-  local found = {known[5] or '', known[6]}
+  local found = {known[5] or '', number(known[6]) + number(known[7])}
   if known[4] == 's' then found = redis.call('ZRANGE', readers, 0, -1, 'WITHSCORES') end
   for j = 1, #found, 2 do
     local left = number(found[j + 1]) - now

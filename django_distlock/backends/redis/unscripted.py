@@ -105,7 +105,8 @@ class _LockRecord:
         #: Readers who have their end behind them.
         self.expired = [owner for owner, end in ends.items() if end <= self.now]
         if not self.is_shared:
-            ends = {self.fields.get(b"owner", b"").decode(): self.number("ends")}
+            owner = self.fields.get(b"owner", b"").decode()
+            ends = {owner: self.number("since") + self.number("lasts")}
         self.holders = {owner: end for owner, end in ends.items() if end > self.now}
         #: Milliseconds for which the record is kept.
         self.kept = kept
@@ -215,7 +216,7 @@ class _LockRecord:
         if self.is_shared:
             self.writes.append(("ZADD", self.readers, ends, owner))
         else:
-            self.set(owner=owner, ends=ends)
+            self.set(owner=owner, since=self.now, lasts=ends - self.now)
         self.keep(ends)
 
     def hold_back(self, instant: int) -> None:
@@ -236,7 +237,7 @@ class _LockRecord:
                 field = self.field_of(owner)
                 self.writes += ("ZREM", self.readers, owner), ("HDEL", self.record, field)
             else:
-                self.writes.append(("HDEL", self.record, "ends"))
+                self.writes.append(("HDEL", self.record, "since"))
 
     def note(self, place: str, owner: str) -> None:
         """Remember *owner* among the last eight."""
