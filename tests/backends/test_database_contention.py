@@ -229,7 +229,8 @@ def test_a_place_that_others_take_before_us_leaves_us_the_next_one(
 
     def take_after_others(*asked: Any) -> Any:
         monkeypatch.undo()
-        others.append(elsewhere(recipe.acquire))
+        first = lock(name, using="locks", limit=1, timeout=0)
+        others.append(elsewhere(first.acquire))
         return take(*asked)
 
     monkeypatch.setattr(Portable, "_take", take_after_others)
