@@ -21,7 +21,7 @@ from tests.fixtures.processes import Child
 
 from .crew import is_contested, start, take_and_release
 from .faults import Faulty, faulty_version_of
-from .profiles import lacks, needs
+from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
@@ -75,15 +75,18 @@ class TestBetweenProcesses:
         using: str,
         name: str,
         rival: Rivals,
+        profile: Profile,
         limit: int | None,
     ) -> None:
         if limit and not locks[using].finds_place:
             pytest.skip("places are asked for in no order")
+        if limit and profile.name == "zookeeper":
+            pytest.skip("who asks for a place at that moment may be faster, as its page says")
         # From another server, as this one is to hang.
         holder, late = rival(limit=limit), rival(site=sites[1], limit=limit)
         holder.takes()
-        queued = threading.Event()
-        faulty.notice("enqueue", queued.set)
+        queued = threading.Semaphore(0)
+        faulty.notice("enqueue", queued.release)
         tried = threading.Event()
 
         def take() -> bool:
@@ -91,7 +94,9 @@ class TestBetweenProcesses:
                 return tried.wait(10)
 
         taking = start(take)
-        assert queued.wait(10)
+        # On etcd the first of the line for places stands at them once it has looked again.
+        for _ in range(2 if limit and profile.name == "etcd" else 1):
+            assert queued.acquire(timeout=10)
         # Else the waiter may be so quick that nobody could overtake it.
         may_ask = faulty.hang("try_acquire")
 
