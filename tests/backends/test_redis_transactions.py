@@ -514,10 +514,10 @@ def test_when_the_memory_is_full_nothing_new_is_locked_and_scripts_free_what_is_
         backend = make(server=server, scripting=scripting)
         name = uuid.uuid4().hex
         requests = [
-            backend.request(f"{name}{i}", ttl=30, holder=Holder.current()) for i in range(5)
+            backend.request(f"{name}{i}", ttl=30, holder=Holder.current()) for i in range(4)
         ]
-        never, held_back = requests.pop(3), requests.pop()
-        for request in [*requests, held_back]:
+        held_back = backend.request(f"{name}h", ttl=30, holder=Holder.current())
+        for request in [*requests[:3], held_back]:
             backend.try_acquire(request, queued=False)
         reserved = backend.request(f"{name}r", ttl=30, holder=Holder.current(), min_hold=600)
         backend.try_acquire(reserved, queued=False)
@@ -525,11 +525,9 @@ def test_when_the_memory_is_full_nothing_new_is_locked_and_scripts_free_what_is_
         client.config_set("maxmemory", "1")
 
         with pytest.raises(LockBackendError, match="memory is full") as caught:
-            backend.try_acquire(never, queued=False)
+            backend.try_acquire(requests[3], queued=False)
         assert isinstance(caught.value.__cause__, OutOfMemoryError)
-        assert [backend.probe(request) is None for request in [*requests, never]] == [False] * 3 + [
-            True
-        ]
+        assert [backend.probe(request) is None for request in requests] == [False] * 3 + [True]
         if not scripting:  # nothing is queued for a transaction
             with pytest.raises(LockBackendError, match="memory is full"):
                 backend.release(requests[0])
@@ -538,7 +536,7 @@ def test_when_the_memory_is_full_nothing_new_is_locked_and_scripts_free_what_is_
         assert backend.revoke_all(requests[1:2]) == [Release.RELEASED]
         (held,) = [held for held in backend.held() if held.key == requests[2].key]
         assert backend.end_holding(held.key, held.owner_digest)
-        assert [backend.probe(request) for request in [*requests, never]] == [None] * 4
+        assert [backend.probe(request) for request in requests] == [None] * 4
         # Reserved by its release, as with free_on_error.
         assert backend.release(replace(held_back, min_hold=600)) is Release.RELEASED
         found = backend.probe(held_back)

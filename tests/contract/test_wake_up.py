@@ -80,8 +80,6 @@ class TestBetweenProcesses:
     ) -> None:
         if limit and not locks[using].finds_place:
             pytest.skip("places are asked for in no order")
-        if limit and profile.name == "zookeeper":
-            pytest.skip("who asks for a place at that moment may be faster, as its page says")
         # From another server, as this one is to hang.
         holder, late = rival(limit=limit), rival(site=sites[1], limit=limit)
         holder.takes()
@@ -101,7 +99,10 @@ class TestBetweenProcesses:
         may_ask = faulty.hang("try_acquire")
 
         holder.leaves()
-        assert not late.tries()
+        if late.tries():
+            # Only there who asks for a place at that moment may be faster, as its page says.
+            assert (profile.name, limit) == ("zookeeper", 1)
+            late.leaves()
         tried.set()
         may_ask.set()
 
