@@ -183,7 +183,7 @@ def _asleep(name: str) -> int:
 
 def test_who_gives_up_lets_the_next_one_in(using: str, name: str, take: Taker, tick: float) -> None:
     leases = take.all(2)
-    first = start(lambda: take(2, timeout=3 * tick))
+    first = start(lambda: take(2, timeout=10 * tick))
     eventually(lambda: _waits(using, name))
     second = start(lambda: take(2, timeout=60))
     assert first.result(20) is None
@@ -479,6 +479,6 @@ def test_several_names_with_a_limit(using: str, name: str) -> None:
 
 @lacks("session_bound")
 def test_nobody_else_has_a_place_that_is_kept(using: str, take: Taker, tick: float) -> None:
-    take.all(2, ttl=5 * tick if not _counts_seconds(using) else 2)
+    take.all(2, ttl=10 * tick if not _counts_seconds(using) else 2)
 
-    never(lambda: elsewhere(lambda: take(2)), 8 * tick)
+    never(lambda: elsewhere(lambda: take(2)), 15 * tick)

@@ -95,7 +95,8 @@ async def test_async_with_keeps_to_the_same_rules(name: str, terms: LockTerms) -
 
 
 @lacks("whole_seconds")
-def test_with_a_lease_keeps_to_the_same_rules(name: str, terms: LockTerms) -> None:
+def test_with_a_lease_keeps_to_the_same_rules(name: str, terms: LockTerms, tick: float) -> None:
+    terms["ttl"] = 10 * tick  # it is held when the block begins
     lease = lock(name, **terms).acquire()
     assert lease
 
