@@ -94,16 +94,27 @@ def ask(backend: RedisBackend, name: str, **wishes: Any) -> Request:
     return backend.request(name, **{"ttl": 20.0, "holder": Holder.current(), **wishes})
 
 
-def wait_in_line(backend: RedisBackend, request: Request) -> None:
-    assert isinstance(backend.try_acquire(request, queued=True), Busy)
+def wait_in_line(backend: RedisBackend, redis: Redis, *waiters: Request) -> None:
+    """Have them wait, each for an hour without a look: a stall of this machine is longer than a real patience."""
+    for each in waiters:
+        assert isinstance(backend.try_acquire(each, queued=True), Busy)
+        be_patient(redis, each, 3600)
 
 
-def in_line(backend: RedisBackend, name: str, waiters: int = 2) -> tuple[Request, ...]:
+def be_patient(redis: Redis, waiter: Request, seconds: float) -> None:
+    mode = "s" if waiter.shared else "x"
+    with redis.client(DATABASE) as client:
+        patience = {f"{mode}{waiter.owner}": (time.time() + seconds) * 1e6}
+        assert client.zadd(f"distlock:{{{waiter.key}}}:a", patience, xx=True, ch=True)
+
+
+def in_line(
+    backend: RedisBackend, redis: Redis, name: str, waiters: int = 2
+) -> tuple[Request, ...]:
     """Return who holds *name*, and so many that wait for it."""
     holder, *others = (ask(backend, name) for _ in range(waiters + 1))
     assert isinstance(backend.try_acquire(holder, queued=False), Grant)
-    for each in others:
-        wait_in_line(backend, each)
+    wait_in_line(backend, redis, *others)
     return holder, *others
 
 
@@ -352,13 +363,9 @@ def test_a_forced_release_frees_that_holding_and_raises_the_token(
 def test_a_waiter_that_comes_back_in_time_has_its_old_place(
     fair: RedisBackend, redis: Redis, name: str
 ) -> None:
-    holder, first, second = in_line(fair, name)
-    with redis.client(DATABASE) as client:
-        client.zadd(
-            f"distlock:{{{name}}}:a", {f"x{first.owner}": (time.time() - 1) * 1e6}
-        )  # its patience is over
-    wait_in_line(fair, second)
-    wait_in_line(fair, first)
+    holder, first, second = in_line(fair, redis, name)
+    be_patient(redis, first, -1)  # no longer
+    wait_in_line(fair, redis, second, first)
     fair.release(holder)
 
     assert isinstance(fair.try_acquire(second, queued=True), Busy)
@@ -367,7 +374,7 @@ def test_a_waiter_that_comes_back_in_time_has_its_old_place(
 def test_a_release_rings_the_first_waiter_alone(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:
-    holder, first, _second = in_line(backend, name)
+    holder, first, _second = in_line(backend, redis, name)
 
     backend.release(holder)
 
@@ -380,8 +387,7 @@ def test_who_gets_one_of_several_free_places_rings_the_next_waiter(
 ) -> None:
     one, another, first, second = (ask(backend, name).with_limit(2) for _ in range(4))
     places = [backend.try_acquire(each, queued=False) for each in (one, another)]
-    for each in (first, second):
-        wait_in_line(backend, each)
+    wait_in_line(backend, redis, first, second)
     for request, grant in zip((one, another), places, strict=True):
         assert isinstance(grant, Grant)
         backend.release(request.at(grant.place or 0))
@@ -395,7 +401,7 @@ def test_who_gets_one_of_several_free_places_rings_the_next_waiter(
 def test_a_waiter_that_leaves_passes_its_ring_on(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:
-    holder, first, second = in_line(backend, name)
+    holder, first, second = in_line(backend, redis, name)
     backend.release(holder)
 
     backend.dequeue(first)
@@ -404,8 +410,8 @@ def test_a_waiter_that_leaves_passes_its_ring_on(
         assert client.keys("distlock:*:b:*") == [f"distlock:{{{name}}}:b:{second.owner}"]
 
 
-def test_a_ring_before_the_wait_is_heard(backend: RedisBackend, name: str) -> None:
-    holder, waiter = in_line(backend, name, waiters=1)
+def test_a_ring_before_the_wait_is_heard(backend: RedisBackend, redis: Redis, name: str) -> None:
+    holder, waiter = in_line(backend, redis, name, waiters=1)
     backend.release(holder)
     began = time.monotonic()
 
@@ -421,8 +427,7 @@ def test_all_readers_before_the_first_writer_are_woken_together(
     readers = [ask(backend, name, shared=True) for _ in range(3)]
     late = ask(backend, name, shared=True)
     backend.try_acquire(holder, queued=False)
-    for waiter in [*readers, writer, late]:
-        wait_in_line(backend, waiter)
+    wait_in_line(backend, redis, *readers, writer, late)
 
     backend.release(holder)
 
@@ -436,7 +441,7 @@ def test_all_readers_before_the_first_writer_are_woken_together(
 
 
 def test_nothing_is_left_for_ever(backend: RedisBackend, redis: Redis, name: str) -> None:
-    holder, _waiter = in_line(backend, name, waiters=1)
+    holder, _waiter = in_line(backend, redis, name, waiters=1)
     backend.release(holder)
 
     with redis.client(DATABASE) as client:
