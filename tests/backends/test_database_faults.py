@@ -76,6 +76,7 @@ def server(request: pytest.FixtureRequest, server_database: str) -> Server:
     return found
 
 
+@pytest.mark.usefixtures("is_never_hung")
 def test_terminated_idle_connections_are_replaced_unseen(
     server_database: str, server: Server, name: str
 ) -> None:
@@ -85,6 +86,7 @@ def test_terminated_idle_connections_are_replaced_unseen(
         lease.check()
 
 
+@pytest.mark.usefixtures("is_never_hung")
 def test_what_nobody_else_asks_again_goes_on_past_idle_connections_that_have_died(
     server_database: str, server: Server, name: str
 ) -> None:

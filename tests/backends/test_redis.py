@@ -60,7 +60,8 @@ def configure(settings: Settings) -> Iterator[Configure]:
 
     def make(server: Redis | str, **options: Any) -> RedisBackend:
         url = server if isinstance(server, str) else f"redis://127.0.0.1:{server.port}/{DATABASE}"
-        alias = {"BACKEND": BACKEND, "OPTIONS": {"location": url, **options}}
+        patience = {"connect_timeout": 5.0, "io_timeout": 5.0}  # a stall is no failure
+        alias = {"BACKEND": BACKEND, "OPTIONS": {"location": url, **patience, **options}}
         settings.DISTLOCK = {"default": alias, "other": alias}
         backend = locks["default"]
         assert isinstance(backend, RedisBackend)
