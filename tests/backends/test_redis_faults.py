@@ -208,14 +208,15 @@ def test_an_acquire_that_arrives_after_it_was_given_up_is_refused(
     never(lambda: holders(name), 0.3)
 
 
+@pytest.mark.usefixtures("is_never_hung")
 @pytest.mark.parametrize("limit", [None, 2])
 def test_a_try_that_arrives_after_its_lock_was_given_back_is_refused(
     server: Redis, proxy: Proxy, settings: Settings, name: str, limit: int | None
 ) -> None:
-    configure(settings, server, proxy.port, io_timeout=0.2)
+    configure(settings, server, proxy.port, io_timeout=0.8)
     take("warm", limit=limit).release()
     asked = server.calls()["evalsha"]
-    proxy.delay_next(1.0)
+    proxy.delay_next(2.0)
     with lock(name, ttl=LONG, timeout=5, limit=limit):
         assert server.calls()["evalsha"] == asked + 1, "the second one, as the first is late"
 
@@ -242,6 +243,7 @@ def test_who_has_given_it_back_and_asks_again_is_told_so_and_does_not_wait(
     assert not waiters(server, name)
 
 
+@pytest.mark.usefixtures("is_never_hung")
 def test_what_no_replica_has_and_whose_release_has_no_answer_is_no_busy_lock(
     server: Redis, proxy: Proxy, settings: Settings, name: str
 ) -> None:
@@ -919,6 +921,7 @@ async def _hold(name: str) -> None:
         pass
 
 
+@pytest.mark.usefixtures("is_never_hung")
 @pytest.mark.parametrize("caller", ["thread", "task"])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_lock_whose_slot_of_the_cluster_is_being_moved_is_waited_for(

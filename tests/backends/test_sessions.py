@@ -569,6 +569,7 @@ def test_an_exception_from_outside_as_a_session_is_opened_takes_no_place(
         pass
 
 
+@pytest.mark.usefixtures("is_never_hung")
 @pytest.mark.parametrize("way", ["thread", "task", "waits on the server"])
 def test_a_connection_that_breaks_as_it_is_opened_is_opened_once_more(
     proxy: Proxy, name: str, way: str
