@@ -70,7 +70,9 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
                 left = f"; its lease has {in_words(self.remaining)} left"
         waited = in_words(self.waited)
         if self.limit is not None:
-            state = f"taken at all of its {self.limit} places, the first to end {state}"
+            is_known = self.remaining is not None or self.reserved_until is not None
+            which = "the first to end" if is_known else "one of them"
+            state = f"taken at all of its {self.limit} places, {which} {state}"
         return f"Lock {printable(self.name)!r} is {state}: gave up after {waited}{left}."
 
 

@@ -35,7 +35,7 @@ class BusyBackend(DummyBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        raise LockNotAcquired(request.name, 0.0, SOMEBODY_ELSE)
+        raise LockNotAcquired(request.name, 0.0, SOMEBODY_ELSE, limit=request.holder.limit)
 
     def probe(self, request: Request) -> Busy | None:
         return Busy(SOMEBODY_ELSE)

@@ -108,8 +108,7 @@ class _MemoryRecord:
         last = self.last
         if last is None:
             return []
-        # Who waits for any of several places waits for none of them.
-        waiters = len(self.waiters) if last.request.place is None else None
+        waiters = len(self.waiters)
         if self.holdings or self.available <= now:
             return [each.held(digest(owner), waiters, now) for owner, each in self.holdings.items()]
         shown, left = (

@@ -185,7 +185,8 @@ class Held:
     """A lock as an operator sees it. *remaining* is seconds; below 0 the record is stale.
 
     *age* is the seconds since it was acquired, None if that is not known. *waiters* is the number of
-    places in its queue on the server, None if there is no queue. *owner_digest* identifies the holding without revealing the owner. *reserved*: see Busy.
+    places in its queue on the server, None if there is no queue, and for one of several places, as who
+    waits for any of them waits for none of them. *owner_digest* identifies the holding without revealing the owner. *reserved*: see Busy.
     """
 
     name: str
@@ -213,6 +214,8 @@ class Held:
         # Other programs that write to the server may have written any text.
         object.__setattr__(self, "name", printable(self.name, LONGEST_LISTED))
         object.__setattr__(self, "key", printable(self.key))
+        if self.place is not None:
+            object.__setattr__(self, "waiters", None)
 
     @property
     def state(self) -> str:

@@ -154,6 +154,12 @@ def retries_bound(self: Any, page: str) -> str:
     return body(page)
 
 
+@shared_task(max_retries=None)
+@locked(limit=lambda page: 1, on_busy=retry(countdown=0.1))
+def retries_for_a_place(page: str) -> str:
+    return body(page)
+
+
 @shared_task(time_limit=1)
 @locked(ttl=SHORT)
 def hung(page: str) -> str:

@@ -111,6 +111,23 @@ def test_alias_host_and_name_narrow_it(
     assert "web-2</option>" in viewer.get(LIST).content.decode()
 
 
+def test_places_are_shown_as_such_and_stand_together(name: str, viewer: Client) -> None:
+    with ExitStack() as stack:
+        for ending, limit in (("b", 3), ("a", 1), ("b", 3), ("c", 1), ("b", 3)):
+            wanted = lock(f"{name}:{ending}", using="memory", limit=limit, reentrant=False)
+            stack.enter_context(wanted)
+
+        page = viewer.get(LIST, {"q": name})
+
+    shown = [(row.held.name[-1], row.state) for row in page.context["page"]]
+    assert shown == [
+        ("a", "held, place 1 of 1"),
+        *(("b", f"held, place {place} of 3") for place in (1, 2, 3)),
+        ("c", "held, place 1 of 1"),
+    ]
+    assert all(state in page.text for _, state in shown)
+
+
 @pytest.mark.parametrize("column", admin.COLUMNS)
 def test_each_column_sorts_in_both_directions(
     name: str, viewer: Client, crowd: Callable[..., None], column: str

@@ -187,6 +187,15 @@ def test_each_policy_works_with_and_without_bind(
         assert result.get(timeout=30) == "done"
 
 
+def test_as_many_copies_run_at_once_as_the_limit_says(worker: CeleryWorker, diary: Diary) -> None:
+    diary.let_go(4)
+
+    results = [send_to(worker, "retries_for_a_place", diary) for _ in range(4)]
+
+    assert ends(results) == {"done": 4}
+    assert [entry.event for entry in diary.read()] == ["began", "ended"] * 4
+
+
 @pytest.mark.parametrize("end", ["hung", "told_to_end", "revoked"])
 def test_a_task_that_is_ended_leaves_nothing_beyond_its_ttl(
     start_workers: StartWorkers, diary: Diary, end: str

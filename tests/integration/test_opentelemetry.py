@@ -207,6 +207,8 @@ def test_waits_and_holds_are_measured_by_alias_and_template(reader: InMemoryMetr
     for account in range(3):
         with lock(f"fee:{account}"):
             held(LABELS)
+        with lock(f"fee:{account}", limit=1):
+            held(LABELS)  # without the place
         charge(account)
 
     found = points(reader)
@@ -214,7 +216,7 @@ def test_waits_and_holds_are_measured_by_alias_and_template(reader: InMemoryMetr
         name: {point.attributes["distlock.template"]: point.count for point in found[name]}
         for name in ("distlock.wait", "distlock.hold")
     }
-    assert by_template == {key: {"fee:*": 3, "fee:{account}": 3} for key in by_template}
+    assert by_template == {key: {"fee:*": 6, "fee:{account}": 3} for key in by_template}
     assert "distlock.held" not in found
 
 

@@ -92,7 +92,7 @@ def test_each_lock_of_each_alias_is_a_line(name: str) -> None:
         (BARE, ["held", "-", "-", "-", "-"]),
         (replace(BARE, holder=HOLDER, waiters=0), ["held", str(HOLDER), "-", "-", "0"]),
         (replace(BARE, shared=True, waiters=3), ["held, shared", "-", "-", "-", "3"]),
-        (replace(BARE, key="fees~2"), ["held, place 3 of ?", "-", "-", "-", "-"]),
+        (replace(BARE, key="fees~2", waiters=3), ["held, place 3", "-", "-", "-", "-"]),
         (
             replace(BARE, key="fees~0", holder=replace(HOLDER, limit=4)),
             ["held, place 1 of 4", str(HOLDER), "-", "-", "-"],
@@ -112,6 +112,18 @@ def test_each_fact_has_its_column(
     [[alias, state, shown, *rest]] = listed("--using=memory")
     assert (alias, shown) == ("memory", "fees")
     assert [state, *rest] == cells
+
+
+def test_the_places_of_a_lock_are_listed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        replace(BARE, key=key, name=key[:4]) for key in ("fees~2", "rent", "fees~10", "fees~0")
+    ]
+    monkeypatch.setattr(LocMemBackend, "held", lambda self, key=None: found)
+
+    rows = listed("--using=memory")
+
+    places = ["held, place 1", "held, place 3", "held, place 11"]
+    assert [row[1:3] for row in rows] == [*([each, "fees"] for each in places), ["held", "rent"]]
 
 
 def test_state_and_alias_narrow_the_list(name: str) -> None:

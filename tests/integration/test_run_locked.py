@@ -153,6 +153,20 @@ def test_while_it_runs_others_are_refused_with_a_line_and_a_code_of_its_own(
     assert first.wait() == 128 + signal.SIGTERM
 
 
+def test_with_a_limit_so_many_run_and_each_knows_its_place(start: Start, name: str) -> None:
+    children = [start(f"echo place $DISTLOCK_PLACE; {TICK}", limit=2) for _ in range(2)]
+    for child in children:
+        pid_of_command(child)
+
+    assert start("true", limit=2).wait() == BUSY
+
+    said = {child.stderr.partition("\n")[0] for child in children}
+    assert said == {"place 0", "place 1"}
+    for child in children:
+        child.terminate()
+        assert child.wait() == 128 + signal.SIGTERM
+
+
 def test_it_waits_as_long_as_it_is_told(start: Start, name: str) -> None:
     with lock(name):
         waiter = start("echo done", timeout=30)

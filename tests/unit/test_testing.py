@@ -140,6 +140,8 @@ def test_busy_locks_are_refused_at_once() -> None:
             lock("x", timeout=None).__enter__()
         assert lock("x", using="other", timeout=None).acquire() is None
         assert lock("x").locked()
+        with pytest.raises(LockNotAcquired, match="all of its 4 places, one of them held by"):
+            lock("x", limit=4).__enter__()
 
     assert work(RequestFactory().get("/")).status_code == 200
 

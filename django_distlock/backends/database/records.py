@@ -23,7 +23,7 @@ from django.db.models.functions import Coalesce, Now
 
 from django_distlock.engine.values import Held, LockState, digest, digest_of_reservation
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import line_of, place_of, shown
+from django_distlock.ground.naming import line_of, shown
 
 from .dialect import COUNTER, LOCK, short_transaction
 from .postgresql import AFTER_FORCED_RELEASE
@@ -117,16 +117,14 @@ def is_reserved(row: Any) -> bool:
 def as_held(row: Any) -> Held:
     """Return *row*, one of described() that is not free, as Held."""
     name, key, token = shown(row.description), row.method_name, row.fencing_token
-    # Who waits for any of several places waits for none of them.
-    waiters = row.waiters if place_of(key) is None else None
     if is_reserved(row):
         left = (row.available_at - row.server_now).total_seconds()
         mark = digest_of_reservation(token)
-        return Held(name, key, None, left, token, mark, waiters=waiters, reserved=True)
+        return Held(name, key, None, left, token, mark, waiters=row.waiters, reserved=True)
     left = (row.expires_at - row.server_now).total_seconds()
     age = row.acquired_at and max(0.0, (row.server_now - row.acquired_at).total_seconds())
     mark = digest(row.owner)
-    return Held(name, key, holder_of(row), left, token, mark, waiters=waiters, age=age)
+    return Held(name, key, holder_of(row), left, token, mark, waiters=row.waiters, age=age)
 
 
 def holder_of(row: Any) -> Holder | None:

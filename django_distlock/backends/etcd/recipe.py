@@ -27,7 +27,6 @@ from django_distlock.engine.values import (
 )
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
-from django_distlock.ground.naming import place_of
 
 from .entries import Entry
 from .gateway import (
@@ -511,8 +510,7 @@ class EtcdRecipe(Standings[Entry]):
                 token=int(kv["create_revision"]) + self._session.known_offset(),
                 owner_digest=_owner_digest(kv),
                 shared=_child_of(kv).startswith("r-"),
-                # The first waiter for any place stands in the line of several.
-                waiters=len(line) - len(holders) if place_of(key) is None else None,
+                waiters=len(line) - len(holders),
             )
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
