@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +21,7 @@ from django_distlock.backends.etcd.gateway import SILENCE, Reply
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
+from tests.contract.crew import start
 from tests.fixtures.etcd import Cluster, EtcdMember
 from tests.fixtures.eventually import aeventually, eventually, never
 from tests.fixtures.interruption import StopAt, TimeLimit
@@ -786,6 +789,25 @@ def test_a_token_that_members_have_forgotten_is_replaced(closed: Cluster) -> Non
     assert backend()._gateway._token != before
 
 
+def test_a_waiter_whose_token_members_have_forgotten_is_woken(closed: Cluster) -> None:
+    holder, waiter = lock("x", using="locks", ttl=60), lock("x", using="elsewhere", timeout=30)
+    with ThreadPoolExecutor() as pool:
+        with holder:
+            got = pool.submit(waiter.acquire)
+            watcher = backend("elsewhere")._recipe.watcher
+            eventually(lambda: watcher._watch and watcher.is_fresh)
+            before = backend("elsewhere")._gateway._token
+
+            for member in closed.members:
+                member.restart()
+            closed.wait_until_serving()
+
+        lease = got.result(20)
+        assert lease
+        lease.release()
+    assert backend("elsewhere")._gateway._token != before
+
+
 @pytest.mark.parametrize(
     ("login", "text"),
     [
@@ -814,6 +836,56 @@ def test_a_login_where_none_is_asked_for_is_an_error(settings: Settings) -> None
 
     with pytest.raises(LockBackendError, match="remove OPTIONS 'user'"):
         lock("x", using="locks", timeout=0).acquire()
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "said"),
+    [
+        (200, "{}", "no JSON gateway"),
+        (200, "[]", "no JSON gateway"),
+        (405, '{"detail":"no"}', "no JSON gateway"),
+        (400, "Client sent an HTTP request to an HTTPS server.", "answered in time: .* HTTPS"),
+    ],
+)
+def test_another_server_is_told_from_etcd(
+    settings: Settings, status: int, content: str, said: str
+) -> None:
+    class Another(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Another) as server:
+        start(server.serve_forever)
+        set_options(settings, endpoints=[f"http://127.0.0.1:{server.server_port}"])
+
+        with pytest.raises(LockBackendError, match=said):
+            lock("x", using="locks").acquire()
+        with pytest.raises(LockBackendError, match=said):
+            list(backend().held())
+        [error] = backend().check(["default"])
+        assert re.search(said, error.msg)
+        locks.close()
+        server.shutdown()
+
+
+def test_the_check_tells_that_a_user_may_only_read(closed: Cluster, namespace: str) -> None:
+    member, area = closed.members[0], {"key": encoded(f"{namespace}/")}
+    token = log_in(member, "root", "hush")
+    area["range_end"] = encoded(f"{namespace}0")
+    member.asks("/v3/auth/role/revoke", token, role="locks", **area)
+    member.asks("/v3/auth/role/grant", token, name="locks", perm={"permType": "READ", **area})
+
+    [error] = backend().check(["default"])
+
+    assert "needs a role with the rights to read and write" in error.msg
 
 
 # Upkeep.

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from django_distlock import LockBackendError, lock, locks
+from django_distlock.backends.etcd.gateway import Broken
 from django_distlock.ground.holder import Holder
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
 
-from .etcd_tools import aliases, backend, line, noted, watched
+from .etcd_tools import aliases, backend, encoded, line, noted, watched
 from .queue_tools import held, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
@@ -195,7 +196,7 @@ def _by_rank(cluster: Cluster) -> list[EtcdMember]:
     return [leader, *(member for member in cluster.members if member is not leader)]
 
 
-@pytest.mark.parametrize("way", ["kill", "pause"])
+@pytest.mark.parametrize("way", ["kill", "pause", "stop"])
 @pytest.mark.parametrize("rank", [0, 1], ids=["leader", "follower"])
 def test_one_member_of_three_can_fail_while_locks_are_taken(
     frail: Cluster, settings: Settings, way: str, rank: int
@@ -229,6 +230,23 @@ def test_one_member_of_three_can_fail_while_locks_are_taken(
     assert all(not told and lease.held for lease, told in leases)
     for lease, _ in leases:
         lease.release()
+
+
+def test_a_watch_turns_from_a_member_that_hangs(frail: Cluster) -> None:
+    gateway = backend()._gateway
+    first = gateway._members[0]
+    [member] = [each for each in frail.members if each.port == first.port]
+    member.pause()
+    try:
+        watch = gateway.watch({"key": encoded("x")})
+        with pytest.raises(Broken):
+            next(iter(watch))
+        gateway.failed(watch)
+        gateway.end(watch)
+    finally:
+        member.resume()
+
+    assert gateway._members[0] != first
 
 
 async def test_tasks_go_on_whichever_member_hangs(frail: Cluster, settings: Settings) -> None:

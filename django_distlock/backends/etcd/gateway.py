@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from django_distlock.backends.base import KEYS
 from django_distlock.engine.values import Secret, SecretBytes
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 from django_distlock.ground import clock
 
 from .options import Endpoint, EtcdOptions
@@ -31,7 +31,11 @@ ELECTION = 0.1
 CHUNK = 65_536
 #: How many idle connections are kept.
 IDLE = 10
-#: Seconds for a last request, and for one that is sent although its session is over.
+#: The only path whose replies have no header.
+ALARMS = "/v3/maintenance/alarm"
+#: The name of a key that is not written.
+NEVER = "%never"
+#: Seconds for a last request, for one that is sent although its session is over, and until a watch has begun.
 SHORT = 1.0
 
 #: What the gateway says of a token that has expired, or was given by a member that was restarted.
@@ -169,6 +173,11 @@ class MemberConnection:
             raise Broken("the connection was closed")
         self._unread += more
 
+    def wait_for(self, seconds: float) -> None:
+        """Wait so long for each part of the reply from now on."""
+        if (line := self._socket) is not None:
+            line.settimeout(seconds)
+
     def interrupt(self) -> None:
         """End the request whose reply another thread reads."""
         if (line := self._socket) is not None:
@@ -223,8 +232,12 @@ class Gateway:
         return self.post("/v3/kv/txn", {"success": success, **more})
 
     def check(self) -> None:
-        """Raise LockBackendError if etcd has no gateway, or is full."""
-        found = self.post("/v3/maintenance/alarm", {"action": "GET"}).body.get("alarms", ())
+        """Raise LockBackendError if etcd has no gateway, is full, or lets us read or write nothing."""
+        key = f"{self._options.namespace}/{NEVER}"
+        # It asks for the rights to both, and does neither.
+        never = [compare(key, "LESS", 0)]
+        self.transaction(put(key, ""), compare=never, failure=[find(below(key))])
+        found = self.post(ALARMS, {"action": "GET"}).body.get("alarms", ())
         if any(each.get("alarm") == "NOSPACE" for each in found):
             raise self._error(full := Refused("database space exceeded")) from full
 
@@ -371,17 +384,23 @@ class Watch:
         self._token = token
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Give the results; OSError at the end, TimeoutError after silence."""
-        self.connection.ask("/v3/watch", self._body, self._token, SILENCE)
+        """Give the results; OSError at the end or if it does not begin, TimeoutError after silence."""
+        try:
+            self.connection.ask("/v3/watch", self._body, self._token, SHORT)
+        except TimeoutError as error:
+            raise Broken("it has not begun to watch") from error
+        self.connection.wait_for(SILENCE)
         unread = b""
         for chunk in self.connection.chunks():
             *lines, unread = (unread + chunk).split(b"\n")
             for line in filter(None, lines):
                 known = json.loads(line)
-                if "result" not in known:
+                result = known.get("result", {"canceled": True, "cancel_reason": known})
+                # Of a token that is not valid any more, etcd says no more than that.
+                if result.get("canceled") and "compact_revision" not in result:
                     self.is_refused = True
-                    raise Broken(str(known)[:200])
-                yield known["result"]
+                    raise Broken(str(result.get("cancel_reason"))[:200])
+                yield result
 
 
 def _read(
@@ -394,17 +413,24 @@ def _read(
     try:
         known = json.loads(content)
     except ValueError as error:
-        raise Broken(f"status {status}, and no JSON") from error
+        raise Broken(f"status {status}: {content[:80]!r}") from error
+    if not isinstance(known, dict):
+        raise Refused("no gateway")
     # A stream has its reply in "result", or its error as an object.
     if problem := known.get("error") or known.get("message"):
         text = problem.get("message", "") if isinstance(problem, dict) else problem
         is_transient = status in {503, 504} or _is_one_of(text, _TRANSIENT)
         raise Refused(text, is_transient=is_transient)
-    return Reply(known.get("result", known), True, headers.get("date", ""))
+    answer = known.get("result", known)
+    if "header" not in answer and path != ALARMS:
+        raise Refused("no gateway")
+    return Reply(answer, True, headers.get("date", ""))
 
 
 #: What members say while there is no leader, or another one, or while they start or stop.
-_TRANSIENT = ("leader", "timed out", "server stopped", "unhealthy", "too many requests", "learner")
+_TRANSIENT = (
+    "leader", "timed out", "server stopped", "closing", "unhealthy", "too many requests", "learner"
+)  # fmt: skip
 
 
 def _is_one_of(error: object, texts: tuple[str, ...]) -> bool:
@@ -412,7 +438,8 @@ def _is_one_of(error: object, texts: tuple[str, ...]) -> bool:
 
 
 def _in_words(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, Refused) else type(problem).__name__
+    is_ours = isinstance(problem, (Refused, Broken))
+    return str(problem) if is_ours else f"{type(problem).__name__}: {first_line(problem)}"
 
 
 # Keys and values.

@@ -13,7 +13,7 @@ from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
 
 from .entries import Entry
-from .gateway import SILENCE, Broken, Gateway, Watch, below, decoded
+from .gateway import SILENCE, Gateway, Watch, below, decoded
 
 #: Seconds until another member is asked for the watch.
 PAUSE = 0.25
@@ -142,8 +142,6 @@ class KeyWatcher:
             # What was deleted meanwhile is forgotten.
             self._begin_again(int(result["compact_revision"]))
             return False
-        if result.get("canceled"):
-            raise Broken(str(result.get("cancel_reason")))
         if result.get("created"):
             latest = int(result["header"]["revision"])
             if latest + 1 < self._position:
