@@ -479,6 +479,6 @@ def test_several_names_with_a_limit(using: str, name: str) -> None:
 
 @lacks("session_bound")
 def test_nobody_else_has_a_place_that_is_kept(using: str, take: Taker, tick: float) -> None:
-    take.all(2, ttl=10 * tick if not _counts_seconds(using) else 2)
+    take.all(2, ttl=15 * tick if not _counts_seconds(using) else 2)
 
-    never(lambda: elsewhere(lambda: take(2)), 15 * tick)
+    never(lambda: elsewhere(lambda: take(2)), 20 * tick)
