@@ -168,7 +168,6 @@ async def test_a_release_that_fails_after_its_task_was_cancelled_is_a_warning(
     gc.collect()
     assert f"Leaving lock {name}" in caplog.text
     assert not errors  # as a task whose exception nobody has retrieved
-    faulty.heal()
     await _becomes_free(other)
 
 
