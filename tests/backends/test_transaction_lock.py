@@ -244,7 +244,7 @@ def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
             with pytest.raises(LockNotAcquired), transaction.atomic(using=database):
                 transaction_lock(name, using=database, timeout=timeout)
 
-        in_time(take, timeout, timeout + 0.5, 1)
+        in_time(take, timeout, timeout + 1, 1)
         return "in time"
 
     def wait_behind() -> str:

@@ -45,13 +45,14 @@ REDLOCK = {
 ROW = {"BACKEND": "tests.integration.edit_site.BoundToProcess"}
 CACHE = "django_distlock.backends.cache.CacheBackend"
 FIVE = ["redis_one", "redis_two", "redis_three", "redis_four", "redis_five"]
+PATIENT = {"server_timeout": 5.0, "connect_timeout": 5.0}
 SERVERS: dict[str, dict[str, Any]] = {
     "postgres": {"OPTIONS": {"using": "postgres"}},
     "mariadb": {"OPTIONS": {"using": "mariadb"}},
     "redis": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis_cache"}},
     "redis_five": {
         "BACKEND": REDLOCK["BACKEND"],
-        "OPTIONS": {"servers": FIVE, "restart_guard": False},
+        "OPTIONS": {"servers": FIVE, "restart_guard": False, **PATIENT},
     },
 }
 

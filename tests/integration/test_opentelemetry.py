@@ -310,7 +310,7 @@ def test_a_renewal_that_fails_is_counted_and_makes_no_span(
         raise LockBackendError("default", "a test says so")
 
     monkeypatch.setattr(locks["default"], "extend", fail)
-    with lock("fee:42", ttl=0.6):
+    with lock("fee:42", ttl=3):
         eventually(lambda: "distlock.backend.errors" in points(reader))
 
     assert set(spans(exporter)) == {"distlock.acquire", "distlock.hold", "distlock.release"}
