@@ -139,7 +139,8 @@ if port := os.environ.get("DISTLOCK_REDIS_PORT"):
     CELERY_BROKER_TRANSPORT_OPTIONS = json.loads(os.environ.get("DISTLOCK_CELERY_TRANSPORT", "{}"))
     DISTLOCK["redis"] = {
         "BACKEND": "django_distlock.backends.cache.CacheBackend",
-        "OPTIONS": {"cache": "django_redis"},
+        # A machine that is busy with tests may stand still for a while.
+        "OPTIONS": {"cache": "django_redis", "connect_timeout": 5.0},
     }
 
 if port := os.environ.get("DISTLOCK_MEMCACHED_PORT"):
