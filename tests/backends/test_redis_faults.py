@@ -921,12 +921,12 @@ async def _hold(name: str) -> None:
         pass
 
 
-@pytest.mark.usefixtures("is_never_hung")
 @pytest.mark.parametrize("caller", ["thread", "task"])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_lock_whose_slot_of_the_cluster_is_being_moved_is_waited_for(
-    cluster: list[Redis], name: str, caller: str, is_known: bool
+    cluster: list[Redis], settings: Settings, name: str, caller: str, is_known: bool
 ) -> None:
+    settings.DISTLOCK["default"]["OPTIONS"] |= {"io_timeout": 10.0, "connect_timeout": 5.0}
     slot = Slot(cluster, name)
     if is_known:
         take(name).release()
