@@ -17,7 +17,7 @@ import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.etcd.entries import Entry
-from django_distlock.backends.etcd.gateway import SILENCE, Reply
+from django_distlock.backends.etcd.gateway import SILENCE, Reply, below
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
@@ -746,13 +746,12 @@ def test_a_lease_ends_with_its_session_that_was_prolonged_before() -> None:
 def closed(own_cluster: Cluster, settings: Settings, namespace: str) -> Iterator[Cluster]:
     """A cluster that asks for a login: of "shop", who may use the namespace, or of "guest", who may not."""
     member = own_cluster.members[0]
-    area = {"key": encoded(f"{namespace}/"), "range_end": encoded(f"{namespace}0")}
     for user in ("root", "shop", "guest"):
         member.asks("/v3/auth/user/add", name=user, password="hush")
     for role, user in (("root", "root"), ("locks", "shop")):
         member.asks("/v3/auth/role/add", name=role)
         member.asks("/v3/auth/user/grant", user=user, role=role)
-    permission = {"permType": "READWRITE", **area}
+    permission = {"permType": "READWRITE", **below(namespace)}
     member.asks("/v3/auth/role/grant", name="locks", perm=permission)
     member.asks("/v3/auth/enable")
     login = {"user": "shop", "password": "hush"}
@@ -877,9 +876,8 @@ def test_another_server_is_told_from_etcd(
 
 
 def test_the_check_tells_that_a_user_may_only_read(closed: Cluster, namespace: str) -> None:
-    member, area = closed.members[0], {"key": encoded(f"{namespace}/")}
+    member, area = closed.members[0], below(namespace)
     token = log_in(member, "root", "hush")
-    area["range_end"] = encoded(f"{namespace}0")
     member.asks("/v3/auth/role/revoke", token, role="locks", **area)
     member.asks("/v3/auth/role/grant", token, name="locks", perm={"permType": "READ", **area})
 

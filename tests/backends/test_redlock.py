@@ -48,6 +48,7 @@ from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from django_distlock.handler import make_backend
 from tests.contract.crew import start
+from tests.contract.profiles import PATIENT_REDLOCK as PATIENT
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import aeventually, eventually, never
 from tests.fixtures.proxy import Proxy
@@ -62,8 +63,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.server, pytest.mark.caches]
 
 REDLOCK = "django_distlock.backends.redlock.RedlockBackend"
-#: Much longer than any test may take: who waits for a server that hangs is found out.
-PATIENT = {"server_timeout": 5.0, "connect_timeout": 5.0, "restart_guard": False}
 HURRIED = {"server_timeout": 0.3, "connect_timeout": 0.6, "restart_guard": False}
 #: The longest ttl, in seconds, of the tests of restarts.
 GUARD = 4.0

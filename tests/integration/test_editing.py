@@ -30,6 +30,7 @@ from django_distlock.operators import holdings
 from django_distlock.testing import override_locks
 from testproject.models import Account, Fee
 from testproject.services import open_account
+from tests.contract.profiles import PATIENT_REDLOCK
 from tests.fixtures.eventually import eventually
 from tests.fixtures.pages import DOCS
 
@@ -45,14 +46,13 @@ REDLOCK = {
 ROW = {"BACKEND": "tests.integration.edit_site.BoundToProcess"}
 CACHE = "django_distlock.backends.cache.CacheBackend"
 FIVE = ["redis_one", "redis_two", "redis_three", "redis_four", "redis_five"]
-PATIENT = {"server_timeout": 5.0, "connect_timeout": 5.0}
 SERVERS: dict[str, dict[str, Any]] = {
     "postgres": {"OPTIONS": {"using": "postgres"}},
     "mariadb": {"OPTIONS": {"using": "mariadb"}},
     "redis": {"BACKEND": CACHE, "OPTIONS": {"cache": "redis_cache"}},
     "redis_five": {
         "BACKEND": REDLOCK["BACKEND"],
-        "OPTIONS": {"servers": FIVE, "restart_guard": False, **PATIENT},
+        "OPTIONS": {"servers": FIVE, **PATIENT_REDLOCK},
     },
 }
 

@@ -31,8 +31,6 @@ ELECTION = 0.1
 CHUNK = 65_536
 #: How many idle connections are kept.
 IDLE = 10
-#: The only path whose replies have no header.
-ALARMS = "/v3/maintenance/alarm"
 #: The name of a key that is not written.
 NEVER = "%never"
 #: Seconds for a last request, for one that is sent although its session is over, and until a watch has begun.
@@ -175,8 +173,8 @@ class MemberConnection:
 
     def wait_for(self, seconds: float) -> None:
         """Wait so long for each part of the reply from now on."""
-        if (line := self._socket) is not None:
-            line.settimeout(seconds)
+        assert self._socket is not None, "ask() has connected"
+        self._socket.settimeout(seconds)
 
     def interrupt(self) -> None:
         """End the request whose reply another thread reads."""
@@ -232,14 +230,10 @@ class Gateway:
         return self.post("/v3/kv/txn", {"success": success, **more})
 
     def check(self) -> None:
-        """Raise LockBackendError if etcd has no gateway, is full, or lets us read or write nothing."""
+        """Raise LockBackendError if etcd has no gateway, is full, or lets us write nothing."""
         key = f"{self._options.namespace}/{NEVER}"
-        # It asks for the rights to both, and does neither.
-        never = [compare(key, "LESS", 0)]
-        self.transaction(put(key, ""), compare=never, failure=[find(below(key))])
-        found = self.post(ALARMS, {"action": "GET"}).body.get("alarms", ())
-        if any(each.get("alarm") == "NOSPACE" for each in found):
-            raise self._error(full := Refused("database space exceeded")) from full
+        # It is refused as a write would be, and writes nothing.
+        self.transaction(put(key, ""), compare=[compare(key, "LESS", 0)])
 
     def _log_in(self, ends: float) -> None:
         login = SecretBytes(
@@ -422,7 +416,7 @@ def _read(
         is_transient = status in {503, 504} or _is_one_of(text, _TRANSIENT)
         raise Refused(text, is_transient=is_transient)
     answer = known.get("result", known)
-    if "header" not in answer and path != ALARMS:
+    if "header" not in answer:
         raise Refused("no gateway")
     return Reply(answer, True, headers.get("date", ""))
 
