@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # Else each process that tests start compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-server test test-newest test-oldest coverage all-installed test-fast simulate torture see-red mutants benchmark lint docs messages clean
+.PHONY: help demo demo-server test test-stacks test-newest test-oldest coverage all-installed test-fast simulate torture see-red mutants benchmark lint docs messages clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -20,6 +20,9 @@ demo-server: $(VENV)/.installed ## serve the demo's pages and its admin
 
 test: all-installed ## all that CI does, on every server; installs what is missing
 	tools/run-all-tests
+
+test-stacks: $(VENV)-stacks/.installed ## locks among the packages that Django teams have (agents, admins, tenants), some minutes
+	$(VENV)-stacks/bin/python -m tests.stacks $(ONLY)
 
 test-newest: $(VENV)/.installed-dev ## the contract on the servers and the Python of Debian sid, in a folder (an hour)
 	tools/test-newest
@@ -64,7 +67,7 @@ messages: $(VENV)/.installed-dev ## collect the texts to translate, and compile 
 	cd django_distlock && ../$(BIN)/python -m django compilemessages
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage .coverage.* htmlcov mutants dist docs/_build
+	rm -rf $(VENV) $(VENV)-stacks .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .coverage .coverage.* htmlcov mutants dist docs/_build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml
@@ -78,6 +81,13 @@ $(VENV)/.installed-dev: pyproject.toml
 	$(PIP) install --upgrade 'pip>=25.1'
 	$(PIP) install --editable '.[all,demo]' --group dev
 	touch $(VENV)/.installed $@
+
+$(VENV)-stacks/.installed: pyproject.toml
+	tools/install-debian-packages
+	$(PYTHON) -m venv $(VENV)-stacks
+	$(VENV)-stacks/bin/python -m pip -qq install --upgrade 'pip>=25.1'
+	$(VENV)-stacks/bin/python -m pip -qq install --editable '.[all]' --group stacks
+	touch $@
 
 $(VENV)/.installed-servers: $(VENV)/.installed-dev
 	$(PIP) install --group servers

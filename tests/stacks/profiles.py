@@ -1,0 +1,148 @@
+"""The stacks: packages as their own documentation installs them, and the acts to run among them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: Where the agents would send what they collect: nobody listens there.
+NOWHERE = "http://127.0.0.1:9"
+#: The aliases whose locks are tested, and the fixture of the server that each needs.
+ALIASES = {
+    "default": "databases",
+    "postgres": "postgres",
+    "rowlock": "postgres",
+    "advisory": "postgres",
+    "bare": "postgres",
+    "mariadb": "mariadb",
+    "getlock": "mariadb",
+    "redis": "redis",
+    "memcached": "memcached",
+}
+ON_POSTGRES = ("postgres", "rowlock", "advisory")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Packages that a team has installed together.
+
+    *first* are apps before Django's own, *apps* after them. *settings* replace those of the test project.
+    *command* stands before the interpreter. *acts* are the files to run, *aliases* those of the locks.
+    """
+
+    name: str
+    acts: tuple[str, ...]
+    apps: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ("default",)
+    settings: dict[str, Any] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _program(name: str) -> str:
+    """Return the path of a program beside the interpreter."""
+    return str(Path(sys.executable).parent / name)
+
+
+AGENT = ("locks", "rows", "pages", "commands", "tasks")
+THEME = ("pages",)
+
+STACKS = (
+    Stack(
+        "ddtrace",
+        AGENT,
+        aliases=tuple(ALIASES),
+        command=(_program("ddtrace-run"),),
+        environment={
+            "DD_TRACE_AGENT_URL": NOWHERE,
+            "DD_INSTRUMENTATION_TELEMETRY_ENABLED": "false",
+            "DD_REMOTE_CONFIGURATION_ENABLED": "false",
+            "DD_CRASHTRACKING_ENABLED": "false",
+            "DD_PYTEST_ENABLED": "false",
+        },
+    ),
+    Stack(
+        "newrelic",
+        AGENT,
+        aliases=tuple(ALIASES),
+        command=(_program("newrelic-admin"), "run-program"),
+        environment={
+            "NEW_RELIC_DEVELOPER_MODE": "true",  # it sends nothing
+            "NEW_RELIC_LICENSE_KEY": "0" * 40,
+            "NEW_RELIC_APP_NAME": "stacks",
+            "NEW_RELIC_LOG": os.devnull,
+        },
+    ),
+    Stack(
+        "elastic",
+        AGENT,
+        apps=("elasticapm.contrib.django",),
+        aliases=tuple(ALIASES),
+        # Without this, it does nothing while tests run.
+        environment={"ELASTIC_APM_INSTRUMENT_TESTS": "1"},
+        settings={
+            "ELASTIC_APM": {
+                "SERVICE_NAME": "stacks",
+                "SERVER_URL": NOWHERE,
+                "DISABLE_SEND": True,
+                "CENTRAL_CONFIG": False,
+                "CLOUD_PROVIDER": "none",
+                "DEBUG": True,
+            }
+        },
+    ),
+    Stack(
+        "opentelemetry",
+        AGENT,
+        aliases=tuple(ALIASES),
+        command=(_program("opentelemetry-instrument"),),
+        environment={
+            "OTEL_TRACES_EXPORTER": "none",
+            "OTEL_METRICS_EXPORTER": "none",
+            "OTEL_LOGS_EXPORTER": "none",
+            "DJANGO_SETTINGS_MODULE": "tests.stacks.settings",
+        },
+    ),
+    Stack("sentry", AGENT, aliases=tuple(ALIASES)),
+    Stack(
+        "models",
+        ("rows", "models", "pages"),
+        apps=(
+            "polymorphic",
+            "model_utils",
+            "parler",
+            "guardian",
+            "reversion",
+            "simple_history",
+            "import_export",
+        ),
+        settings={
+            "AUTHENTICATION_BACKENDS": [
+                "django.contrib.auth.backends.ModelBackend",
+                "guardian.backends.ObjectPermissionBackend",
+            ],
+            "PARLER_LANGUAGES": {None: ({"code": "en"}, {"code": "de"}), "default": {}},
+        },
+    ),
+    Stack("unfold", THEME, first=("unfold",)),
+    Stack("jazzmin", THEME, first=("jazzmin",)),
+    Stack("grappelli", THEME, first=("grappelli",)),
+    Stack(
+        "psycopg-pool",
+        ("locks", "rows", "commands"),
+        aliases=ON_POSTGRES,
+        settings={"postgres": {"OPTIONS": {"pool": {"min_size": 1, "max_size": 2}}}},
+    ),
+    Stack("django-redis", ("locks",), aliases=("redis",)),
+    Stack(
+        "django-valkey",
+        ("locks",),
+        aliases=("redis",),
+        settings={"cache": {"BACKEND": "django_valkey.cache.ValkeyCache"}},
+    ),
+)
+BY_NAME = {stack.name: stack for stack in STACKS}

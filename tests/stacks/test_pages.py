@@ -1,0 +1,70 @@
+"""The pages of the locks, and edit locks, in the admins and themes of packages."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from django.contrib import admin
+from django.contrib.auth.models import User
+from django.test import Client
+from django.urls import reverse
+
+from django_distlock import lock
+from django_distlock.operators import survey
+from tests.integration.edit_site import fields_of
+
+FORCE = "admin:django_distlock_heldlock_force_release"
+LOCKS = "admin:django_distlock_heldlock_changelist"
+EDITED = [
+    model
+    for model, options in admin.site._registry.items()
+    if model._meta.app_label == "stacks" and hasattr(options, "edit_lock")
+]
+
+
+@pytest.fixture
+def client(name: str) -> Client:
+    """The browser of somebody who may do everything."""
+    visitor = Client(raise_request_exception=True)
+    visitor.force_login(User.objects.create_superuser(f"admin-{name}", password="-"))
+    return visitor
+
+
+def test_a_held_lock_is_listed_and_freed(client: Client, name: str) -> None:
+    lease = lock(name).acquire()
+    assert lease
+
+    page = client.get(reverse(LOCKS))
+    assert name in page.content.decode()
+    (row,) = [row for row in survey(["default"])[0] if row.held.name == name]
+    asked = client.get(reverse(FORCE), {"lock": row.value})
+    assert name in asked.content.decode()
+    client.post(reverse(FORCE), {"lock": row.value}, follow=True)
+
+    assert lock(name, reentrant=False, timeout=0).acquire()
+
+
+def test_the_history_of_a_lock_is_shown(client: Client, name: str) -> None:
+    with lock(name):
+        page = client.get(reverse("admin:django_distlock_methodlock_changelist"))
+
+    assert name in page.content.decode()
+
+
+@pytest.mark.parametrize("model", EDITED, ids=lambda model: model.__name__)
+def test_an_object_is_edited_by_one_user_at_a_time(client: Client, name: str, model: Any) -> None:
+    row = model.objects.create(name=name)
+    page = reverse(f"admin:{model._meta.label_lower.replace('.', '_')}_change", args=[row.pk])
+    second = Client()
+    second.force_login(User.objects.create_superuser(f"second-{name}", password="-"))
+
+    opened = client.get(page)
+    refused = second.get(page)
+    assert re.search(rf"admin-{name}", refused.content.decode())
+    saved = client.post(page, {**fields_of(opened), "name": f"{name} saved"}, follow=True)
+
+    assert saved.status_code == 200
+    row.refresh_from_db()
+    assert row.name == f"{name} saved"
