@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.fixtures.environment import SERVER_PORTS, free_port, sqlite_path
 
-from .profiles import BY_NAME, Stack
+from .profiles import BY_NAME, ELSEWHERE, Stack
 
 FOLDER = Path(__file__).parent
 
@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 def run(stack: Stack) -> int:
     """Run the acts of *stack*, print what pytest says, and return its exit status."""
     began = time.monotonic()
-    acts = [str(FOLDER / f"test_{act}.py") for act in stack.acts]
+    acts = [str(ELSEWHERE.get(act, FOLDER / f"test_{act}.py")) for act in stack.acts]
     # Chosen here: an agent may read Django's settings before pytest has loaded its plugins.
     ports = {name: str(free_port()) for name in SERVER_PORTS}
     environment = {

@@ -48,7 +48,10 @@ def _program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-AGENT = ("locks", "rows", "pages", "commands", "tasks")
+#: Where an act is that is no file of this folder: DRF and django-ninja have their tests.
+ELSEWHERE = {"apis": Path(__file__).parents[1] / "unit/test_frameworks.py"}
+
+AGENT = ("locks", "rows", "pages", "commands", "tasks", "apis")
 THEME = ("pages",)
 
 STACKS = (
