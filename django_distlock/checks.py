@@ -13,7 +13,7 @@ from .exceptions import DOCS, InvalidLockBackend
 from .handler import locks
 
 #: The ids of check_settings(), which check_servers() does not repeat.
-_OF_SETTINGS = {"distlock.E001", "distlock.W001"}
+_OF_SETTINGS = {"distlock.E001", "distlock.E003", "distlock.W001"}
 
 
 @register("distlock")
@@ -53,7 +53,7 @@ def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:
 
 
 def _wrong(error: InvalidLockBackend) -> Error:
-    return Error(str(error), hint="Correct the setting.", id="distlock.E001")
+    return Error(str(error), hint=error.hint, id=error.check)
 
 
 def _told(messages: Iterable[CheckMessage]) -> list[CheckMessage]:

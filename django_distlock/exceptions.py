@@ -244,6 +244,16 @@ class SnapshotBeforeLock(_InTransaction):
 class InvalidLockBackend(ImproperlyConfigured):
     """The DISTLOCK setting is wrong; the text names the alias and the key."""
 
+    #: The id of the system check that reports it, and its hint.
+    check, hint = "distlock.E001", "Correct the setting."
+
+
+class UnsupportedDatabase(InvalidLockBackend):
+    """The database of an alias is of a kind that keeps no locks."""
+
+    check = "distlock.E003"
+    hint = "Let OPTIONS 'using' name another database, choose another backend, or write one."
+
 
 def root_cause(error: Exception) -> Exception:
     """Return the driver's error behind *error*, to be the only cause of an error of ours.

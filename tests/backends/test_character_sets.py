@@ -36,7 +36,6 @@ LEASES = "django_distlock.backends.database.DatabaseBackend"
 BACKENDS: dict[str, dict[str, Any]] = {
     "lease": {"BACKEND": LEASES},
     "fair": {"BACKEND": LEASES, "OPTIONS": {"fair": True}},
-    "portable": {"BACKEND": LEASES, "OPTIONS": {"engine": "portable", "fair": True}},
     **{kind: {"BACKEND": path} for kind, path in KINDS.items()},
 }
 #: A character that is in none of these sets, one that is in utf8mb3, and one that is in all.

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.db import DatabaseError, connections, transaction
 
-from django_distlock import Lease, lock, locks
+from django_distlock import lock, locks
 from django_distlock.backends.database.base import BaseDatabaseBackend
 from django_distlock.backends.database.mysql import MySQL
-from django_distlock.backends.database.portable import Portable
-from django_distlock.engine import values
 from django_distlock.models import FencingCounter, MethodLock
 from tests.backends.conftest import isolated
 from tests.contract.crew import elsewhere, start, together
@@ -51,13 +49,8 @@ POOLED = ("postgres", "pgbouncer")
 EVERY = [
     *(Kind(servers[0], servers) for servers in SERVERS),
     *(Kind(f"{servers[0]}-fair", servers, options={"fair": True}) for servers in SERVERS),
-    *(
-        Kind(f"{servers[0]}-portable", servers, options={"engine": "portable"})
-        for servers in SERVERS
-    ),
     *(Kind(f"{servers[0]}-{kind}", servers, KINDS[kind]) for servers in SERVERS for kind in KINDS),
     Kind("pgbouncer", POOLED, options={"listen": False}),
-    Kind("pgbouncer-portable", POOLED, options={"listen": False, "engine": "portable"}),
 ]
 
 
@@ -215,33 +208,6 @@ def test_a_place_that_is_given_back_before_the_refusal_is_explained_is_taken(
         assert lease.place == 0
 
 
-@kinds([each for each in EVERY if each.options == {"engine": "portable"}])
-def test_a_place_that_others_take_before_us_leaves_us_the_next_one(
-    kind: Kind, name: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"using": kind.using, "engine": "portable", "fair": True}
-    settings.DISTLOCK = {"locks": {"BACKEND": kind.path, "OPTIONS": options}}
-    recipe = lock(name, using="locks", limit=2, timeout=0)
-    for lease in [elsewhere(recipe.acquire), elsewhere(recipe.acquire)]:
-        assert lease is not None
-        lease.release()
-    others, take = list[Lease | None](), Portable._take
-
-    def take_after_others(*asked: Any) -> Any:
-        monkeypatch.undo()
-        first = lock(name, using="locks", limit=1, timeout=0)
-        others.append(elsewhere(first.acquire))
-        return take(*asked)
-
-    monkeypatch.setattr(Portable, "_take", take_after_others)
-    monkeypatch.setattr(values, "first_place", lambda limit: 0)
-    with recipe as lease:
-        assert lease.place == 1
-    for other in others:
-        assert other is not None
-        other.release()
-
-
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Have objects be gone with their last reference only."""
@@ -252,7 +218,7 @@ def no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collector")
-@kinds([kind for kind in EVERY if "portable" in kind.name])
+@kinds([kind for kind in EVERY if kind.name in {"postgres", "mariadb"}])
 def test_a_thread_that_waited_for_a_row_and_ended_has_its_lock_released(
     kind: Kind, name: str
 ) -> None:

@@ -767,21 +767,19 @@ def test_token_rises_though_the_clock_of_the_server_was_put_back(database: str, 
 
 
 @pytest.mark.parametrize(
-    ("using", "engine"),
+    "using",
     [
-        ("default", "auto"),
-        pytest.param("postgres", "auto", marks=pytest.mark.server),
-        pytest.param("mariadb", "auto", marks=pytest.mark.server),
-        pytest.param("postgres", "portable", marks=pytest.mark.server),
-        pytest.param("mariadb", "portable", marks=pytest.mark.server),
+        "default",
+        pytest.param("postgres", marks=pytest.mark.server),
+        pytest.param("mariadb", marks=pytest.mark.server),
     ],
 )
 def test_waiter_that_looks_now_and_then_keeps_its_place(
-    request: pytest.FixtureRequest, using: str, engine: str, name: str, settings: Settings
+    request: pytest.FixtureRequest, using: str, name: str, settings: Settings
 ) -> None:
     if using != "default":
         request.getfixturevalue(using)
-    options = {"using": using, "engine": engine, "fair": True, "listen": False, "io_timeout": 10.0}
+    options = {"using": using, "fair": True, "listen": False, "io_timeout": 10.0}
     settings.DISTLOCK = {"default": {"OPTIONS": options}}
     locked = locks["default"]
     holder, first, late = (locked.request(name, ttl=60, holder=Holder.current()) for _ in range(3))

@@ -179,18 +179,9 @@ PROFILES = (
     _database("sqlite-fair", "default", QUEUED | {"fair", "variant"}, fair=True),
     _database("postgres", "postgres", NOTIFIED, "postgres"),
     _database("postgres-fair", "postgres", NOTIFIED | {"fair", "variant"}, "postgres", fair=True),
-    _database(
-        "postgres-portable",
-        "postgres",
-        QUEUED | {"fair"},
-        "postgres",
-        engine="portable",
-        fair=True,
-    ),
     _database("postgres-pgbouncer", "pgbouncer", ROWS | {"variant"}, "pgbouncer", listen=False),
     _database("mariadb", "mariadb", ROWS, "mariadb"),
     _database("mariadb-fair", "mariadb", QUEUED | {"fair", "variant"}, "mariadb", fair=True),
-    _database("mariadb-portable", "mariadb", ROWS, "mariadb", engine="portable"),
     _session("postgres-rowlock", ROWLOCK, "postgres", SESSION | {"shared", "lists_readers"}),
     _session(
         "mariadb-rowlock",

@@ -106,8 +106,6 @@ def test_it_is_not_in_the_frames_of_an_error(
 ) -> None:
     """Django's error mails and Sentry show the variables of all frames."""
     options = profile.settings["OPTIONS"]
-    if options.get("engine") == "portable":
-        pytest.skip("a new connection has no time limit of ours there")
     options = {**options, **{key: IMPATIENT[key] for key in IMPATIENT.keys() & options.keys()}}
     settings.DISTLOCK = {using: {**profile.settings, "OPTIONS": options}}
     lease = lock(name, using=using, ttl=20).acquire()

@@ -347,14 +347,19 @@ def test_a_kind_of_database_that_keeps_no_locks_is_an_error(
 
     monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
     [too_old] = check_servers(databases=["new"])
-    monkeypatch.setattr(connections["new"], "vendor", "another")
-    [no_row_locks] = check_settings()
+    monkeypatch.setattr(connections["new"], "vendor", "oracle")
+    locks.reset()
+    [unsupported] = check_settings()
     settings.DISTLOCK = {"default": {"OPTIONS": {"using": "volatile"}}}
     [volatile] = check_settings()
 
     assert (too_old.id, too_old.msg.split("has ")[1]) == ("distlock.E004", "no RETURNING.")
-    assert no_row_locks.id == "distlock.E003"
-    assert no_row_locks.msg.endswith("the database 'new' has no SELECT ... FOR UPDATE.")
+    assert unsupported.id == "distlock.E003"
+    assert unsupported.msg == (
+        "DISTLOCK['default']: the database 'new' is of the kind 'oracle'; "
+        "these locks need PostgreSQL, MariaDB, MySQL or SQLite."
+    )
+    assert str(unsupported.hint).startswith("Let OPTIONS 'using' name another database, ")
     assert (volatile.id, "'volatile' is in memory" in volatile.msg) == ("distlock.E002", True)
     locks.reset()
     for alias in ("new", "volatile"):

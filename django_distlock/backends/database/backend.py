@@ -7,7 +7,7 @@ import sqlite3
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.core.checks import Error, Warning as CheckWarning
 from django.db import connections
@@ -25,7 +25,6 @@ from . import purge, records
 from .base import BaseDatabaseBackend, ConnectionOptions
 from .dialect import COUNTER, LOCK, WAITER
 from .mysql import MySQL
-from .portable import Portable
 from .postgresql import PostgreSQL
 from .sqlite import SQLite
 from .waiters import Notified, Watcher
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from .dialect import Dialect
 
 _DIALECTS: dict[str, type[Dialect]] = {"postgresql": PostgreSQL, "mysql": MySQL, "sqlite": SQLite}
-#: The values of OPTIONS "engine".
-_ENGINE_NAMES = ("auto", "portable")
 #: The first version with RETURNING.
 _LEAST_SQLITE = (3, 35, 0)
 #: Seconds between two renewals of the places of waiters that do not look themselves.
@@ -57,27 +54,20 @@ class DatabaseOptions(ConnectionOptions):
     """OPTIONS of DatabaseBackend.
 
     fair: first come, first served, also between processes.
-    engine: "auto" uses statements written for the server; "portable" uses SELECT FOR UPDATE.
     listen: wake waiters through one more connection: by LISTEN and NOTIFY on PostgreSQL (not through PgBouncer);
         on MariaDB, MySQL and SQLite it looks for all waiters of this process.
     """
 
     max_connections: int = 8
     fair: bool = False
-    engine: str = "auto"
     listen: bool = True
-
-    def __post_init__(self) -> None:
-        ConnectionOptions.__post_init__(self)
-        if self.engine not in _ENGINE_NAMES:
-            msg = f"'engine' must be one of {', '.join(map(repr, _ENGINE_NAMES))}, not {self.engine!r}."
-            raise ValueError(msg)
 
 
 class DatabaseBackend(BaseDatabaseBackend):
     """Locks in a table of a database that the project already uses."""
 
     options_class = DatabaseOptions
+    vendors: ClassVar = {**BaseDatabaseBackend.vendors, "sqlite": "SQLite"}
     supports_fencing = True
     supports_fair = True
     supports_listing = True
@@ -108,9 +98,7 @@ class DatabaseBackend(BaseDatabaseBackend):
         )
 
     def make_dialect(self, vendor: str) -> Dialect:
-        options = self.options
-        chosen = Portable if options.engine == "portable" else _DIALECTS.get(vendor, Portable)
-        return chosen(fair=options.fair)
+        return _DIALECTS[vendor](fair=self.options.fair)
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
@@ -255,9 +243,6 @@ class DatabaseBackend(BaseDatabaseBackend):
             text = f"DISTLOCK[{self.alias!r}]: the database {using!r} is in memory, where each connection has its own."
             hint = "Use a file, or LocMemBackend within one process."
             return [Error(text, hint=hint, id="distlock.E002")]
-        if not connection.features.has_select_for_update and connection.vendor != "sqlite":
-            text = f"DISTLOCK[{self.alias!r}]: the database {using!r} has no SELECT ... FOR UPDATE."
-            return [Error(text, hint="Choose another backend or database.", id="distlock.E003")]
         return [*self.check_driver(), *self.check_installed()]
 
     def _keep_places(self, waiters: Sequence[Request]) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from django.apps import apps
 from django.core.checks import Error, Warning as CheckWarning
@@ -24,6 +24,7 @@ from django_distlock.exceptions import (
     LockError,
     NotSupported,
     StaleFencingToken,
+    UnsupportedDatabase,
 )
 from django_distlock.ground.naming import printable
 
@@ -75,10 +76,20 @@ class ConnectionOptions:
 class BaseDatabaseBackend(BaseLockBackend):
     """Locks that live in the database ``OPTIONS["using"]``, with fencing tokens beside them."""
 
+    #: The kinds of databases that can keep them, and their names for people.
+    vendors: ClassVar[dict[str, str]] = {"postgresql": "PostgreSQL", "mysql": "MariaDB, MySQL"}
+
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
         self.location = location_of(connections[self.options.using].settings_dict)
-        self.dialect = self.make_dialect(connections[self.options.using].vendor)
+        vendor = connections[self.options.using].vendor
+        if vendor not in self.vendors:
+            *others, last = self.vendors.values()
+            raise UnsupportedDatabase(
+                f"DISTLOCK[{self.alias!r}]: the database {self.options.using!r} is of the kind {vendor!r}; "
+                f"these locks need {', '.join(others)} or {last}."
+            )
+        self.dialect = self.make_dialect(vendor)
         self._own = self.make_pool(self.dialect, self.options.max_connections)
 
     @cached_property

@@ -215,8 +215,7 @@ class Dialect(ABC):
 
     def missed(self, cursor: Any, request: Request) -> Release:
         """Return the result of a release that has freed no lock."""
-        known = {"key": request.key, "owner": request.owner, **self.times(cursor)}
-        cursor.execute(self.missed_sql, known)
+        cursor.execute(self.missed_sql, {"key": request.key, "owner": request.owner})
         is_ours, is_taken = cursor.fetchone() or (False, False)
         return Release.RELEASED if is_ours else Release.TAKEN if is_taken else Release.GONE
 
@@ -224,17 +223,13 @@ class Dialect(ABC):
         """Extend each lease to its ttl from now; return for each whether it is still held."""
         kept = []
         for request in requests:
-            self.write(cursor, self.extend_sql, request)
+            cursor.execute(self.extend_sql, parameters(request))
             kept.append(cursor.rowcount == 1)
         return kept
 
     def take_over(self, cursor: Any, request: Request, former: str) -> bool:
-        self.write(cursor, self.take_over_sql, request, former=former)
+        cursor.execute(self.take_over_sql, {**parameters(request), "former": former})
         return self.extend(cursor, [request])[0]
-
-    def write(self, cursor: Any, statement: str, request: Request, **more: str) -> None:
-        """Execute *statement* on the row of a lock; *more*: its further parameters."""
-        cursor.execute(statement, {**parameters(request), **more})
 
     def probe(self, cursor: Any, request: Request) -> Busy | None:
         holdings = request.holdings
@@ -263,11 +258,7 @@ class Dialect(ABC):
     def keep_places(self, cursor: Any, owners: Sequence[str]) -> None:
         """Renew the places of *owners* that need it."""
         marks, known = listed(owners, self.parameter)
-        cursor.execute(self.keep_places_sql + marks, {**known, **self.times(cursor)})
-
-    def times(self, cursor: Any) -> dict[str, Any]:
-        """Return the times that statements need as parameters: none, as they call the server's clock."""
-        return {}
+        cursor.execute(self.keep_places_sql + marks, known)
 
     def dequeue(self, cursor: Any, request: Request) -> None:
         """Give up the place in the queue."""

@@ -77,9 +77,6 @@ class SessionBackend(BaseDatabaseBackend):
         self._released, self._interrupted = Recent(), Recent()
 
     def make_dialect(self, vendor: str) -> Dialect:
-        if vendor not in self.servers:
-            msg = f"'using' names {self.options.using!r}, which is none of PostgreSQL, MariaDB and MySQL ({vendor})."
-            raise ValueError(msg)
         self._server_class = self.servers[vendor]
         return self._server_class.dialect_class(fair=False)
 
