@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +51,34 @@ def _program(name: str) -> str:
 #: Where an act is that is no file of this folder: DRF and django-ninja have their tests.
 ELSEWHERE = {"apis": Path(__file__).parents[1] / "unit/test_frameworks.py"}
 
-AGENT = ("locks", "rows", "pages", "commands", "tasks", "apis")
+AGENT = ("locks", "transactions", "rows", "pages", "commands", "tasks", "apis")
 THEME = ("pages",)
 
+DDTRACE = Stack(
+    "ddtrace",
+    AGENT,
+    aliases=tuple(ALIASES),
+    command=(_program("ddtrace-run"),),
+    environment={
+        "DD_TRACE_AGENT_URL": NOWHERE,
+        "DD_INSTRUMENTATION_TELEMETRY_ENABLED": "false",
+        "DD_REMOTE_CONFIGURATION_ENABLED": "false",
+        "DD_CRASHTRACKING_ENABLED": "false",
+        "DD_PYTEST_ENABLED": "false",
+    },
+)
+
 STACKS = (
-    Stack(
-        "ddtrace",
-        AGENT,
-        aliases=tuple(ALIASES),
-        command=(_program("ddtrace-run"),),
+    DDTRACE,
+    replace(
+        DDTRACE,
+        name="ddtrace-drivers",  # those that Django prefers to psycopg 3 and PyMySQL, or supports beside them
+        acts=("locks", "transactions"),
+        aliases=("postgres", "rowlock", "mariadb", "getlock"),
         environment={
-            "DD_TRACE_AGENT_URL": NOWHERE,
-            "DD_INSTRUMENTATION_TELEMETRY_ENABLED": "false",
-            "DD_REMOTE_CONFIGURATION_ENABLED": "false",
-            "DD_CRASHTRACKING_ENABLED": "false",
-            "DD_PYTEST_ENABLED": "false",
+            **DDTRACE.environment,
+            "DISTLOCK_POSTGRES_DRIVER": "psycopg2",
+            "DISTLOCK_MYSQL_DRIVER": "mysqlclient",
         },
     ),
     Stack(
@@ -136,7 +149,7 @@ STACKS = (
     Stack("grappelli", THEME, first=("grappelli",)),
     Stack(
         "psycopg-pool",
-        ("locks", "rows", "commands"),
+        ("locks", "transactions", "rows", "commands"),
         aliases=ON_POSTGRES,
         settings={"postgres": {"OPTIONS": {"pool": {"min_size": 1, "max_size": 2}}}},
     ),

@@ -47,6 +47,22 @@ LONGEST_SELECT = 2_000_000.0
 CANCEL = 10.0
 
 
+#: Where proxies keep what is inside: those of wrapt, which agents use, and those of SQLAlchemy's pools.
+_INSIDE = ("__wrapped__", "driver_connection")
+
+
+def driver_of(connection: BaseDatabaseWrapper) -> Any:
+    """Return the driver's own connection, which monitoring agents and pools put into a proxy.
+
+    An attribute that is set on a proxy may stay there, while the driver uses its own.
+    """
+    raw: Any = connection.connection
+    for name in _INSIDE:
+        while (inner := getattr(raw, name, None)) is not None:
+            raw = inner
+    return raw
+
+
 def bound_requests(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
     """Set the *seconds* after which a request on *connection* fails; None: never.
 
@@ -78,7 +94,7 @@ def patient(
 @contextmanager
 def interruptible(connection: BaseDatabaseWrapper) -> Iterator[None]:
     """Allow signals and other greenlets to run while the caller's own connection waits."""
-    raw: Any = connection.connection
+    raw = driver_of(connection)
     if not hasattr(raw, "send_query"):
         yield
         return
@@ -201,7 +217,7 @@ def _bound_psycopg(raw: Any, seconds: float | None) -> None:
 
 def _wait(raw: Any, work: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
     """Wait as psycopg does, but no longer than *raw* is bound to."""
-    wait = _wait_in_turn if _is_eventlet_at_work() else type(raw).wait
+    wait = _wait_in_turn if _is_eventlet_at_work() else raw.__class__.wait
     if raw.distlock_bound is not None:
         work = _bounded(work, clock.wait_time() + raw.distlock_bound)
     return wait(raw, work, *args, **kwargs)
@@ -242,7 +258,7 @@ _CLIENT_ERRORS = range(2000, 3000)
 
 def _bound_mysqlclient(connection: BaseDatabaseWrapper, seconds: float | None) -> None:
     """Wait for replies in Python: mysqlclient's C code blocks signals and greenlets, and has a fixed timeout."""
-    raw: Any = connection.connection
+    raw = driver_of(connection)
     if not hasattr(raw, "distlock_descriptor"):
         raw.distlock_descriptor = raw.fileno()  # fileno() fails while the connection is busy
 

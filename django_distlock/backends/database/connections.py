@@ -35,7 +35,7 @@ from django_distlock.exceptions import (
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
 
-from .bounds import bound_requests, cancel, descriptor, is_under_way
+from .bounds import bound_requests, cancel, descriptor, driver_of, is_under_way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -251,6 +251,7 @@ class OwnConnections:
 
     def _prepare(self, connection: Any, *, bounded: bool) -> None:
         connection.ensure_connection()
+        connection.connection = driver_of(connection)
         bound_requests(connection, self._io_timeout if bounded else None)
         self._dialect.prepare(connection)
         connection.distlock_cursor = self._dialect.cursor(connection)
