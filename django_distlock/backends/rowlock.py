@@ -105,7 +105,7 @@ class Taker(ABC):
         self.backend = _backend(connection.alias)
         self.dialect = self.backend.dialect
         self.key = self.backend.key_of(name)
-        self._lock = LockId(location_of(connection.settings_dict), self.key)
+        self._lock = LockId(location_of(connection), self.key)
 
     def take(self) -> None:
         """Take the lock, or raise the reason why it cannot be taken."""

@@ -53,6 +53,7 @@ ELSEWHERE = {"apis": Path(__file__).parents[1] / "unit/test_frameworks.py"}
 
 AGENT = ("locks", "transactions", "rows", "pages", "commands", "tasks", "apis")
 THEME = ("pages",)
+POOL = {"POOL_OPTIONS": {"POOL_SIZE": 2, "MAX_OVERFLOW": 0, "TIMEOUT": 10}}
 
 DDTRACE = Stack(
     "ddtrace",
@@ -148,8 +149,17 @@ STACKS = (
     Stack("jazzmin", THEME, first=("jazzmin",)),
     Stack("grappelli", THEME, first=("grappelli",)),
     Stack(
+        "django-db-connection-pool",
+        ("locks", "transactions", "pools"),
+        aliases=("postgres", "rowlock", "mariadb", "getlock"),
+        settings={
+            "postgres": {"ENGINE": "dj_db_conn_pool.backends.postgresql", **POOL},
+            "mariadb": {"ENGINE": "dj_db_conn_pool.backends.mysql", **POOL},
+        },
+    ),
+    Stack(
         "psycopg-pool",
-        ("locks", "transactions", "rows", "commands"),
+        ("locks", "transactions", "pools", "rows", "commands"),
         aliases=ON_POSTGRES,
         settings={"postgres": {"OPTIONS": {"pool": {"min_size": 1, "max_size": 2}}}},
     ),

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from django.core.checks import CheckMessage
+    from django.db.backends.base.base import BaseDatabaseWrapper
 
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.values import Request
@@ -81,8 +82,9 @@ class BaseDatabaseBackend(BaseLockBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self.location = location_of(connections[self.options.using].settings_dict)
-        vendor = connections[self.options.using].vendor
+        connection = connections[self.options.using]
+        self.location = location_of(connection)
+        vendor = connection.vendor
         if vendor not in self.vendors:
             *others, last = self.vendors.values()
             raise UnsupportedDatabase(
@@ -111,9 +113,7 @@ class BaseDatabaseBackend(BaseLockBackend):
     def guard(self, request: Request, token: int, using: str) -> None:
         """Lock the fencing token in the caller's transaction."""
         connection = connections[using]
-        if location_of(connections[self.options.using].settings_dict) != location_of(
-            connection.settings_dict
-        ):
+        if location_of(connections[self.options.using]) != location_of(connection):
             raise NotSupported(
                 self.alias, f"guard(using={using!r})", f"Its locks live in {self.options.using!r}."
             )
@@ -222,6 +222,7 @@ class BaseDatabaseBackend(BaseLockBackend):
             raise LockBackendError(self.alias, problem) from error
 
 
-def location_of(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Return the identity of a database: two aliases with the same one share their locks."""
-    return tuple(str(settings[key]) for key in ("ENGINE", "HOST", "PORT", "NAME"))
+def location_of(connection: BaseDatabaseWrapper) -> tuple[str, ...]:
+    """Return the identity of a database: two aliases with the same one share their locks, also by two engines."""
+    settings = connection.settings_dict
+    return (connection.vendor, *(str(settings[key]) for key in ("HOST", "PORT", "NAME")))

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import deque
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
@@ -15,6 +16,7 @@ from django.apps import apps
 from django.conf import settings as project
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, Error, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.utils import InterfaceError, OperationalError, ProgrammingError
 
 from django_distlock import conf
@@ -40,7 +42,6 @@ from .bounds import bound_requests, cancel, descriptor, driver_of, is_under_way
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.backends.utils import CursorWrapper
 
     from .dialect import Dialect
@@ -134,7 +135,7 @@ class OwnConnections:
 
     def open(self, *, bounded: bool = True) -> BaseDatabaseWrapper:
         """Open a connection; a bounded one gives up a request that has no answer in time."""
-        connection = connections.create_connection(self._database)
+        connection = self._new()
         self._connect(connection, bounded=bounded)
         return connection
 
@@ -213,16 +214,22 @@ class OwnConnections:
         with self._mutex:
             if len(self._all) >= self._limit:
                 return None
-            connection = connections.create_connection(self._database)
+            connection = self._new()
             self._all.add(connection)
             return connection
+
+    def _new(self) -> Any:
+        """Return a connection that is not open yet."""
+        connection: Any = connections.create_connection(self._database)
+        connection.__class__ = _class_of_own(connection.__class__)
+        connection.settings_dict = self._settings()
+        return connection
 
     def _ring_first(self) -> None:
         with suppress(IndexError):
             self._line[0].ring()
 
     def _connect(self, connection: Any, *, bounded: bool = True) -> None:
-        connection.settings_dict = self._settings()
         if not project.USE_TZ:
             # PostgreSQL would give times in TIME_ZONE, without a zone; tokens count by UTC.
             connection.timezone_name = "UTC"
@@ -330,6 +337,29 @@ class OwnConnections:
     def _lost(self, error: Exception) -> LockOutcomeUnknown:
         problem = f"the database {self._database!r} did not answer: {first_line(error)}"
         return LockOutcomeUnknown(self.alias, problem)
+
+
+@cache
+def _class_of_own(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]:
+    """Return *engine*, or, if it has a pool of its own, a subclass that opens and closes connections as Django does.
+
+    A pool would lend the sessions of locks, with their settings, to the application, and would soon be empty.
+    """
+    of_django = next(kind for kind in engine.__mro__ if kind.__module__.startswith("django."))
+    opens = engine.get_new_connection is not of_django.get_new_connection
+    closes = any(
+        getattr(engine, each) is not getattr(of_django, each) for each in ("close", "_close")
+    )
+    if of_django is BaseDatabaseWrapper or not (opens and closes):
+        return engine
+    members = {
+        name: member
+        for kind in reversed(of_django.__mro__)
+        for name, member in vars(kind).items()
+        if not name.startswith("__")
+    }
+    del members["get_connection_params"]  # the engine's, which may ask for a new password
+    return type(engine.__name__, (engine,), members)
 
 
 def abandon(connection: BaseDatabaseWrapper) -> None:
