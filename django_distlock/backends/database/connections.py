@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import sys
@@ -135,7 +134,7 @@ class OwnConnections:
 
     def open(self, *, bounded: bool = True) -> BaseDatabaseWrapper:
         """Open a connection; a bounded one gives up a request that has no answer in time."""
-        connection = self._new()
+        connection: BaseDatabaseWrapper = self._new()
         self._connect(connection, bounded=bounded)
         return connection
 
@@ -300,8 +299,10 @@ class OwnConnections:
 
     def _settings(self) -> dict[str, Any]:
         # Read again, as they may have changed since this thread's connections were made.
-        settings: dict[str, Any] = copy.deepcopy(connections.settings[self._database])
+        settings: dict[str, Any] = {**connections.settings[self._database]}
         settings.update(CONN_MAX_AGE=None, CONN_HEALTH_CHECKS=False, AUTOCOMMIT=True)
+        # No deep copy: what a project puts there, such as an SSLContext, may not allow it.
+        settings["OPTIONS"] = {**settings["OPTIONS"]}
         # An application's pool must not be drained by its locks.
         settings["OPTIONS"].pop("pool", None)
         settings["OPTIONS"].update(self._dialect.connection_options(settings, self._io_timeout))
@@ -341,24 +342,31 @@ class OwnConnections:
 
 @cache
 def _class_of_own(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper]:
-    """Return *engine*, or, if it has a pool of its own, a subclass that opens and closes connections as Django does.
+    """Return a subclass of *engine* for own connections, which come from no pool that *engine* has.
 
     A pool would lend the sessions of locks, with their settings, to the application, and would soon be empty.
     """
-    of_django = next(kind for kind in engine.__mro__ if kind.__module__.startswith("django."))
+
+    def get_connection_params(self: BaseDatabaseWrapper) -> dict[str, Any]:
+        try:
+            return engine.get_connection_params(self)
+        except Exception as error:  # such as that of a provider of passwords
+            msg = f"its engine has no connection parameters: {first_line(error)}"
+            raise ImproperlyConfigured(msg) from error
+
+    of_django: Any = next(kind for kind in engine.__mro__ if kind.__module__.startswith("django."))
     opens = engine.get_new_connection is not of_django.get_new_connection
     closes = any(
         getattr(engine, each) is not getattr(of_django, each) for each in ("close", "_close")
     )
-    if of_django is BaseDatabaseWrapper or not (opens and closes):
-        return engine
-    members = {
+    has_pool = opens and closes and of_django is not BaseDatabaseWrapper
+    members: dict[str, Any] = {
         name: member
-        for kind in reversed(of_django.__mro__)
+        for kind in (reversed(of_django.__mro__) if has_pool else ())
         for name, member in vars(kind).items()
         if not name.startswith("__")
     }
-    del members["get_connection_params"]  # the engine's, which may ask for a new password
+    members["get_connection_params"] = get_connection_params
     return type(engine.__name__, (engine,), members)
 
 
