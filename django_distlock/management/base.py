@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentError, ArgumentTypeError, _AppendAction
 from contextlib import suppress
+from datetime import timedelta
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,6 +64,22 @@ class LockCommand(BaseCommand):
             # The reader has closed the pipe. Python writes the rest at its exit, and must not fail there again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(NOT_READ)
+
+    def execute(self, *args: Any, **options: Any) -> str | None:
+        # call_command() passes its keyword arguments as they are: give them the types that they have in a shell.
+        parser = self.create_parser("", "")
+        for action in parser._actions:  # noqa: SLF001 - as call_command() does
+            value = options.get(action.dest)
+            if isinstance(value, timedelta):
+                options[action.dest] = value.total_seconds()
+            elif isinstance(value, str):
+                try:
+                    value = parser._get_value(action, value)  # noqa: SLF001
+                    parser._check_value(action, value)  # noqa: SLF001
+                except ArgumentError as error:
+                    parser.error(str(error))
+                options[action.dest] = [value] if isinstance(action, _AppendAction) else value
+        return super().execute(*args, **options)
 
     def tell_failed(self, failed: dict[str, str], text: str) -> None:
         """Write the error of each alias in *failed*; CommandError with *text* if there are any."""
