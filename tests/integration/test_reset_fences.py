@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import connections
 from django.test import override_settings
 
 from django_distlock import StaleFencingToken, lock, lock_all
@@ -141,6 +142,19 @@ def test_programs_get_an_object_and_v0_nothing(ahead: Account) -> None:
 def test_a_database_that_is_not_there_is_a_wrong_argument() -> None:
     with pytest.raises(CommandError, match="invalid choice: 'nowhere'"):
         call_command("reset_fences", "testproject.Account", "--yes", "--database=nowhere")
+
+
+def test_a_database_that_is_down_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    down = {"ENGINE": "django.db.backends.postgresql", "NAME": "x", "HOST": "127.0.0.1", "PORT": 1}
+    databases = connections.configure_settings({"default": {}, "down": down})
+    monkeypatch.setitem(connections.settings, "down", databases["down"])
+
+    with pytest.raises(CommandError, match=r"^DATABASES\['down'\]: connection") as refused:
+        call_command("reset_fences", "testproject.Account", "--yes", "--database=down")
+
+    assert refused.value.returncode == NO_SERVER
+    assert "\n" not in str(refused.value)
+    del connections["down"]
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.core.management.base import CommandError
-from django.db import DEFAULT_DB_ALIAS, connections
+from django.db import DEFAULT_DB_ALIAS, InterfaceError, OperationalError, connections
 from django.utils.translation import gettext as _, ngettext
 
 from django_distlock import InvalidLockBackend, LockError, locks
 from django_distlock.engine import fencing
+from django_distlock.exceptions import first_line
 from django_distlock.management.base import (
     BUSY,
+    NO_SERVER,
     WRONG_ARGUMENTS,
     LockCommand,
     add_question,
@@ -50,6 +52,13 @@ class Command(LockCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         check_can_ask(options)
+        try:
+            self._reset(options)
+        except (OperationalError, InterfaceError) as error:
+            text = f"DATABASES[{options['database']!r}]: {first_line(error)}"
+            raise CommandError(text, returncode=NO_SERVER) from error
+
+    def _reset(self, options: dict[str, Any]) -> None:
         rows = fencing.fenced(_model(options["model"]), options["database"])
         _check_nobody_holds()
         if not options["yes"]:
