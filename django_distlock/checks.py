@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
+from traceback import walk_stack
 from typing import Any
 
 from django.core.checks import CheckMessage, Error, Tags, Warning as CheckWarning, register
@@ -27,12 +27,18 @@ def check_servers(
     app_configs: Any = None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """Run the checks that ask servers; only with ``manage.py check --database``."""
-    # Commands such as migrate_locked, and migrate_schemas of django-tenants, run the checks too, before they create
-    # the tables that are looked for.
-    if not databases or "".join(sys.argv[1:2]).startswith("migrate"):
+    if not databases or _are_of_migrate():
         return []
     found = _found(list(databases))
     return _told(message for message in found if message.id not in _OF_SETTINGS)
+
+
+def _are_of_migrate() -> bool:
+    """Return whether ``migrate``, or a subclass, runs the checks: it creates the tables that they look for."""
+    # The arguments of a check do not tell, and sys.argv is not what execute_from_command_line() was given.
+    callers = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
+    kinds = (kind for caller in callers for kind in type(caller).__mro__)
+    return any(kind.__module__.endswith(".commands.migrate") for kind in kinds)
 
 
 def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:

@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 from django.core.checks import WARNING, Error, Warning as CheckWarning, run_checks
-from django.core.management import CommandError, call_command
+from django.core.management import (
+    CommandError,
+    call_command,
+    execute_from_command_line,
+)
+from django.core.management.base import SystemCheckError
+from django.core.management.commands import check, migrate
 from django.db import connections
 from django.test import Client
 from django.utils.module_loading import import_string
@@ -24,6 +30,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.checks import check_servers, check_settings
 from django_distlock.exceptions import DOCS
 from django_distlock.handler import BACKENDS, EXTRAS
+from django_distlock.management.commands import migrate_locked
 from tests.fixtures.garbage import collect_garbage
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
@@ -326,14 +333,37 @@ def test_databases_that_are_not_named_are_not_asked(settings: Settings, down: No
     assert check_servers(databases=[]) == check_servers() == []
 
 
-@pytest.mark.parametrize("command", ["migrate", "migrate_locked", "migrate_schemas"])
+class Deploy(migrate.Command):
+    """A command of a project that is built on ``migrate``."""
+
+
+@pytest.mark.parametrize(
+    "command", [migrate.Command, migrate_locked.Command, Deploy], ids=["Django", "ours", "built on"]
+)
 def test_migrate_asks_no_servers_since_it_makes_the_tables(
-    settings: Settings, down: None, monkeypatch: pytest.MonkeyPatch, command: str
+    settings: Settings, down: None, command: type[migrate.Command]
 ) -> None:
     settings.DISTLOCK = {"default": {"OPTIONS": {"using": "pg"}}}
-    monkeypatch.setattr(sys, "argv", ["manage.py", command, "--database=pg"])
 
-    assert check_servers(databases=["pg"]) == []
+    command().check(databases=["pg"])
+
+    with pytest.raises(SystemCheckError, match=r"distlock\.E006"):
+        check.Command().check(databases=["pg"])
+
+
+def test_code_that_migrates_is_not_refused_for_the_missing_tables(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    engine = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "new.sqlite3")}
+    database = connections.configure_settings({"default": {}, "new": engine})["new"]
+    monkeypatch.setitem(connections.settings, "new", database)
+    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "new"}}}
+
+    execute_from_command_line(["manage.py", "migrate", "django_distlock", "--database=new", "-v0"])
+
+    assert "django_distlock_methodlock" in connections["new"].introspection.table_names()
+    connections["new"].close()
+    del connections["new"]
 
 
 def test_a_kind_of_database_that_keeps_no_locks_is_an_error(
