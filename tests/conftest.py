@@ -24,6 +24,7 @@ pytest_plugins = [
     "tests.fixtures.etcd",
     "tests.fixtures.memcached",
     "tests.fixtures.pgbouncer",
+    "tests.fixtures.pods",
     "tests.fixtures.processes",
     "tests.fixtures.redis_servers",
     "tests.fixtures.zookeeper",

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from django.conf import settings
@@ -19,107 +11,11 @@ from django.core.management import call_command
 
 from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMENTS
 from tests.fixtures.eventually import eventually
-from tests.fixtures.launch import launch
-from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.pgbouncer import PgBouncer
+from tests.fixtures.pods import WAITS, Pods, execute
 from tests.fixtures.postgres import PostgreSQL
-from tests.fixtures.warm import ROOT
 
-WAITS = "Somebody else migrates this database: waiting."
 DATABASES = ["sqlite", "postgres", "mariadb"]
-
-
-class Pods:
-    """Processes that migrate one new database."""
-
-    def __init__(self, folder: Path, database: dict[str, Any]) -> None:
-        self.folder = folder
-        self.databases = {"default": database}
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *arguments: str, apps: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        """Run manage.py with *arguments* and these *apps* more; its output is in a file."""
-        environment = {
-            **os.environ,
-            "DJANGO_SETTINGS_MODULE": "tests.integration.pods.settings",
-            "PODS_FOLDER": str(self.folder),
-            "PODS_DATABASES": json.dumps(self.databases),
-            "PODS_APPS": json.dumps(apps),
-        }
-        with self._output(len(self.started)).open("w") as output:
-            pod = launch(
-                [sys.executable, "-m", "django", *arguments],
-                cwd=ROOT,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        self.started.append(pod)
-        return pod
-
-    def migrate(self, *arguments: str) -> subprocess.Popen[str]:
-        return self.start("migrate_locked", *arguments)
-
-    def _output(self, number: int) -> Path:
-        return self.folder / f"output-{number}"
-
-    def output(self, pod: subprocess.Popen[str]) -> str:
-        return self._output(self.started.index(pod)).read_text()
-
-    def began(self, number: int = 1) -> list[int]:
-        """Return who has begun the first migration, once they are as many."""
-
-        def found() -> list[int]:
-            diary = self.folder / "diary"
-            pids = [int(line) for line in diary.read_text().split()] if diary.exists() else []
-            if len(pids) < number and all(pod.poll() is not None for pod in self.started):
-                pytest.fail("\n".join(map(self.output, self.started)))
-            return pids if len(pids) >= number else []
-
-        return eventually(found, 50)
-
-    def let_go(self) -> None:
-        (self.folder / "go").touch()
-
-    def wait(self) -> list[int]:
-        """Return their exit codes."""
-        return [pod.wait(60) for pod in self.started]
-
-
-@pytest.fixture
-def pods(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pods]:
-    name = f"pods_{uuid.uuid4().hex}"
-    kind = getattr(request, "param", "sqlite")
-    with _sqlite(tmp_path / name) if kind == "sqlite" else _server(request, kind, name) as database:
-        pods = Pods(tmp_path, database)
-        yield pods
-        for pod in pods.started:
-            pod.kill()
-            pod.wait()
-
-
-@contextmanager
-def _sqlite(path: Path) -> Iterator[dict[str, Any]]:
-    yield {"ENGINE": "django.db.backends.sqlite3", "NAME": str(path)}
-
-
-@contextmanager
-def _server(request: pytest.FixtureRequest, kind: str, name: str) -> Iterator[dict[str, Any]]:
-    """Make an empty database."""
-    server: PostgreSQL | MariaDB = request.getfixturevalue(kind)
-    _execute(server, f"CREATE DATABASE {name}")
-    if isinstance(server, MariaDB):
-        _execute(server, f"GRANT ALL ON {name}.* TO distlock@'127.0.0.1'")
-    else:
-        _execute(server, f"ALTER DATABASE {name} OWNER TO distlock")
-    yield {**settings.DATABASES[kind], "NAME": name}
-    _execute(server, f"DROP DATABASE {name}")
-
-
-def _execute(server: PostgreSQL | MariaDB, statement: str) -> None:
-    connection: Any = server.admin()
-    connection.cursor().execute(statement)
-    connection.close()
 
 
 @pytest.mark.parametrize("pods", DATABASES, indirect=True)
@@ -247,7 +143,7 @@ def test_a_lock_lost_while_it_migrates_is_told(pods: Pods, postgres: PostgreSQL)
     pod = pods.migrate()
     pods.began()
     name = pods.databases["default"]["NAME"]
-    _execute(
+    execute(
         postgres,
         f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}' "
         "AND application_name LIKE 'distlock%'",

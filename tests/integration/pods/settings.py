@@ -9,4 +9,5 @@ SECRET_KEY = "of no use"
 INSTALLED_APPS = ["django_distlock", "tests.integration.pods", *json.loads(os.environ["PODS_APPS"])]
 DATABASES = json.loads(os.environ["PODS_DATABASES"])
 DISTLOCK = {alias: {"OPTIONS": {"using": alias}} for alias in DATABASES}
+DISTLOCK |= json.loads(os.environ["PODS_DISTLOCK"])
 USE_TZ = True
