@@ -19,7 +19,7 @@ _OF_SETTINGS = {"distlock.E001", "distlock.E003", "distlock.W001"}
 @register("distlock")
 def check_settings(app_configs: Any = None, **kwargs: Any) -> list[CheckMessage]:
     """Report each alias of DISTLOCK whose settings are wrong, and what its backend reports."""
-    return _told(_found(None))
+    return told(_found(None))
 
 
 @register("distlock", Tags.database)
@@ -30,7 +30,7 @@ def check_servers(
     if not databases or _are_of_migrate():
         return []
     found = _found(list(databases))
-    return _told(message for message in found if message.id not in _OF_SETTINGS)
+    return told(message for message in found if message.id not in _OF_SETTINGS)
 
 
 def _are_of_migrate() -> bool:
@@ -62,7 +62,7 @@ def _wrong(error: InvalidLockBackend) -> Error:
     return Error(str(error), hint=error.hint, id=error.check)
 
 
-def _told(messages: Iterable[CheckMessage]) -> list[CheckMessage]:
+def told(messages: Iterable[CheckMessage]) -> list[CheckMessage]:
     """Add to each message the URL of its documentation, and merge equal messages of several aliases into one."""
     told: dict[Any, CheckMessage] = {}
     for message in messages:

@@ -11,6 +11,8 @@ from datetime import timedelta
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, Literal
 
+from django.apps import apps
+from django.core.management import find_commands
 from django.core.management.base import BaseCommand, CommandError
 from django.utils.translation import gettext as _
 
@@ -44,6 +46,10 @@ CODES = (
     ((InvalidLockBackend, NotSupported, ValueError), WRONG_ARGUMENTS),
     (LockError, NO_SERVER),
 )
+
+
+#: The app that makes migrate the same as migrate_locked.
+CONTRIB = "django_distlock.contrib.migrate"
 
 
 class LockCommand(BaseCommand):
@@ -87,6 +93,15 @@ class LockCommand(BaseCommand):
             self.stderr.write(self.style.ERROR(f"{alias}: {error}"))
         if failed:
             raise CommandError(text % ", ".join(failed))
+
+
+def apps_with_migrate() -> list[str]:
+    """Return the installed apps that have a command ``migrate``; Django runs that of the first one."""
+    return [
+        config.name
+        for config in apps.get_app_configs()
+        if "migrate" in find_commands(f"{config.path}/management")
+    ]
 
 
 def command_error(error: InvalidLockBackend | LockError | ValueError) -> CommandError:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import signal
+import uuid
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from django.conf import settings
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 
 from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMENTS
-from tests.fixtures.eventually import eventually
+from tests.fixtures.eventually import eventually, never
 from tests.fixtures.pgbouncer import PgBouncer
-from tests.fixtures.pods import WAITS, Pods, execute
+from tests.fixtures.pods import WAITS, Pods, execute, new_database
 from tests.fixtures.postgres import PostgreSQL
 
 DATABASES = ["sqlite", "postgres", "mariadb"]
@@ -138,6 +140,51 @@ def test_a_folder_without_place_for_the_lock_is_an_error_in_a_line(pods: Pods) -
     assert "unable to open database file" in line
 
 
+@pytest.mark.parametrize("command", ["migrate_locked", "migrate"])
+def test_the_command_of_the_project_is_run_under_the_lock(pods: Pods, command: str) -> None:
+    apps = ("django_distlock.contrib.migrate", "tests.integration.pods.own")
+    used = apps if command == "migrate" else apps[1:]
+    first = pods.start(command, apps=used)
+    pods.began()
+    second = pods.start(command, apps=used)
+    eventually(lambda: WAITS in pods.output(second), 60)
+    assert not (pods.folder / "own").exists()
+
+    pods.let_go()
+
+    assert pods.wait() == [0, 0], pods.output(first)
+    assert len(pods.began()) == 1
+    assert (pods.folder / "own").exists()
+
+
+@pytest.mark.parametrize("pods", ["postgres"], indirect=True)
+def test_an_engine_prepares_its_database_under_the_lock(pods: Pods) -> None:
+    pods.databases["default"]["ENGINE"] = "tests.integration.pods.prepared"
+    started = [pods.migrate() for _ in range(4)]
+    [first] = pods.began()
+    others = [pod for pod in started if pod.pid != first]
+    eventually(lambda: all(WAITS in pods.output(pod) for pod in others), 60)
+
+    pods.let_go()
+
+    assert pods.wait() == [0] * 4
+    assert pods.began(2) == [first] * 2  # the extension and the first migration
+
+
+def test_a_database_that_cannot_be_read_while_somebody_migrates_is_waited_for(pods: Pods) -> None:
+    # As a large migration on SQLite does: it keeps readers out.
+    pods.databases["default"]["OPTIONS"] = {"timeout": 0.1, "transaction_mode": "EXCLUSIVE"}
+    pods.migrate()
+    pods.began()
+    second = pods.migrate()
+    eventually(lambda: WAITS in pods.output(second) or second.poll() is not None, 60)
+
+    pods.let_go()
+
+    assert pods.wait() == [0, 0], pods.output(second)
+    assert len(pods.began()) == 1
+
+
 @pytest.mark.parametrize("pods", ["postgres"], indirect=True)
 def test_a_lock_lost_while_it_migrates_is_told(pods: Pods, postgres: PostgreSQL) -> None:
     pod = pods.migrate()
@@ -154,14 +201,57 @@ def test_a_lock_lost_while_it_migrates_is_told(pods: Pods, postgres: PostgreSQL)
     assert pods.output(pod).splitlines()[-1].startswith("CommandError: Lock 'migrate:")
 
 
-def test_a_pooler_is_refused(pods: Pods, pgbouncer: PgBouncer) -> None:
-    pods.databases["default"] = settings.DATABASES["pgbouncer"]
+@pytest.mark.usefixtures("postgres")
+def test_a_server_that_is_started_again_is_waited_for(pods: Pods) -> None:
+    with PostgreSQL() as server:
+        known = {"NAME": "distlock", "USER": "distlock", "HOST": server.host, "PORT": server.port}
+        pods.databases["default"] = {"ENGINE": "django.db.backends.postgresql", **known}
+        first = pods.migrate()
+        pods.began()
+        second = pods.migrate("--wait", "2m")
+        eventually(lambda: WAITS in pods.output(second), 60)
 
-    pod = pods.migrate()
+        server.stop()
+        never(lambda: second.poll() is not None, 3)
+        server.start()
 
-    assert pod.wait(60) == NO_SERVER
-    assert "is reached through a pooler" in pods.output(pod)
-    assert "direct" in pods.output(pod)
+        assert pods.began(2)[1] == second.pid
+        pods.let_go()
+        assert second.wait(60) == 0, pods.output(second)
+        assert first.wait(60) == 1
+
+
+def test_a_pooler_is_refused_and_an_alias_beside_it_has_the_lock(
+    pods: Pods, postgres: PostgreSQL, pgbouncer: PgBouncer, request: pytest.FixtureRequest
+) -> None:
+    with new_database(request, "postgres", f"pods_{uuid.uuid4().hex}") as direct:
+        pods.databases = {"default": {**direct, "PORT": pgbouncer.port}, "direct": direct}
+        backend = "django_distlock.backends.advisory.AdvisoryBackend"
+        options = {"using": "direct", "fencing": False}
+        pods.distlock["migrations"] = {"BACKEND": backend, "OPTIONS": options}
+        refused = pods.migrate()
+        assert refused.wait(60) == NO_SERVER
+        assert "is reached through a pooler" in pods.output(refused)
+        assert "name it with --using: see https://" in pods.output(refused)
+        pods.migrate("--using", "migrations")
+        pods.began()
+        second = pods.migrate("--using", "migrations")
+        eventually(lambda: WAITS in pods.output(second), 60)
+
+        pods.let_go()
+
+        assert pods.wait()[1:] == [0, 0]
+        assert len(pods.began()) == 1
+
+
+def test_what_call_command_passes_is_what_a_shell_passes() -> None:
+    for wait in ("5m", "300", 300, timedelta(minutes=5)):
+        call_command("migrate_locked", wait=wait, verbosity=0)
+
+    with pytest.raises(CommandError, match="argument --wait: '5x' is not a time"):
+        call_command("migrate_locked", wait="5x", verbosity=0)
+    with pytest.raises(CommandError, match="argument --database: invalid choice: 'nowhere'"):
+        call_command("migrate_locked", database="nowhere", verbosity=0)
 
 
 def test_databases_of_tests_need_no_lock(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from pytest_django.fixtures import Settings
 from django_distlock import InvalidLockBackend, lock, locks
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.checks import check_servers, check_settings
+from django_distlock.contrib.migrate.apps import check_migrate
 from django_distlock.exceptions import DOCS
 from django_distlock.handler import BACKENDS, EXTRAS
 from django_distlock.management.commands import migrate_locked
@@ -364,6 +366,43 @@ def test_code_that_migrates_is_not_refused_for_the_missing_tables(
     assert "django_distlock_methodlock" in connections["new"].introspection.table_names()
     connections["new"].close()
     del connections["new"]
+
+
+OWN = "tests.integration.pods.own"
+CONTRIB = "django_distlock.contrib.migrate"
+
+
+def test_a_migrate_that_takes_no_lock_is_told(settings: Settings) -> None:
+    settings.INSTALLED_APPS = [OWN, CONTRIB]
+
+    assert check_migrate() == [
+        CheckWarning(
+            f"migrate takes no lock: it is the command of {OWN!r}.",
+            hint=f"Write {CONTRIB!r} before {OWN!r} in INSTALLED_APPS. See {PAGE}#distlock-w004",
+            id="distlock.W004",
+        )
+    ]
+    settings.INSTALLED_APPS = [CONTRIB, OWN]
+    assert check_migrate() == []
+
+
+def test_two_apps_with_a_command_migrate_are_told(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands = tmp_path / "tenants" / "management" / "commands"
+    commands.mkdir(parents=True)
+    (tmp_path / "tenants" / "__init__.py").touch()
+    (commands / "migrate.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    settings.INSTALLED_APPS = [CONTRIB, OWN, "tenants"]
+
+    assert check_migrate() == [
+        CheckWarning(
+            f"{OWN!r}, 'tenants' have a command migrate each: only that of {OWN!r} is run.",
+            hint=f"Write one command that does what they do, in an app before them. See {PAGE}#distlock-w004",
+            id="distlock.W004",
+        )
+    ]
 
 
 def test_a_kind_of_database_that_keeps_no_locks_is_an_error(

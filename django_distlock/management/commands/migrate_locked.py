@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import time
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from django.core.management.base import CommandError
 from django.core.management.commands import migrate
-from django.db import connections
+from django.db import DatabaseError, connections
 from django.utils.translation import gettext as _
 
 from django_distlock import (
@@ -20,10 +23,19 @@ from django_distlock import (
     lock,
     locks,
 )
+from django_distlock.backends.database.connections import Unusable
 from django_distlock.conf import BackendSettings, tests_run
 from django_distlock.engine.waiting import Wait
+from django_distlock.exceptions import DOCS
 from django_distlock.handler import make_backend
-from django_distlock.management.base import LockCommand, command_error, duration
+from django_distlock.management.base import (
+    CONTRIB,
+    NO_SERVER,
+    LockCommand,
+    apps_with_migrate,
+    command_error,
+    duration,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +44,9 @@ if TYPE_CHECKING:
     from django.core.management.base import CommandParser
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-    Attempt = Callable[[], AbstractContextManager[object]]
+    from django_distlock import Lease
+
+    Attempt = Callable[[], AbstractContextManager[Lease | None]]
 
 #: The alias of the backend that is made for an advisory lock.
 ALIAS = "migrate_locked"
@@ -42,8 +56,24 @@ BACKEND = "django_distlock.backends.advisory.AdvisoryBackend"
 LONGEST_PAUSE = 1.0
 
 
-class Command(LockCommand, migrate.Command):
-    requires_system_checks = migrate.Command.requires_system_checks
+def _command_of_project() -> type[migrate.Command]:
+    """Return the command ``migrate`` that the project would have without the lock."""
+    for name in apps_with_migrate():
+        if name != CONTRIB:
+            module = import_module(f"{name}.management.commands.migrate")
+            # A command that is a subclass of this one is still being imported.
+            return getattr(module, "Command", migrate.Command)
+    return migrate.Command
+
+
+if TYPE_CHECKING:
+    Migrate = migrate.Command
+else:
+    Migrate = _command_of_project()
+
+
+class Command(LockCommand, Migrate):
+    requires_system_checks = Migrate.requires_system_checks
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
@@ -71,8 +101,8 @@ class Command(LockCommand, migrate.Command):
             return
         is_to_do = partial(self._is_to_do, *args, **options)
         if is_to_do():
-            tells = options["verbosity"] > 0
-            with self._held(connections[options["database"]], using, wait, tells=tells):
+            database, tells = connections[options["database"]], options["verbosity"] > 0
+            with self._held(database, using, wait, tells=tells):
                 if is_to_do():
                     run()
                     return
@@ -80,53 +110,82 @@ class Command(LockCommand, migrate.Command):
             self.stdout.write(_("Nothing to migrate."))
 
     def _is_to_do(self, *args: Any, **options: Any) -> bool:
+        """Return whether there may be something to migrate; this writes nothing to the database."""
         if options["prune"] or options["run_syncdb"]:
             return True
-        known = {"check_unapplied": True, "verbosity": 0}
+        # In other processes of django-tenants, the exit of --check would be waited for without end.
+        known = {"check_unapplied": True, "verbosity": 0, "executor": "standard"}
+        alias = options["database"]
+        # A connection of its own: django-tenants leaves one on the schema in which it found something to do.
+        before, look = connections[alias], connections.create_connection(alias)
+        # PostGIS creates an extension there, and django-tenants a table: only who has the lock may.
+        vars(look).update(prepare_database=lambda: None, schema_editor=lambda **_: sys.exit(1))
+        connections[alias] = look
         try:
             super().handle(*args, **options | known)
-        except SystemExit:
+        except (SystemExit, DatabaseError):
+            # SQLite refuses to be read while somebody migrates. If it is another error, migrating raises it again.
             return True
+        finally:
+            look.close()
+            connections[alias] = before
         return False
 
     @contextmanager
     def _held(
         self, database: BaseDatabaseWrapper, using: str | None, wait: Wait, *, tells: bool
-    ) -> Iterator[None]:
+    ) -> Iterator[Lease | None]:
         """Hold the lock of *database*; CommandError if it stays busy, cannot be had, or is lost."""
         of_migrations: BaseException | None = None
         try:
             attempt = _attempt(database, using)
             with ExitStack() as stack:
-                while not _succeeds(attempt, stack, wait):
-                    if tells:
-                        self.stdout.write(_("Somebody else migrates this database: waiting."))
-                        self.stdout.flush()
-                        tells = False
-                    if not database.in_atomic_block:
-                        database.close()  # a server may not bear it idle for so long
-                    time.sleep(wait.next_pause(longest=LONGEST_PAUSE))
+                lease = self._wait_for(
+                    lambda: stack.enter_context(attempt()), database, wait, tells=tells
+                )
                 try:
-                    yield
+                    yield lease
                 except BaseException as error:
                     of_migrations = error
                     raise
         except (InvalidLockBackend, LockError) as error:
             if error is of_migrations:
                 raise
+            if using is None and isinstance(error.__cause__, Unusable):
+                advice = _("Add such an alias to DISTLOCK, and name it with --using: see %s")
+                page = f"{DOCS}howto/migrate.html#poolers"
+                raise CommandError(f"{error} {advice % page}", returncode=NO_SERVER) from error
             raise command_error(error) from error
 
-
-def _succeeds(attempt: Attempt, stack: ExitStack, wait: Wait) -> bool:
-    """Try once to put what *attempt* makes on *stack*; LockNotAcquired if *wait* is over."""
-    try:
-        stack.enter_context(attempt())
-    except LockNotAcquired as busy:
-        if wait.is_over:
-            busy.waited = wait.waited
-            raise
-        return False
-    return True
+    def _wait_for(
+        self,
+        acquire: Callable[[], Lease | None],
+        database: BaseDatabaseWrapper,
+        wait: Wait,
+        *,
+        tells: bool,
+    ) -> Lease | None:
+        """Return what *acquire* returns, after as many tries as it takes until *wait* is over."""
+        was_busy = False
+        while True:
+            try:
+                return acquire()
+            except LockNotAcquired as busy:
+                was_busy = True
+                if wait.is_over:
+                    busy.waited = wait.waited
+                    raise
+            except LockBackendError:
+                # A server that has answered before is waited for while it is started again.
+                if not was_busy or wait.is_over:
+                    raise
+            if tells:
+                self.stdout.write(_("Somebody else migrates this database: waiting."))
+                self.stdout.flush()
+                tells = False
+            if not database.in_atomic_block:
+                database.close()  # a server may not bear it idle for so long
+            time.sleep(wait.next_pause(longest=LONGEST_PAUSE))
 
 
 def _attempt(database: BaseDatabaseWrapper, using: str | None) -> Attempt:

@@ -1,0 +1,1 @@
+"""A database engine that creates an extension before the first migration, as that of PostGIS does."""
