@@ -186,7 +186,9 @@ def test_a_database_that_cannot_be_read_while_somebody_migrates_is_waited_for(po
 
 
 @pytest.mark.parametrize("pods", ["postgres"], indirect=True)
-def test_a_lock_lost_while_it_migrates_is_told(pods: Pods, postgres: PostgreSQL) -> None:
+def test_after_its_lock_is_lost_no_further_migration_begins(
+    pods: Pods, postgres: PostgreSQL
+) -> None:
     pod = pods.migrate()
     pods.began()
     name = pods.databases["default"]["NAME"]
@@ -199,6 +201,26 @@ def test_a_lock_lost_while_it_migrates_is_told(pods: Pods, postgres: PostgreSQL)
 
     assert pod.wait(60) == LOST
     assert pods.output(pod).splitlines()[-1].startswith("CommandError: Lock 'migrate:")
+    assert "pods.0001_initial... OK" in pods.output(pod)
+    assert "pods.0002_weight... OK" not in pods.output(pod)
+
+
+def test_after_its_lock_is_taken_away_no_further_migration_begins(pods: Pods) -> None:
+    name = str(pods.folder / "elsewhere")
+    pods.databases["elsewhere"] = {"ENGINE": "django.db.backends.sqlite3", "NAME": name}
+    migrated = pods.start("migrate", "--database", "elsewhere", "django_distlock")
+    assert migrated.wait(60) == 0
+    pod = pods.migrate("--using", "elsewhere")
+    pods.began()
+    lock = f"migrate:{pods.databases['default']['NAME']}"
+    freed = pods.start("release_lock", lock, "--using", "elsewhere", "--yes")
+    assert freed.wait(60) == 0, pods.output(freed)
+
+    pods.let_go()
+
+    assert pod.wait(60) == LOST
+    assert "pods.0001_initial... OK" in pods.output(pod)
+    assert "pods.0002_weight... OK" not in pods.output(pod)
 
 
 @pytest.mark.usefixtures("postgres")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import sys
 import time
@@ -20,6 +21,8 @@ from django_distlock import (
     LockBackendError,
     LockError,
     LockNotAcquired,
+    LockNotHeld,
+    NotSupported,
     lock,
     locks,
 )
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
     from django.core.management.base import CommandParser
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.backends.base.schema import BaseDatabaseSchemaEditor
 
     from django_distlock import Lease
 
@@ -102,9 +106,10 @@ class Command(LockCommand, Migrate):
         is_to_do = partial(self._is_to_do, *args, **options)
         if is_to_do():
             database, tells = connections[options["database"]], options["verbosity"] > 0
-            with self._held(database, using, wait, tells=tells):
+            with self._held(database, using, wait, tells=tells) as lease:
                 if is_to_do():
-                    run()
+                    with _checked_before_each(database, lease):
+                        run()
                     return
         if options["verbosity"]:
             self.stdout.write(_("Nothing to migrate."))
@@ -186,6 +191,35 @@ class Command(LockCommand, Migrate):
             if not database.in_atomic_block:
                 database.close()  # a server may not bear it idle for so long
             time.sleep(wait.next_pause(longest=LONGEST_PAUSE))
+
+
+@contextmanager
+def _checked_before_each(database: BaseDatabaseWrapper, lease: Lease | None) -> Iterator[None]:
+    """Raise CommandError when a migration of *database* is to begin and *lease* is lost."""
+    schema_editor, pid = database.schema_editor, os.getpid()
+
+    def checked(*args: Any, **kwargs: Any) -> BaseDatabaseSchemaEditor:
+        # Each migration begins with its schema editor. Other processes, which django-tenants can fork, have no lease.
+        if lease is not None and os.getpid() == pid:
+            try:
+                _check(lease)
+            except LockNotHeld as error:
+                raise command_error(error) from error
+        return schema_editor(*args, **kwargs)
+
+    vars(database)["schema_editor"] = checked
+    try:
+        yield
+    finally:
+        del vars(database)["schema_editor"]
+
+
+def _check(lease: Lease) -> None:
+    """Ask the server whether *lease* is still held; if it does not answer, or cannot be asked, our clock."""
+    try:
+        lease.extend()
+    except (LockBackendError, NotSupported):
+        lease.check()
 
 
 def _attempt(database: BaseDatabaseWrapper, using: str | None) -> Attempt:
