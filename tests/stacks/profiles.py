@@ -163,6 +163,7 @@ STACKS = (
         aliases=ON_POSTGRES,
         settings={"postgres": {"OPTIONS": {"pool": {"min_size": 1, "max_size": 2}}}},
     ),
+    Stack("tenants", ("migrations",)),
     Stack("django-redis", ("locks",), aliases=("redis",)),
     Stack(
         "django-valkey",

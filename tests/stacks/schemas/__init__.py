@@ -1,0 +1,1 @@
+"""A project with a schema for each tenant, as django-tenants documents it."""
