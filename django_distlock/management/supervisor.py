@@ -13,20 +13,29 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: Exit codes of shells for a command that does not exist, and for one that cannot be run.
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
-#: Exit code of a command that was ended after --max-hold; the same as for a lost lock.
-TOO_LONG = 76
 #: Signals that a terminal itself sends.
 FROM_TERMINAL = [each for each in signal.Signals if each.name in {"SIGINT", "SIGQUIT"}]
+#: Signals that tell the command something, and do not end it.
+USER_DEFINED = [each for each in signal.Signals if each.name in {"SIGUSR1", "SIGUSR2"}]
 #: Signals that are passed on to the command.
 PASSED_ON = [
     *FROM_TERMINAL,
-    *(each for each in signal.Signals if each.name in {"SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"}),
+    *(each for each in signal.Signals if each.name in {"SIGTERM", "SIGHUP"}),
+    *USER_DEFINED,
 ]
+#: Signals by which a terminal stops its processes.
+STOPPED_BY = [each for each in signal.Signals if each.name in {"SIGTSTP", "SIGTTIN", "SIGTTOU"}]
 #: run_locked writes these instead of a signal's number: to end the command, and when its lock was extended.
 END, EXTENDED = 0, 255
+#: The supervisor writes this when it ends the command because of --max-hold.
+TOO_LONG = 1
 #: prctl(2).
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -34,10 +43,10 @@ PR_SET_CHILD_SUBREAPER = 36
 class Supervisor:
     """Runs one command until it ends; if it has to be ended, until its child processes have ended too.
 
-    *control* is a pipe from run_locked: each byte is the number of a signal, END or EXTENDED. Its end of file means
-    that run_locked was killed, and no EXTENDED for *ttl* seconds that it was stopped. After END, one of these, or
-    at *due* (``time.monotonic()``), the command gets SIGTERM, and *grace* seconds later the remaining processes get
-    SIGKILL.
+    *control* is a socket to run_locked: each byte from there is the number of a signal, END or EXTENDED. Its end of
+    file means that run_locked was killed, and no EXTENDED for *ttl* seconds that it was stopped. After END, one of
+    these, or at *due* (``time.monotonic()``), the command gets SIGTERM, and *grace* seconds later the remaining
+    processes get SIGKILL. TOO_LONG is written back at *due*.
     """
 
     def __init__(self, control: int, grace: float, ttl: float, due: float | None) -> None:
@@ -48,25 +57,30 @@ class Supervisor:
         #: When the command is to be ended because of --max-hold, then when it is to be killed.
         self._due = due
         self._is_ending = self._is_killing = False
-        #: False on a terminal: the command shares the group of run_locked, and signals go to the command alone.
+        #: False on a terminal: the command shares the group of run_locked, and maybe of other commands.
         self._has_group = os.getpgrp() == os.getpid()
+        self._can_list = _lists_processes()
         self._pid = 0
         self._code: int | None = None
 
-    def start(self, command: list[str]) -> None:
-        """Start *command*; OSError if it cannot be run."""
+    def start(self, command: list[str], blocked: set[int]) -> None:
+        """Start *command* with these signals blocked; OSError if it cannot be run."""
         if sys.platform == "linux":
             # Processes that lose their own parent become children of this one.
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         os.set_inheritable(self._control, False)
-        # Python ignores these two signals, and the command would inherit that.
-        heeded = signal.SIGPIPE, signal.SIGXFSZ
-        self._pid = os.posix_spawnp(command[0], command, os.environ, setsigdef=heeded)
+        # A terminal must not stop this process together with the command.
+        ignored = signal.SIG_IGN
+        stopped_by = [each for each in STOPPED_BY if signal.signal(each, ignored) is not ignored]
+        # Python ignores the first two, and the command would inherit that.
+        heeded = [signal.SIGPIPE, signal.SIGXFSZ, *stopped_by]
+        self._pid = os.posix_spawnp(
+            command[0], command, os.environ, setsigdef=heeded, setsigmask=blocked
+        )
 
     def wait(self, woken: int) -> int:
-        """Return the exit code of the command, as a shell does, or TOO_LONG; *woken*: the wakeup pipe of signals."""
+        """Return the exit code of the command, as a shell does; *woken*: the wakeup pipe of signals."""
         watched = [self._control, woken]
-        is_too_long = False
         while self._runs():
             due = self._next_step
             left = None if due is None else max(0.0, due - time.monotonic())
@@ -74,20 +88,16 @@ class Supervisor:
             if woken in ready:
                 os.read(woken, 512)
             if self._control in ready:
-                numbers = os.read(self._control, 512)
+                numbers = received(self._control)
                 if not numbers:
                     watched.remove(self._control)
                 for number in numbers or [END]:
                     self._obey(number)
             if not ready:
                 if not self._is_ending:
-                    is_too_long = due == self._due
-                    why = (
-                        "--max-hold is over" if is_too_long else "its lock is not extended any more"
-                    )
-                    _write(f"the command is ended, as {why}")
+                    self._tell_why(is_too_long=due == self._due)
                 self._take_next_step()
-        return TOO_LONG if is_too_long else self._code or 0
+        return self._code or 0
 
     @property
     def _next_step(self) -> float | None:
@@ -118,6 +128,13 @@ class Supervisor:
         elif not self._is_ending:
             self._take_next_step()
 
+    def _tell_why(self, *, is_too_long: bool) -> None:
+        if is_too_long:
+            with suppress(BrokenPipeError):
+                os.write(self._control, bytes([TOO_LONG]))
+        why = "--max-hold is over" if is_too_long else "its lock is not extended any more"
+        _write(f"the command is ended, as {why}")
+
     def _take_next_step(self) -> None:
         if not self._is_ending:
             self._is_ending = True
@@ -127,29 +144,79 @@ class Supervisor:
             self._is_killing, self._due = True, None
 
     def _send(self, number: int) -> None:
-        try:
-            if self._has_group:
-                # This process is in the group, too, so killpg() never fails as a whole.
-                os.killpg(0, number)
-            if self._code is None:
-                # The command may have left the group, as timeout(1) does.
-                has_got_it = self._has_group and os.getpgid(self._pid) == os.getpgrp()
-                os.kill(self._pid, 0 if has_got_it else number)
-        except PermissionError as error:
-            name = signal.Signals(number).name
-            _write(f"the command was not sent {name}, and goes on: {error.strerror}")
+        """Send a signal to the command and to what it has started, except processes that have left its group."""
+        if self._has_group:
+            # This process is in the group, too, so killpg() never fails as a whole.
+            _send(os.killpg, 0, number)
+            others = []
+        else:
+            others = [pid for pid in self._descendants() if _group(pid) == os.getpgrp()]
+        signals = dict.fromkeys(others, number)
+        if self._code is None:
+            # The command may have left the group, as timeout(1) does.
+            has_got_it = self._has_group and _group(self._pid) == os.getpgrp()
+            signals[self._pid] = 0 if has_got_it else number
+        for pid, each in signals.items():
+            try:
+                _send(os.kill, pid, each)
+            except ProcessLookupError:
+                pass
+            except PermissionError as error:
+                name = signal.Signals(number).name
+                _write(f"the command was not sent {name}, and goes on: {error.strerror}")
 
     def _kill(self) -> None:
         """Kill the children of this process; it inherits their children, and the next call kills those."""
-        if sys.platform == "linux":
-            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-            for pid in map(int, children):
+        if self._can_list:
+            for pid in _children(os.getpid()):
                 with suppress(PermissionError):
                     os.kill(pid, signal.SIGKILL)
         elif self._has_group:
             os.killpg(0, signal.SIGKILL)
         elif self._code is None:
             os.kill(self._pid, signal.SIGKILL)
+
+    def _descendants(self) -> list[int]:
+        found = _children(os.getpid()) if self._can_list else []
+        for pid in found:
+            found += _children(pid)
+        return found
+
+
+def received(control: int) -> bytes:
+    """Return what the other end of the socket *control* has sent; nothing if it is closed."""
+    with suppress(ConnectionResetError):  # the other end has not read everything
+        return os.read(control, 512)
+    return b""
+
+
+def _send(kill: Callable[[int, int], None], pid: int, number: int) -> None:
+    kill(pid, number)
+    if number == signal.SIGTERM:
+        # A process that is stopped heeds SIGTERM only after this.
+        kill(pid, signal.SIGCONT)
+
+
+def _lists_processes() -> bool:
+    """Return whether /proc lists the processes of this PID namespace, and not of another one, as after unshare(1)."""
+    with suppress(OSError):
+        return sys.platform == "linux" and Path("/proc/self").readlink().name == str(os.getpid())
+    return False
+
+
+def _children(pid: int) -> list[int]:
+    """Return the child processes of *pid*; none if it has ended, or may not be looked at."""
+    with suppress(OSError):
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        texts = [(thread / "children").read_text() for thread in threads]
+        return [int(child) for text in texts for child in text.split()]
+    return []
+
+
+def _group(pid: int) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getpgid(pid)
+    return None
 
 
 def _woken_by_signals() -> int:
@@ -173,8 +240,10 @@ def main(control: str, grace: str, ttl: str, due: str, *command: str) -> int:
     """Run *command*; *due* may be empty."""
     supervisor = Supervisor(int(control), float(grace), float(ttl), float(due) if due else None)
     woken = _woken_by_signals()
+    # A parent may have blocked it, as it may have ignored it.
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     try:
-        supervisor.start(list(command))
+        supervisor.start(list(command), blocked)
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE

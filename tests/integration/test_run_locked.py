@@ -24,7 +24,7 @@ from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMEN
 from django_distlock.management.commands.run_locked import Command
 from django_distlock.models import MethodLock
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.launch import IS_LINUX, launch, state
+from tests.fixtures.launch import IS_LINUX, family, launch, state
 from tests.fixtures.processes import Child, Spawn
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
@@ -57,10 +57,29 @@ def start(spawn: Spawn, name: str) -> Start:
     return begin
 
 
+@pytest.fixture
+def start_as_first(spawn: Spawn, name: str) -> Start:
+    """Do what *start* does, in a PID namespace where the caller has the id 1, and which /proc does not list."""
+    if os.getuid() != 0:
+        pytest.skip("only root can make a PID namespace")
+
+    def begin(script: str, **options: object) -> Child:
+        command = ["sh", "-c", script]
+        return spawn(f"{__name__}:run_as_first", name=name, command=command, options=options)
+
+    return begin
+
+
+def run_as_first(name: str, command: list[str], options: dict[str, object]) -> None:
+    code = f"import django; django.setup(); from {__name__} import run; run({name!r}, {command!r}, {options!r})"
+    os.execvp("unshare", ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", code])
+
+
 def run(
     name: str, command: list[str], options: dict[str, object], *, hangs_up: bool = True
 ) -> None:
-    # Tests may themselves run under nohup.
+    # Tests may themselves run under nohup, or in the background of a script.
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL if hangs_up else signal.SIG_IGN)
     given = [
         f"--{option.replace('_', '-')}" + ("" if value is True else f"={value}")
@@ -218,16 +237,58 @@ def test_of_two_daemons_one_runs_until_it_is_killed(start: Start, name: str) -> 
     assert second.wait() == 128 + signal.SIGTERM
 
 
-def test_a_daemon_that_waits_ends_at_once_and_leaves_nothing(start: Start, name: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_daemon_that_waits_ends_at_once_and_leaves_nothing(
+    start: Start, name: str, number: signal.Signals
+) -> None:
     with lock(name):
         daemon = start(TICK, timeout="forever", restart=True)
         eventually(lambda: heeds_sigterm(daemon.pid))
 
-        daemon.terminate()
+        os.kill(daemon.pid, number)
 
-        assert daemon.wait() == 128 + signal.SIGTERM
+        assert daemon.wait() == 128 + number
         assert not pids(daemon)
     assert not lock(name).locked()
+
+
+def test_a_daemon_that_waits_as_the_first_process_of_a_container_ends_by_a_hangup(
+    start_as_first: Start, name: str
+) -> None:
+    with lock(name):
+        daemon = start_as_first(TICK, timeout="forever", restart=True)
+        first = eventually(lambda: family(daemon.pid)[1:], 30)[0]
+        eventually(lambda: heeds_sigterm(first), 30)
+
+        os.kill(first, signal.SIGHUP)
+
+        assert daemon.wait() == 128 + signal.SIGHUP
+
+
+def test_a_daemon_that_waits_goes_on_after_a_signal_for_the_command(
+    start: Start, name: str
+) -> None:
+    with lock(name):
+        daemon = start("echo done", timeout="forever", restart=True)
+        eventually(lambda: heeds_sigterm(daemon.pid))
+
+        os.kill(daemon.pid, signal.SIGUSR1)
+
+    assert daemon.wait() == 0
+
+
+def test_a_daemon_that_was_reloaded_runs_again_after_a_loss(start: Start, name: str) -> None:
+    reloads = f"trap 'echo reloaded' HUP; {TICK}"
+    daemon = start(reloads, timeout="forever", restart=True, ttl=1)
+    pid_of_command(daemon)
+    os.kill(daemon.pid, signal.SIGHUP)
+    eventually(lambda: "reloaded" in daemon.stderr)
+
+    free(name)
+
+    eventually(lambda: len(pids(daemon)) == 2, 30)
+    daemon.terminate()
+    assert daemon.wait() == 128 + signal.SIGTERM
 
 
 def test_a_daemon_lets_others_run_after_max_hold(start: Start, name: str) -> None:
@@ -243,9 +304,12 @@ def test_a_daemon_lets_others_run_after_max_hold(start: Start, name: str) -> Non
     assert {first.wait(), second.wait()} == {128 + signal.SIGTERM}
 
 
+@pytest.mark.parametrize("options", [{}, {"max_hold": "1h"}])
 @pytest.mark.parametrize("code", [3, LOST])
-def test_a_daemon_that_ends_by_itself_is_not_run_again(start: Start, code: int) -> None:
-    daemon = start(f"echo done; exit {code}", timeout="forever", restart=True)
+def test_a_daemon_that_ends_by_itself_is_not_run_again(
+    start: Start, code: int, options: dict[str, object]
+) -> None:
+    daemon = start(f"echo done; exit {code}", timeout="forever", restart=True, **options)
 
     assert daemon.wait() == code
     assert daemon.stderr == "done\n"
@@ -295,6 +359,33 @@ def test_what_was_ignored_by_the_caller_is_ignored_by_the_command(spawn: Spawn, 
 def run_under_nohup(name: str) -> None:
     script = "kill -HUP $$; echo runs $$; read word; exit 7"
     run(name, ["sh", "-c", script], {}, hangs_up=False)
+
+
+@pytest.mark.parametrize("how", ["ignored", "blocked"])
+def test_a_caller_that_does_not_heed_its_children_has_the_exit_code(
+    spawn: Spawn, name: str, how: str
+) -> None:
+    assert spawn(f"{__name__}:run_under_a_careless_caller", name=name, how=how).wait() == 3
+
+
+def run_under_a_careless_caller(name: str, how: str) -> None:
+    if how == "ignored":
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    else:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    # Each renewal wakes the supervisor.
+    run(name, ["sh", "-c", "sleep 0.5; exit 3"], {"ttl": "10m"})
+
+
+def test_a_command_that_is_stopped_can_be_ended(start: Start) -> None:
+    child = start(TICK)
+    pid = pid_of_command(child)
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: state(pid) == "T")
+
+    child.terminate()
+
+    assert child.wait() == 128 + signal.SIGTERM
 
 
 def test_a_killed_caller_takes_the_command_along(start: Start, name: str) -> None:
@@ -363,6 +454,18 @@ def test_what_the_command_has_started_ends_with_a_lost_lock(
     assert has_ended(stubborn)
 
 
+def test_a_command_is_ended_where_proc_does_not_list_its_processes(
+    start_as_first: Start, name: str
+) -> None:
+    child = start_as_first(f"trap '' TERM; {TICK}", ttl=1, grace=0.2)
+    eventually(lambda: pids(child), 30)
+
+    free(name)
+
+    assert child.wait() == LOST
+    assert "Traceback" not in child.stderr
+
+
 @pytest.mark.parametrize("start_it", ["sh -c", "setsid sh -c"])
 def test_what_the_command_has_started_ends_with_a_killed_caller(
     start: Start, start_it: str
@@ -417,6 +520,16 @@ def test_one_that_does_not_end_is_killed_before_others_get_the_lock(
         assert has_ended(pid)
 
     assert child.wait() == LOST
+
+
+def test_a_caller_that_is_killed_after_max_hold_takes_the_command_along(start: Start) -> None:
+    child = start(f"trap '' TERM; {TICK}", grace=2, **{"max-hold": 3})
+    pid = pid_of_command(child)
+    eventually(lambda: "--max-hold is over" in child.stderr)
+
+    os.kill(child.pid, signal.SIGKILL)
+
+    eventually(lambda: has_ended(pid))
 
 
 def test_a_command_that_may_not_be_signalled_keeps_its_lock(spawn: Spawn, name: str) -> None:
@@ -476,11 +589,11 @@ def free(name: str) -> None:
 
 
 class Terminal:
-    """A terminal of its own that a script runs on under run_locked."""
+    """A terminal of its own that a script runs on under run_locked, by this function of this module."""
 
-    def __init__(self, name: str, script: str) -> None:
+    def __init__(self, name: str, script: str, runs: str = "run") -> None:
         self._ours, theirs = pty.openpty()
-        code = f"import django; django.setup(); from {__name__} import run; run({name!r}, ['sh', '-c', {script!r}], {{}})"
+        code = f"import django; django.setup(); from {__name__} import {runs}; {runs}({name!r}, ['sh', '-c', {script!r}], {{}})"
         # A session of its own, whose terminal it is.
         become = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
         self.process = launch(
@@ -543,6 +656,71 @@ def test_on_a_terminal_a_killed_caller_takes_the_command_along(name: str) -> Non
     eventually(lambda: has_ended(pid))
 
 
+def run_in_a_pipeline(name: str, command: list[str], options: dict[str, object]) -> None:
+    """As in ``echo data | run_locked ...``."""
+    readable, writable = os.pipe()
+    os.write(writable, b"data\n")
+    os.close(writable)
+    os.dup2(readable, 0)
+    run(name, command, options)
+
+
+def test_in_a_pipeline_on_a_terminal_the_command_can_ask(name: str) -> None:
+    """As psql, ssh and sudo ask for a password."""
+    script = "read line; echo asks; read answer </dev/tty; echo got $line $answer; exit 6"
+    terminal = Terminal(name, script, "run_in_a_pipeline")
+    eventually(lambda: terminal.shows(b"asks"), 30)
+
+    terminal.write(b"secret\n")
+
+    eventually(lambda: terminal.shows(b"got data secret"))
+    terminal.ends()
+    assert terminal.process.returncode == 6
+    assert not lock(name).locked()
+
+
+def run_as_a_job(name: str, command: list[str], options: dict[str, object]) -> None:
+    """As a shell runs ``run_locked ... &``."""
+    if (job := os.fork()) == 0:
+        os.setpgid(0, 0)
+        run(name, command, options | {"ttl": 1, "grace": 1})
+        os._exit(0)
+    _, status = os.waitpid(job, os.WUNTRACED)
+    sys.stdout.write(f"stopped by {signal.Signals(os.WSTOPSIG(status)).name}\n")
+    sys.stdout.flush()
+    input()
+    os.killpg(job, signal.SIGCONT)
+    _, status = os.waitpid(job, 0)
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def test_in_the_background_of_a_terminal_a_command_that_asks_keeps_its_lock_for_the_ttl(
+    name: str,
+) -> None:
+    terminal = Terminal(name, "echo asks; read answer </dev/tty", "run_as_a_job")
+
+    eventually(lambda: terminal.shows(b"stopped by SIGTTIN"), 30)
+    eventually(lambda: terminal.shows(b"its lock is not extended any more"))
+    with lock(name, timeout=10):
+        pass
+    terminal.write(b"\n")
+    terminal.ends()
+
+    assert terminal.process.returncode == LOST
+
+
+def test_on_a_terminal_a_signal_reaches_what_the_command_has_started(name: str) -> None:
+    # The kernel hangs up, as the caller is the leader of the session.
+    terminal = Terminal(name, "trap '' HUP; sleep 300 & echo runs $! now; wait")
+    eventually(lambda: terminal.shows(b"now"), 30)
+    sleeping = int(terminal.shown.split()[1])
+
+    terminal.process.terminate()
+    terminal.ends()
+
+    eventually(lambda: has_ended(sleeping))
+
+
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("/etc/passwd", 126)])
 def test_a_command_that_cannot_run_is_told_from_one_that_failed(
     name: str, command: str, code: int
@@ -572,6 +750,17 @@ def test_wrong_arguments_are_told_in_one_line(arguments: list[str], said: str) -
         call_command("run_locked", *arguments)
 
     assert refused.value.returncode in {1, WRONG_ARGUMENTS}
+
+
+@pytest.mark.parametrize("options", [[], ["--timeout=5"]])
+def test_a_name_that_was_forgotten_is_not_taken_from_the_command(
+    capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        Command().run_from_argv(["manage.py", "run_locked", *options, "--", "sh", "-c", "exit 3"])
+
+    assert refused.value.code == WRONG_ARGUMENTS
+    assert "The name of the lock is missing" in capsys.readouterr().err
 
 
 def test_a_server_that_is_down_is_told_from_a_busy_lock(settings: Any, name: str) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from argparse import PARSER
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +34,29 @@ from django_distlock.management.base import (
     duration,
     patience,
 )
-from django_distlock.management.supervisor import END, EXTENDED, FROM_TERMINAL, PASSED_ON
+from django_distlock.management.supervisor import (
+    END,
+    EXTENDED,
+    FROM_TERMINAL,
+    PASSED_ON,
+    USER_DEFINED,
+)
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
     from types import FrameType
 
     from django_distlock import Lease
 
+    Handlers = dict[signal.Signals, Any]
+
 
 class Command(LockCommand):
+    #: How many words the command line has after the first "--".
+    _after_dashes = 0
+
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.description = _(
             "Run a command while holding a lock, so that of many machines one runs it at a time. "
@@ -87,35 +101,39 @@ class Command(LockCommand):
         )
         add_time("--grace", default="10", help=text)
 
+    def run_from_argv(self, argv: list[str]) -> None:
+        if "--" in argv:
+            self._after_dashes = len(argv) - argv.index("--") - 1
+        super().run_from_argv(argv)
+
     def handle(self, *args: Any, **options: Any) -> None:
-        options["command"] = _after_dashes(options["command"])
-        if problem := _problem(options):
+        options["command"] = _without_dashes(options["command"])
+        # argparse takes the first word after "--" for the name if there is none before.
+        has_name = len(options["command"]) >= self._after_dashes
+        if problem := _problem(options, has_name=has_name):
             raise CommandError(problem, returncode=WRONG_ARGUMENTS)
-        code, pauses = 0, Wait(None)
-        #: Without --max-hold, LOST is the command's own code.
-        turns = [] if options["max_hold"] is None else [LOST]
+        pauses = Wait(None)
         #: The signals that were to end the command.
         ended_by: list[int] = []
-
-        def is_final(code: int, *others: int) -> bool:
-            return bool(ended_by) or not options["restart"] or code not in others
-
-        with _ended_by_sigterm():
-            while True:
+        code: int | None = None
+        with _signals_heeded():
+            while code is None:
                 try:
                     code = self._run_once(ended_by, options)
-                    if is_final(code, *turns):
-                        break
+                    if code is None and (ended_by or not options["restart"]):
+                        code = LOST
                 except CommandError as failed:
-                    if is_final(failed.returncode, LOST, NO_SERVER):
+                    is_to_restart = options["restart"] and failed.returncode in {LOST, NO_SERVER}
+                    if ended_by or not is_to_restart:
                         raise
                     self._warn(str(failed), options)
-                time.sleep(pauses.next_pause(longest=LONGEST_PAUSE))
+                if code is None:
+                    time.sleep(pauses.next_pause(longest=LONGEST_PAUSE))
         if code:
             sys.exit(code)
 
-    def _run_once(self, ended_by: list[int], options: dict[str, Any]) -> int:
-        """Run the command under the lock and return its exit code; CommandError if that was lost, or not to be had."""
+    def _run_once(self, ended_by: list[int], options: dict[str, Any]) -> int | None:
+        """Run the command under the lock, and return what run() does; CommandError if that was lost, or not to be had."""
         words = "using", "ttl", "limit", "min_hold", "max_hold"
         terms = {word: options[word] for word in words if options[word] is not None}
         command, grace, longest = options["command"], options["grace"], options["max_hold"]
@@ -141,33 +159,52 @@ class Command(LockCommand):
             self.stderr.write(self.style.WARNING(text))
 
 
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM, so that a wait for the lock leaves nothing on the server."""
+def _signals_heeded() -> AbstractContextManager[None]:
+    """Until the command runs, and between its runs, raise SystemExit at signals that end a process, and drop others.
+
+    So a wait for the lock leaves nothing on the server. It also ends in a process with the id 1, to which the kernel
+    sends only signals that it handles. What is ignored stays ignored, except SIGCHLD, without which wait() gets no
+    exit codes. Python itself raises KeyboardInterrupt at SIGINT.
+    """
 
     def end(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
+        if number not in USER_DEFINED:
+            sys.exit(128 + number)
 
-    before = signal.getsignal(signal.SIGTERM)
-    if before is not signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, end)
+    handlers: Handlers = {each: end for each in _heeded() if each != signal.SIGINT}
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        handlers[signal.SIGCHLD] = signal.SIG_DFL
+    return _handled(handlers)
+
+
+def _heeded() -> list[signal.Signals]:
+    """Return the signals for the command; what nohup ignores stays ignored, also by the command."""
+    return [each for each in PASSED_ON if signal.getsignal(each) is not signal.SIG_IGN]
+
+
+@contextmanager
+def _handled(handlers: Handlers) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _after_dashes(words: list[str]) -> list[str]:
+def _without_dashes(words: list[str]) -> list[str]:
     """Return *words* without a "--" in front, which Python 3.11 leaves there behind an option."""
     return words[1:] if words[0] == "--" else words
 
 
-def _problem(options: dict[str, Any]) -> str:
+def _problem(options: dict[str, Any], *, has_name: bool) -> str:
     """Return the error in *options*, for people; "" if there is none."""
     if not hasattr(os, "posix_spawnp"):
         return _(
             "run_locked needs a POSIX system, such as Linux or macOS: its signals and process groups."
         )
+    if not has_name:
+        return _("The name of the lock is missing: write run_locked NAME -- COMMAND.")
     if not options["command"][0]:
         return _("The command is empty: write what to run after --.")
     if options["max_hold"] is not None and options["max_hold"] <= options["grace"]:
@@ -177,58 +214,68 @@ def _problem(options: dict[str, Any]) -> str:
 
 def run(
     command: list[str], lease: Lease, grace: float, limit: float | None, ended_by: list[int]
-) -> int:
-    """Run *command* and return its exit code, as a shell does; end it if *lease* is lost, or *limit* seconds after its begin.
+) -> int | None:
+    """Run *command* and return its exit code, as a shell does; end it if *lease* is lost.
 
-    *ended_by* gets the signals that this process was sent to end the command.
+    Also end it *limit* seconds after the begin of *lease*; then return None. *ended_by* gets the signals that this
+    process was sent to end the command.
     """
     # A moment, not seconds: the supervisor begins later than the lease.
     spent = lease.ttl - lease.remaining
     due = None if limit is None else time.monotonic() + limit - spent
     told = {"NAME": lease.name, "FENCING_TOKEN": lease.fencing_token, "PLACE": lease.place}
     known = {f"DISTLOCK_{word}": str(value) for word, value in told.items() if value is not None}
-    # A terminal sends signals to its foreground group, so there the command must stay in that. Elsewhere
-    # it gets a group of its own, so that signals reach its children, too.
-    has_terminal = sys.stdin is not None and sys.stdin.isatty()
-    # The end of file in this pipe tells the supervisor that this process was killed.
-    heard, writable = os.pipe()
-    control = os.fdopen(writable, "wb", buffering=0)
+    # The end of file in this socket tells the supervisor that this process was killed.
+    control, heard = socket.socketpair()
 
     def send(number: int) -> None:
-        # The command may have ended; ValueError: the pipe is already closed on this side.
-        with suppress(BrokenPipeError, ValueError):
-            control.write(bytes([number]))
+        # The command may have ended, and the socket be closed on this side, too.
+        with suppress(OSError):
+            control.send(bytes([number]))
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        if number not in {signal.SIGUSR1, signal.SIGUSR2}:
+        if number not in USER_DEFINED and number != signal.SIGHUP:  # a daemon reloads at SIGHUP
             ended_by.append(number)
-        if not (has_terminal and number in FROM_TERMINAL):
+        if not (number in FROM_TERMINAL and _is_in_front(terminal)):
             send(number)
 
-    # Signals that nohup ignores stay ignored, also by the command.
-    ours = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, pass_on) for number in ours}
-    try:
-        terms = str(heard), str(grace), str(lease.ttl), "" if due is None else str(due)
-        child = subprocess.Popen(  # noqa: S603 - no shell
-            [sys.executable, "-I", supervisor.__file__, *terms, *command],
-            env={**os.environ, **known},
-            pass_fds=[heard],
-            process_group=None if has_terminal else 0,
-        )
-        os.close(heard)
+    terms = str(heard.fileno()), str(grace), str(lease.ttl), "" if due is None else str(due)
+    with control, _terminal() as terminal, _handled(dict.fromkeys(_heeded(), pass_on)):
+        with heard:
+            # A terminal serves only the group in its foreground, and stops what reads from it elsewhere: the command
+            # stays in the group of this process, which a shell can bring to the foreground. Without a terminal
+            # it gets a group of its own, so that signals reach its children, too.
+            child = subprocess.Popen(  # noqa: S603 - no shell
+                [sys.executable, "-I", supervisor.__file__, *terms, *command],
+                env={**os.environ, **known},
+                pass_fds=[heard.fileno()],
+                process_group=None if terminal else 0,
+            )
         lease.on_lost(lambda _: send(END))
         _wait(child, lease, send)
         code = child.wait()
-        if code < 0 and not has_terminal:
+        if code < 0 and not terminal:
             # The supervisor itself was killed.
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        control.close()
+        if supervisor.received(control.fileno()):
+            return None
     return 128 - code if code < 0 else code
+
+
+def _terminal() -> AbstractContextManager[FileIO | None]:
+    """Open the terminal that this process belongs to, which may be none of its files, as in a pipeline."""
+    try:
+        return FileIO("/dev/tty")
+    except OSError:
+        return nullcontext()
+
+
+def _is_in_front(terminal: FileIO | None) -> bool:
+    """Return whether *terminal* itself sends its signals to this process and its group."""
+    with suppress(OSError):
+        return terminal is not None and os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    return False
 
 
 def _wait(child: subprocess.Popen[bytes], lease: Lease, send: Callable[[int], None]) -> None:
