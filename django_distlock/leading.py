@@ -6,8 +6,12 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, TypeVar, Unpack
 
+from asgiref.sync import iscoroutinefunction
+
+from .engine.cancelling import is_loss_in_group
 from .engine.waiting import Wait, WaitUntil
-from .exceptions import LockBackendError, LockError, LockNotAcquired, LockNotHeld
+from .exceptions import LockBackendError, LockNotAcquired, LockNotHeld
+from .ground.naming import warn
 from .lock import Lock
 
 if TYPE_CHECKING:
@@ -40,25 +44,31 @@ def lead(
     """Wait for the lock *name*, call *work* with its lease, and return what that returns.
 
     If the lease was lost meanwhile, wait for the lock and call *work* again: it must look at ``lease.lost``, or
-    call ``lease.check()``. Its exceptions come out, but for the LockLost of this lease. While the server fails,
-    ask again after pauses, of at most 10 seconds.
+    call ``lease.check()``. Its exceptions come out, but for the LockLost of this lease, also in an exception group.
+    While the server fails, ask again after pauses, of at most 10 seconds.
 
     *stop* ends the wait, within a second: then return None. *terms* are those of lock(), without *timeout*.
     """
+    if iscoroutinefunction(work):
+        raise TypeError("lead() calls a function; write await alead(...) for a coroutine function.")
+    if "timeout" in terms:
+        raise TypeError("lead() waits until it leads; write stop=threading.Event(), not timeout.")
     candidate = _Candidate(name, timeout=None, **terms)  # type: ignore[misc]  # twice is once too often
     candidate.stop = stop
     ends, pauses = stop or threading.Event(), Wait(None)
     while not ends.is_set():
-        lease = None
+        lease, results = None, list[_T]()
         try:
             with candidate as lease:
                 pauses = Wait(None)
-                result = work(lease)
+                results.append(work(lease))
                 if lease.lost:  # told before the release, whose server may be down
                     lease.check()
-                return result
-        except (LockNotAcquired, LockNotHeld, LockBackendError) as error:
-            ends.wait(_pause_after(error, lease, pauses))
+        except (LockNotAcquired, LockNotHeld, LockBackendError, BaseExceptionGroup) as error:
+            if not _is_kept(results, error, lease):
+                ends.wait(_pause_after(error, lease, pauses))
+                continue
+        return results[0]
     return None
 
 
@@ -66,24 +76,39 @@ async def alead(
     name: str, work: Callable[[Lease], Awaitable[_T]], **terms: Unpack[LockTerms]
 ) -> _T:
     """Do what lead() does, and cancel *work* when its lease is lost. To stop, cancel the task that awaits this."""
+    if not iscoroutinefunction(work):
+        raise TypeError("alead() awaits a coroutine function; write lead(...) for a function.")
+    if "timeout" in terms:
+        raise TypeError("alead() waits until it leads; cancel its task, and leave out timeout.")
     candidate = Lock(name, timeout=None, cancel_when_lost=True, **terms)  # type: ignore[misc]  # as above
     pauses = Wait(None)
     while True:
-        lease = None
+        lease, results = None, list[_T]()
         try:
             async with candidate as lease:
                 pauses = Wait(None)
-                result = await work(lease)
+                results.append(await work(lease))
                 if lease.lost:  # as above
                     lease.check()
-                return result
         except (LockNotHeld, LockBackendError) as error:
-            await asyncio.sleep(_pause_after(error, lease, pauses))
+            if not _is_kept(results, error, lease):
+                await asyncio.sleep(_pause_after(error, lease, pauses))
+                continue
+        return results[0]
 
 
-def _pause_after(error: LockError, lease: Lease | None, pauses: Wait) -> float:
+def _is_kept(results: list[_T], error: BaseException, lease: Lease | None) -> bool:
+    """Return whether the work has returned under the lock, and only the release has failed, by *error*; log that."""
+    if lease is None or not results or not isinstance(error, LockBackendError):
+        return False
+    warn("Leaving lock %s: %s", lease.name, error, of=lease, token=lease.fencing_token)
+    return True
+
+
+def _pause_after(error: BaseException, lease: Lease | None, pauses: Wait) -> float:
     """Return the seconds until the lock is wanted again, after *error*, which is raised if the work has raised it."""
-    is_of_work = lease is not None and not (isinstance(error, LockNotHeld) and lease.lost)
-    if is_of_work:
-        raise error
+    if lease is not None:
+        is_loss = isinstance(error, LockNotHeld) and lease.lost
+        if not is_loss and not is_loss_in_group(error, lease):
+            raise error
     return pauses.next_pause(longest=LONGEST_PAUSE) if isinstance(error, LockBackendError) else 0.0

@@ -12,6 +12,15 @@ if TYPE_CHECKING:
     from .lease import Lease
 
 
+def is_loss_in_group(error: BaseException | None, lease: Lease) -> bool:
+    """Return whether *error* is an exception group, as of a TaskGroup, with nothing but the loss of *lease*."""
+    return isinstance(error, BaseExceptionGroup) and all(
+        is_loss_in_group(each, lease)
+        or (isinstance(each, LockNotHeld) and each.name == lease.name and lease.lost)
+        for each in error.exceptions
+    )
+
+
 class Cancelling:
     """One block. It is an ``asyncio.timeout()`` that ends when the lease does, so its rules for cancellation are kept."""
 
@@ -27,11 +36,14 @@ class Cancelling:
         lease.on_lost(self._on_lost)
 
     async def end(self, lease: Lease, *error: Any) -> LockNotHeld | None:
-        """End the block, of whose body *error* has come out; return what is to be raised in its place, if it was cancelled."""
+        """End the block, of whose body *error* has come out; return the loss that is to be raised in its place, if any."""
         lease.off_lost(self._on_lost)
+        is_loss = is_loss_in_group(error[1], lease)
         try:
             await self._timeout.__aexit__(*error)
         except TimeoutError:
+            is_loss = True
+        if is_loss:
             try:
                 lease.check()
             except LockNotHeld as lost:

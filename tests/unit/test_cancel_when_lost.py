@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from typing import Never
 
 import pytest
@@ -34,6 +35,30 @@ async def for_ever() -> Never:
 
 async def lose(name: str = "a") -> None:
     assert await asyncio.to_thread(force_release, name)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["b", "a"]], ids="-".join)
+async def test_a_group_of_tasks_with_nothing_but_the_loss_is_the_loss(names: list[str]) -> None:
+    """As of a TaskGroup whose tasks call check()."""
+
+    async def watch(lease: Lease) -> None:
+        try:
+            await for_ever()
+        finally:
+            lease.check()
+
+    with pytest.raises(LockLost) as caught:
+        async with AsyncExitStack() as stack:
+            leases = {}
+            for name in names:
+                ttl = 0.3 if name == "a" else 30
+                block = lock(name, cancel_when_lost=True, renew=False, ttl=ttl)
+                leases[name] = await stack.enter_async_context(block)
+            group = await stack.enter_async_context(asyncio.TaskGroup())
+            group.create_task(watch(leases["a"]))
+
+    assert caught.value.name == "a"
+    assert isinstance(caught.value.__cause__, BaseExceptionGroup)
 
 
 async def test_the_body_is_cancelled_and_lock_lost_comes_out() -> None:

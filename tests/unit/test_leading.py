@@ -241,9 +241,91 @@ async def test_a_task_that_waits_or_leads_ends_when_it_is_cancelled() -> None:
     await aeventually(lambda: not lock("poller").locked())
 
 
-def test_it_waits_for_ever_so_a_timeout_is_an_error() -> None:
-    with pytest.raises(TypeError, match="timeout"):
+async def watch(lease: Lease) -> Never:
+    while True:
+        lease.check()
+        await asyncio.sleep(0.01)
+
+
+async def watch_in_a_group(lease: Lease) -> None:
+    async with asyncio.TaskGroup() as outer:
+        outer.create_task(watch(lease))
+        async with asyncio.TaskGroup() as inner:
+            inner.create_task(watch(lease))
+
+
+def test_a_loss_in_a_group_of_tasks_is_a_loss() -> None:
+    led: list[Lease] = []
+
+    async def awork(lease: Lease) -> str:
+        led.append(lease)
+        if len(led) == 1:
+            await watch_in_a_group(lease)
+        return "led again"
+
+    def work(lease: Lease) -> str:
+        return asyncio.run(awork(lease))
+
+    assert asyncio.run(alead("poller", awork, ttl=0.3, renew=False)) == "led again"
+    led.clear()
+    assert lead("poller", work, ttl=0.3, renew=False) == "led again"
+
+
+def test_a_group_with_another_error_comes_out() -> None:
+    async def fail(lease: Lease) -> None:
+        with suppress(LockLost):
+            await watch(lease)
+        raise RuntimeError("so it is")
+
+    async def awork(lease: Lease) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail(lease))
+            group.create_task(watch_in_a_group(lease))
+
+    def work(lease: Lease) -> None:
+        asyncio.run(awork(lease))
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        lead("poller", work, ttl=0.3, renew=False)
+    assert caught.group_contains(RuntimeError)
+    with pytest.raises(BaseExceptionGroup) as caught:
+        asyncio.run(alead("poller", awork, ttl=0.3, renew=False))
+    assert caught.group_contains(RuntimeError)
+
+
+def test_the_result_is_kept_if_only_the_release_fails(
+    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(request: Request) -> Never:
+        raise LockBackendError("default", "it is down")
+
+    async def work(lease: Lease) -> str:
+        return "done"
+
+    monkeypatch.setattr(memory, "release", fail)
+
+    assert lead("poller", lambda lease: "done") == "done"
+    assert asyncio.run(alead("consumer", work)) == "done"
+
+    told = [each.getMessage() for each in caplog.records if "Leaving lock" in each.getMessage()]
+    assert [text.split(":")[0] for text in told] == ["Leaving lock poller", "Leaving lock consumer"]
+
+
+async def test_each_takes_its_own_kind_of_function() -> None:
+    async def awork(lease: Lease) -> None:
+        """Do nothing."""
+
+    with pytest.raises(TypeError, match=r"write await alead\(\.\.\.\)"):
+        lead("poller", awork)
+    with pytest.raises(TypeError, match=r"write lead\(\.\.\.\)"):
+        await alead("poller", lambda lease: None)  # type: ignore[arg-type, return-value]  # that is the point
+
+
+async def test_it_waits_for_ever_so_a_timeout_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"write stop=threading\.Event\(\), not timeout"):
         lead("poller", lambda lease: None, timeout=3)
+    with pytest.raises(TypeError, match="cancel its task, and leave out timeout"):
+        await alead("poller", for_ever, timeout=3)  # type: ignore[arg-type]  # it is not called
 
 
 def test_several_may_lead_with_a_limit() -> None:
