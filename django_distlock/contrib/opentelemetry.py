@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from django.apps import apps
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import Observation
 from opentelemetry.trace import Status, StatusCode
@@ -50,8 +51,21 @@ _ONE_OF_MANY = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}|[
 
 
 def template_of(name: str, template: str = "") -> str:
-    """Return the label for all locks with names like *name*: *template*, or the name with ``*`` for numbers and ids."""
-    return printable(template or _ONE_OF_MANY.sub("*", name), 100)
+    """Return the label for all locks with names like *name*: *template*, or the name with ``*`` for numbers and ids.
+
+    For the lock of a model instance, and that of its page in the admin, ``*`` stands for the whole key.
+    """
+    return printable(template or _template_of_object(name) or _ONE_OF_MANY.sub("*", name), 100)
+
+
+def _template_of_object(name: str) -> str:
+    """Return "shop.page:*" for "shop.page:home", "edit:shop.page:*" for its page; "" if it names no model."""
+    label, colon, _ = name.removeprefix("edit:").partition(":")
+    if colon:
+        with suppress(LookupError, ValueError):
+            apps.get_model(label)
+            return f"{name[: name.index(label)]}{label}:*"
+    return ""
 
 
 class _Instruments:
@@ -78,6 +92,7 @@ class _Instruments:
         self._errors = count("distlock.backend.errors", description="Errors of lock servers")
         text = "Locks that this process holds"
         meter.create_observable_gauge("distlock.held", [self._count_held], description=text)
+        self._seen: set[tuple[str, ...]] = set()
         # No mutex: a fork while another thread holds it would stop the locks of the child.
         self._spans: WeakKeyDictionary[Lease, tuple[Span, int]] = WeakKeyDictionary()
         self._receivers: dict[Signal, Callable[..., Any]] = {
@@ -176,7 +191,13 @@ class _Instruments:
         return labels, span, start + int(held * 1e9)
 
     def _labels(self, name: str, using: str, template: str, **_: Any) -> Labels:
-        return {"distlock.alias": using, "distlock.template": self.label(name, template)}
+        labels = {"distlock.alias": using, "distlock.template": self.label(name, template)}
+        if (values := tuple(labels.values())) not in self._seen:
+            self._seen.add(values)
+            # A rate needs a value before the first loss or error.
+            for counter in (self._busy, self._lost, self._errors):
+                counter.add(0, labels)
+        return labels
 
 
 #: The instruments in use: one or none.

@@ -6,7 +6,10 @@ import asyncio
 import json
 import re
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,8 +38,10 @@ from django_distlock.engine.registry import registry
 from django_distlock.ground import clock
 from django_distlock.signals import lock_acquired
 from tests.contract.crew import elsewhere, held_in_thread
+from tests.fixtures.environment import free_port
 from tests.fixtures.eventually import aeventually, eventually
-from tests.fixtures.pages import DOCS
+from tests.fixtures.pages import DOCS, section
+from tests.fixtures.workers import Site
 
 LABELS = {"distlock.alias": "default", "distlock.template": "fee:*"}
 
@@ -132,8 +137,70 @@ def test_every_query_of_the_dashboard_asks_for_what_the_exporter_of_prometheus_t
     dashboard = json.loads((DOCS / "_static" / "grafana-locks.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     assert len(queries) > len(dashboard["panels"])
-    for word in set(re.findall(r"distlock_\w+", " ".join(queries))):
+    alerts = (DOCS / "_static" / "prometheus-locks.yml").read_text()
+    for word in set(re.findall(r"distlock_\w+", " ".join([*queries, alerts]))):
         assert re.search(rf"\b{word}[{{=]", told), f"the exporter tells no {word}"
+
+
+def test_counters_begin_at_zero_when_a_template_is_first_seen() -> None:
+    """Else Prometheus has no value before the first loss of a process, and shows no increase."""
+    provider = MeterProvider([PrometheusMetricReader()])
+    opentelemetry.instrument(meter_provider=provider)
+    try:
+        with lock("fee:42"):
+            told = generate_latest().decode()
+    finally:
+        opentelemetry.uninstrument()
+        provider.shutdown()
+
+    labels = 'distlock_alias="default",distlock_template="fee:*"'
+    for counter in ("busy", "lost", "backend_errors"):
+        assert re.search(
+            rf"^distlock_{counter}_total{{{re.escape(labels)}.*}} 0\.0$", told, re.MULTILINE
+        )
+
+
+def test_each_worker_of_gunicorn_has_a_port_with_its_own_metrics_as_the_guide_says(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("gunicorn")
+    [block] = re.findall(
+        r"```python\n(.*?)```",
+        section(DOCS / "howto" / "observe.md", "### Several workers"),
+        re.DOTALL,
+    )
+    first = free_port()
+    (tmp_path / "gunicorn.conf.py").write_text(block.replace("9464", str(first)))
+
+    def holds() -> list[float]:
+        told = []
+        for port in range(first, first + 4):
+            with suppress(OSError):
+                url = f"http://127.0.0.1:{port}/metrics"
+                text = urllib.request.urlopen(url, timeout=5).read().decode()
+                told += re.findall(r"^distlock_hold_seconds_count{.*} (.*)", text, re.MULTILINE)
+        return [float(each) for each in told]
+
+    site = Site(
+        "gunicorn-sync",
+        {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"},
+        tmp_path,
+        workers=2,
+        GUNICORN_CMD_ARGS=f"--config={tmp_path / 'gunicorn.conf.py'}",
+    )
+    try:
+        site.wait_until_ready()
+        held = []
+
+        def both_have_held() -> bool:
+            held.append(site.hold("fee:42", 0, ttl=10).result(30).status)
+            return len(holds()) == 2
+
+        eventually(both_have_held, 60)
+        assert set(held) == {200}
+        assert sum(holds()) == len(held)
+    finally:
+        site.close()
 
 
 def test_the_span_of_a_lease_ends_where_it_is_handed_on(
@@ -235,7 +302,7 @@ def test_refusals_losses_and_errors_are_counted(
 
     found = points(reader)
     for metric, alias in (("busy", "default"), ("lost", "default"), ("backend.errors", "down")):
-        [point] = found[f"distlock.{metric}"]
+        [point] = [point for point in found[f"distlock.{metric}"] if point.value]
         assert (point.value, point.attributes) == (1, {**LABELS, "distlock.alias": alias})
     ends = {span.status.description: span for span in exporter.get_finished_spans()}
     assert ends["busy"].status.status_code is StatusCode.ERROR
@@ -311,7 +378,7 @@ def test_a_renewal_that_fails_is_counted_and_makes_no_span(
 
     monkeypatch.setattr(locks["default"], "extend", fail)
     with lock("fee:42", ttl=3):
-        eventually(lambda: "distlock.backend.errors" in points(reader))
+        eventually(lambda: points(reader)["distlock.backend.errors"][0].value)
 
     assert set(spans(exporter)) == {"distlock.acquire", "distlock.hold", "distlock.release"}
 
@@ -364,6 +431,11 @@ def test_a_lease_that_is_left_alone_keeps_no_span_alive(reader: InMemoryMetricRe
         ("user:550E8400-e29b-41d4-a716-446655440000:mail", "user:*:mail"),
         ("eod-20261122-backup", "eod-*-backup"),
         ("20261122T0530-daily", "*T*-daily"),
+        ("auth.user:7", "auth.user:*"),
+        ("auth.user:ada@example.com", "auth.user:*"),
+        ("edit:auth.user:ada:b", "edit:auth.user:*"),
+        ("edit:7", "edit:*"),
+        ("no.model:ada", "no.model:ada"),
         ("report", "report"),
         ("face", "face"),
     ],
