@@ -18,6 +18,7 @@ import pytest
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.etcd.entries import Entry
 from django_distlock.backends.etcd.gateway import SILENCE, Reply, below
+from django_distlock.engine.background import background
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
@@ -455,6 +456,26 @@ def test_a_key_whose_reply_is_lost_is_found_again(
         assert proxy.connections >= 2
         assert lease.fencing_token == int(found["create_revision"]) + offset
     assert line(etcd, namespace, "x") == []
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_however_many_are_given_up_at_once_all_are_deleted(
+    etcd: Cluster, namespace: str, *, is_late: bool
+) -> None:
+    requests = [rival(f"x{number}") for number in range(150)]
+    for request in requests:
+        assert stands(request)
+    for entry in entries():
+        entry.is_late = is_late  # as after a lost reply
+
+    all_are = threading.Event()
+    background.submit(("locks", "etcd"), all_are.wait)
+    for request in requests:
+        backend().abandon_later(request)
+    all_are.set()
+
+    # Long before the session is over, with which they would go.
+    eventually(lambda: not keys(etcd.members[0], f"{namespace}/x"), 5)
 
 
 def test_a_request_that_arrives_after_its_lock_was_given_back_makes_no_key(
@@ -911,6 +932,26 @@ def test_a_full_database_is_told_with_what_is_to_be_done(
         member.asks("/v3/maintenance/alarm", action="DEACTIVATE", **alarm)
     with lock("x", using="locks", timeout=0):
         pass
+
+
+def test_a_deletion_that_is_refused_holds_up_no_other_one(
+    own_cluster: Cluster, settings: Settings, namespace: str
+) -> None:
+    settings.DISTLOCK = aliases(own_cluster, namespace)
+    member, requests = own_cluster.members[0], [rival(f"x{number}") for number in range(5)]
+    alarm = {"memberID": member.status["header"]["member_id"], "alarm": "NOSPACE"}
+    for request in requests:
+        assert stands(request)
+    entries()[0].is_late = True  # a full database refuses what refuses its late request
+    member.asks("/v3/maintenance/alarm", action="ACTIVATE", **alarm)
+    try:
+        for request in requests:
+            backend().abandon_later(request)
+
+        eventually(lambda: len(keys(member, f"{namespace}/x")) == 1, 6)
+    finally:
+        member.asks("/v3/maintenance/alarm", action="DEACTIVATE", **alarm)
+    eventually(lambda: not keys(member, f"{namespace}/x"), 20)
 
 
 def test_where_tokens_begin_is_written_once_and_read_by_each_session(

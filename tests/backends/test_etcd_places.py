@@ -214,7 +214,7 @@ def test_a_single_try_is_not_refused_by_who_is_leaving_the_other_lines(
     monkeypatch: pytest.MonkeyPatch, sent: list[Any], taken: list[Lease], waiter: Request
 ) -> None:
     bell, looked, bury = _stands(waiter), threading.Event(), backend()._recipe._bury
-    monkeypatch.setattr(backend()._recipe, "_bury", lambda: looked.wait(20) and bury())
+    monkeypatch.setattr(backend()._recipe, "_bury", lambda *size: looked.wait(20) and bury(*size))
     for lease in taken[:2]:
         lease.release()
     eventually(lambda: bell.rung)

@@ -31,6 +31,8 @@ ELECTION = 0.1
 CHUNK = 65_536
 #: How many idle connections are kept.
 IDLE = 10
+#: How many operations etcd accepts in one transaction, by default; those in a nested one count, too.
+OPERATIONS = 128
 #: The name of a key that is not written.
 NEVER = "%never"
 #: Seconds for a last request, for one that is sent although its session is over, and until a watch has begun.

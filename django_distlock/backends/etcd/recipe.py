@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count, groupby
 from operator import call
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 from django_distlock.backends.queue.labels import Label, label, unquoted, wished_ttl
 from django_distlock.backends.queue.places import acquire_any, is_line, turn_owner
 from django_distlock.backends.queue.standings import Standings
-from django_distlock.engine.background import background
+from django_distlock.engine.background import Alarm, background
 from django_distlock.engine.steps import Steps, run
 from django_distlock.engine.values import (
     Busy,
@@ -30,8 +31,10 @@ from django_distlock.ground import clock
 
 from .entries import Entry
 from .gateway import (
+    OPERATIONS,
     Gateway,
     LeaseGone,
+    Refused,
     Reply,
     below,
     compare,
@@ -58,8 +61,8 @@ SETTLING = 0.005
 #: At how many places the first waiter for any of them stands in line. Each costs all members and clients a little
 #: at each hand-over: at 4 places, 16 processes get a quarter fewer holds than with one.
 CLAIMS = 4
-#: How many operations etcd accepts in one transaction, by default; how many keys are listed at once.
-OPERATIONS, PAGE = 128, 1000
+#: How many keys are deleted in one transaction, each by up to three operations; how many are listed at once.
+BATCH, PAGE = 32, 1000
 #: Seconds before what could not be deleted is tried again.
 RETRY = 1.0
 
@@ -84,6 +87,7 @@ class EtcdRecipe(Standings[Entry]):
         self._crowded = Recent()
         #: What is to be deleted.
         self._doomed: dict[Entry, None] = {}
+        self._retry = Alarm(partial(self._bury_soon, size=1))
         self._ask = gateway.transaction
 
     # Acquiring.
@@ -394,27 +398,41 @@ class EtcdRecipe(Standings[Entry]):
             self.watcher.remove(each)
         self.forget_owner(entry)
         entry.is_granted = False
-        self._bury_later(0.0)
+        self._bury_soon()
 
-    def _bury_later(self, delay: float) -> None:
-        background.submit((self._alias, "etcd"), self._bury, delay)
+    def _bury_soon(self, size: int = BATCH) -> None:
+        background.submit((self._alias, "etcd"), partial(self._bury, size))
 
-    def _bury(self) -> None:
+    def _bury(self, size: int = BATCH) -> None:
+        """Delete the keys of *size* entries at a time; if some cannot be deleted, try again later, each by itself."""
         doomed = [e for e in list(self._doomed) if not self._session.is_over(e.lease_id)]
+        is_left = False
         try:
-            for some in batches(doomed, OPERATIONS // 2):
-                # Each by its own revision: when this arrives late, others may have these keys.
-                deletes = [nested(delete(entry.key), _is_ours(entry)) for entry in some]
-                self._ask(*deletes, *self._refusals(some))
-                for entry in some:
-                    self._buried(entry)
+            for some in batches(doomed, size):
+                is_left |= not self._bury_some(some)
         except LeaseGone:
             self._session.forget(doomed[0].lease_id)
         except LockBackendError:
-            self._bury_later(RETRY)
+            is_left = True
+        if is_left:
+            self._retry.at(clock.lease_time() + RETRY)
         for entry in list(self._doomed):
             if self._session.is_over(entry.lease_id):
                 self._buried(entry)
+
+    def _bury_some(self, entries: Sequence[Entry]) -> bool:
+        """Delete the keys of *entries*; return False if etcd refuses that."""
+        # Each by its own revision: when this arrives late, others may have these keys.
+        deletes = [nested(delete(entry.key), _is_ours(entry)) for entry in entries]
+        try:
+            self._ask(*deletes, *self._refusals(entries))
+        except LockBackendError as error:
+            if isinstance(error, LeaseGone) or not isinstance(error.__cause__, Refused):
+                raise
+            return False
+        for entry in entries:
+            self._buried(entry)
+        return True
 
     def _buried(self, entry: Entry) -> None:
         if self._doomed.pop(entry, self) is None:
