@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 from django_distlock import locks
@@ -67,12 +68,16 @@ def watched(alias: str = "locks") -> set[str]:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, only: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Return the requests of all sessions, as they will be sent: with the path *only*, or all."""
+    """Return the requests of all sessions, as they will be sent: with the path *only*, or all.
+
+    Without those by which a session learns of its own end.
+    """
     seen: list[tuple[str, dict[str, Any]]] = []
     ask = MemberConnection.ask
 
     def note(connection: MemberConnection, path: str, body: bytes, *rest: Any) -> Any:
-        if path == (only or path):
+        watches_itself = threading.current_thread().name == "distlock-etcd-session"
+        if path == (only or path) and not watches_itself:
             seen.append((path, json.loads(body)))
         return ask(connection, path, body, *rest)
 

@@ -99,7 +99,7 @@ def _tries(waiter: Request) -> int | None:
     return answer.place if isinstance(answer, Grant) else None
 
 
-def test_the_first_in_line_is_told_its_place_and_asks_nothing(
+def test_the_first_in_line_is_told_its_place_and_asks_once_whether_that_is_so(
     sent: list[Any], taken: list[Lease], waiter: Request
 ) -> None:
     bell = _stands(waiter)
@@ -111,7 +111,7 @@ def test_the_first_in_line_is_told_its_place_and_asks_nothing(
     place = _tries(waiter)
 
     assert place == freed.place
-    assert len(sent) == asked
+    assert len(sent) == asked + 1
     assert backend().extend([waiter.at(place or 0)]) == [True]
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
-from django_distlock import LockBackendError, lock, locks
+from django_distlock import (
+    Lease,
+    LockBackendError,
+    LockLost,
+    LockNotAcquired,
+    LockNotHeld,
+    lock,
+    locks,
+)
 from django_distlock.backends.etcd.gateway import Broken
 from django_distlock.ground.holder import Holder
 from tests.fixtures.certificate import tls_server
@@ -17,7 +28,7 @@ from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
 
-from .etcd_tools import aliases, backend, encoded, line, noted, watched
+from .etcd_tools import aliases, backend, encoded, expire, line, noted, watched
 from .queue_tools import held, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
@@ -96,6 +107,36 @@ def test_a_waiter_is_woken_though_its_watch_is_a_black_hole(
         proxy.pass_through()
 
         waiting.result(20)
+
+
+def test_a_holder_is_told_at_once_that_etcd_has_ended_its_session(
+    alias: None, etcd: Cluster, settings: Settings
+) -> None:
+    set_options(settings, session_timeout=60.0)
+    lease, told = held(ttl=60)
+    eventually(lambda: backend()._session._follower._watch)
+
+    expire(etcd)
+
+    eventually(lambda: not lease.held, 2)
+    eventually(lambda: told, 2)
+    with pytest.raises(LockLost, match="session"):
+        lease.check()
+
+
+def test_a_session_that_ended_before_its_watch_began_is_noticed_soon(
+    proxy: Proxy, etcd: Cluster, monkeypatch: pytest.MonkeyPatch, settings: Settings
+) -> None:
+    monkeypatch.setattr("django_distlock.backends.etcd.gateway.SILENCE", 0.5)
+    set_options(settings, session_timeout=60.0)
+    lease, _ = held(ttl=60)
+    proxy.cut()
+    expire(etcd)
+    assert lease.held
+
+    proxy.pass_through()
+
+    eventually(lambda: not lease.held, 10)
 
 
 def test_what_a_session_held_that_ended_by_our_clock_does_not_come_back(
@@ -230,6 +271,50 @@ def test_one_member_of_three_can_fail_while_locks_are_taken(
     assert all(not told and lease.held for lease, told in leases)
     for lease, _ in leases:
         lease.release()
+
+
+@pytest.mark.slow
+def test_a_leader_that_was_paused_takes_no_lock_from_a_holder_that_is_not_told(
+    frail: Cluster, settings: Settings, namespace: str
+) -> None:
+    """It ends sessions that another leader has prolonged meanwhile: 16 at once, others some seconds later."""
+    # Renewals are so rare that they would be late.
+    [alias, _] = aliases(frail, namespace, session_timeout=2 * SESSION).values()
+    names = [f"session{number}" for number in range(30)]
+    settings.DISTLOCK = {**settings.DISTLOCK, **dict.fromkeys(names, alias)}
+    leases = [lock(name, using=name).acquire() for name in names]
+    late = dict[str, float]()
+    over = threading.Event()
+
+    def take_over(name: str, lease: Lease | None) -> None:
+        assert lease
+        while not over.is_set():
+            # Without a leader, nobody is answered.
+            again = suppress(LockNotAcquired, LockBackendError)
+            with again, lock(name, using="elsewhere", timeout=1):
+                granted = time.monotonic()
+                while lease.held and time.monotonic() - granted < 3:
+                    time.sleep(0.001)
+                late[name] = time.monotonic() - granted
+                return
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        waiting = [pool.submit(take_over, *each) for each in zip(names, leases, strict=True)]
+        leader = frail.leader
+        leader.pause()
+        never(lambda: late, 2 * SESSION + 2)
+        leader.resume()
+        eventually(lambda: len(late) > 8, 20)
+        never(lambda: False, 10)
+        over.set()
+        for each in waiting:
+            each.result(20)
+
+    assert max(late.values()) < 0.5
+    for lease in leases:
+        with suppress(LockNotHeld, LockBackendError):
+            assert lease
+            lease.release()
 
 
 def test_a_watch_turns_from_a_member_that_hangs(frail: Cluster) -> None:

@@ -240,6 +240,22 @@ def test_a_row_is_claimed_by_locks_of_another_backend_and_then_of_this_one_and_b
     account.delete()
 
 
+def test_a_waiter_that_no_watch_tells_looks_for_itself(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in ("zookeeper.nodes.Nodes.changed", "etcd.watcher.KeyWatcher._note"):
+        monkeypatch.setattr(f"django_distlock.backends.{path}", lambda *_: None)
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take, timeout=40)
+        eventually(side.watched)
+
+        locks["elsewhere"].release(holder)
+
+        waiting.result(20)
+
+
 # Connections that are cut.
 
 

@@ -10,6 +10,7 @@ from tests.fixtures.pages import DOCS, section
 GUARANTEES = DOCS / "explanation" / "guarantees.md"
 HEADING = "## What each fault leads to"
 DEATH = "tests/contract/test_death.py"
+ETCD = "tests/backends/test_etcd_session.py"
 FAULTS = "tests/backends/test_database_faults.py"
 TRANSACTION = "tests/backends/test_transaction_lock.py"
 
@@ -41,6 +42,10 @@ MET: dict[str, tuple[str, ...]] = {
     ),
     "fail-over to an asynchronous replica": ("fail-over to an asynchronous replica",),
     "server hangs": ("server hangs", "two of five servers hang", "one of three members hangs"),
+    "leader or server paused for longer than the session, as by a snapshot of its virtual machine": (
+        "server hangs",
+        f"{ETCD}::test_a_leader_that_was_paused_takes_no_lock_from_a_holder_that_is_not_told",
+    ),
     "reply lost": ("reply lost",),
     "client's clock is wrong or is set": ("client's clock is wrong or is set",),
     "server's clock jumps ahead by more than the lease has left": ("server's clock jumps ahead",),

@@ -35,7 +35,7 @@ class EtcdBackend(QueueBackend):
 
     def _begin(self) -> None:
         self._gateway = Gateway(self.alias, self.options)
-        self._session = Session(self.alias, self.options, self._gateway)
+        self._session = Session(self.alias, self.options, self._gateway, self._session_lost)
         self._recipe = EtcdRecipe(self.alias, self.options, self._gateway, self._session)
         self._standings = self._recipe
 
@@ -106,6 +106,7 @@ class EtcdBackend(QueueBackend):
         super().close()
         self._recipe.watcher.close()
         self._session.end(self.options.io_timeout)
+        self._session_lost("its session was closed")
         self._gateway.close()
 
     def close_at_exit(self, seconds: float) -> None:

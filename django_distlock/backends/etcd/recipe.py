@@ -250,8 +250,6 @@ class EtcdRecipe(Standings[Entry]):
 
     def _take(self, entry: Entry, began: float, *, queued: bool) -> Grant | Busy | None:
         """Return the answer of etcd; None if it must be asked again."""
-        if entry.is_next:
-            return self._grant(entry, began)  # the watch has told it
         if not entry.revision and not (queued and entry.folder in self._crowded):
             busy = self._take_if_free(entry)
             if busy is None:

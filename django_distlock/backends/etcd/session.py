@@ -5,15 +5,31 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from django_distlock.backends.queue.labels import TOKENS
+from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 
-from .gateway import SHORT, Gateway, LeaseGone, Reply, compare, decoded, encoded, find, kvs, put
+from .gateway import (
+    SHORT,
+    Gateway,
+    LeaseGone,
+    Reply,
+    compare,
+    decoded,
+    encoded,
+    find,
+    kvs,
+    put,
+)
 from .options import EtcdOptions
+from .watcher import Follower
 
-#: The folder of keys by which is asked whether a session exists; no lock's folder has this name.
+#: The folder of the keys that go with the sessions; no lock's folder has this name.
 SESSIONS = "%sessions"
 
 
@@ -21,10 +37,16 @@ class Session:
     """Begun by the first lock, prolonged by whatever needs it, and begun again once it has ended.
 
     By our clock it ends a ``session_timeout`` after the start of the last request that has prolonged it.
+    A key of its own goes with it, which it watches: a leader that was paused for longer than the ``session_timeout``
+    revokes it when it wakes, however often another leader has prolonged it. *lost* is told of that, and must not block.
     """
 
-    def __init__(self, alias: str, options: EtcdOptions, gateway: Gateway) -> None:
+    def __init__(
+        self, alias: str, options: EtcdOptions, gateway: Gateway, lost: Callable[[str], None]
+    ) -> None:
         self._alias = alias
+        self._lost = lost
+        self._follower = Follower(gateway)
         self._options = options
         self._gateway = gateway
         # Held during requests: others need the session, too.
@@ -88,33 +110,63 @@ class Session:
     def _exists(self, lease_id: str) -> bool:
         """Return whether it exists, as a majority knows: by a key that goes with it."""
         try:
-            key = f"{self._options.namespace}/{SESSIONS}/{lease_id}"
-            self._gateway.transaction(put(key, "", lease=lease_id))
+            self._gateway.transaction(put(self._key(lease_id), "", lease=lease_id))
         except LeaseGone:
             return False
         return True
 
     def forget(self, lease_id: str) -> None:
         """Note that its lease does not exist any more."""
-        if self.id == lease_id:
+        if self.id == lease_id != "":
             self.id = ""
+            self._follower.interrupt()
+            self._lost("etcd has ended the session that held it")
 
     def _begin(self) -> None:
         # It is over by our clock: what it held must not come back.
         self.end(SHORT)
         began = clock.lease_time()
         granted = self._gateway.post("/v3/lease/grant", {"TTL": self._options.lease_ttl})
+        lease_id = granted.body["ID"]
         self.offset = self._token_offset(granted)
+        self._gateway.transaction(put(self._key(lease_id), "", lease=lease_id))
         # A signal handler may have begun another one meanwhile; then this one is not used, and expires.
         if not self.id:
-            self._prolonged_at, self.id = began, granted.body["ID"]
+            self._prolonged_at, self.id = began, lease_id
+            with contextlib.suppress(NoThreadError):  # then the next renewal tells
+                start_daemon(partial(self._watch, lease_id), "distlock-etcd-session")
 
     def end(self, seconds: float) -> None:
         """End the session, which frees its locks at once; try for at most so many *seconds*."""
         ended, self.id = self.id, ""
         if ended:
+            self._follower.interrupt()
             with contextlib.suppress(LockBackendError):
                 self._gateway.post("/v3/lease/revoke", {"ID": ended}, seconds)
+
+    def _key(self, lease_id: str) -> str:
+        return f"{self._options.namespace}/{SESSIONS}/{lease_id}"
+
+    def _watch(self, lease_id: str) -> None:
+        """Forget the session as soon as its key is deleted; while all is silent, look every few seconds."""
+        follower = self._follower = Follower(self._gateway)
+        wanted = {"key": encoded(self._key(lease_id))}
+
+        def take(result: dict[str, Any]) -> bool:
+            is_there = not result.get("events") and self._has_key(wanted)
+            if not is_there:
+                self.forget(lease_id)
+            return is_there
+
+        while not self.is_over(lease_id):
+            follower.follow(wanted, take)
+
+    def _has_key(self, wanted: dict[str, str]) -> bool:
+        """Return False if its key does not exist: it may have been deleted before the watch began."""
+        try:
+            return bool(kvs(self._gateway.post("/v3/kv/range", wanted).body))
+        except LockBackendError:
+            return True  # nobody knows
 
     def known_offset(self) -> int:
         """Return the offset, which a listing needs before this process has had a session."""

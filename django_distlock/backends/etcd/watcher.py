@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from django_distlock.engine.background import NoThreadError, start_daemon
+from django_distlock.engine.values import batches
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
 
 from .entries import Entry
-from .gateway import SILENCE, Gateway, Watch, below, decoded
+from .gateway import OPERATIONS, SHORT, SILENCE, Gateway, Watch, below, decoded, encoded, find, kvs
 
 #: Seconds until another member is asked for the watch.
 PAUSE = 0.25
@@ -21,13 +23,48 @@ PAUSE = 0.25
 REMEMBERED = 1000
 
 
-class KeyWatcher:
+class Follower:
+    """Follows watches, one after the other, in a thread of its caller."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._watch: Watch | None = None
+        self._ended = threading.Event()
+
+    def follow(self, wanted: dict[str, Any], take: Callable[[dict[str, Any]], bool]) -> None:
+        """Watch for deletions as *wanted* until silence, an error, or until *take* returns False for a result."""
+        try:
+            self._watch = watch = self._gateway.watch({**wanted, "filters": ["NOPUT"]})
+        except LockBackendError:
+            self._ended.wait(PAUSE)
+            return
+        try:
+            for result in watch:
+                if not take(result):
+                    return
+        except TimeoutError:
+            pass  # nothing has happened, or the line is dead: ask again
+        except OSError:
+            self._gateway.failed(watch)
+            self._ended.wait(PAUSE)
+        finally:
+            self._watch = None
+            self._gateway.end(watch)
+
+    def interrupt(self) -> None:
+        """End the watch that another thread follows."""
+        self._ended.set()
+        if (watch := self._watch) is not None:
+            watch.connection.interrupt()
+
+
+class KeyWatcher(Follower):
     """Rings waiters whose awaited keys, or own key, are deleted."""
 
     def __init__(
         self, gateway: Gateway, namespace: str, ring: Callable[[list[Entry]], None]
     ) -> None:
-        self._gateway = gateway
+        super().__init__(gateway)
         self._range = below(namespace)
         self._ring = ring
         self._mutex = section()
@@ -39,9 +76,7 @@ class KeyWatcher:
         #: All deletions from this revision on are seen; the next one is asked for from *_position* on.
         self._since = self._position = 0
         self._is_running = False
-        self._wanted_at = self._heard_at = 0.0
-        self._watch: Watch | None = None
-        self._ended = threading.Event()
+        self._wanted_at = self._heard_at = self._looked_at = 0.0
 
     @property
     def is_fresh(self) -> bool:
@@ -75,9 +110,7 @@ class KeyWatcher:
 
     def close(self) -> None:
         """End the thread; waiters look for themselves from now on."""
-        self._ended.set()
-        if (watch := self._watch) is not None:
-            watch.connection.interrupt()
+        self.interrupt()
         self._wake_all()
 
     def _start(self, revision: int) -> None:
@@ -86,7 +119,7 @@ class KeyWatcher:
         self._waiting.clear()
         self._ended.clear()
         # Its first words are waited for.
-        self._heard_at = clock.wait_time()
+        self._heard_at = self._looked_at = clock.wait_time()
         try:
             start_daemon(self._run, "distlock-etcd")
             self._is_running = True
@@ -96,7 +129,7 @@ class KeyWatcher:
     def _run(self) -> None:
         try:
             while self._goes_on():
-                self._follow()
+                self.follow({**self._range, "start_revision": str(self._position)}, self._hear)
         except BaseException:
             self._is_running = False
             raise
@@ -114,27 +147,32 @@ class KeyWatcher:
         is_waited_for = bool(self._waiters) or clock.wait_time() - self._wanted_at < SILENCE
         return is_waited_for and not self._ended.is_set()
 
-    def _follow(self) -> None:
-        """Watch until silence or an error."""
-        wanted = {**self._range, "start_revision": str(self._position), "filters": ["NOPUT"]}
-        try:
-            self._watch = watch = self._gateway.watch(wanted)
-        except LockBackendError:
-            self._ended.wait(PAUSE)
-            return
-        try:
-            for result in watch:
-                self._heard_at = clock.wait_time()
-                if not (self._take(result) and self._is_wanted):
-                    return
-        except TimeoutError:
-            pass  # nothing has happened, or the line is dead: ask again
-        except OSError:
-            self._gateway.failed(watch)
-            self._ended.wait(PAUSE)
-        finally:
-            self._watch = None
-            self._gateway.end(watch)
+    def _hear(self, result: dict[str, Any]) -> bool:
+        self._heard_at = clock.wait_time()
+        goes_on = self._take(result) and self._is_wanted
+        # Sooner where it begins again, as after a connection that broke.
+        if goes_on and self._heard_at - self._looked_at >= (
+            SHORT if result.get("created") else SILENCE
+        ):
+            self._look()
+        return goes_on
+
+    def _look(self) -> None:
+        """Ask etcd for all awaited keys: before 3.4.31 and 3.5.13, a watch loses a deletion to a compaction."""
+        self._looked_at = clock.wait_time()
+        with self._mutex:
+            awaited = list(self._waiting)
+        with contextlib.suppress(LockBackendError):
+            for some in batches(awaited, OPERATIONS):
+                reply = self._gateway.transaction(
+                    *(find({"key": encoded(key)}, keys_only=True) for key in some)
+                )
+                for key, found in zip(some, map(kvs, reply.body["responses"]), strict=True):
+                    # One that was made again was deleted before that.
+                    gone = int(found[0]["create_revision"]) if found else reply.revision
+                    with self._mutex:
+                        rung = self._told(key, gone)
+                    self._ring(rung)
 
     def _take(self, result: dict[str, Any]) -> bool:
         """Take what the watch tells; return False if it is to begin again."""

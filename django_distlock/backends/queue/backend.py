@@ -6,8 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.engine.background import background
+from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Release, Request
 from django_distlock.engine.waiting import Queueing, Waiting, Way
+from django_distlock.ground import clock
 
 from .labels import SessionRequest
 from .places import is_line, turn_owner
@@ -15,6 +18,7 @@ from .places import is_line, turn_owner
 if TYPE_CHECKING:
     from django_distlock.conf import BackendSettings
     from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
+    from django_distlock.engine.lease import Lease
 
     from .standings import Standings
 
@@ -91,6 +95,19 @@ class QueueBackend(BaseLockBackend):
     def _drop_later(self, request: Request, owner: str, *, if_waiting: bool = False) -> None:
         drop = partial(self._standings.drop_owner, owner, if_waiting=if_waiting)
         self._threads.after(request, drop)
+
+    def _leases(self) -> list[Lease]:
+        return [lease for lease in registry.leases() if lease.backend is self and lease.held]
+
+    def _session_lost(self, reason: str) -> None:
+        """End the leases of a session that is over. Does not block; any thread may call it."""
+
+        def lose() -> None:
+            for lease in self._leases():
+                if self.is_session_over(lease.request):
+                    lease.lose(reason)
+
+        background.at(clock.lease_time(), lose)
 
     def is_session_over(self, request: Request) -> bool:
         standing = self._standings.get(request.owner)

@@ -196,17 +196,6 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
 
         background.at(clock.lease_time(), endanger)
 
-    def _session_lost(self, reason: str) -> None:
-        def lose() -> None:
-            for lease in self._leases():
-                if self.is_session_over(lease.request):
-                    lease.lose(reason)
-
-        background.at(clock.lease_time(), lose)
-
-    def _leases(self) -> list[Lease]:
-        return [lease for lease in registry.leases() if lease.backend is self and lease.held]
-
     def _confirm(self) -> None:
         """Release the locks whose leases have ended by our own clock meanwhile, and confirm the others."""
         owners = {lease.request.owner for lease in registry.leases() if lease.backend is self}
