@@ -14,8 +14,6 @@ from .ground.naming import printable
 
 #: The documentation on the web.
 DOCS = "https://django-distlock.readthedocs.io/en/latest/"
-#: Microseconds: a fence that is further ahead of a token is hardly the next holder's.
-FAR_AHEAD = 3_600_000_000
 
 
 class LockError(Exception):
@@ -174,9 +172,9 @@ class StaleFencingToken(LockError):
 
     @property
     def _question(self) -> str:
-        """A hint if the fence is far ahead of the token; both are microseconds, or began as such."""
+        """A hint if the fence is ahead of the token; both are microseconds, or began as such."""
         ahead = (self.fence or 0) - self.token
-        if ahead < FAR_AHEAD:
+        if ahead <= 0:
             return ""
         changed = "was the backend, its server or the data changed?"
         page = f"{DOCS}howto/change-the-backend.html"

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from django.core.management import call_command
 
 from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
 from django_distlock.backends.queue.backend import QueueBackend
@@ -238,6 +239,54 @@ def test_a_row_is_claimed_by_locks_of_another_backend_and_then_of_this_one_and_b
     account.refresh_from_db()
     assert account.balance == 88
     account.delete()
+
+
+@pytest.mark.usefixtures("line")
+def test_a_row_that_another_backend_claims_until_the_change_is_claimed_after_it(
+    settings: Settings,
+) -> None:
+    """As in the guide: the new backend was checked long before the change."""
+    settings.DISTLOCK = {**settings.DISTLOCK, "rows": {}}
+    account = Account.objects.create(name="x", balance=100, opening_balance=100)
+
+    for _ in range(2):  # and back, and here again
+        call_command("check_locks", using=["locks"], verbosity=0)
+        for using in ("rows", "locks"):
+            with lock("fee", using=using) as lease:
+                lease.claim(account)
+        locks.close()
+
+    account.delete()
+
+
+@pytest.mark.usefixtures("line")
+def test_tokens_rise_while_other_sessions_begin() -> None:
+    tokens, listed = list[int | None](), list[int | None]()
+    for _ in range(3):
+        for using in ("locks", "elsewhere"):
+            with lock("x", using=using) as lease:
+                tokens.append(lease.fencing_token)
+                listed += [each.token for each in locks["locks"].held()]
+        locks["elsewhere"].close()
+
+    assert tokens == listed == sorted(set(tokens), key=lambda token: token or 0)
+
+
+@pytest.mark.usefixtures("line")
+def test_tokens_rise_in_a_line_though_a_session_began_while_it_stood() -> None:
+    holder, waiter, late = rival("x"), rival("x"), rival("x", "elsewhere")
+    tokens = [stands(holder)]
+    assert stands(waiter) is None
+    assert stands(late, "elsewhere") is None
+
+    for served, of in ((waiter, holder), (late, waiter)):
+        locks["locks"].release(of)
+        using = "elsewhere" if served is late else "locks"
+        tokens.append(eventually(lambda: stands(served, using)))  # noqa: B023
+        [listed] = locks["locks"].held()
+        assert listed.token == tokens[-1]
+
+    assert tokens == sorted(set(tokens), key=lambda token: token or 0)
 
 
 def test_a_waiter_that_no_watch_tells_looks_for_itself(

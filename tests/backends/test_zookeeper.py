@@ -17,7 +17,7 @@ from kazoo.exceptions import NoAuthError, NoNodeError
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.queue.labels import quoted
-from django_distlock.backends.zookeeper.nodes import Node
+from django_distlock.backends.zookeeper.nodes import Node, Nodes
 from django_distlock.backends.zookeeper.recipe import Recipe
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground import clock
@@ -30,7 +30,6 @@ from .queue_tools import Counter, proxied, rival, set_options, stands
 from .zookeeper_tools import (
     aliases,
     backend,
-    expire,
     line,
     nodes,
     operator,
@@ -225,7 +224,7 @@ def test_each_of_200_waiters_watches_the_one_before_it_alone(zookeeper: Ensemble
         assert stands(waiter) is None
         assert backend()._is_told(waiter, bell)
 
-    watched = [path for path, _ in zookeeper.watches() if backend().options.root in path]
+    watched = [path for path, _ in zookeeper.watches() if f"{backend().options.root}/x" in path]
     assert len(watched) == len(set(watched)) == WAITERS
 
     tokens = []
@@ -318,10 +317,10 @@ async def test_1000_waits_that_time_out_leave_nothing(
     assert len(line(client, root, "x")) == 1
     assert list(nodes.by_owner) == [holder.owner]
     assert not watched()
-    # All of them watched one node: kazoo and the server know of one watch.
+    # All of them watched one node: kazoo and the server know of one watch, beside that of the tokens.
     kazoo = backend()._session.client
-    assert sum(map(len, kazoo._data_watchers.values())) <= 1
-    assert len([path for path, _ in zookeeper.watches() if root in path]) <= 1
+    assert sum(map(len, kazoo._data_watchers.values())) <= 2
+    assert len([path for path, _ in zookeeper.watches() if f"{root}/x" in path]) <= 1
     assert threading.active_count() <= threads + 2
 
 
@@ -590,25 +589,55 @@ def test_purge_refuses_what_makes_no_sense(terms: dict[str, Any]) -> None:
         _purged(**terms)
 
 
-def test_where_tokens_begin_is_written_once_and_read_by_each_session(
+def test_where_tokens_begin_is_raised_to_the_clock_by_each_session(client: Any, root: str) -> None:
+    path, written = f"{root}/%tokens", list[int]()
+    for _ in range(2):
+        began = time.time()
+        with lock("x", using="locks") as lease:
+            token = lease.fencing_token or 0
+            [own] = line(client, root, "x")
+            _, stat = client.get(f"{root}/x/{own}")
+            written.append(int(client.get(path)[0]))
+
+        assert token == stat.czxid + written[-1]
+        assert began - 1 < token / 1_000_000 < time.time() + 1
+        locks.close()
+
+    assert written[0] < written[1]
+
+
+def test_a_node_that_was_made_while_tokens_were_raised_is_made_again(
+    client: Any, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lock("x", using="locks"):
+        pass
+    create, raised = Nodes.create, list[int]()
+
+    def create_late(nodes: Nodes, session: Any, node: Node) -> Any:
+        if not raised:
+            raised.append(int(client.get(f"{root}/%tokens")[0]) + 1_000_000)
+            client.set(f"{root}/%tokens", str(raised[0]).encode())
+            eventually(lambda: nodes.offset_changes > node.offset_changes)
+        return create(nodes, session, node)
+
+    monkeypatch.setattr(Nodes, "create", create_late)
+    with lock("x", using="locks", timeout=0) as lease:
+        [own] = line(client, root, "x")
+        _, stat = client.get(f"{root}/x/{own}")
+        [listed] = backend().held()
+
+    assert listed.token == lease.fencing_token == stat.czxid + raised[0]
+
+
+def test_an_operator_who_deletes_where_tokens_begin_has_it_made_again(
     client: Any, root: str
 ) -> None:
     with lock("x", using="locks") as lease:
-        first = lease.fencing_token or 0
-        [listed] = backend().held()
-    written, _ = client.get(f"{root}/%tokens")
+        before = lease.fencing_token or 0
+    client.delete(f"{root}/%tokens")
 
-    with lock("y", using="elsewhere"):
-        pass
-    expire("elsewhere")
-    with lock("x", using="elsewhere") as lease:
-        second = lease.fencing_token or 0
-        [own] = line(client, root, "x")
-        _, stat = client.get(f"{root}/x/{own}")
-
-    assert client.get(f"{root}/%tokens")[0] == written
-    assert listed.token == first < second == stat.czxid + int(written)
-    assert abs(second / 1_000_000 - time.time()) < 3600
+    with lock("x", using="locks") as lease:
+        assert (lease.fencing_token or 0) > before
 
 
 def test_tokens_rise_though_the_node_of_the_lock_was_deleted(client: Any, root: str) -> None:
@@ -675,9 +704,9 @@ def test_a_place_that_is_granted_has_an_end_already(monkeypatch: pytest.MonkeyPa
     seen: list[float] = []
     grant = Recipe._grant
 
-    def look(recipe: Recipe, client: Any, node: Node) -> Any:
+    def look(recipe: Recipe, node: Node) -> Any:
         seen.append(node.ends - clock.lease_time())
-        return grant(recipe, client, node)
+        return grant(recipe, node)
 
     monkeypatch.setattr(Recipe, "_grant", look)
     with lock("x", using="locks", ttl=8):

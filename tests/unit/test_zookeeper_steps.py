@@ -78,17 +78,19 @@ def test_the_second_of_two_first_holders_takes_the_offset_of_the_first_and_asks_
     recipe = Recipe("locks", ZooKeeperOptions(), known, Nodes("locks", "/distlock", known))
 
     def offset() -> Any:
-        return recipe._token_offset(KazooClient(), czxid=5, made_at=1)
+        return recipe._present_offset(KazooClient())
 
     asking = offset()
-    assert len(next(asking)) == 1
-    assert len(asking.send([NoNodeError()])) == 2  # it writes its own, and looks again
+    assert len(next(asking)) == 2
+    written = SimpleNamespace(mtime=1, mzxid=5)
+    assert len(asking.send([written, NoNodeError()])) == 1  # it writes its own
+    assert len(asking.send([NodeExistsError()])) == 1  # and looks again
     with pytest.raises(StopIteration) as ended:
-        asking.send([NodeExistsError(), (b"40", None)])
+        asking.send([(b"40", None)])
     with pytest.raises(StopIteration) as again:
         next(offset())
 
-    assert (ended.value.value, again.value.value) == (40, 40)
+    assert ended.value.value == again.value.value == (7, 0, 40)
 
 
 def test_an_error_that_ends_the_thread_of_kazoo_is_a_lost_connection() -> None:

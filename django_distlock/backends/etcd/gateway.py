@@ -482,6 +482,11 @@ def nested(act: dict[str, Any], condition: dict[str, Any]) -> dict[str, Any]:
     return {"request_txn": {"compare": [condition], "success": [act]}}
 
 
+def says(key: str, result: str, value: str) -> dict[str, Any]:
+    """Return the condition on the value of *key*, which must exist; values are compared as texts."""
+    return {"key": encoded(key), "target": "VALUE", "result": result, "value": encoded(value)}
+
+
 def compare(key: str, result: str, revision: int) -> dict[str, Any]:
     """Return the condition on the revision that has made *key*, which is 0 while it does not exist."""
     return {

@@ -271,6 +271,7 @@ class EtcdRecipe(Standings[Entry]):
             self._leave(entry, entry.lease_id)  # somebody has deleted it, if it was there
             return None if queued else self._refused(entry)
         entry.revision = int(own[0]["create_revision"])
+        entry.offset = Label.read(decoded(own[0]["value"])).offset or 0
         others = [kv for kv in ahead if kv["key"] != own[0]["key"]]
         before = [kv for kv in others if int(kv["create_revision"]) < entry.revision]
         if len(before) < len(others):
@@ -288,21 +289,29 @@ class EtcdRecipe(Standings[Entry]):
     def _take_if_free(self, entry: Entry) -> Busy | None:
         """Make its key if nobody is in the way, which is the common case; else return who it is."""
         is_free = {**compare("", "EQUAL", 0), **_in_the_way(entry)}
+        # A reader is not in its own way.
+        wanted = [self._is_wanted(entry), is_free, compare(entry.key, "EQUAL", 0)]
         first = find(below(entry.folder), limit=1, **_FIRST)
-        reply = self._ask(
-            self._put(entry), compare=[self._is_wanted(entry), is_free], failure=[first]
-        )
-        entry.is_late |= not reply.is_sure
-        if reply.body.get("succeeded"):
-            entry.revision = reply.revision
-            return None
-        return _busy(kvs(reply.body["responses"][0]))
+        while True:
+            offset = self._session.offset
+            reply = self._ask(
+                self._put(entry, offset),
+                compare=[*wanted, self._session.has_offset(offset)],
+                failure=[first, self._session.find_offset],
+            )
+            entry.is_late |= not reply.is_sure
+            if reply.body.get("succeeded"):
+                entry.revision, entry.offset = reply.revision, offset
+                return None
+            line, found = map(kvs, reply.body["responses"])
+            if not self._session.learn(found, offset):
+                return _busy(line)
 
     def _look_at_line(self, entry: Entry, *, joins: bool) -> Reply:
         """Read its own key, the first one of the line, and the last ones in its way; before that, perhaps join."""
         terms = {"max_create_revision": str(entry.revision)} if entry.revision else {}
         look = [
-            find({"key": encoded(entry.key)}, keys_only=True),
+            find({"key": encoded(entry.key)}),
             find(below(entry.folder), limit=1, **_FIRST),
             find(_in_the_way(entry), limit=AHEAD, keys_only=True, **_LAST, **terms),
         ]
@@ -311,16 +320,29 @@ class EtcdRecipe(Standings[Entry]):
     def _join(self, entries: Sequence[Entry], *look: _Json) -> Reply:
         """Make the keys of *entries*, then *look*."""
         wanted = [*map(self._is_wanted, entries)]
-        reply = self._ask(*map(self._put, entries), *look, compare=wanted)
-        for entry in entries:
-            entry.is_late |= not reply.is_sure
-        if not reply.body.get("succeeded"):
-            raise LockBackendError(self._alias, "this request was given up before")
-        return reply
+        while True:
+            offset = self._session.offset
+            # What an earlier request has made keeps its offset.
+            puts = [
+                nested(self._put(entry, offset), compare(entry.key, "EQUAL", 0))
+                for entry in entries
+            ]
+            reply = self._ask(
+                *puts,
+                *look,
+                compare=[*wanted, self._session.has_offset(offset)],
+                failure=[self._session.find_offset],
+            )
+            for entry in entries:
+                entry.is_late |= not reply.is_sure
+            if reply.body.get("succeeded"):
+                return reply
+            if not self._session.learn(kvs(reply.body["responses"][0]), offset):
+                raise LockBackendError(self._alias, "this request was given up before")
 
-    def _put(self, entry: Entry) -> _Json:
-        known = {"owner": digest(entry.request.owner), **json.loads(label(entry.request))}
-        return put(entry.key, json.dumps(known, separators=(",", ":")), lease=entry.lease_id)
+    def _put(self, entry: Entry, offset: int) -> _Json:
+        said = label(entry.request, owner=digest(entry.request.owner), offset=offset)
+        return put(entry.key, said.decode(), lease=entry.lease_id)
 
     def _is_wanted(self, entry: Entry) -> _Json:
         """Return the condition that it was not given up: it may arrive late."""
@@ -341,7 +363,7 @@ class EtcdRecipe(Standings[Entry]):
             self.alarm.at(entry.ends)
         # The lock ends with the session, which may have been prolonged a while ago.
         latest = self._session.ends - entry.request.ttl
-        token = entry.revision + self._session.offset
+        token = entry.revision + entry.offset
         return Grant(token, start=latest if latest < began else None)
 
     # Releasing.
@@ -523,7 +545,7 @@ class EtcdRecipe(Standings[Entry]):
                 key=key,
                 holder=said.holder,
                 remaining=None,
-                token=int(kv["create_revision"]) + self._session.known_offset(),
+                token=said.token(int(kv["create_revision"])),
                 owner_digest=_owner_digest(kv),
                 shared=_child_of(kv).startswith("r-"),
                 waiters=len(line) - len(holders),

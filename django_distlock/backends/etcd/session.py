@@ -24,7 +24,9 @@ from .gateway import (
     encoded,
     find,
     kvs,
+    nested,
     put,
+    says,
 )
 from .options import EtcdOptions
 from .watcher import Follower
@@ -54,8 +56,10 @@ class Session:
         #: The id of its lease; empty while there is none.
         self.id = ""
         self._prolonged_at = 0.0
-        #: The difference between a fencing token and a revision of etcd.
+        self._tokens = f"{options.namespace}/{TOKENS}"
+        #: The difference between a fencing token and a revision of etcd; and the operation that reads it.
         self.offset = 0
+        self.find_offset = find({"key": encoded(self._tokens)})
 
     @property
     def ends(self) -> float:
@@ -128,8 +132,7 @@ class Session:
         began = clock.lease_time()
         granted = self._gateway.post("/v3/lease/grant", {"TTL": self._options.lease_ttl})
         lease_id = granted.body["ID"]
-        self.offset = self._token_offset(granted)
-        self._gateway.transaction(put(self._key(lease_id), "", lease=lease_id))
+        self._raise_offset(granted, lease_id)
         # A signal handler may have begun another one meanwhile; then this one is not used, and expires.
         if not self.id:
             self._prolonged_at, self.id = began, lease_id
@@ -168,23 +171,42 @@ class Session:
         except LockBackendError:
             return True  # nobody knows
 
-    def known_offset(self) -> int:
-        """Return the offset, which a listing needs before this process has had a session."""
-        if not self.offset:
-            self.ready()
-        return self.offset
+    # Fencing tokens.
 
-    def _token_offset(self, granted: Reply) -> int:
-        """Return the offset between revision and token, by which tokens begin at the clock as on other backends.
+    def _raise_offset(self, granted: Reply, lease_id: str) -> None:
+        """Raise the offset of tokens to the clock, unless it is higher, and make the key of the session.
 
-        The first session writes it. The gateway tells the time in whole seconds; the rest is our clock's.
+        So tokens begin at the clock, as on other backends, also after a while on another one. The gateway tells
+        the time in whole seconds; the rest is our clock's.
         """
         now = min(max(time.time(), granted.server_time), granted.server_time + 1)
-        key = f"{self._options.namespace}/{TOKENS}"
-        first = str(int(now * 1_000_000) - granted.revision)
-        is_new, known = compare(key, "EQUAL", 0), find({"key": encoded(key)})
-        reply = self._gateway.transaction(put(key, first), compare=[is_new], failure=[known]).body
-        if reply.get("succeeded"):
-            return int(first)
-        [found] = kvs(reply["responses"][0])
-        return int(decoded(found["value"]))
+        # etcd compares texts: they have the same length.
+        wanted = f"{int(now * 1_000_000) - granted.revision:016}"
+        write, own = put(self._tokens, wanted), put(self._key(lease_id), "", lease=lease_id)
+        reply = self._gateway.transaction(
+            own,
+            write,
+            self.find_offset,
+            compare=[says(self._tokens, "LESS", wanted)],
+            failure=[own, nested(write, compare(self._tokens, "EQUAL", 0)), self.find_offset],
+        )
+        self.offset = _number(kvs(reply.body["responses"][-1]))
+
+    def has_offset(self, offset: int) -> dict[str, Any]:
+        """Return the condition that tokens still have this *offset*."""
+        return says(self._tokens, "EQUAL", f"{offset:016}")
+
+    def learn(self, found: list[dict[str, Any]], used: int) -> bool:
+        """Take the offset that etcd has; return whether another session has raised it above the *used* one.
+
+        LeaseGone if it has fallen: the data of etcd is not that in which the session began.
+        """
+        offset = _number(found)
+        if offset < used:
+            raise LeaseGone(self._alias, "its tokens begin at an earlier time than before")
+        self.offset = max(offset, self.offset)
+        return offset > used
+
+
+def _number(found: list[dict[str, Any]]) -> int:
+    return int(decoded(found[0]["value"])) if found else 0

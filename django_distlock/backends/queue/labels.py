@@ -57,16 +57,24 @@ class Label:
 
     name: str
     holder: Holder | None
+    #: The difference between its fencing token and the server's own number of it.
+    offset: int | None = None
 
     @classmethod
     def read(cls, data: bytes | str) -> Label:
         try:
             known = json.loads(data)
-            return cls(str(known["name"]), Holder.from_json(json.dumps(known["holder"])))
+            holder, offset = Holder.from_json(json.dumps(known["holder"])), known.get("offset")
+            return cls(str(known["name"]), holder, None if offset is None else int(offset))
         except (ValueError, TypeError, KeyError, RecursionError):
             return cls("", None)
 
+    def token(self, number: int) -> int | None:
+        """Return the fencing token of the one that has this *number* on the server, if that is known."""
+        return None if self.offset is None else number + self.offset
 
-def label(request: Request) -> bytes:
-    name = json.dumps(printable(request.name, LONGEST_LISTED))
-    return f'{{"name":{name},"holder":{request.holder.to_json()}}}'.encode()
+
+def label(request: Request, **more: str | int) -> bytes:
+    name = printable(request.name, LONGEST_LISTED)
+    known = json.dumps({"name": name, **more}, separators=(",", ":"))
+    return f'{known[:-1]},"holder":{request.holder.to_json()}}}'.encode()

@@ -24,6 +24,8 @@ class Standing:
     folder: str
     _: KW_ONLY
     is_granted: bool = False
+    #: The difference between its fencing token and the server's own number of it; its label says it, too.
+    offset: int = 0
     #: Whether a request to give up its place may have been carried out.
     is_ending: bool = False
     #: The end of its hold (``clock.lease_time()``), unless it is extended.

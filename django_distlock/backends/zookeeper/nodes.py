@@ -69,9 +69,11 @@ class Node(Standing):
     name: str = ""
     turn: Turn | None = None
     session_id: int | None = None
-    #: The transaction that made it: its number, and its time on the ensemble's clock in ms.
+    #: The number of the transaction that made it.
     czxid: int = 0
-    made_at: int = 0
+    #: How often the offset of tokens had changed when its own was read; and whether it had not when it was made.
+    offset_changes: int = 0
+    has_token: bool = False
     #: The request that makes it, until its reply; whether its reply was lost.
     creating: Any = None
     is_unsure: bool = False
@@ -89,7 +91,7 @@ class Node(Standing):
 
     def leave(self) -> None:
         self.name, self.turn, self.session_id = "", None, None
-        self.is_unsure = self.is_granted = self.is_ending = False
+        self.is_unsure = self.is_granted = self.is_ending = self.has_token = False
         self.attempt = secrets.token_hex(4)
 
 
@@ -103,6 +105,8 @@ class Nodes(Standings[Node]):
         self.mutex = section()
         self.crowds = WeakValueDictionary[str, Crowd]()
         self._doomed: set[Node] = set()
+        #: How often the offset of tokens has changed, or may have while the connection was lost.
+        self.offset_changes = 0
 
     def is_over(self, node: Node) -> bool:
         return bool(node.name) and node.session_id != self._session.id
@@ -134,12 +138,16 @@ class Nodes(Standings[Node]):
             if node.bell is not None and not node.bell.ring():
                 self.drop(node)  # its event loop has ended
 
+    def note_offset_changed(self, _: Any) -> None:
+        """Note that the offset of tokens must be read again. Kazoo calls this as it does changed()."""
+        self.offset_changes += 1
+
     # Making a node, and the outcome.
 
     def create(self, client: Any, node: Node) -> Any:
         node.creating = creating = client.create_async(
             f"{node.folder}/{node.prefix}",
-            label(node.request),
+            label(node.request, offset=node.offset),
             ephemeral=True,
             sequence=True,
             include_data=True,
@@ -155,9 +163,10 @@ class Nodes(Standings[Node]):
             path, stat = result.value
             node.name = path.rpartition("/")[2]
             node.session_id, node.czxid = stat.ephemeralOwner, stat.czxid
-            node.made_at = stat.ctime
             turns, number = node.crowd.turns, Children([node.name]).all[0].number
             # Only the one whose number is one less is right before it; below zero the counter begins again.
+            # Its watch is told of each change before a reply to what was asked after it.
+            node.has_token = node.offset_changes == self.offset_changes
             node.turn = turns[number] = Turn(node.path, stat.czxid, turns.get(number - 1))
         else:
             node.is_unsure = isinstance(result.exception, UNSURE)
@@ -181,7 +190,7 @@ class Nodes(Standings[Node]):
             stat = value(outcome)
             if stat is not None and stat.ephemeralOwner == self._session.id:
                 node.name, node.session_id, node.czxid = own, stat.ephemeralOwner, stat.czxid
-                node.made_at, node.is_unsure = stat.ctime, False
+                node.is_unsure = False
                 return
         node.leave()
 

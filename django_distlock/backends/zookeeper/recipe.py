@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError, SessionExpiredError
+from kazoo.exceptions import (
+    BadVersionError,
+    NodeExistsError,
+    NoNodeError,
+    NotEmptyError,
+    SessionExpiredError,
+)
 
 from django_distlock.backends.queue.labels import TOKENS, Label, unquoted, wished_ttl
 from django_distlock.backends.queue.places import acquire_any, is_line, turn_owner
@@ -23,7 +29,7 @@ from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, Not
 from django_distlock.ground import clock
 
 from .children import Children
-from .ensemble import EnsembleSession, Silence, value
+from .ensemble import Ask, EnsembleSession, Silence, value
 from .nodes import UNSURE, Crowd, Node, Nodes, Steps, Turn
 from .options import ZooKeeperOptions
 
@@ -33,6 +39,14 @@ BROKEN = (*UNSURE, SessionExpiredError)
 ROUNDS = 5
 #: Seconds after which a waiter that was not rung looks again.
 LOOK_AGAIN = 5.0
+
+
+class Offset(NamedTuple):
+    """The difference between a czxid and a token, as a session has read it after so many *changes* of it."""
+
+    session_id: int | None
+    changes: int
+    value: int
 
 
 class Recipe:
@@ -47,8 +61,11 @@ class Recipe:
         self._nodes = nodes
         #: The folders in which somebody was in the way of the last try that did not wait.
         self._crowded = Recent()
-        #: The session that has read the offset of tokens, and that offset.
-        self._offset: tuple[int | None, int] = 0, 0
+        #: The node with the offset of tokens; and what was read there last.
+        self._tokens = f"{options.root}/{TOKENS}"
+        self._offset = Offset(None, 0, 0)
+        #: The version of that node at the first look of a session.
+        self._first_seen: tuple[int | None, int] = None, 0
 
     def _connected(self) -> Steps[Any]:
         """Return the client when it is connected; LockBackendError if it is not in time."""
@@ -167,11 +184,11 @@ class Recipe:
             if queued and node.crowd.size > 1 and not node.request.shared:
                 is_served = yield from self._follow(client, node)
                 if is_served is not None:
-                    return (yield from self._grant(client, node)) if is_served else node.busy
+                    return self._grant(node) if is_served else node.busy
             names = yield from self._names(client, node)
             children = Children(names) if len(names) > 1 else None  # alone is the common case
             if children is None or (ahead := children.before(node.name)) is None:
-                return (yield from self._grant(client, node))
+                return self._grant(node)
             first = partial(client.get_async, f"{node.folder}/{children.all[0].name}")
             if not queued:
                 self._nodes.drop(node)
@@ -189,15 +206,14 @@ class Recipe:
                 raise outcomes[0]
         return Busy()
 
-    def _grant(self, client: Any, node: Node) -> Steps[Grant]:
-        offset = yield from self._token_offset(client, node.czxid, node.made_at)
+    def _grant(self, node: Node) -> Grant:
         node.watched, node.is_granted = (), True
         node.crowd.busy = Busy(node.request.holder)
         if node.turn is not None:
             node.turn.has_held, node.turn.ahead = not node.request.shared, None
         if node.ends < self._nodes.alarm.due:
             self._nodes.alarm.at(node.ends)
-        return Grant(node.czxid + offset)
+        return Grant(node.czxid + node.offset)
 
     def _follow(self, client: Any, node: Node) -> Steps[bool | None]:
         """Return whether a writer has the lock, judged by the node right before it; None if the children must be read.
@@ -206,10 +222,12 @@ class Recipe:
         """
         yield from self._nodes.know(client, node)
         if not node.name:
-            creating = partial(self._nodes.create, client, node)
-            if isinstance((yield [creating])[0], NoNodeError):
+            [created] = yield from self._create(client, node)
+            if isinstance(created, NoNodeError):
                 yield from self._make_folder(client, node.folder)
-                yield [creating]
+                yield from self._create(client, node)
+        if not node.has_token:
+            return None
         while node.turn is not None and (ahead := node.turn.ahead) is not None:
             node.watched = (ahead.path,)  # as below
             [outcome] = yield [partial(client.get_async, ahead.path, self._nodes.changed)]
@@ -231,42 +249,88 @@ class Recipe:
         is_there = own and own.ephemeralOwner == self._session.id and folder.czxid < last.czxid
         return True if is_there else None
 
-    def _token_offset(self, client: Any, czxid: int, made_at: int) -> Steps[int]:
-        """Return the offset between czxid and token, by which tokens begin at the clock as on other backends.
+    # The offset between czxid and token, by which tokens begin at the clock as on other backends.
 
-        The first holder writes it, so that its own token is its time in microseconds.
-        """
-        session, offset = self._offset
-        if session != self._session.id:
-            session, path = self._session.id, f"{self._options.root}/{TOKENS}"
-            first = str(made_at * 1000 - czxid).encode()
-            reading = partial(client.get_async, path)
-            [found] = yield [reading]
-            while isinstance(found, NoNodeError):
-                made, found = yield [partial(client.create_async, path, first), reading]
-                if not isinstance(made, NodeExistsError):
-                    value(made)
-            offset = int(value(found)[0])
-            self._offset = session, offset
-        return offset
+    def _present_offset(self, client: Any) -> Steps[Offset]:
+        """Return the present offset, which each session raises first."""
+        if self._offset.session_id != self._session.id:
+            yield from self._raise_offset(client)
+        session_id, changes = self._session.id, self._nodes.offset_changes
+        if self._offset[:2] != (session_id, changes):
+            [found] = yield [
+                partial(client.get_async, self._tokens, self._nodes.note_offset_changed)
+            ]
+            if isinstance(found, NoNodeError):  # an operator has deleted it
+                yield from self._raise_offset(client)
+                return (yield from self._present_offset(client))
+            self._offset = Offset(session_id, changes, int(value(found)[0]))
+        return self._offset
+
+    def _raise_offset(self, client: Any) -> Steps[None]:
+        """Raise the offset to the clock of the ensemble, unless it is higher, or was raised since this session began."""
+        root, reading = self._options.root, partial(client.get_async, self._tokens)
+        # A write returns the time and its own number.
+        ticking = partial(client.set_async, root, b"")
+        written, found = yield [ticking, reading]
+        if isinstance(written, NoNodeError):
+            yield from self._make_folder(client, root)
+            written, found = yield [ticking, reading]
+        offset = value(written).mtime * 1000 - written.mzxid
+        data = str(offset).encode()
+        if isinstance(found, NoNodeError):
+            [outcome] = yield [partial(client.create_async, self._tokens, data)]
+        else:
+            known, stat = value(found)
+            if self._first_seen[0] != self._session.id:
+                self._first_seen = self._session.id, stat.version
+            if stat.version != self._first_seen[1] or int(known) >= offset:
+                return
+            raising = partial(client.set_async, self._tokens, data, version=stat.version)
+            [outcome] = yield [raising]
+        if not isinstance(outcome, (NodeExistsError, BadVersionError)):
+            value(outcome)
+
+    def _create(self, client: Any, node: Node, *asks: Ask) -> Steps[list[Any]]:
+        """Make the node, and send *asks*; return the outcomes."""
+        _, node.offset_changes, node.offset = yield from self._present_offset(client)
+        outcomes: list[Any] = yield [partial(self._nodes.create, client, node), *asks]
+        return outcomes
+
+    def _has_token(self, client: Any, node: Node) -> Steps[bool]:
+        """Return whether *node* exists and its token is known; otherwise delete it, as tokens might not rise."""
+        if not node.name:
+            return False
+        if not node.has_token:
+            [found] = yield [partial(client.get_async, self._tokens)]
+            if not isinstance(found, NoNodeError):
+                data, stat = value(found)
+                node.has_token = int(data) == node.offset and stat.mzxid < node.czxid
+        if not node.has_token:
+            [outcome] = yield [partial(client.delete_async, node.path)]
+            if not isinstance(outcome, NoNodeError):
+                value(outcome)
+            node.leave()
+        return node.has_token
 
     def _names(self, client: Any, node: Node) -> Steps[list[str]]:
         """Return the names of all children in the folder of *node*, which is made if it does not exist."""
         names: list[str]
         if node.name or node.creating or node.is_unsure:
             yield from self._nodes.know(client, node)
-        if node.name:
+        if (yield from self._has_token(client, node)):
             names = yield from self._nodes.names(client, node.folder)
             if node.name in names:
                 return names
             node.leave()  # another client has deleted it
-        creating = partial(self._nodes.create, client, node)
+        listing = partial(client.get_children_async, node.folder)
         for _ in range(ROUNDS):
-            created, listed = yield [creating, partial(client.get_children_async, node.folder)]
+            created, listed = yield from self._create(client, node, listing)
             if isinstance(created, NoNodeError):
                 yield from self._make_folder(client, node.folder)
                 continue
             value(created)
+            if not (yield from self._has_token(client, node)):
+                return (yield from self._names(client, node))
             # A node that was deleted right after it was made is not in the list.
             names = value(listed)
             if node.name in names:
@@ -376,14 +440,13 @@ class Recipe:
             if isinstance(outcome, NoNodeError):
                 continue  # it was released meanwhile
             data, stat = value(outcome)
-            offset = yield from self._token_offset(client, stat.czxid, stat.ctime)
             said = Label.read(data)
             held = Held(
                 name=said.name or key,
                 key=key,
                 holder=said.holder,
                 remaining=None,
-                token=stat.czxid + offset,
+                token=said.token(stat.czxid),
                 owner_digest=child.owner_digest,
                 shared=child.shared,
                 waiters=waiters,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from django.utils.translation import gettext as _
 
 from django_distlock import InvalidLockBackend, LockError, lock, locks
+from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Busy
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
@@ -87,6 +88,8 @@ def _try_out(alias: str, report: dict[str, Any]) -> None:
                     raise LockError("the lock is held, and the list does not have it")
         with timed("release"):
             stack.close()
+    if not any(each.backend is backend for each in registry.leases()):
+        backend.close()  # the first lock after a change of the backend begins a new session
 
 
 def _cells(report: dict[str, Any]) -> list[str]:
