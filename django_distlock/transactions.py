@@ -10,6 +10,7 @@ import warnings
 import weakref
 from asyncio import _get_running_loop
 from contextlib import ExitStack
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.db import connections, transaction
@@ -168,8 +169,9 @@ class _Ends:
     def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection = connection
         self._django = {name: getattr(connection, name) for name in self._METHODS}
-        #: The functions that wait, each with the mark of its transaction.
-        self._waiting: list[tuple[str, Callable[[bool], None]]] = []
+        #: The functions that wait, each with the mark of its transaction, and how many savepoints were made before
+        #: what a rollback to one of them undoes; 0 if none does.
+        self._waiting: list[tuple[str, int, Callable[[bool], None]]] = []
         #: Whether the last transaction was committed; None after set_autocommit().
         self._outcome: bool | None = None
         for name in self._METHODS:
@@ -181,26 +183,26 @@ class _Ends:
         known = getattr(connection.commit, "__self__", None)
         return known if isinstance(known, cls) else cls(connection)
 
-    def wait(self, then: Callable[[bool], None]) -> None:
-        """Call *then* when the open transaction has ended, with True if it was committed."""
+    def wait(self, then: Callable[[bool], None], after: int = 0) -> None:
+        """Call *then* when the open transaction has ended, with True if it was committed.
+
+        With False also at a rollback to one of the first *after* savepoints.
+        """
         connection, mark = self._connection, _BLOCK
         if _is_manual(connection):
             mark = _BY_HAND
         elif depth := self._depth:
             mark = connection.savepoint_ids[depth - 1]
-        self._waiting.append((mark, then))
+        self._waiting.append((mark, after, then))
 
     def wait_for_rollback(self, then: Callable[[], object]) -> None:
-        """Call *then* when the open transaction is rolled back, or a savepoint of it that is open now."""
+        """Call *then* when the open transaction is rolled back, or to a savepoint that was made before now."""
 
         def note(is_committed: bool) -> None:
             if not is_committed:
                 then()
 
-        self.wait(note)
-        self._waiting += [
-            (sid, note) for sid in self._connection.savepoint_ids[self._depth :] if sid
-        ]
+        self.wait(note, after=self._connection.savepoint_state)
 
     @property
     def _depth(self) -> int:
@@ -251,14 +253,19 @@ class _Ends:
 
     def savepoint_rollback(self, sid: str) -> None:
         self._django["savepoint_rollback"](sid)
-        self._end(sid, is_committed=False)
+        if sid is not None:  # as savepoint() returns outside a transaction
+            # Django numbers the savepoints of a connection: s140_x1, s140_x2 ...
+            self._end(sid, int(sid.rpartition("x")[2]), is_committed=False)
 
-    def _end(self, mark: str | None = None, *, is_committed: bool) -> None:
-        """Call the functions that wait for the end of the transaction with that *mark*, or of any."""
-        ended = [each for each in self._waiting if mark in (None, each[0])]
+    def _end(self, mark: str | None = None, number: float = inf, *, is_committed: bool) -> None:
+        """Call the functions that wait for the end of the transaction with that *mark*, or of any.
+
+        *number*: of the savepoint that was rolled back to.
+        """
+        ended = [each for each in self._waiting if mark in (None, each[0]) or each[1] >= number]
         self._waiting = [each for each in self._waiting if each not in ended]
         with ExitStack() as stack:  # calls all of them, even if an asynchronous exception ends one
-            for _, then in reversed(ended):
+            for *_, then in reversed(ended):
                 stack.callback(then, is_committed)
 
 

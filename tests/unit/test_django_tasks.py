@@ -407,6 +407,46 @@ def test_what_an_inner_block_has_rolled_back_is_free_and_the_rest_is_not() -> No
     never(lambda: not (lock("once:6").locked() and lock("once:8").locked()), 0.5)
 
 
+def savepoint() -> str:
+    sid = connection.savepoint()
+    assert sid
+    return sid
+
+
+def test_what_a_savepoint_has_rolled_back_is_free_and_the_rest_is_not() -> None:
+    task = once.using(backend="queue")
+    with transaction.atomic():
+        task.enqueue(5)
+        with transaction.atomic():
+            outer = savepoint()
+            with transaction.atomic():
+                task.enqueue(6)
+            transaction.savepoint_commit(savepoint())
+            inner = savepoint()
+            task.enqueue(7)
+            transaction.savepoint_rollback(inner)
+            assert not lock("once:7").locked()
+            assert lock("once:6").locked()
+            task.enqueue(8)
+            transaction.savepoint_commit(inner)
+            transaction.savepoint_rollback(outer)
+            assert not lock("once:6").locked()
+            assert not lock("once:8").locked()
+        task.enqueue(9)
+
+    assert lock("once:5").locked()
+    assert lock("once:9").locked()
+
+
+def test_savepoints_outside_a_transaction_do_nothing() -> None:
+    with transaction.atomic():
+        once.using(backend="queue").enqueue(7)
+
+    transaction.savepoint_rollback(connection.savepoint())  # type: ignore[arg-type]  # it is None
+
+    assert lock("once:7").locked()
+
+
 def test_what_is_committed_is_not_free_though_a_function_for_the_commit_fails() -> None:
     def fail() -> None:
         raise ZeroDivisionError
