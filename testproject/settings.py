@@ -33,11 +33,13 @@ INSTALLED_APPS = [
     "django_distlock",
     "testproject",
 ]
-if find_spec("django.tasks") and find_spec("django_tasks_db"):
+# Django 5.2 has tasks by a package.
+TASKS_PACKAGE = next(filter(find_spec, ("django.tasks", "django_tasks")), "")
+if TASKS_PACKAGE and find_spec("django_tasks_db"):
     INSTALLED_APPS.append("django_tasks_db")
     TASKS = {
-        "default": {"BACKEND": "django.tasks.backends.immediate.ImmediateBackend"},
-        "dummy": {"BACKEND": "django.tasks.backends.dummy.DummyBackend", "QUEUES": []},
+        "default": {"BACKEND": f"{TASKS_PACKAGE}.backends.immediate.ImmediateBackend"},
+        "dummy": {"BACKEND": f"{TASKS_PACKAGE}.backends.dummy.DummyBackend", "QUEUES": []},
         "database": {"BACKEND": "django_tasks_db.DatabaseBackend", "QUEUES": []},
     }
 MIDDLEWARE = [

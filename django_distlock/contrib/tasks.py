@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 
 from asgiref.sync import sync_to_async
 from django.dispatch import receiver
-from django.tasks import Task, task
-from django.tasks.signals import task_started
 
 from django_distlock.conf import DEFAULT_ALIAS
 from django_distlock.engine.lease import Lease
@@ -23,6 +21,13 @@ from django_distlock.lock import Lock
 from django_distlock.transactions import call_at_rollback
 
 from .once import HEADER, LEASE, Once, checked_lease, task_id, unless_ended
+
+try:
+    from django.tasks.base import Task, task
+    from django.tasks.signals import task_started
+except ImportError:  # Django 5.2 has them by the package django-tasks
+    from django_tasks.base import Task, task  # type: ignore[no-redef]
+    from django_tasks.signals import task_started  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
     from collections.abc import Callable

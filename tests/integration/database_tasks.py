@@ -29,6 +29,11 @@ def once(folder: str) -> str:
     return body(folder)
 
 
+@unique(lease=60)
+def once_within_a_minute(folder: str) -> str:
+    return body(folder)
+
+
 @unique(takes_context=True)
 async def aonce(context: Any, folder: str) -> str:
     return body(folder)

@@ -1,4 +1,4 @@
-"""Tasks of Django itself, from 6.0 on, under a lock."""
+"""Tasks of Django itself, from 6.0 on or by the package django-tasks, under a lock."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import django
@@ -32,12 +34,13 @@ from tests.fixtures.pages import ROOT
 if TYPE_CHECKING:
     from pytest_django import Settings
 
-tasks = pytest.importorskip("django.tasks")
-unique_task = pytest.importorskip("django_distlock.contrib.tasks").unique_task
+PACKAGE = "django.tasks" if find_spec("django.tasks") else "django_tasks"
+tasks: Any = pytest.importorskip(PACKAGE)
+unique_task = import_module("django_distlock.contrib.tasks").unique_task
 pytestmark = pytest.mark.usefixtures("memory")
 
-Task: Any = tasks.Task
-DummyBackend: Any = pytest.importorskip("django.tasks.backends.dummy").DummyBackend
+Task: Any = import_module(f"{PACKAGE}.base").Task
+DummyBackend: Any = import_module(f"{PACKAGE}.backends.dummy").DummyBackend
 
 
 @tasks.task
@@ -87,7 +90,7 @@ def test_a_task_goes_on_with_the_lease_of_its_sender_once() -> None:
 # Tasks that are under way once. Nobody works on the queue of the dummy backend.
 
 
-class Broken(DummyBackend):  # type: ignore[misc]  # Django 5.2 has none
+class Broken(DummyBackend):  # type: ignore[misc]  # Django 5.2 may have none
     def enqueue(self, *_: Any) -> Any:
         raise OSError("the queue is gone")
 
@@ -105,8 +108,8 @@ class OwnBackend(DummyBackend):  # type: ignore[misc]  # as above
 
 
 QUEUES = {
-    "default": "django.tasks.backends.immediate.ImmediateBackend",
-    "queue": "django.tasks.backends.dummy.DummyBackend",
+    "default": f"{PACKAGE}.backends.immediate.ImmediateBackend",
+    "queue": f"{PACKAGE}.backends.dummy.DummyBackend",
     "broken": f"{__name__}.Broken",
     "own": f"{__name__}.OwnBackend",
 }
@@ -527,7 +530,7 @@ def test_the_examples_of_the_guide_run() -> None:
     guide = ROOT / "docs" / "howto" / "tasks.md"
     known: dict[str, Any] = {"__name__": __name__}
     for example in re.findall(r"```py\n(.*?)```", guide.read_text(), re.DOTALL):
-        exec(example, known)
+        exec(example.replace("django.tasks", PACKAGE), known)
 
     assert known["start_export"](7) == "started"
     assert known["check_and_export"](7).return_value == "orders of shop 7"
