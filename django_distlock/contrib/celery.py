@@ -69,7 +69,7 @@ def unique_task(
     *until*: "start" frees the name when the body begins, so that several bodies may run at once. *again* frees it
     then, too, but the next body waits until this one has ended: what is sent meanwhile runs after it, once.
     """
-    seconds = checked_lease(name, lease)
+    seconds = checked_lease(name, lease, options)
 
     def decorate(function: Callable[..., Any]) -> Any:
         if isinstance(function, (Proxy, Task)):

@@ -32,10 +32,26 @@ logger = logging.getLogger("django_distlock")
 HEADER = "distlock"
 #: Seconds that a message may wait in the queue, unless the task says otherwise.
 LEASE = 3600.0
+#: What to write instead of arguments of lock(), which the decorator of a task would drop or refuse.
+_AT_A_TIME = "put @distributed_lock below the decorator of the task"
+_INSTEAD = {
+    "ttl": "use lease: how long a message keeps the name; while it runs, its lease is renewed",
+    "timeout": "nothing waits for it to be sent: with again=True, the next body waits for this one",
+    **dict.fromkeys(
+        ("limit", "on_busy", "shared", "min_hold", "max_hold", "free_on_error"),
+        f"for a lock around its body alone, {_AT_A_TIME}",
+    ),
+    **dict.fromkeys(
+        ("reentrant", "renew", "release", "cancel_when_lost", "purpose"), "leave it out"
+    ),
+}
 
 
-def checked_lease(name: object, lease: float | timedelta) -> float:
-    """Return *lease* in seconds; TypeError or ValueError if unique_task() cannot use it, or *name*."""
+def checked_lease(name: object, lease: float | timedelta, options: dict[str, Any]) -> float:
+    """Return *lease* in seconds; TypeError or ValueError if unique_task() cannot use it, *name* or *options*."""
+    for word in options:
+        if word in _INSTEAD:
+            raise TypeError(f"unique_task() has no {word!r}; {_INSTEAD[word]}.")
     if not isinstance(name, str) and getattr(name, "__name__", "") != "<lambda>":
         msg = f'unique_task() needs a name, such as "import:{{shop_id}}" or a lambda, not {name!r}.'
         raise TypeError(msg)

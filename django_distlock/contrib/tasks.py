@@ -60,7 +60,7 @@ def unique_task(
     then, too, but the next body waits, in its worker, until this one has ended: what is enqueued meanwhile
     runs after it, once.
     """
-    seconds = checked_lease(name, lease)
+    seconds = checked_lease(name, lease, options)
 
     def decorate(function: Callable[..., Any]) -> UniqueTask:
         if isinstance(function, Task):

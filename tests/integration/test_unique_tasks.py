@@ -24,6 +24,7 @@ from django_distlock import (
     NotSupported,
     lock,
     locks,
+    skip,
 )
 from django_distlock.contrib.celery import handover, unique_task
 from django_distlock.signals import lock_acquired
@@ -864,3 +865,18 @@ def test_wrong_terms_are_refused() -> None:
         unique_task("import:{shop_id}", lease=0)
     with pytest.raises(ValueError, match="field 'self'"):
         unique_task("import:{self}", bind=True)(lambda self: None)
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ({"ttl": 60}, "has no 'ttl'; use lease"),
+        ({"timeout": 60}, "has no 'timeout'; .* again=True"),
+        ({"limit": 3}, "has no 'limit'; .* @distributed_lock below"),
+        ({"on_busy": skip("x")}, "has no 'on_busy'; .* @distributed_lock below"),
+        ({"renew": False}, "has no 'renew'; leave it out"),
+    ],
+)
+def test_words_of_a_lock_are_refused(words: dict[str, Any], instead: str) -> None:
+    with pytest.raises(TypeError, match=instead):
+        unique_task("x", **words)

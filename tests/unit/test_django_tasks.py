@@ -524,6 +524,8 @@ def test_what_unique_task_cannot_use_is_refused() -> None:
         unique_task("{context}", takes_context=True)(with_context.func.__wrapped__)
     with pytest.raises(TypeError, match="missing a required argument: 'number'"):
         once.enqueue()
+    with pytest.raises(TypeError, match="has no 'ttl'; use lease"):
+        unique_task("x", ttl=60)
 
 
 def test_the_examples_of_the_guide_run() -> None:
