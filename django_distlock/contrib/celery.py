@@ -13,16 +13,15 @@ from celery.contrib.django.task import DjangoTask
 from celery.exceptions import Ignore
 from celery.local import Proxy
 from celery.signals import task_postrun, task_revoked
-from celery.states import SUCCESS
+from celery.states import READY_STATES, SUCCESS
 from celery.utils import uuid
 from celery.utils.time import maybe_iso8601, maybe_make_aware
-from django.core.signing import BadSignature
 
-from django_distlock.conf import DEFAULT_ALIAS
+from django_distlock.conf import DEFAULT_ALIAS, LEAST_TTL
 from django_distlock.engine.lease import Lease
 from django_distlock.exceptions import LockError, LockLost, LockNotAcquired
 from django_distlock.ground.holder import Holder, task_text
-from django_distlock.ground.naming import log_fields, printable
+from django_distlock.ground.naming import log_fields, printable, warn
 from django_distlock.lock import Lock
 
 from .once import (
@@ -32,8 +31,13 @@ from .once import (
     check_is_of,
     checked_lease,
     checked_task,
+    free,
+    free_text,
+    packed,
     task_id,
+    telling,
     unless_ended,
+    unpacked,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +51,8 @@ logger = logging.getLogger("django_distlock")
 
 #: Most seconds after which a task that waits for its turn tries again.
 LOOK_AGAIN = 5.0
+#: Most seconds that a sender waits for a task whose result is stored to release its lock.
+SETTLES = 2.0
 
 
 def unique_task(
@@ -110,46 +116,35 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         A step of a chain, a group or a chord is always sent, as others wait for it: it runs when the task that is
         under way has ended. ValueError for an id that is too long.
         """
-        headers = options.pop("headers", None) or {}
-        task_id = task_id or uuid()
-        name = self.once.name_for(args or (), kwargs or {})
-        seconds = self.once.lease + max(0.0, self._seconds_until_due(options))
-        text = None
-        if task_id == self.request.id:
-            # A retry of the running task, which keeps the lock.
-            own = self.request.get("distlock_lease")
-            if own and own.held and own.name == name:
-                text = own.hand_over(seconds)
-        elif HEADER not in headers:
-            lock = _QueueLock(name, **self.once.terms("in the queue"), reentrant=False)
-            lock.task = checked_task(self.name, task_id)
-            _give_way(name)
+        headers, task_id = options.pop("headers", None) or {}, task_id or uuid()
+        name = self._name_for(args or (), kwargs or {}, task_id)
+        lease, (text, _) = None, unpacked(headers.get(HEADER, ""))
+        if not text:
             try:
-                with lock.take(0) as lease:
-                    text = lease.hand_over(seconds)
+                lease, text = self._lock(name, task_id, options)
             except LockNotAcquired as busy:
                 if not _is_step(options):
                     return self._under_way(busy)
-        if text is None:
-            return super().apply_async(args, kwargs, task_id, headers=headers, **options)
         try:
-            headers = {**headers, HEADER: text}
+            headers = {**headers, HEADER: packed(text, name)}
             return super().apply_async(args, kwargs, task_id, headers=headers, **options)
         except BaseException:
-            with suppress(LockError):
-                Lease.attach(text).release()
+            if lease is not None:
+                free(lease)
             raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        request = self.request
-        lock = Lock(self.once.name_for(args, kwargs), **self.once.terms(self.name))
+        request, text, name = self.request, "", ""
+        is_function = request.called_directly or request.get("distlock_name")  # maybe by itself
+        if not is_function:
+            text, name = unpacked((request.headers or {}).pop(HEADER, ""))
+        lock = Lock(name or self.once.name_for(args, kwargs), **self.once.terms(self.name))
         body = self.once.body_lock(lock)
-        if request.called_directly or request.get("distlock_begun"):
-            # Called as a function, maybe by itself.
+        if is_function:
             with nullcontext() if body is None else body.take(0):
                 return super().__call__(*args, **kwargs)
-        request.distlock_begun = True
-        arrived = request.distlock_lease = self._arrive(lock)
+        request.distlock_name = lock.name
+        arrived = request.distlock_lease = self._arrive(lock, text)
         check_is_of(arrived, lock)
         lease = arrived if body is lock else self._begin(arrived, body)
         request.distlock_lease = lease
@@ -172,19 +167,73 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         self.once.note_under_way(busy)
         return self.AsyncResult(under_way)
 
-    def _seconds_until_due(self, options: dict[str, Any]) -> float:
-        due = options.get("countdown") or options.get("eta") or 0.0
-        if not isinstance(due, (int, float)):
-            eta = maybe_make_aware(maybe_iso8601(due), self.app.timezone)
-            due = (eta - self.app.now()).total_seconds()
-        return due
+    def _name_for(self, args: Any, kwargs: Any, task_id: str) -> str:
+        """Return the name of the lock; of a message that is sent again, the one that it brought.
 
-    def _arrive(self, lock: Lock) -> Lease:
-        """Return the lease that the message brought, or a new one."""
+        JSON may have changed the arguments that it was made of.
+        """
         request = self.request
-        text = (request.headers or {}).pop(HEADER, None)
+        is_again = task_id == request.id and [*args] == [*request.args] and kwargs == request.kwargs
+        return (is_again and request.get("distlock_name")) or self.once.name_for(args, kwargs)
+
+    def _lock(self, name: str, task_id: str, options: dict[str, Any]) -> tuple[Lease | None, str]:
+        """Return the lease of a message and its text; LockNotAcquired if another task has the name."""
+        seconds = self._seconds_to_keep(options)
+        if task_id == self.request.id:
+            # The running task is sent again, and keeps the lock if it has it.
+            own = self.request.get("distlock_lease")
+            if own and own.held and own.name == name:
+                try:
+                    return own, own.hand_over(seconds)
+                except LockError as problem:  # sent without it, the task acquires it again
+                    task = task_text(self.name, task_id)
+                    warn("%s is sent again without its lock: %s", task, problem, of=own)
+            return None, ""
+        lock = _QueueLock(name, **self.once.terms("in the queue"), reentrant=False)
+        lock.task = checked_task(self.name, task_id)
+        _give_way(name)
+        instead = f"await sync_to_async({self.__name__}.delay)(...)"
+        with telling(instead), self._take(lock) as lease:
+            return lease, lease.hand_over(seconds)
+
+    def _take(self, lock: Lock) -> Lease:
+        """Return a lease of *lock*; a task that has stored its result is given time to release it."""
+        try:
+            return lock.take(0)
+        except LockNotAcquired as busy:
+            under_way = self._id_of(busy.holder)
+            if under_way is None or self._state_of(under_way) not in READY_STATES:
+                raise
+        return lock.take(SETTLES)
+
+    def _state_of(self, task_id: str) -> str | None:
+        """Return the state of a task; None if results are not kept, or cannot be read."""
+        with suppress(NotImplementedError):
+            try:
+                return str(self.AsyncResult(task_id).state)
+            except Exception as problem:  # noqa: BLE001 - of any client
+                task = task_text(self.name, task_id)
+                warn("The result of %s cannot be read: %s", task, problem)
+        return None
+
+    def _seconds_to_keep(self, options: dict[str, Any]) -> float:
+        """Return for how long a message with *options* keeps the name: not after it has expired."""
+        due = self._seconds_until(options.get("countdown") or options.get("eta")) or 0.0
+        left = self._seconds_until(options.get("expires", self.expires))
+        seconds = self.once.lease + max(0.0, due)
+        return seconds if left is None else min(seconds, max(LEAST_TTL, left))
+
+    def _seconds_until(self, when: Any) -> float | None:
+        if when is None or isinstance(when, (int, float)):
+            return when
+        moment = maybe_make_aware(maybe_iso8601(when), self.app.timezone)
+        return float((moment - self.app.now()).total_seconds())
+
+    def _arrive(self, lock: Lock, text: str) -> Lease:
+        """Return the lease in the *text* that the message brought, or a new one."""
+        request = self.request
         if text:
-            with unless_ended(lock):
+            with unless_ended(lock, text):
                 return Lease.attach(text, lock.terms.purpose)
         # The message waited for longer than its lease, is a second copy, or was sent without a lease.
         try:
@@ -203,7 +252,7 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
             self._leave_out_copy(lock)
             return lease
         again = self.signature_from_request(request)
-        super().apply_async(again.args, again.kwargs, **{**again.options, "countdown": wait})
+        self.apply_async(again.args, again.kwargs, **{**again.options, "countdown": wait})
         raise Ignore
 
     def _begin(self, lease: Lease, body: Lock | None) -> Lease | None:
@@ -225,12 +274,11 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
     def _leave_out_copy(self, lock: Lock) -> None:
         """Ignore a second copy of a message if the first one has succeeded; only with a result backend."""
         request = self.request
-        with suppress(NotImplementedError):
-            if not request.is_eager and self.AsyncResult(request.id).state == SUCCESS:
-                copy = task_text(self.name, request.id)
-                fields = log_fields(lock.name, self.once.using)
-                logger.info("%s has succeeded: its copy is left out", printable(copy), extra=fields)
-                raise Ignore
+        if not request.is_eager and self._state_of(request.id) == SUCCESS:
+            copy = task_text(self.name, request.id)
+            fields = log_fields(lock.name, self.once.using)
+            logger.info("%s has succeeded: its copy is left out", printable(copy), extra=fields)
+            raise Ignore
 
     def _id_of(self, holder: Holder | None) -> str | None:
         """Return the id of the task in *holder*, if it is one of this kind."""
@@ -257,8 +305,8 @@ def attached(task: Any) -> Lease:
 
     LockLost if it has ended meanwhile, or another copy of the message has it.
     """
-    text = (task.request.headers or {}).get(HEADER)
-    if text is None:
+    text, _ = unpacked((task.request.headers or {}).get(HEADER, ""))
+    if not text:
         msg = f"{task.name} brought no lease; send it with headers=handover(lease)."
         raise LookupError(msg)
     return Lease.attach(text)
@@ -281,11 +329,12 @@ def _release(task: Any, **_: Never) -> None:
     """Release the lease of a unique task that has ended, after its result or error is stored."""
     if lease := task.request.get("distlock_lease"):
         lease.leave(Ignore())  # a failed release can only be logged
+    elif isinstance(task, UniqueTask):
+        _free_message(task.request)  # before_start() has failed
 
 
 @task_revoked.connect  # type: ignore[untyped-decorator]  # as above
-def _free_revoked(request: Any, **_: Never) -> None:
-    """Release the lease in the message of a task that was revoked or has expired before it began."""
-    if text := (request.headers or {}).get(HEADER):
-        with suppress(LockError, BadSignature):
-            Lease.attach(text).release()
+def _free_message(request: Any, **_: Never) -> None:
+    """Release the lease in the message of a task that was revoked, has expired or has failed before it began."""
+    if text := unpacked((request.headers or {}).get(HEADER, ""))[0]:
+        free_text(text)

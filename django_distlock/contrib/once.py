@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from django.core import signing
+from django.core.exceptions import SynchronousOnlyOperation
 from django.core.signing import BadSignature
 
 from django_distlock.conf import checked_ttl, flag
-from django_distlock.exceptions import LockLost, LockNotAcquired, NotSupported
+from django_distlock.engine.lease import Lease
+from django_distlock.engine.leftovers import until_done
+from django_distlock.exceptions import (
+    LockBackendError,
+    LockError,
+    LockLost,
+    LockNotAcquired,
+    NotSupported,
+)
+from django_distlock.ground import clock
 from django_distlock.ground.holder import task_text
 from django_distlock.ground.naming import NameTemplate, checked_name, log_fields, printable, warn
 from django_distlock.handler import locks
@@ -21,15 +33,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
-    from django_distlock.engine.lease import Lease
     from django_distlock.lock import Lock
 
     Name = str | Callable[..., str]
 
 logger = logging.getLogger("django_distlock")
 
-#: The header or argument with the text of Lease.detach(). It is as secret as the queue.
+#: The header or argument with the text of Lease.detach(), and what packed() adds. It is as secret as the queue.
 HEADER = "distlock"
+#: Salt of the name in it.
+SALT = "django_distlock.task"
 #: Seconds that a message may wait in the queue, unless the task says otherwise.
 LEASE = 3600.0
 #: What to write instead of arguments of lock(), which the decorator of a task would drop or refuse.
@@ -137,13 +150,65 @@ class Once:
         )
 
 
+def packed(text: str, name: str) -> str:
+    """Return what a message carries: the *text* of its lease, if it has one, and the signed *name* of its lock."""
+    return f"{text} {signing.dumps(name, salt=SALT)}"
+
+
+def unpacked(carried: str) -> tuple[str, str]:
+    """Return the text of a lease and the name, each maybe empty, of what packed() or Lease.detach() returned."""
+    text, _, signed = carried.partition(" ")
+    with suppress(BadSignature, UnicodeError):
+        return text, signing.loads(signed, salt=SALT)
+    return text, ""
+
+
+def free(lease: Lease) -> None:
+    """Release *lease*, which was handed to a message that could not be sent."""
+    try:
+        lease.backend.abandon(lease.request)
+    except LockError:
+        lease.backend.abandon_later(lease.request)
+
+
+def free_text(text: str) -> None:
+    """Release the lease in a message that no worker will run; if its server is down, in the background."""
+    try:
+        _release(text)
+    except LockBackendError as problem:
+        _release_later(text, problem)
+
+
+def _release(text: str) -> None:
+    with suppress(LockLost, BadSignature):
+        Lease.attach(text).release()
+
+
+def _release_later(text: str, problem: LockBackendError) -> None:
+    until_done(problem.alias, partial(_release, text), clock.lease_time() + LEASE)
+
+
 @contextmanager
-def unless_ended(lock: Lock) -> Iterator[None]:
-    """Leave the block, which attaches the lease in a message for *lock*, if that has ended, was attached before, or cannot be read."""
+def telling(instead: str) -> Iterator[None]:
+    """Say what to write in async code, *instead* of a call that asks a database."""
+    try:
+        yield
+    except SynchronousOnlyOperation as error:
+        msg = f"The lock of a unique task is in a database: in async code, write {instead}."
+        raise SynchronousOnlyOperation(msg) from error
+
+
+@contextmanager
+def unless_ended(lock: Lock, text: str) -> Iterator[None]:
+    """Leave the block, which attaches the lease in *text* for *lock*, if that has ended, was attached before, or cannot be read."""
     try:
         yield
     except LockLost:
         pass
+    except LockBackendError as problem:
+        # The task fails, and must not keep the name until the lease of its message has ended.
+        _release_later(text, problem)
+        raise
     except BadSignature:
         warn(
             "%s brought a lease of lock %s that cannot be read, and counts as ended:"

@@ -14,13 +14,24 @@ from django.dispatch import receiver
 
 from django_distlock.conf import DEFAULT_ALIAS
 from django_distlock.engine.lease import Lease
-from django_distlock.exceptions import LockError, LockNotAcquired
+from django_distlock.exceptions import LockNotAcquired
 from django_distlock.ground.holder import task_text
 from django_distlock.ground.naming import title_of
 from django_distlock.lock import Lock
 from django_distlock.transactions import call_at_rollback
 
-from .once import HEADER, LEASE, Once, checked_lease, task_id, unless_ended
+from .once import (
+    HEADER,
+    LEASE,
+    Once,
+    checked_lease,
+    free,
+    packed,
+    task_id,
+    telling,
+    unless_ended,
+    unpacked,
+)
 
 try:
     from django.tasks.base import Task, task
@@ -69,19 +80,22 @@ def unique_task(
         has_context = bool(options.get("takes_context"))
         once = Once(function, name, seconds, using, is_bound=has_context, until=until, again=again)
 
-        def lock_for(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
+        def arriving(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Lock]:
+            """Take the text of a lease, maybe empty, out of *kwargs*; return it and the lock of the call."""
             started, task_id = _started.get()
             _started.set((None, ""))
             purpose = task_text(title_of(function), task_id if started is run else "")
-            return Lock(once.name_for(args[has_context:], kwargs), **once.terms(purpose))
+            text, name = unpacked(kwargs.pop(HEADER, ""))
+            # The name as it was sent: JSON may have changed the arguments that it was made of.
+            name = name or once.name_for(args[has_context:], kwargs)
+            return text, Lock(name, **once.terms(purpose))
 
         # Workers call this function directly, or through the task.
         if iscoroutinefunction(function):
 
             @wraps(function)
             async def run(*args: Any, **kwargs: Any) -> Any:
-                text = kwargs.pop(HEADER, "")
-                lock = lock_for(args, kwargs)
+                text, lock = arriving(args, kwargs)
                 async with await _aarrive(text, lock) as held, once.beside(held, lock):
                     await once.abegin(held)
                     return await function(*args, **kwargs)
@@ -89,8 +103,7 @@ def unique_task(
 
             @wraps(function)
             def run(*args: Any, **kwargs: Any) -> Any:
-                text = kwargs.pop(HEADER, "")
-                lock = lock_for(args, kwargs)
+                text, lock = arriving(args, kwargs)
                 with _arrive(text, lock) as held, once.beside(held, lock):
                     once.begin(held)
                     return function(*args, **kwargs)
@@ -117,13 +130,15 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
 
         The text of ``Lease.detach()`` as the argument *distlock* gives the caller's lease to the task.
         """
-        if HEADER in kwargs:
-            return super().enqueue(*args, **kwargs)
         once: Once = self.func.once  # type: ignore[attr-defined]
+        handed = kwargs.pop(HEADER, None)
         name, terms = once.name_for(args, kwargs), once.terms(self.module_path)
+        if handed is not None:
+            return super().enqueue(*args, **kwargs, **{HEADER: packed(handed, name)})
         wait = self.run_after.timestamp() - time.time() if self.run_after else 0.0
+        lock = Lock(name, **terms, timeout=0, reentrant=False)
         try:
-            with Lock(name, **terms, timeout=0, reentrant=False) as lease:
+            with telling("await task.aenqueue(...)"), lock as lease:
                 text = lease.hand_over(once.lease + max(0.0, wait))
         except LockNotAcquired as busy:
             if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:
@@ -131,11 +146,12 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
             once.note_under_way(busy)
             return None
         try:
-            result = super().enqueue(*args, **kwargs, **{HEADER: text})
+            result = super().enqueue(*args, **kwargs, **{HEADER: packed(text, name)})
         except BaseException:
-            lease.backend.abandon_later(lease.request)
+            free(lease)
             raise
-        call_at_rollback(partial(_free, lease))
+        # A queue in the database drops the message at a rollback, too.
+        call_at_rollback(partial(free, lease))
         return result
 
     async def aenqueue(self, *args: Any, **kwargs: Any) -> TaskResult[..., Any] | None:  # type: ignore[override]  # as above
@@ -148,18 +164,10 @@ def _note(task_result: TaskResult[..., Any], **_: Never) -> None:
     _started.set((task_result.task.func, task_result.id))
 
 
-def _free(lease: Lease) -> None:
-    """Release *lease* after a rollback: a queue in the database has dropped the message too."""
-    try:
-        lease.backend.abandon(lease.request)
-    except LockError:
-        lease.backend.abandon_later(lease.request)
-
-
 def _arrive(text: str, lock: Lock) -> Lease:
     """Return the lease in the message, or a new one."""
     if text:
-        with unless_ended(lock):
+        with unless_ended(lock, text):
             return Lease.attach(text, lock.terms.purpose)
     # It waited for longer than its lease, is a second copy, or the task is called as a function.
     return lock.take(0)
@@ -167,6 +175,6 @@ def _arrive(text: str, lock: Lock) -> Lease:
 
 async def _aarrive(text: str, lock: Lock) -> Lease:
     if text:
-        with unless_ended(lock):
+        with unless_ended(lock, text):
             return await Lease.aattach(text, lock.terms.purpose)
     return await lock.atake(0)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import signal
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from celery import chain, chord, group, shared_task
+from celery.app.task import Context
 from celery.app.trace import trace_task
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
-from celery.states import IGNORED
+from celery.signals import task_revoked
+from celery.states import FAILURE, IGNORED, RETRY
 from celery.utils import uuid
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
@@ -27,8 +32,9 @@ from django_distlock import (
     skip,
 )
 from django_distlock.contrib.celery import handover, unique_task
-from django_distlock.signals import lock_acquired
+from django_distlock.signals import lock_acquired, lock_busy
 from testproject.celery import app
+from tests.fixtures.celery_worker import close_results
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.launch import send
 from tests.integration import unique_tasks
@@ -45,7 +51,11 @@ if TYPE_CHECKING:
     from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
 
 TASKS = unique_tasks.__name__
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("celery_connections")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.usefixtures("celery_connections"),
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex"),  # by Celery
+]
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +79,28 @@ def send_to(worker: CeleryWorker | str, name: str, diary: Diary, **options: Any)
     return task.apply_async((diary.page,), queue=queue, **options)
 
 
-def arrive(task_id: str, diary: Diary) -> Any:
+def send_in_thread(*args: Any) -> str:
+    """Send as send_to() does, with connections that end with the thread; return the id."""
+    try:
+        return str(send_to(*args).id)
+    finally:
+        close_results(app)
+
+
+def arrive(task_id: str, diary: Diary, name: str = "once", **headers: str) -> Any:
     """Run a message in this process, as a worker does; return the state that it ends in."""
-    traced = trace_task(
-        unique_tasks.once, task_id, (diary.page,), {}, {"id": task_id, "headers": {}}, app=app
-    )
+    request = {
+        "id": task_id,
+        "headers": headers,
+        "delivery_info": {"exchange": "", "routing_key": "nobody-works-here"},
+    }
+    task = getattr(unique_tasks, name)
+    traced = trace_task(task, task_id, [diary.page], {}, request, app=app)
     return traced.info and traced.info.state
+
+
+def is_down(*_: Any, **__: Any) -> None:
+    raise LockBackendError("redis", "it is down")
 
 
 def is_free(diary: Diary) -> bool:
@@ -110,7 +136,7 @@ def test_sent_again_while_it_waits_in_the_queue_it_is_the_one_in_the_queue(diary
 
 def test_of_many_that_send_it_at_once_one_does(diary: Diary) -> None:
     def send_one(_: int) -> str:
-        return str(send_to("nobody-works-here", "once", diary).id)
+        return send_in_thread("nobody-works-here", "once", diary)
 
     with ThreadPoolExecutor(16) as senders:
         ids = set(senders.map(send_one, range(64)))
@@ -221,17 +247,162 @@ def test_a_task_that_could_not_be_sent_is_free(
 def test_a_task_whose_lease_could_not_be_handed_over_is_free(
     monkeypatch: pytest.MonkeyPatch, diary: Diary
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise LockBackendError("redis", "it is down")
-
     with monkeypatch.context() as patch, pytest.raises(LockBackendError):
-        patch.setattr(locks["redis"], "extend", fail)
+        patch.setattr(locks["redis"], "extend", is_down)
         send_to("nobody-works-here", "once", diary)
 
     assert is_free(diary)
 
 
+def test_a_task_that_could_not_be_sent_is_free_when_its_server_is_back(
+    monkeypatch: pytest.MonkeyPatch, diary: Diary
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def fail(*_: Any, **__: Any) -> None:
+            for verb in ("abandon", "take_over"):
+                patch.setattr(locks["redis"], verb, is_down)
+            raise OperationalError("the broker is gone")
+
+        patch.setattr(app, "send_task", fail)
+        with pytest.raises(OperationalError):
+            send_to("nobody-works-here", "once_within_a_minute", diary)
+
+    eventually(lambda: is_free(diary), 10)
+
+
+def test_sent_when_its_result_is_stored_it_is_sent(worker: CeleryWorker, diary: Diary) -> None:
+    first = send_to(worker, "ends_slowly", diary)
+    assert first.get(timeout=30) == "done"
+    eventually(lambda: events(diary) == ["succeeded"], 20)
+    assert not is_free(diary)
+
+    with ThreadPoolExecutor(1) as sender:
+        second = sender.submit(send_in_thread, worker, "ends_slowly", diary)
+        never(second.done, 0.2)
+        diary.let_go(2)
+
+    assert second.result() != first.id
+    assert app.AsyncResult(second.result()).get(timeout=30) == "done"
+
+
+def test_sent_again_and_again_right_after_its_end_it_is_never_left_out(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    diary.let_go(30)
+    results = []
+    for _ in range(30):
+        results.append(send_to(worker, "once", diary))
+        results[-1].get(timeout=30)
+
+    assert len({each.id for each in results}) == 30
+
+
+# What JSON does to arguments.
+
+
+class Colour(str, enum.Enum):  # noqa: UP042 - its text is another one
+    RED = "r"
+
+
+CHANGED = pytest.mark.parametrize(
+    "what", [(1, 2), {1: "a"}, Colour.RED], ids=["tuple", "key", "enum"]
+)
+
+
+@CHANGED
+def test_arguments_that_json_changes_keep_their_name(
+    worker: CeleryWorker, diary: Diary, what: Any
+) -> None:
+    def sent() -> AsyncResult:
+        return unique_tasks.with_arguments.apply_async((diary.page, what), queue=worker.queue)
+
+    first = sent()
+    began(diary, 1)
+
+    assert sent().id == first.id
+
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+
+
+@CHANGED
+def test_so_do_those_of_a_retry(worker: CeleryWorker, diary: Diary, what: Any) -> None:
+    task = unique_tasks.with_arguments_retried
+    first = task.apply_async((diary.page, what), queue=worker.queue)
+    eventually(lambda: first.state == RETRY, 20)
+
+    assert task.apply_async((diary.page, what), queue=worker.queue).id == first.id
+
+    began(diary, 1)
+    assert task.apply_async((diary.page, what), queue=worker.queue).id == first.id
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+
+
+def test_so_do_those_of_a_step_that_waits(worker: CeleryWorker, diary: Diary) -> None:
+    task = unique_tasks.with_arguments
+    first = task.apply_async((diary.page, (1, 2)), queue=worker.queue)
+    began(diary, 1)
+
+    step = group(task.si(diary.page, (1, 2)).set(queue=worker.queue)).apply_async()
+
+    never(lambda: len(events(diary)) > 1, 6)  # it is sent again within 5 seconds
+    diary.let_go(2)
+    assert [first.get(timeout=30), *step.get(timeout=30)] == ["done", "done"]
+    assert events(diary) == ["began", "ended"] * 2
+
+
 # What never runs.
+
+
+def test_a_message_that_expires_keeps_the_name_no_longer(diary: Diary) -> None:
+    later = datetime.now(UTC) + timedelta(seconds=40)
+    for number, expires in enumerate((40, later, later.isoformat())):
+        page = f"{diary.page}:{number}"
+        unique_tasks.once_for_an_hour.apply_async(
+            (page,), queue="nobody-works-here", expires=expires
+        )
+
+        [held] = [each for each in locks["redis"].held() if each.name == f"once:{page}"]
+        assert held.remaining == pytest.approx(40, abs=5)
+
+
+def test_a_task_whose_before_start_failed_is_free(worker: CeleryWorker, diary: Diary) -> None:
+    result = send_to(worker, "fails_before", diary)
+
+    with pytest.raises(Again):
+        result.get(timeout=30)
+
+    eventually(lambda: is_free(diary), 1)
+
+
+def test_a_task_that_could_not_take_its_lease_over_is_free_when_its_server_is_back(
+    monkeypatch: pytest.MonkeyPatch, diary: Diary
+) -> None:
+    lease = lock(f"once:{diary.page}", using="redis").acquire()
+    assert lease
+    headers = handover(lease, ttl=60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(locks["redis"], "take_over", is_down)
+        assert arrive(uuid(), diary, **headers) == FAILURE
+
+    eventually(lambda: is_free(diary), 10)
+
+
+def test_a_revoked_task_is_free_when_its_server_is_back(
+    monkeypatch: pytest.MonkeyPatch, diary: Diary
+) -> None:
+    lease = lock(f"once:{diary.page}", using="redis").acquire()
+    assert lease
+    request = Context(headers=handover(lease, ttl=60))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(locks["redis"], "take_over", is_down)
+        task_revoked.send(sender=unique_tasks.once, request=request)
+
+    eventually(lambda: is_free(diary), 10)
 
 
 def test_a_lost_message_frees_the_name_within_its_lease(diary: Diary) -> None:
@@ -456,6 +627,19 @@ def test_a_retry_keeps_the_name_and_finds_itself_not_busy(
     eventually(lambda: is_free(diary))
 
 
+def test_a_retry_that_cannot_hand_its_lock_over_is_sent_without_it(
+    monkeypatch: pytest.MonkeyPatch, diary: Diary, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(locks["redis"], "extend", is_down)
+        assert arrive(uuid(), diary, "retried") == RETRY
+
+    assert "is sent again without its lock: DISTLOCK['redis']: it is down" in caplog.text
+    with app.connection_for_write() as connection:
+        messages = connection.default_channel.client.lrange("nobody-works-here", 0, -1)
+    assert sum(message.count(diary.page.encode()) > 0 for message in messages) == 1
+
+
 def test_so_does_a_retry_by_autoretry_for(worker: CeleryWorker, diary: Diary) -> None:
     diary.page += "e\u0301"
     first = send_to(worker, "retried_by_itself", diary)
@@ -527,7 +711,6 @@ def test_the_name_is_kept_until_the_result_is_stored(worker: CeleryWorker, diary
     eventually(lambda: is_free(diary))
 
 
-@pytest.mark.filterwarnings("ignore:Call to deprecated setex")  # by Celery
 def test_a_copy_that_gets_the_lock_after_the_first_has_succeeded_does_not_run(diary: Diary) -> None:
     result = app.AsyncResult(uuid())
 
@@ -547,6 +730,49 @@ def test_a_copy_that_gets_the_lock_after_the_first_has_succeeded_does_not_run(di
     assert events(diary) == []
     assert is_free(diary)
     assert result.get() == "done"
+
+
+def test_what_is_sent_while_a_copy_is_left_out_is_sent(diary: Diary) -> None:
+    result, has_asked = app.AsyncResult(uuid()), threading.Event()
+
+    def send_it(name: str, holder: Any = None, **_: Any) -> None:
+        if name == f"once:{diary.page}" and not sent:
+            app.backend.mark_as_done(result.id, "done")
+            sent.append(sender.submit(send_in_thread, "nobody-works-here", "once", diary))
+            assert has_asked.wait(10)
+
+    def note(**_: Any) -> None:
+        has_asked.set()
+
+    sent: list[Any] = []
+    lock_acquired.connect(send_it)
+    lock_busy.connect(note)
+    try:
+        with ThreadPoolExecutor(1) as sender:
+            assert arrive(result.id, diary) == IGNORED
+    finally:
+        lock_acquired.disconnect(send_it)
+        lock_busy.disconnect(note)
+
+    assert sent[0].result() != result.id
+    assert not is_free(diary)
+
+
+def test_where_results_cannot_be_read_a_message_runs_and_another_one_is_not_sent(
+    monkeypatch: pytest.MonkeyPatch, diary: Diary, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("the results are gone")
+
+    monkeypatch.setattr(app.backend, "get_task_meta", fail)
+    diary.let_go()
+
+    assert arrive(uuid(), diary) is None
+
+    assert events(diary) == ["began", "ended"]
+    first = send_to("nobody-works-here", "once", diary)
+    assert send_to("nobody-works-here", "once", diary).id == first.id
+    assert caplog.text.count("cannot be read: the results are gone") == 2
 
 
 def test_a_copy_that_comes_when_a_later_one_runs_is_left_out_too(
@@ -722,6 +948,13 @@ def test_applied_here_or_called_it_holds_the_lock_too(diary: Diary) -> None:
 
     with pytest.raises(LockNotAcquired):
         send_to("nobody-works-here", "once", diary) and unique_tasks.once(diary.page)
+
+
+async def test_in_async_code_a_lock_in_the_database_says_what_to_write(diary: Diary) -> None:
+    task = unique_tasks.in_the_database
+
+    with pytest.raises(SynchronousOnlyOperation, match=r"sync_to_async\(in_the_database.delay\)"):
+        task.delay(diary.page)
 
 
 @pytest.fixture

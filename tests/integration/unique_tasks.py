@@ -30,6 +30,11 @@ def once_within_a_minute(page: str) -> str:
     return body(page)
 
 
+@unique(lease=3600)
+def once_for_an_hour(page: str) -> str:
+    return body(page)
+
+
 @unique(again=True)
 def once_more(page: str) -> str:
     return body(page)
@@ -144,3 +149,41 @@ def after(part: str) -> str:
 def goes_on(self: Any, page: str) -> str:
     with attached(self):
         return body(page)
+
+
+class EndsSlowly(Task):  # type: ignore[misc]  # as above
+    """A task that goes on, until the test allows it to end, after its result is stored."""
+
+    def on_success(self, _: Any, __: str, args: Any, ___: Any) -> None:
+        diary = Diary(args[0])
+        diary.write("succeeded")
+        diary.wait()
+        diary.close()
+
+
+@unique(base=EndsSlowly, lease=60)
+def ends_slowly(page: str) -> str:
+    return "done"
+
+
+class FailsBefore(Task):  # type: ignore[misc]  # as above
+    """A task whose body never begins."""
+
+    def before_start(self, *_: Any) -> None:
+        raise Again
+
+
+@unique(base=FailsBefore, lease=60)
+def fails_before(page: str) -> None: ...
+
+
+@unique_task("once:{page}:{what}", using="redis", lease=LEASE)
+def with_arguments(page: str, what: Any) -> str:
+    return body(page)
+
+
+@unique_task("once:{page}:{what}", using="redis", lease=LEASE, bind=True)
+def with_arguments_retried(self: Any, page: str, what: Any) -> str:
+    if self.request.retries == 0:
+        raise self.retry(countdown=LEASE + 2)
+    return body(page)

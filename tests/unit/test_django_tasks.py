@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import django
 import pytest
+from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, transaction
 from django.utils import timezone
 
 from django_distlock import (
     Lease,
+    LockBackendError,
     LockLost,
     LockNotAcquired,
     NotSupported,
@@ -155,6 +157,12 @@ def with_context(context: Any, number: int) -> Any:
 @unique_task(lambda number, **_: f"once:{number}")
 def named_by_a_function(number: int, **others: Any) -> Any:
     return others
+
+
+@unique_task("any:{what}")
+def with_arguments(what: Any) -> bool:
+    [held] = locks["default"].held()
+    return held.name.startswith("any:")
 
 
 @unique_task("once:{number}")
@@ -332,10 +340,63 @@ async def test_nor_is_it_in_async_code_either() -> None:
 async def test_a_task_that_could_not_be_sent_is_free() -> None:
     with pytest.raises(OSError, match="the queue is gone"):
         once.using(backend="broken").enqueue(7)
+    assert not lock("once:7").locked()
     with pytest.raises(OSError, match="the queue is gone"):
         await once.using(backend="broken").aenqueue(8)
+    assert not lock("once:8").locked()
 
-    eventually(lambda: not lock("once:7").locked() and not lock("once:8").locked())
+
+@pytest.mark.django_db(transaction=True)
+def test_nor_does_it_leave_out_the_next_one_in_a_database(settings: Settings) -> None:
+    settings.DISTLOCK = {"default": {}}
+    for _ in range(30):
+        with pytest.raises(OSError, match="the queue is gone"):
+            once.using(backend="broken").enqueue(7)
+
+    assert once.using(backend="queue").enqueue(7)
+
+
+async def test_in_async_code_a_lock_in_a_database_says_what_to_write(settings: Settings) -> None:
+    settings.DISTLOCK = {"default": {}}
+
+    with pytest.raises(SynchronousOnlyOperation, match=r"write await task.aenqueue\("):
+        once.enqueue(7)
+
+
+@pytest.mark.parametrize(
+    "what", [(1, 2), {"a": (1, 2)}, b"x"], ids=["tuple", "tuple in a dict", "bytes"]
+)
+def test_arguments_that_json_changes_keep_their_name(what: Any) -> None:
+    in_queue = with_arguments.using(backend="queue")
+
+    assert with_arguments.enqueue(what).return_value is True
+
+    assert in_queue.enqueue(what)
+    assert in_queue.enqueue(what) is None
+    assert run(queued()[0]) is True
+    assert with_arguments.enqueue(what, distlock=handed_over(f"any:{what}")).return_value is True
+
+
+def handed_over(name: str) -> str:
+    lease = lock(name).acquire()
+    assert lease
+    return lease.detach(60)
+
+
+@pytest.mark.parametrize("task", [once, aonce])
+def test_a_task_that_could_not_take_its_lease_over_is_free_when_its_server_is_back(
+    task: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise LockBackendError("default", "it is down")
+
+    task.using(backend="queue").enqueue(7)
+    with monkeypatch.context() as patch, pytest.raises(LockBackendError):
+        for verb in ("take_over", "atake_over"):
+            patch.setattr(locks["default"], verb, fail)
+        run(queued()[0])
+
+    eventually(lambda: not lock("once:7").locked(), 10)
 
 
 def test_the_lease_lasts_from_when_it_is_to_run() -> None:
