@@ -48,8 +48,9 @@ def _program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-#: Where an act is that is no file of this folder: DRF and django-ninja have their tests.
-ELSEWHERE = {"apis": Path(__file__).parents[1] / "unit/test_frameworks.py"}
+#: Where an act is that is no file of this folder: DRF, django-ninja and Django's tasks have their tests.
+UNIT = Path(__file__).parents[1] / "unit"
+ELSEWHERE = {"apis": UNIT / "test_frameworks.py", "django_tasks": UNIT / "test_django_tasks.py"}
 
 AGENT = ("locks", "transactions", "rows", "pages", "commands", "tasks", "apis")
 THEME = ("pages",)
@@ -165,6 +166,7 @@ STACKS = (
     ),
     Stack("tenants", ("migrations",)),
     Stack("django-redis", ("locks",), aliases=("redis",)),
+    Stack("django-tasks", ("django_tasks",), apps=("django_tasks",)),
     Stack(
         "django-valkey",
         ("locks",),
