@@ -742,7 +742,10 @@ def test_wrong_settings_are_told_by_the_check(settings: Any) -> None:
 
     assert problems() == problems(edit_lock_using="down") == []
     [text] = problems(edit_lock_using="row")
-    assert text == "WrongAdmin: DISTLOCK['row'] cannot hold locks for pages."
+    assert text == (
+        "WrongAdmin: DISTLOCK['row'] cannot hold locks for pages; "
+        "set edit_lock_using to an alias of a database, Redis or Redlock."
+    )
     [text] = problems(edit_lock_using="nowhere")
     assert text == "WrongAdmin: DISTLOCK has no alias 'nowhere'."
     [text] = problems(edit_lock_ttl=-1)

@@ -184,7 +184,8 @@ class EditLockMixin(_Admin):
             if using not in {*locks, DEFAULT_ALIAS}:
                 problems.append(f"DISTLOCK has no alias {using!r}.")
             elif not locks[using].supports_detach:
-                problems.append(f"DISTLOCK[{using!r}] cannot hold locks for pages.")
+                instead = "set edit_lock_using to an alias of a database, Redis or Redlock"
+                problems.append(f"DISTLOCK[{using!r}] cannot hold locks for pages; {instead}.")
             try:
                 for ttl in self._ttls():
                     locks[using].check_ttl(ttl)
