@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any
 
 from django.db.models import Model
+from django.utils.timezone import is_aware
 
 #: The attribute of a claimed instance: its Claim; None while that saves it.
 CLAIM = "_distlock_claim"
@@ -24,8 +27,18 @@ def object_name(instance: Model) -> str:
         msg = f"This {instance._meta.label} is not saved, so it has no lock of its own."
         raise ValueError(msg)
     if not isinstance(instance.pk, tuple):
-        return f"{model._meta.label_lower}:{model._meta.pk.to_python(instance.pk)}"
-    # to_python() of a key of several columns leaves their values as they are.
-    columns = zip(model._meta.pk_fields, instance.pk, strict=True)
-    key = tuple(column.to_python(value) for column, value in columns)
+        return f"{model._meta.label_lower}:{_stored(model._meta.pk, instance.pk)}"
+    key = tuple(map(_stored, model._meta.pk_fields, instance.pk))
     return f"{model._meta.label_lower}:{key}"
+
+
+def _stored(field: Any, value: Any) -> Any:
+    """Return the *value* of a key as it is read from every database, whatever it was given as."""
+    value = field.get_prep_value(value)
+    while field.remote_field:
+        field = field.target_field
+    if isinstance(value, str):
+        return str.__str__(value)  # str() of a member of an Enum of texts is another text
+    if isinstance(value, Decimal) and field.decimal_places is not None:
+        return value.quantize(Decimal(1).scaleb(-field.decimal_places))
+    return value.astimezone(UTC) if isinstance(value, datetime) and is_aware(value) else value

@@ -1,9 +1,15 @@
 """The lock of a model instance: what it is called, and who else has the same one."""
 
+# ruff: noqa: DJ008 - nobody reads these rows
+
 from __future__ import annotations
 
+import enum
 import uuid
+from datetime import UTC, datetime
+from decimal import Decimal
 from typing import TypeVar
+from zoneinfo import ZoneInfo
 
 import pytest
 from django.contrib.auth.models import AnonymousUser, User
@@ -38,6 +44,41 @@ with isolate_apps("testproject"):
 
         key = models.UUIDField(primary_key=True)
         purse = models.OneToOneField(Purse, models.CASCADE, parent_link=True)
+
+        class Meta:
+            app_label = "testproject"
+
+    class Rate(models.Model):
+        rate = models.DecimalField(primary_key=True, max_digits=8, decimal_places=2)
+
+        class Meta:
+            app_label = "testproject"
+
+    class Reading(models.Model):
+        at = models.DateTimeField(primary_key=True)
+
+        class Meta:
+            app_label = "testproject"
+
+    class Paint(models.Model):
+        colour = models.CharField(primary_key=True, max_length=3)
+
+        class Meta:
+            app_label = "testproject"
+
+    class Coat(models.Model):
+        paint = models.OneToOneField(Paint, models.CASCADE, primary_key=True)
+
+        class Meta:
+            app_label = "testproject"
+
+    class Price(models.Model):
+        """A key of columns that can be given in several ways."""
+
+        pk = models.CompositePrimaryKey("rate", "colour", "at")
+        rate = models.ForeignKey(Rate, models.CASCADE)
+        colour = models.CharField(max_length=3)
+        at = models.DateTimeField()
 
         class Meta:
             app_label = "testproject"
@@ -85,6 +126,51 @@ def test_a_model_with_a_key_of_its_own_is_another() -> None:
 def test_a_key_of_two_columns_is_called_the_same_whatever_types_they_were_given() -> None:
     names = {lock(saved(Line(purse_id=purse, number=2))).name for purse in (7, "7")}
     assert names == {"testproject.line:(7, 2)"}
+
+
+class Currency(models.TextChoices):
+    EUR = "EUR"
+
+
+class Colour(str, enum.Enum):  # noqa: UP042 - its str() is another text
+    RED = "r"
+
+
+NOON = datetime(2026, 11, 27, 12, tzinfo=ZoneInfo("Europe/Berlin"))
+READ = datetime(2026, 11, 27, 11, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    ("given", "read", "name"),
+    [
+        (Rate(rate="1.5"), Rate(rate=Decimal("1.50")), "rate:1.50"),
+        (Rate(rate=Decimal("1.5")), Rate(rate=Decimal("1.50")), "rate:1.50"),
+        (Reading(at=NOON), Reading(at=READ), "reading:2026-11-27 11:00:00+00:00"),
+        (Paint(colour=Currency.EUR), Paint(colour="EUR"), "paint:EUR"),
+        (Paint(colour=Colour.RED), Paint(colour="r"), "paint:r"),
+        (Coat(paint_id=Colour.RED), Coat(paint_id="r"), "coat:r"),
+        (
+            Price(rate_id="1.5", colour=Colour.RED, at=NOON),
+            Price(rate_id=Decimal("1.50"), colour="r", at=READ),
+            f"price:(Decimal('1.50'), 'r', {READ!r})",
+        ),
+    ],
+)
+def test_a_row_is_called_the_same_when_it_was_made_and_when_it_was_read(
+    given: models.Model, read: models.Model, name: str
+) -> None:
+    @distributed_lock("paint:{row}")
+    def paint(row: models.Model) -> str:
+        lease = current_lease()
+        assert lease
+        return lease.name
+
+    for row in (given, read):
+        assert lock(saved(row)).name == f"testproject.{name}"
+        assert paint(row) == f"paint:testproject.{name}"
+    with lock(read) as lease:
+        assert force_release(given) == 1
+        lease.abandon()
 
 
 @pytest.mark.parametrize("instance", [Account(), Account(pk=7), saved(Account())])
