@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from django.db import models
+from django.db.models.sql import UpdateQuery
 from django.utils import timezone
 from django.utils.text import Truncator
 from django.utils.translation import gettext_lazy as _
@@ -12,6 +13,10 @@ from django.utils.translation import gettext_lazy as _
 from .exceptions import LockNotHeld
 from .ground.naming import printable, shown
 from .ground.objects import CLAIM, object_name
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models.sql.compiler import SQLCompiler
 
 #: Characters of a name where there is little space.
 LONGEST_SHOWN = 60
@@ -112,6 +117,41 @@ class LockWaiter(models.Model):
         return f"{printable(self.method_name)}: {self.ticket}"
 
 
+class FenceField(models.BigIntegerField):  # type: ignore[type-arg]  # generic in the stubs alone
+    """The column of a fence: what an UPDATE writes into it never lowers it, and save() leaves it as it is.
+
+    Migrations have the same field, so it protects the rows from historical models, too.
+    """
+
+    is_fence = True
+
+    def pre_save(self, model_instance: models.Model, add: bool) -> Any:
+        return super().pre_save(model_instance, add) if add else 0
+
+    def get_placeholder(
+        self, value: object, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> str:
+        query: Any = compiler.query
+        if fields := getattr(query, "update_fields", ()):
+            # bulk_create() may update rows that are there: their fences stay.
+            query.update_fields = [field for field in fields if field is not self]
+        if not isinstance(query, UpdateQuery) or isinstance(value, Lowered):
+            return "%s"
+        highest = "MAX" if connection.vendor == "sqlite" else "GREATEST"
+        return f"{highest}({connection.ops.quote_name(str(self.column))}, %s)"
+
+    def get_placeholder_sql(
+        self, value: Any, compiler: SQLCompiler, connection: BaseDatabaseWrapper
+    ) -> tuple[str, Any]:
+        """Do what get_placeholder() does, for Django 6.1."""
+        sql, params = compiler.compile(value) if hasattr(value, "as_sql") else ("%s", [value])
+        return self.get_placeholder(value, compiler, connection) % sql, params
+
+
+class Lowered(models.Value):
+    """A value that is written into a FenceField even if it is lower."""
+
+
 class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
     """Base class for models whose rows must refuse late writers.
 
@@ -123,7 +163,7 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
     must_be_claimed: ClassVar[bool] = False
 
     # db_default: servers that still run the release before insert rows without it.
-    fence = models.BigIntegerField(default=0, db_default=0, editable=False)
+    fence = FenceField(default=0, db_default=0, editable=False)
 
     # Hidden from type checkers: pyright refuses the Meta of a subclass that does not inherit this one.
     if not TYPE_CHECKING:
@@ -140,12 +180,6 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
                 problem = "its row must be claimed before it is saved, by locked() or lease.claim()"
                 raise LockNotHeld(object_name(self), problem)
             super().save(**kwargs)
-
-        def _do_update(self, rows: Any, using: str, pk: Any, values: Any, *more: Any) -> Any:
-            """Keep the fence that the row has by now, unless this instance was claimed."""
-            if CLAIM not in self.__dict__:
-                values = [each for each in values if each[0].name != "fence"]
-            return super()._do_update(rows, using, pk, values, *more)
 
         def delete(self, *args: Any, **kwargs: Any) -> Any:
             kwargs |= dict(zip(_DELETE, args, strict=False))

@@ -51,8 +51,6 @@ class Claim:
             if key is not None and not _pass_fences(self, rows, [key]):
                 kwargs = _with_insert(instance, kwargs)
             instance.fence = self.token  # type: ignore[attr-defined]  # a FencedModel
-            if kwargs.get("update_fields") is not None:
-                kwargs = {**kwargs, "update_fields": {*kwargs["update_fields"], "fence"}}
             setattr(instance, CLAIM, None)
             try:
                 write(**kwargs)
@@ -80,7 +78,7 @@ def claim(lease: Lease, target: Any) -> Any:
 
 def read_again(lease: Lease, instance: models.Model) -> None:
     """Read *instance* again, in its place; one of a FencedModel is claimed by that."""
-    mine = Claim.of(lease) if hasattr(instance, "must_be_claimed") else None
+    mine = None if _fence(instance._meta.model) is None else Claim.of(lease)
     with _claimed_row(instance, mine) as row:
         instance.refresh_from_db(using=row.db, from_queryset=row)
     if mine is not None:
@@ -95,6 +93,8 @@ def _claimed_row(instance: models.Model, claim: Claim | None) -> Iterator[models
     # The base manager: a custom manager may hide the row.
     using = router.db_for_write(model, instance=instance)
     mine = model._base_manager.using(using).filter(pk=instance.pk)
+    if claim is not None:
+        _check_can_protect(model, using)
     with transaction.atomic(using=mine.db):
         if claim is not None:
             keys = [instance.pk] if _shares_key(model) else _keys(mine)
@@ -117,6 +117,7 @@ class _Claiming(ModelIterable):  # type: ignore[type-arg]  # generic in the stub
 
 def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet[Any]:
     rows = queryset.using(_database(queryset))
+    _check_can_protect(rows.model, rows.db)
     connection = connections[rows.db]
     is_in_transaction = not connection.get_autocommit()
     with transaction.atomic(using=rows.db):
@@ -182,10 +183,28 @@ def _pass_fences(
     return passed
 
 
+def _fence(model: Any) -> Any:
+    """Return the FenceField of *model*; None if it has none."""
+    fields = model._meta.concrete_fields if hasattr(model, "_meta") else ()
+    return next((field for field in fields if getattr(field, "is_fence", False)), None)
+
+
 def _owner(model: type[models.Model]) -> type[Any]:
-    """Return the model whose table has the fence: *model* or one of its parents."""
-    owner: type[Any] = model._meta.get_field("fence").model
-    return owner
+    """Return the model whose table has the fence: *model* or one of its parents; TypeError if there is none."""
+    if fence := _fence(model):
+        owner: type[Any] = fence.model
+        return owner
+    raise TypeError(f"{model._meta.label} has no fence: let it inherit FencedModel.")
+
+
+def _check_can_protect(model: type[models.Model], using: str) -> None:
+    """Raise an error if nothing would protect a claimed row: no fence, or neither our save() nor a transaction."""
+    if not hasattr(_owner(model), "must_be_claimed") and connections[using].get_autocommit():
+        msg = (
+            f"This {model._meta.label} has no save() that compares the fence, as in a migration: "
+            "claim it inside transaction.atomic(), in which it stays locked until it is saved."
+        )
+        raise transaction.TransactionManagementError(msg)
 
 
 def _shares_key(model: type[models.Model]) -> bool:

@@ -20,6 +20,7 @@ from django.test import override_settings
 from django_distlock import StaleFencingToken, lock, lock_all
 from django_distlock.management.base import BUSY, NO_SERVER, WRONG_ARGUMENTS
 from django_distlock.management.commands.reset_fences import NOT_AGREED
+from django_distlock.models import Lowered
 from testproject.models import Account
 
 from .aliases import DOWN, MEMORY
@@ -39,7 +40,7 @@ def aliases(settings: Any) -> None:
 @pytest.fixture
 def ahead() -> Iterator[Account]:
     """A row whose fence comes from a server whose clock is a day ahead."""
-    Account.objects.update(fence=0)  # of rows that other tests have left
+    Account.objects.update(fence=Lowered(0))  # of rows that other tests have left
     fence = (time.time_ns() // 1000) + 86_400_000_000
     made = Account.objects.create(name=uuid.uuid4().hex, balance=1, opening_balance=1, fence=fence)
     yield made

@@ -26,7 +26,7 @@ from django_distlock.management.base import (
     is_agreed,
     wanted_aliases,
 )
-from django_distlock.models import FencedModel
+from django_distlock.models import FencedModel, Lowered
 from django_distlock.operators import holdings
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Command(LockCommand):
             if not is_agreed(question % {"number": rows.count(), "model": options["model"]}):
                 sys.exit(NOT_AGREED)
             _check_nobody_holds()
-        number = rows.update(fence=0)
+        number = rows.update(fence=Lowered(0))
         if options["json"]:
             self.stdout.write(json.dumps({"reset": number}))
         elif options["verbosity"]:

@@ -1,0 +1,178 @@
+"""The column of the fence: whatever writes into it does not lower it, historical models of migrations too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from django.apps import apps
+from django.db import connections, models, transaction
+from django.db.migrations.autodetector import MigrationAutodetector
+from django.db.migrations.loader import MigrationLoader
+from django.db.migrations.operations import AlterField
+from django.db.migrations.state import ProjectState
+from django.db.migrations.writer import OperationWriter
+from django.db.transaction import TransactionManagementError
+
+from django_distlock import StaleFencingToken, lock, locked
+from django_distlock.models import FenceField
+from testproject.models import Account
+from tests.backends.test_fencing import paused_and_next
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def historical(database: str, account: Account) -> Any:
+    """Return the row of *account* as a function of RunPython reads it."""
+    model: Any = ProjectState.from_apps(apps).apps.get_model("testproject", "Account")
+    return model.objects.using(database).get(pk=account.pk)
+
+
+def current(database: str, account: Account) -> Account:
+    return Account.objects.using(database).get(pk=account.pk)
+
+
+def by_save(row: Any) -> None:
+    row.save()
+
+
+def by_save_of_the_fence(row: Any) -> None:
+    row.save(update_fields=["fence"])
+
+
+def by_raw_save(row: Any) -> None:
+    row.save_base(raw=True)
+
+
+def by_update(row: Any) -> None:
+    rows_like(row).filter(pk=row.pk).update(fence=row.fence)
+
+
+def by_an_expression(row: Any) -> None:
+    rows_like(row).filter(pk=row.pk).update(fence=models.F("fence") - 1)
+
+
+def by_bulk_update(row: Any) -> None:
+    rows_like(row).bulk_update([row], ["fence", "balance"])
+
+
+def by_upsert(row: Any) -> None:
+    names = [field.name for field in row._meta.concrete_fields]
+    unique = ["pk"] if connections[row._state.db].vendor != "mysql" else None
+    rows_like(row).bulk_create(
+        [row], update_conflicts=True, update_fields=names[1:], unique_fields=unique
+    )
+
+
+def rows_like(row: Any) -> Any:
+    return models.QuerySet(row._meta.model, using=row._state.db)
+
+
+WAYS = [
+    *(by_save, by_save_of_the_fence, by_raw_save, by_update),
+    *(by_an_expression, by_bulk_update, by_upsert),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_historical", [True, False])
+def test_a_write_beside_the_holder_lets_no_earlier_holder_in(
+    database: str,
+    name: str,
+    account: Account,
+    way: Callable[[Any], None],
+    is_historical: bool,
+) -> None:
+    first, second = paused_and_next(name, database)
+    late = first.claim(account)
+    read = historical if is_historical else current
+    beside = read(database, account)
+    fresh = second.claim(account)
+
+    beside.balance = 7
+    way(beside)
+
+    account.refresh_from_db()
+    assert account.fence == second.fencing_token
+    with pytest.raises(StaleFencingToken, match="a later holder"):
+        late.save()
+    fresh.save()
+    second.release()
+
+
+def test_a_fence_can_be_raised_by_an_update_of_ones_own(
+    database: str, name: str, account: Account
+) -> None:
+    rows = Account.objects.using(database).filter(pk=account.pk)
+
+    rows.update(fence=models.F("fence") + 5)
+    assert rows.get().fence == 5
+    rows.update(fence=9)
+    assert rows.get().fence == 9
+
+
+def test_locked_claims_a_historical_row_in_a_transaction(
+    database: str, name: str, account: Account
+) -> None:
+    with lock(name, using=database) as lease:
+        late = lease.claim(account)
+    row = historical(database, account)
+
+    with transaction.atomic(using=database), locked(row, using=database):
+        row.balance = 60
+        row.save()
+
+    with pytest.raises(StaleFencingToken):
+        late.save()
+    account.refresh_from_db()
+    assert account.balance == 60
+
+
+def test_outside_of_one_a_historical_row_is_refused(
+    database: str, name: str, account: Account
+) -> None:
+    row = historical(database, account)
+
+    with pytest.raises(TransactionManagementError, match=r"Account has no save\(\).*atomic\(\)"):
+        with locked(row, using=database):
+            pytest.fail("its save() would not compare the fence")
+    with lock(name, using=database) as lease:
+        for target in (row, rows_like(row)):
+            with pytest.raises(TransactionManagementError, match="as in a migration"):
+                lease.claim(target)
+    assert not lock(row, using=database).locked()
+
+
+def earlier() -> ProjectState:
+    """Return the state of a project whose migrations are older than FenceField."""
+    state = ProjectState.from_apps(apps)
+    old = models.BigIntegerField(default=0, db_default=0, editable=False)
+    state.alter_field("testproject", "account", "fence", old, preserve_default=True)
+    return state
+
+
+def test_older_migrations_get_one_operation() -> None:
+    graph = MigrationLoader(None).graph
+    found = MigrationAutodetector(earlier(), ProjectState.from_apps(apps))
+    changes = found.changes(graph, trim_to_apps={"testproject"})
+
+    [migration] = changes["testproject"]
+    [operation] = migration.operations
+    assert isinstance(operation, AlterField)
+    assert isinstance(operation.field, FenceField)
+    text, imports = OperationWriter(operation).serialize()
+    assert "django_distlock.models.FenceField(db_default=0, default=0, editable=False)" in text
+    assert imports == {"import django_distlock.models"}
+
+
+def test_that_operation_sends_nothing_to_a_server(server_database: str) -> None:
+    before = earlier()
+    operation = AlterField("account", "fence", Account._meta.get_field("fence").clone())
+    after = before.clone()
+    operation.state_forwards("testproject", after)
+
+    with connections[server_database].schema_editor(collect_sql=True) as editor:
+        operation.database_forwards("testproject", editor, before, after)
+
+    assert editor.collected_sql == []
