@@ -181,6 +181,14 @@ class FencedModel(models.Model):  # noqa: DJ008 - abstract, below
                 raise LockNotHeld(object_name(self), problem)
             super().save(**kwargs)
 
+        def refresh_from_db(
+            self, using: str | None = None, fields: Any = None, from_queryset: Any = None
+        ) -> None:
+            """Read a claimed row where it was claimed: a replica may not have it yet."""
+            if using is None and CLAIM in self.__dict__:
+                using = self._state.db
+            super().refresh_from_db(using, fields, from_queryset)
+
         def delete(self, *args: Any, **kwargs: Any) -> Any:
             kwargs |= dict(zip(_DELETE, args, strict=False))
             if claim := self.__dict__.get(CLAIM):

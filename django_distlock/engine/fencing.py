@@ -10,10 +10,17 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from django.db import connections, models, router, transaction
-from django.db.models.query import ModelIterable
+from django.db.models.query import (
+    FlatValuesListIterable,
+    ModelIterable,
+    ValuesIterable,
+    ValuesListIterable,
+)
 
 from django_distlock.exceptions import StaleFencingToken
 from django_distlock.ground.objects import CLAIM
@@ -21,7 +28,7 @@ from django_distlock.ground.objects import CLAIM
 from .values import batches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from .lease import Lease
 
@@ -30,6 +37,8 @@ _T = TypeVar("_T")
 BATCH = 500
 _NEWER = "a later holder has claimed this data"
 _UNCLAIMED = "this data is not claimed by this lease: call lease.claim() before reading it"
+#: What reads the rows of values() and values_list().
+_VALUES = ValuesIterable, ValuesListIterable, FlatValuesListIterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,17 @@ class Claim:
     @classmethod
     def of(cls, lease: Lease) -> Claim:
         return cls(lease.name, lease.checked_token())
+
+    def mark(self, row: _T) -> _T:
+        """Return *row*, an instance that remembers this claim from now on; StaleFencingToken if it was not claimed."""
+        if _fence(type(row)) is None:
+            msg = f"A claimed queryset cannot protect a {type(row).__name__}: it has no fence."
+            raise TypeError(msg)
+        fence = row.__dict__.get("fence", self.token)
+        if fence < self.token:
+            raise StaleFencingToken(self.name, self.token, _UNCLAIMED, fence)
+        row.__dict__[CLAIM] = self
+        return row
 
     def save(self, instance: models.Model, write: Callable[..., object], **kwargs: Any) -> None:
         """Call *write*, which saves *instance*, if its fence is our token."""
@@ -67,20 +87,22 @@ class Claim:
 
 def claim(lease: Lease, target: Any) -> Any:
     """Raise the fences of *target*, an instance or a queryset, and return it read again."""
-    if isinstance(target, models.QuerySet):
-        return _claim_rows(Claim.of(lease), target)
     mine = Claim.of(lease)
+    if isinstance(target, models.QuerySet):
+        return _claim_rows(mine, target)
+    if not isinstance(target, models.Model):
+        msg = f"claim() takes a saved instance or a queryset, not {type(target).__name__}."
+        raise TypeError(msg)
     with _claimed_row(target, mine) as row:
-        found = row.get()
-    found.__dict__[CLAIM] = mine
-    return found
+        return mine.mark(row.get())
 
 
 def read_again(lease: Lease, instance: models.Model) -> None:
-    """Read *instance* again, in its place; one of a FencedModel is claimed by that."""
-    mine = None if _fence(instance._meta.model) is None else Claim.of(lease)
+    """Read *instance* again, in its place; one with a fence is claimed by that, if nobody shares the lease."""
+    claims = _fence(instance._meta.model) is not None and not lease.request.shared
+    mine = Claim.of(lease) if claims else None
     with _claimed_row(instance, mine) as row:
-        instance.refresh_from_db(using=row.db, from_queryset=row)
+        _read(instance, row)
     if mine is not None:
         setattr(instance, CLAIM, mine)
 
@@ -90,35 +112,87 @@ def _claimed_row(instance: models.Model, claim: Claim | None) -> Iterator[models
     """Give the row of *instance*, to be read in a transaction that has raised its fence, if there is a *claim*."""
     # Not its type: a lazy instance, such as request.user, has another one.
     model = instance._meta.model
-    # The base manager: a custom manager may hide the row.
-    using = router.db_for_write(model, instance=instance)
-    mine = model._base_manager.using(using).filter(pk=instance.pk)
+    # No manager: it may hide the row, or join what cannot be locked.
+    rows: models.QuerySet[Any] = models.QuerySet(model, using=written_database(instance))
+    mine = rows.filter(pk=instance.pk)
     if claim is not None:
-        _check_can_protect(model, using)
-    with transaction.atomic(using=mine.db):
+        _check_can_protect(model, rows.db)
+    with transaction.atomic(using=rows.db):
         if claim is not None:
             keys = [instance.pk] if _shares_key(model) else _keys(mine)
             if not _pass_fences(claim, mine, keys, claims=True):
-                raise _deleted(model)
+                raise _deleted(model, instance.pk)
         # FOR UPDATE reads the newest data, even if the transaction has an older snapshot.
         yield mine.select_for_update()
 
 
-class _Claiming(ModelIterable):  # type: ignore[type-arg]  # generic in the stubs alone
-    """The instances of a claimed queryset, each of which remembers its claim."""
+def _read(instance: models.Model, rows: models.QuerySet[Any]) -> None:
+    """Read all columns of *instance* again from *rows*, also those that were deferred."""
+    deferred = instance.get_deferred_fields()
+    read: Any = instance.refresh_from_db
+    if "from_queryset" not in signature(read).parameters:  # a method from before Django 5.1
+        read(using=rows.db)
+        read = partial(models.Model.refresh_from_db, instance)
+    read(using=rows.db, from_queryset=rows)
+    if deferred:
+        read(using=rows.db, fields=deferred, from_queryset=rows)
 
-    claim: ClassVar[Claim]
 
-    def __iter__(self) -> Iterator[Any]:
-        for instance in super().__iter__():
-            instance.__dict__[CLAIM] = self.claim
-            yield instance
+class _Claimed(models.QuerySet[Any]):
+    """A claimed queryset: its instances remember the claim, whichever iterable makes them.
+
+    Python calls the operators of the right side first, as its class is a subclass of the left side's.
+    """
+
+    #: The class of the queryset that was claimed, and its claim.
+    _distlock: ClassVar[tuple[type[Any], Claim]]
+
+    def __rand__(self, other: Any) -> Any:
+        return _as_claimed(other.__and__(self), self._distlock[1])
+
+    def __ror__(self, other: Any) -> Any:
+        return _as_claimed(other.__or__(self), self._distlock[1])
+
+    def __rxor__(self, other: Any) -> Any:
+        return _as_claimed(other.__xor__(self), self._distlock[1])
+
+    def __reduce__(self) -> Any:
+        return _empty, self._distlock, self.__getstate__()
+
+    def _fetch_all(self) -> None:
+        is_new = self._result_cache is None
+        super()._fetch_all()
+        if is_new:
+            rows, self._result_cache = self._result_cache, None
+            self._result_cache = [*map(self._marked, rows or ())]
+
+    def _iterator(self, *args: Any) -> Iterator[Any]:
+        return map(self._marked, super()._iterator(*args))  # type: ignore[misc]  # not in the stubs
+
+    async def aiterator(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        async for row in super().aiterator(*args, **kwargs):
+            yield self._marked(row)
+
+    def _marked(self, row: Any) -> Any:
+        return row if issubclass(self._iterable_class, _VALUES) else self._distlock[1].mark(row)
+
+
+def _empty(kind: type[Any], claim: Claim) -> Any:
+    claimed: Any = type(kind.__name__, (_Claimed, kind), {"_distlock": (kind, claim)})
+    return claimed.__new__(claimed)
+
+
+def _as_claimed(queryset: Any, claim: Claim) -> Any:
+    kind = queryset._distlock[0] if isinstance(queryset, _Claimed) else queryset.__class__
+    claimed = _empty(kind, claim)
+    claimed.__dict__.update(queryset.__dict__)
+    return claimed
 
 
 def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet[Any]:
     rows = queryset.using(_database(queryset))
     _check_can_protect(rows.model, rows.db)
-    connection = connections[rows.db]
+    connection: Any = connections[rows.db]
     is_in_transaction = not connection.get_autocommit()
     with transaction.atomic(using=rows.db):
         keys = _keys(rows)
@@ -126,13 +200,23 @@ def _claim_rows(claim: Claim, queryset: models.QuerySet[Any]) -> models.QuerySet
             _pass_fences(claim, rows, batch, claims=True)
     # By key: other rows may match by now, whose fences were not raised.
     rows.query.clear_limits()
-    claimed = rows.filter(**{f"{_owner(rows.model)._meta.pk.name}__in": keys})
-    if claimed._iterable_class is ModelIterable:  # else it gives no instances
-        claimed._iterable_class = type("Claiming", (_Claiming,), {"claim": claim})
-    if is_in_transaction and connection.vendor == "mysql":
+    rows.query.clear_deferred_loading()  # what is read later may be of a later holder
+    # Without a transaction, Django would refuse to read them.
+    rows.query.select_for_update &= is_in_transaction
+    claimed: models.QuerySet[Any] = _as_claimed(
+        rows.filter(**{f"{_owner(rows.model)._meta.pk.name}__in": keys}), claim
+    )
+    if (
+        is_in_transaction
+        and connection.vendor == "mysql"
+        and connection.isolation_level != "read committed"
+    ):
         # As for an instance. The other servers refuse the claim if their snapshot is older.
         claimed = claimed.select_for_update()
-        len(claimed)  # read now: after the transaction Django would refuse to
+        for row in claimed:  # read now: after the transaction Django would refuse to
+            if rows._iterable_class is not ModelIterable and isinstance(row, models.Model):
+                # An iterable of its own may have read columns by statements of its own.
+                _read(row, models.QuerySet(type(row), using=rows.db).select_for_update())
     return claimed
 
 
@@ -225,8 +309,7 @@ def _rows_for(
 ) -> models.QuerySet[Any]:
     """Return the rows among which *instance* is written, with these arguments of save() or delete()."""
     model = instance._meta.model
-    database = using or router.db_for_write(model, instance=instance)
-    return models.QuerySet(model, using=database)
+    return models.QuerySet(model, using=using or written_database(instance))
 
 
 def _written_key(instance: models.Model) -> Any:
@@ -242,16 +325,24 @@ def _with_insert(instance: models.Model, kwargs: dict[str, Any]) -> dict[str, An
     """Make save() insert a row, so that it does not overwrite one that somebody else has just made."""
     forced = kwargs.get("force_insert")
     if not (forced or instance._state.adding):
-        raise _deleted(instance._meta.model)
+        raise _deleted(instance._meta.model, instance.pk)
     if kwargs.get("force_update") or kwargs.get("update_fields") is not None:
         return kwargs  # it inserts nothing
     bases = forced if isinstance(forced, tuple) else ()
     return {**kwargs, "force_insert": (*bases, _owner(instance._meta.model))}
 
 
-def _deleted(model: Any) -> Exception:
-    problem: Exception = model.DoesNotExist(f"No {model.__name__} row to protect: it was deleted.")
+def _deleted(model: Any, key: Any) -> Exception:
+    problem: Exception = model.DoesNotExist(
+        f"No {model.__name__} row with the key {key!r} to protect: it was deleted, or this is a copy "
+        "under a new key, whose _state.adding must be True."
+    )
     return problem
+
+
+def written_database(instance: models.Model) -> str:
+    """Return the alias of the database to which *instance* is written."""
+    return router.db_for_write(instance._meta.model, instance=instance)
 
 
 def _database(queryset: models.QuerySet[Any]) -> str:

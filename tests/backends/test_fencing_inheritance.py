@@ -23,6 +23,7 @@ from django_distlock import SnapshotBeforeLock, StaleFencingToken, lock, locked
 from django_distlock.models import FencedModel
 from testproject.models import Account, Fee
 from tests.backends.conftest import SERVERS, apart, isolated
+from tests.backends.test_claimed_querysets import AskingAgain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -427,16 +428,35 @@ def test_so_is_a_claimed_instance(
 
 
 @pytest.mark.server
+def test_so_are_the_columns_that_an_iterable_of_its_own_asks_for(
+    snapshots: None, holders: tuple[Lease, Lease], name: str
+) -> None:
+    row = new(Savings, "mariadb", name)
+    rows = in_a_list(row)
+    rows._iterable_class = AskingAgain
+
+    with transaction.atomic(using="mariadb"):
+        fresh(row)  # the snapshot
+        apart("mariadb", lambda: in_a_list(row).update(bonus=5))
+        [claimed] = holders[1].claim(rows)
+
+        assert claimed.bonus == 5
+
+
+@pytest.mark.server
 def test_so_is_a_locked_instance_without_a_fence(snapshots: None, name: str) -> None:
     account = Account.objects.using("mariadb").create(name=name, balance=9, opening_balance=9)
     fee = Fee.objects.using("mariadb").create(account=account, amount=3)
     rows = Fee.objects.using("mariadb").filter(pk=fee.pk)
 
     with transaction.atomic(using="mariadb"):
+        deferred = rows.only("account").get()
         fee.refresh_from_db()  # the snapshot
         apart("mariadb", lambda: rows.update(amount=5))
         with pytest.warns(SnapshotBeforeLock), locked(fee, using="mariadb"):
             assert fee.amount == 5
+        with locked(deferred, using="mariadb"):
+            assert deferred.amount == 5
 
     account.delete()
 

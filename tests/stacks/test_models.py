@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from django_distlock import StaleFencingToken, lock
 
 from .models import Car, Place, Restaurant, Vehicle
+
+if TYPE_CHECKING:
+    from pytest_django.fixtures import Settings
 
 
 def test_subclasses_of_a_polymorphic_queryset_are_claimed(name: str) -> None:
@@ -35,3 +41,19 @@ def test_subclasses_of_model_utils_are_claimed(name: str) -> None:
         with pytest.raises(StaleFencingToken):
             late.save()
         newest.save()
+
+
+def test_columns_that_polymorphic_defers_are_loaded_where_the_row_was_claimed(
+    name: str, settings: Settings
+) -> None:
+    car = Car.objects.create(name=name)
+    settings.DATABASE_ROUTERS = [SimpleNamespace(db_for_read=lambda *_, **__: "no replica")]
+    some = Vehicle.objects.using("default").filter(name=name).only("name")
+
+    with lock("cars") as lease:
+        claimed: Any
+        (claimed,) = lease.claim(some)
+
+        assert (claimed.name, claimed.doors, claimed.fence) == (name, 4, lease.fencing_token)
+    settings.DATABASE_ROUTERS = []
+    assert claimed == car
