@@ -9,7 +9,6 @@ from asgiref.sync import sync_to_async
 from django.db.models import Model
 
 from .engine import fencing
-from .engine.values import digest
 from .lock import Lock
 
 if TYPE_CHECKING:
@@ -17,8 +16,6 @@ if TYPE_CHECKING:
     from .lock import LockTerms
 
 _M = TypeVar("_M", bound=Model)
-#: The attribute of an instance that tells under which lease it was read again.
-_READ_UNDER = "_distlock_read_under"
 
 
 class LockedObject(Generic[_M]):
@@ -37,7 +34,10 @@ class LockedObject(Generic[_M]):
         return self._instance
 
     def __exit__(self, *error: Any) -> None:
-        self._lock.__exit__(*error)
+        try:
+            self._end_read()
+        finally:
+            self._lock.__exit__(*error)
 
     async def __aenter__(self) -> _M:
         async with AsyncExitStack() as stack:
@@ -47,19 +47,35 @@ class LockedObject(Generic[_M]):
         return self._instance
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._lock.__aexit__(*error)
+        try:
+            self._end_read()
+        finally:
+            await self._lock.__aexit__(*error)
 
     def __repr__(self) -> str:
         return f"<LockedObject {self._lock!r}>"
 
     def _read_under(self, lease: Lease) -> None:
-        """Read the instance again, once under each lease: what an outer block has changed is kept."""
-        holding = digest(lease.request.owner)
-        # By getattr() and setattr(): a lazy instance, such as request.user, has another __dict__.
-        if getattr(self._instance, _READ_UNDER, None) != holding:
+        """Read the instance again, but for a block in another one that has done it: what that has changed is kept."""
+        # The state of an instance tells which one it is, also through a lazy one, such as request.user.
+        state = self._instance._state  # noqa: SLF001 - documented
+        using = fencing.written_database(self._instance)
+        outer = [read for read in lease.reads if read.using == using]
+        if not outer:
             fencing.read_again(lease, self._instance)
-            setattr(self._instance, _READ_UNDER, holding)
+        elif outer[0].state is not state:
+            raise ValueError(
+                f"A block around this one has locked another instance of {lease.name!r}, whose save() "
+                "would overwrite what is saved here: pass that instance on."
+            )
         lease.check()  # the row may have been waited for
+        if not outer:
+            lease.reads = [*lease.reads, fencing.Read(using, state, len(lease.entries))]
+
+    def _end_read(self) -> None:
+        """Forget, at the end of the block that has read the instance, that it was read."""
+        lease = self._lock.innermost().lease
+        lease.reads = [read for read in lease.reads if read.depth < len(lease.entries)]
 
 
 def locked(instance: _M, **terms: Unpack[LockTerms]) -> LockedObject[_M]:

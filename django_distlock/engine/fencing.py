@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from django.db import connections, models, router, transaction
 from django.db.models.query import (
@@ -39,6 +39,14 @@ _NEWER = "a later holder has claimed this data"
 _UNCLAIMED = "this data is not claimed by this lease: call lease.claim() before reading it"
 #: What reads the rows of values() and values_list().
 _VALUES = ValuesIterable, ValuesListIterable, FlatValuesListIterable
+
+
+class Read(NamedTuple):
+    """An instance that locked() has read: where, the ``_state`` that tells it from others, and how deep its block is."""
+
+    using: str
+    state: object
+    depth: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,8 @@ class Lease(metaclass=_Shown):
     _is_waiting = False
     #: The callers that have entered it and not left it yet, the innermost last. Each change makes a new list.
     entries: list[Caller] | tuple[()] = ()
+    #: The instances that open blocks of locked() have read.
+    reads: list[fencing.Read] | tuple[()] = ()
     _on_lost: list[Callable[[str], object]] | tuple[()] = ()
 
     def __init__(

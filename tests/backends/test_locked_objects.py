@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import transaction
+from django.db.models import F
+from django.db.models.signals import pre_save
 from django.utils.functional import SimpleLazyObject
 
 from django_distlock import (
@@ -28,6 +30,7 @@ from tests.fixtures.eventually import eventually
 
 if TYPE_CHECKING:
     from django.db.models import Model
+    from pytest_django.fixtures import Settings
 
     from django_distlock import Lease
 
@@ -140,6 +143,177 @@ def test_an_inner_block_keeps_what_the_outer_one_has_changed(
     Account.objects.using(database).filter(pk=account.pk).update(balance=50)
     with locked(account, using=database):
         assert account.balance == 50
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_each_outermost_block_of_a_transaction_reads_again(
+    database: str, account: Account, fee: Fee, is_plain: bool
+) -> None:
+    row: Any = fee if is_plain else account
+    field = "amount" if is_plain else "balance"
+    rows = type(row)._base_manager.using(database).filter(pk=row.pk)
+    rows.update(**{field: 100})
+
+    def charge(amount: int) -> None:
+        setattr(row, field, getattr(row, field) - amount)
+        row.save()
+
+    with transaction.atomic(using=database):
+        with pytest.raises(RuntimeError), transaction.atomic(using=database):
+            with locked(row, using=database):
+                charge(50)
+                raise RuntimeError
+        with locked(row, using=database):
+            charge(1)
+        rows.update(**{field: F(field) - 10})
+        setattr(row, field, 5)
+        with locked(row, using=database), locked(row, using=database):
+            charge(3)
+
+    row.refresh_from_db()
+    assert getattr(row, field) == 86
+
+
+def test_a_block_in_one_of_a_lock_that_has_not_read_it_does(
+    database: str, account: Account
+) -> None:
+    with lock(account, using=database):
+        for balance in (50, 60):
+            Account.objects.using(database).filter(pk=account.pk).update(balance=balance)
+            with locked(account, using=database):
+                assert account.balance == balance
+
+
+def test_another_instance_of_the_row_is_refused_in_the_block(
+    database: str, account: Account, fee: Fee
+) -> None:
+    for row in (account, fee):
+        other: Any = type(row)._base_manager.using(database).get(pk=row.pk)
+        with locked(row, using=database):
+            with pytest.raises(ValueError, match="has locked another instance of 'testproject"):
+                with locked(other, using=database):
+                    pytest.fail("what it saves would be overwritten")
+            assert lock(row, using=database).locked()
+        assert not lock(row, using=database).locked()
+        with locked(other, using=database):
+            pass
+
+
+@pytest.mark.parametrize("database", ["default"])
+async def test_so_it_is_in_a_task(account: Account, database: str) -> None:
+    other = await Account.objects.using(database).aget(pk=account.pk)
+    async with locked(account, using=database):
+        with pytest.raises(ValueError, match="another instance"):
+            async with locked(other, using=database):
+                pytest.fail("what it saves would be overwritten")
+    async with locked(other, using=database):
+        pass
+
+
+@pytest.mark.server
+def test_rows_of_two_databases_are_two_although_they_share_a_lock(
+    postgres: object, mariadb: object
+) -> None:
+    both = [
+        Account(pk=8_100_000, name=alias, balance=1, opening_balance=1)
+        for alias in ("postgres", "mariadb")
+    ]
+    for row in both:
+        row.save(using=row.name)
+    here, there = both
+
+    with locked(here, using="postgres"), locked(there, using="postgres"):
+        here.balance, there.balance = 2, 3
+        here.save()
+        there.save()
+
+    for row in both:
+        row.refresh_from_db()
+        row.delete()
+    assert [here.balance, there.balance] == [2, 3]
+
+
+def test_deferred_columns_are_read_too(database: str, account: Account, fee: Fee) -> None:
+    for row in (account, fee):
+        model: Any = type(row)
+        some = model._base_manager.using(database).only("pk").get(pk=row.pk)
+        with locked(some, using=database):
+            assert some.get_deferred_fields() == set()
+
+
+def test_a_claimed_row_is_read_where_it_is_written(
+    database: str, name: str, account: Account, settings: Settings
+) -> None:
+    class Replicas:
+        def db_for_read(self, *_: object, **hints: object) -> str:
+            return "replica that does not answer"
+
+        def db_for_write(self, *_: object, **hints: object) -> str:
+            return database
+
+    settings.DATABASE_ROUTERS = [Replicas()]
+    with lock(name, using=database) as lease:
+        [found] = lease.claim(Account.objects.filter(pk=account.pk)).only("name")
+        assert found.balance == 100
+        for row in (found, lease.claim(account)):
+            row.refresh_from_db()
+            row.refresh_from_db(fields=["balance"])
+    with locked(account, using=database):
+        account.refresh_from_db()
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("database", ["postgres"], indirect=True)
+def test_readers_do_not_refuse_each_other(
+    database: str, account: Account, settings: Settings
+) -> None:
+    advisory = "django_distlock.backends.advisory.AdvisoryBackend"
+    settings.DISTLOCK = {"default": {"BACKEND": advisory, "OPTIONS": {"using": database}}}
+    rows = Account.objects.using(database).filter(pk=account.pk)
+
+    def read_beside() -> None:
+        with locked(rows.get(), shared=True) as another:
+            assert another.balance == 50
+
+    rows.update(balance=50)
+    with locked(account, shared=True):
+        apart(database, read_beside)
+        assert account.balance == 50
+    assert rows.get().fence == 0
+
+
+def test_a_save_of_no_fields_does_nothing(database: str, account: Account) -> None:
+    saved: list[object] = []
+
+    def note(sender: type[Model], **facts: object) -> None:
+        saved.append(sender)
+
+    pre_save.connect(note)
+    with locked(account, using=database):
+        account.balance = 1
+        account.save(update_fields=[])
+    pre_save.disconnect(note)
+
+    assert saved == []
+    assert Account.objects.using(database).get(pk=account.pk).balance == 100
+
+
+def test_a_claimed_row_is_copied_as_any_other(database: str, account: Account) -> None:
+    first = account.pk
+    with locked(account, using=database):
+        account.pk = None
+        account.save()
+        second = account.pk
+        account.pk = 8_200_000
+        with pytest.raises(Account.DoesNotExist, match="under a new key"):
+            account.save()
+        account._state.adding = True
+        account.save()
+
+    keys = [first, second, 8_200_000]
+    rows = Account.objects.using(database).filter(pk__in=keys)
+    assert [row.pk for row in rows] == sorted(keys)
+    rows.exclude(pk=first).delete()
 
 
 def test_a_busy_or_deleted_one_is_refused_and_nothing_stays_held(
