@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from contextlib import suppress
+from functools import reduce
 from math import inf
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import django
@@ -24,6 +27,7 @@ from django.db import (
     router,
     transaction,
 )
+from django.db.models import Q
 from django.forms.utils import to_current_timezone
 from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
@@ -393,7 +397,14 @@ class MethodLockAdmin(ReadOnly):
     def get_queryset(self, request: HttpRequest) -> QuerySet[MethodLock]:
         rows = records.described(self.database).order_by(*self.ordering)
         # Row locks and advisory locks write no history: their rows say nothing of who holds them.
-        return rows.exclude(method_name__regex=SESSION_KEY)
+        rows = rows.exclude(method_name__regex=SESSION_KEY)
+        backends = self._backends()
+        if all(isinstance(backend.key_prefix, str) for backend in backends):
+            return rows
+        # A function makes the prefix: no tenant sees the locks of another.
+        heads = {backend.key_of("x").removesuffix("x") for backend in backends}
+        begins = [Q(method_name__regex=rf"^{re.escape(head)}[^|]+$") for head in heads]
+        return rows.filter(reduce(or_, begins))
 
     @property
     def database(self) -> str:
@@ -411,10 +422,12 @@ class MethodLockAdmin(ReadOnly):
 
     def _aliases_of(self, lock: MethodLock) -> tuple[str, ...]:
         return tuple(
-            backend.alias
-            for backend in _database_backends()
-            if backend.options.using == self.database and backend.keeps(lock.method_name)
+            backend.alias for backend in self._backends() if backend.keeps(lock.method_name)
         )
+
+    def _backends(self) -> list[DatabaseBackend]:
+        database = self.database
+        return [each for each in _database_backends() if each.options.using == database]
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
         context = {**HISTORY, "title": HISTORY["history_title"], **(extra_context or {})}

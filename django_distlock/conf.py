@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
+from django.utils.module_loading import import_string
 
 from .exceptions import InvalidLockBackend
 from .ground.naming import MOST_PLACES
@@ -24,6 +27,8 @@ TEST_KEYS = ("BACKEND", "OPTIONS")
 #: Seconds, about 31 years: servers add a time to the current date, and the sum must fit.
 LONGEST = 1e9
 LEAST_TTL = 0.01
+#: A KEY_PREFIX with dots between Python names is the dotted path of a function; any other text is the prefix itself.
+_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +38,16 @@ class NoOptions:
 
 @dataclass(frozen=True, slots=True)
 class BackendSettings:
-    """The checked settings of one alias. *ttl* and *timeout* are seconds; timeout None: no limit."""
+    """The checked settings of one alias. *ttl* and *timeout* are seconds; timeout None: no limit.
+
+    *key_prefix* is a text, or a function that returns it.
+    """
 
     alias: str
     backend: str = DEFAULT_BACKEND
     ttl: float = DEFAULT_TTL
     timeout: float | None = DEFAULT_TIMEOUT
-    key_prefix: str = ""
+    key_prefix: str | Callable[[], str] = ""
     strict: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     test: dict[str, Any] = field(default_factory=dict)
@@ -169,7 +177,7 @@ def read_alias(alias: str, values: object) -> BackendSettings:
             backend=_of_type(f"{where}: BACKEND", values.get("BACKEND", DEFAULT_BACKEND), str),
             ttl=checked_ttl(values.get("TTL", DEFAULT_TTL), f"{where}: TTL"),
             timeout=optional_seconds(values.get("TIMEOUT", DEFAULT_TIMEOUT), f"{where}: TIMEOUT"),
-            key_prefix=_of_type(f"{where}: KEY_PREFIX", values.get("KEY_PREFIX", ""), str),
+            key_prefix=_key_prefix(f"{where}: KEY_PREFIX", values.get("KEY_PREFIX", "")),
             strict=_of_type(f"{where}: STRICT", values.get("STRICT", False), bool),
             options=_of_type(f"{where}: OPTIONS", values.get("OPTIONS", {}), dict),
             test=_test(f"{where}: TEST", values.get("TEST", {})),
@@ -187,6 +195,24 @@ def _test(where: str, values: object) -> dict[str, Any]:
         _of_type(f"{where}: BACKEND", test["BACKEND"], str)
     _of_type(f"{where}: OPTIONS", test.get("OPTIONS", {}), dict)
     return test
+
+
+def _key_prefix(where: str, value: object) -> str | Callable[[], str]:
+    """Return *value*, or the function of which it is the dotted path."""
+    if callable(value):
+        return value
+    prefix: str = _of_type(where, value, str)
+    if not _PATH.fullmatch(prefix):
+        return prefix
+    advice = "If it is the prefix itself, write it without dots."
+    try:
+        found = import_string(prefix)
+    except ImportError as error:
+        msg = f"{where} {prefix!r} is a dotted path that cannot be imported: {error}. {advice}"
+        raise ValueError(msg) from error
+    if not callable(found):
+        raise TypeError(f"{where} {prefix!r} is the dotted path of no function. {advice}")
+    return found  # type: ignore[no-any-return]
 
 
 def _of_type(what: str, value: object, kind: type[Any]) -> Any:

@@ -307,9 +307,8 @@ class Lock:
         self, blocking: bool = True, timeout: Seconds | None = -1, **unknown: Never
     ) -> Coroutine[Any, Any, Lease | None]:
         """Return what acquire() does, awaited. The lock belongs to the caller, even if another task awaits the result."""
-        return self._aacquire(
-            blocking, timeout, unknown, Caller(), Awaited(self.terms.using, self.name)
-        )
+        awaited = Awaited(self.terms.using, self.key())
+        return self._aacquire(blocking, timeout, unknown, Caller(), awaited)
 
     async def _aacquire(
         self,
@@ -323,7 +322,7 @@ class Lock:
             if self.terms.cancel_when_lost:
                 raise nothing_to_cancel("acquire()")
             patience = self._patience(timeout, blocking, unknown)
-            lease = await self.atake(patience, self._remember, caller)
+            lease = await self.atake(patience, self._remember, caller, awaited.key)
             awaited.known = lease.ref
         except LockNotAcquired:
             return None
@@ -423,13 +422,15 @@ class Lock:
         """Do what ``with`` does at its begin, within *timeout* seconds, or until a Wait says so."""
         return self.take(timeout, self._note_entry)
 
-    async def aenter(self, timeout: float | None, *, caller: Caller | None = None) -> Lease:
+    async def aenter(
+        self, timeout: float | None, *, caller: Caller | None = None, key: str = ""
+    ) -> Lease:
         if not self.terms.cancel_when_lost:
-            return await self.atake(timeout, self._note_entry, caller)
+            return await self.atake(timeout, self._note_entry, caller, key)
         cancelling = Cancelling()
         await cancelling.begin()
         note = partial(self._note_entry, cancelling=cancelling)
-        return await self.atake(timeout, note, caller)
+        return await self.atake(timeout, note, caller, key)
 
     async def end_cancelling(self) -> None:
         """Do not cancel this task when the lease is lost, which goes on after the body: it streams a response."""
@@ -454,13 +455,14 @@ class Lock:
         if self.terms.cancel_when_lost:
             raise nothing_to_cancel(what)
         backend = self._backend()
-        entered = self._reentered()
-        lease = entered or self._pending(backend)
+        key = backend.key_of(self.name)
+        entered = self._reentered(key)
+        lease = entered or self._pending(backend, key)
         entries = lease.entries
         try:
             if entered is None:
                 acquire(lease, timeout)
-                note_held_here(backend.alias, self.name, lease.ref)
+                note_held_here(backend.alias, key, lease.ref)
             else:
                 lease.enter()
             note(lease)
@@ -471,9 +473,9 @@ class Lock:
         return lease
 
     async def atake(
-        self, timeout: float | None, note: Note = id, caller: Caller | None = None
+        self, timeout: float | None, note: Note = id, caller: Caller | None = None, key: str = ""
     ) -> Lease:
-        """Do what take() does, for *caller* if there is one: the lease is that one's."""
+        """Do what take() does, for *caller* if there is one: the lease is that one's. *key*: that of its key()."""
         if self.terms.release == "on_commit":
             raise NotSupported(
                 self.terms.using,
@@ -481,13 +483,14 @@ class Lock:
                 "Transactions are not either.",
             )
         backend = self._backend()
-        entered = self._reentered()
-        lease = entered or self._pending(backend)
+        key = key or backend.key_of(self.name)
+        entered = self._reentered(key)
+        lease = entered or self._pending(backend, key)
         entries = lease.entries
         try:
             if entered is None:
                 await aacquire(lease, timeout)
-                note_held_here(backend.alias, self.name, lease.ref)
+                note_held_here(backend.alias, key, lease.ref)
             else:
                 lease.enter()
             if caller is not None:
@@ -498,6 +501,10 @@ class Lock:
                 lease.release_later()
             raise
         return lease
+
+    def key(self) -> str:
+        """Return the key of the lock for the caller: the code of another tenant may get another one."""
+        return self._backend().key_of(self.name)
 
     def default_timeout(self) -> float | None:
         """Return how long to wait when the call does not say."""
@@ -523,13 +530,14 @@ class Lock:
             made = locks[self.terms.using]
         return made
 
-    def _request(self, backend: BaseLockBackend) -> Request:
+    def _request(self, backend: BaseLockBackend, key: str = "") -> Request:
         terms = self.terms
         ttl = backend.ttl if terms.ttl is None else terms.ttl
         if terms.max_hold is not None:
             ttl = min(ttl, terms.max_hold)
         request = backend.request(
             self.name,
+            key,
             ttl=ttl,
             holder=Holder.current(terms.purpose),
             shared=terms.shared,
@@ -537,13 +545,13 @@ class Lock:
         )
         return request if terms.limit is None else request.with_limit(terms.limit)
 
-    def _pending(self, backend: BaseLockBackend) -> Lease:
+    def _pending(self, backend: BaseLockBackend, key: str) -> Lease:
         terms = self.terms
         if terms.shared and not backend.supports_shared:
             raise NotSupported(backend.alias, "shared locks")
         if terms.min_hold and not backend.supports_min_hold:
             raise NotSupported(backend.alias, "min_hold")
-        request = self._request(backend)
+        request = self._request(backend, key)
         backend.check_ttl(request.ttl)
         lease = Lease(
             backend,
@@ -558,9 +566,9 @@ class Lock:
             transactions.tell_of_snapshots(self.name, lease.began_in, strict=backend.strict)
         return lease
 
-    def _reentered(self) -> Lease | None:
+    def _reentered(self, key: str) -> Lease | None:
         """Return the lease that this context holds already, and may enter once more."""
-        for lease in held_here(self.terms.using, self.name):
+        for lease in held_here(self.terms.using, key):
             if not self._is_of(lease) or (not self.terms.reentrant and not lease.is_left):
                 continue
             if lease.is_mine():
@@ -575,7 +583,7 @@ class Lock:
         return None
 
     def _is_of(self, lease: Lease) -> bool:
-        """Return whether *lease*, of the same name, is of this lock: with a limit, whether it has one of its places."""
+        """Return whether *lease*, of the same key, is of this lock: with a limit, whether it has one of its places."""
         if self.terms.limit is None or lease.place is None:
             return self.terms.limit is lease.place
         return lease.place < self.terms.limit
@@ -646,9 +654,14 @@ def current_lease(name: str | Model | None = None) -> Lease | None:
     """
     wanted = None if name is None else checked_name(name)
     for lease in reversed(all_held_here()):
-        if lease.is_mine() and wanted in (None, lease.name):
+        if lease.is_mine() and (wanted is None or _is_called(lease, wanted)):
             return lease
     return None
+
+
+def _is_called(lease: Lease, name: str) -> bool:
+    """Return whether *lease* is of what the caller, perhaps of another tenant than its holder, calls *name*."""
+    return lease.name == name and lease.request.lock_key == lease.backend.key_of(name)
 
 
 @overload

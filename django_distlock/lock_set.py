@@ -52,16 +52,17 @@ class LockSet:
     @markcoroutinefunction
     def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
         """As acquire(). The locks belong to the caller, even if another task awaits the result."""
-        return self._aacquire(
-            Caller(), [Awaited(self._locks[name].terms.using, name) for name in self.names]
-        )
+        in_order = [self._locks[name] for name in self.names]
+        awaited = [Awaited(lock.terms.using, lock.key()) for lock in in_order]
+        return self._aacquire(Caller(), awaited)
 
     async def _aacquire(self, caller: Caller, awaited: list[Awaited]) -> tuple[Lease, ...] | None:
         try:
             for lock in self._locks.values():
                 if lock.terms.cancel_when_lost:
                     raise nothing_to_cancel("acquire()")
-            leases = await self._aenter(caller)
+            keys = {name: each.key for name, each in zip(self.names, awaited, strict=True)}
+            leases = await self._aenter(caller, keys)
             self._keep_acquired(leases)
             for each, lease in zip(awaited, leases, strict=True):
                 each.known = lease.ref
@@ -135,14 +136,18 @@ class LockSet:
     async def __aenter__(self) -> tuple[Lease, ...]:
         return await self._aenter()
 
-    async def _aenter(self, caller: Caller | None = None) -> tuple[Lease, ...]:
+    async def _aenter(
+        self, caller: Caller | None = None, keys: dict[str, str] | None = None
+    ) -> tuple[Lease, ...]:
         wait = Wait(self._timeout())
         while True:
             try:
                 async with AsyncExitStack() as stack:
                     leases = {}
                     for name, lock in self._locks.items():
-                        leases[name] = await lock.aenter(wait.left, caller=caller)
+                        leases[name] = await lock.aenter(
+                            wait.left, caller=caller, key=keys[name] if keys else ""
+                        )
                         stack.push_async_exit(lock)
                     return self._all_held(leases, stack)
             except LockLost:

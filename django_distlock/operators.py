@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from threading import Event, Thread
@@ -32,8 +33,8 @@ PATIENCE = 2.0
 #: Seconds for which a late listing is shown while the next one is read.
 KEPT = 60.0
 
-#: By alias: the listing that is or was late; while it is read, no second one is started.
-_late: dict[str, Listing] = {}
+#: By alias and keys of the caller: the listing that is or was late; while it is read, no second one is started.
+_late: dict[tuple[str, str], Listing] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,14 @@ class Listing:
         self.error: Exception | None = None
         self.is_read = Event()
         self._began = self._ended = clock.lease_time()
-        Thread(target=self._read, name="distlock-admin", daemon=True).start()
+        try:
+            # Here, because the thread has no tenant.
+            self._backend = locks[alias].seen_from_here()
+        except Exception as error:  # noqa: BLE001 - as in _read()
+            self.error = error
+            self.is_read.set()
+        else:
+            Thread(target=self._read, name="distlock-admin", daemon=True).start()
 
     @property
     def took(self) -> float:
@@ -167,7 +175,7 @@ class Listing:
             self.is_read.set()
 
     def _read_all(self) -> None:
-        backend = locks[self.alias]
+        backend = self._backend
         keys = [None] if self.keys is None else filter(backend.keeps, self.keys)
         self.held.clear()
         for key in keys:
@@ -186,9 +194,9 @@ def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
         alias = listing.alias
         is_read = listing.is_read.is_set()
         if is_read and listing.took <= PATIENCE:
-            _late.pop(alias, None)
+            _late.pop(_seen_from_here(alias), None)
         else:
-            _late[alias] = listing
+            _late[_seen_from_here(alias)] = listing
             known = listing if is_read else listing.before
             problems[alias] = _of_late(known) if known else _unread(listing)
         shown.append(listing if is_read else listing.before or listing)
@@ -206,12 +214,19 @@ def look_up(keys: Mapping[str, Iterable[str]]) -> tuple[list[Row], dict[str, str
 def forget_late(aliases: Iterable[str]) -> None:
     """Read the locks of *aliases* again: a late listing still has a lock that was freed."""
     for alias in aliases:
-        _late.pop(alias, None)
+        _late.pop(_seen_from_here(alias), None)
+
+
+def _seen_from_here(alias: str) -> tuple[str, str]:
+    """Return what tells the caller's listing of *alias* from those of other tenants."""
+    with suppress(Exception):  # the listing shows the error
+        return alias, locks[alias].key_of("x")
+    return alias, ""
 
 
 def _listing(alias: str) -> Listing:
     """Return the late listing of an earlier page, or a new one; so an alias is read at most half of the time."""
-    late = _late.get(alias)
+    late = _late.get(_seen_from_here(alias))
     if late is None:
         return Listing(alias)
     if not late.is_read.is_set() or late.age < late.took:

@@ -6,10 +6,11 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
 from secrets import token_hex
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from django.core.checks import CheckMessage, Error
 
@@ -32,10 +33,15 @@ from django_distlock.engine.values import (
     digest,
 )
 from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, NotSupported
+from django_distlock.exceptions import (
+    InvalidLockBackend,
+    LockBackendError,
+    LockOutcomeUnknown,
+    NotSupported,
+)
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import log_fields, printable, server_key
+from django_distlock.ground.naming import log_fields, printable, server_key, title_of
 from django_distlock.signals import lock_forced
 
 logger = logging.getLogger("django_distlock")
@@ -92,8 +98,7 @@ class BaseLockBackend(ABC):
         self.options: Any = self.options_class(**settings.options)
         #: The place of its locks: in aliases with the same location, the same key is the same lock.
         self.location: Hashable = (type(self), settings.alias)
-        #: Returns the key of a name on the server.
-        self.key_of = lru_cache(KEYS)(partial(server_key, prefix=self.key_prefix, kind=self.kind))
+        self._key_in = lru_cache(KEYS)(partial(server_key, kind=self.kind))
         self.queue = LocalQueue()
         self._threads = VerbThreads(settings.alias)
         self._leftovers = Leftovers(settings.alias, self.revoke_all)
@@ -222,10 +227,40 @@ class BaseLockBackend(ABC):
     def check_ttl(self, ttl: float) -> None:
         """Raise ValueError if the server cannot keep a lock for *ttl* seconds."""
 
-    def request(self, name: str, **wishes: Any) -> Request:
-        """Return a request for *name*, with its key and a new owner."""
+    def request(self, name: str, key: str = "", **wishes: Any) -> Request:
+        """Return a request for *name*, with a new owner, and with *key*, or the key that the caller's key_of() makes."""
         owner = Secret(token_hex(16))  # as new_owner(), without a call
-        return self.make_request(name, self.key_of(name), owner=owner, **wishes)
+        return self.make_request(name, key or self.key_of(name), owner=owner, **wishes)
+
+    def key_of(self, name: str) -> str:
+        """Return the key of *name* on the server, for the caller: it may be another one for each tenant.
+
+        A request keeps the key that it was made with.
+        """
+        return self._key_in(name, self.prefix())
+
+    def prefix(self) -> str:
+        """Return KEY_PREFIX; if it is a function, what that returns now."""
+        if isinstance(self.key_prefix, str):
+            return self.key_prefix
+        prefix = self.key_prefix()
+        if not isinstance(prefix, str):
+            function = title_of(self.key_prefix)
+            raise InvalidLockBackend(
+                f"DISTLOCK[{self.alias!r}]: KEY_PREFIX is the function {function}(), which must return a str, not {prefix!r}."
+            )
+        return prefix
+
+    def label(self) -> str:
+        """Return what the cache that keeps the locks adds to its keys now; "" without a cache."""
+        return ""
+
+    def seen_from_here(self) -> Self:
+        """Return this backend with the keys of the caller, for another thread that lists its locks."""
+        seen, label = copy(self), self.label()
+        seen.key_prefix = self.prefix()
+        seen.label = lambda: label  # type: ignore[method-assign]  # of this copy alone
+        return seen
 
     def force_release(self, key: str, owner_digest: str, *, by: str = "an operator") -> bool:
         """Free the lock if its holding is still the one that was shown; return whether it was.
@@ -258,8 +293,14 @@ class BaseLockBackend(ABC):
         return True
 
     def keeps(self, key: str) -> bool:
-        """Return whether *key* has the kind and the prefix of this alias."""
+        """Return whether *key* has the kind of this alias, and the caller's prefix."""
         return key.rpartition("|")[0] == self.key_of("x").rpartition("|")[0]
+
+    def may_keep(self, key: str) -> bool:
+        """Return whether *key* may be of this alias, whoever the caller is: a function may return any prefix."""
+        if isinstance(self.key_prefix, str):
+            return self.keeps(key)
+        return key.startswith(f"{self.kind}|") if self.kind else key.count("|") < 2
 
     def _end_shown(self, key: str, owner_digest: str) -> bool:
         try:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from django.core.cache import BaseCache, caches
+from django.core.cache import BaseCache, CacheHandler
 from django.core.checks import CheckMessage
 
 from django_distlock.conf import BackendSettings, checked_options
 from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, root_cause
 from django_distlock.ground import clock
+from django_distlock.ground.naming import key_label
 
 from .base import BaseLockBackend
 from .cache_alias import (
@@ -75,7 +76,7 @@ MARGIN = 1.0
 #: Seconds for which the cache keeps the keys that are used to test it.
 TRIAL = 10.0
 #: Caches of a parent process: kept, because dropping one may close the parent's connection.
-_OF_PARENTS: list[BaseCache] = []
+_OF_PARENTS: list[CacheHandler] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,30 @@ class CacheOptions:
     trust_add: Sequence[str] = field(default=())
 
 
+class _WithoutKeyFunction(CacheHandler):
+    """Caches of each thread that take a key as it is: a lock keeps the key that it began with."""
+
+    def create_connection(self, alias: str) -> BaseCache:
+        cache: Any = super().create_connection(alias)
+        cache.make_key = lambda key, version=None: key
+        return cache  # type: ignore[no-any-return]
+
+
 class SingleProcessBackend(LocMemBackend):
     """Locks of one process, in memory but not in the cache, so they are not deleted with it."""
 
     options_class = CacheOptions
     options: CacheOptions
+
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self._cache = own_instance(self.options.cache)
+
+    def key_of(self, name: str) -> str:
+        return self._key_in(name, self.prefix(), self.label())
+
+    def label(self) -> str:
+        return key_label(str(self._cache.make_key("distlock")))
 
 
 class CacheBackend(BaseLockBackend):
@@ -155,11 +175,12 @@ class AddBackend(CacheKeyBackend):
             msg = f"'trust_add' does not name {dotted_path(kind)}, the class of the cache {self.options.cache!r}."
             raise ValueError(msg)
         self._keys = own_instance(self.options.cache)
+        self._caches = _WithoutKeyFunction()
         self._is_proved = False
 
-    def request(self, name: str, **wishes: Any) -> Request:
+    def key_of(self, name: str) -> str:
         room = LONGEST_KEY - len(self._keys.make_key(""))
-        return Request(name, plain_key(self.key_of(name), room), **wishes)
+        return str(self._keys.make_key(plain_key(super().key_of(name), room)))
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
@@ -201,8 +222,8 @@ class AddBackend(CacheKeyBackend):
 
     def abandon_after_fork(self) -> None:
         """Keep the parent's connection open; this thread gets a new cache."""
-        _OF_PARENTS.append(caches[self.options.cache])
-        del caches[self.options.cache]
+        _OF_PARENTS.append(self._caches)
+        self._caches = _WithoutKeyFunction()
 
     def _add(self, key: str, value: str, ttl: float) -> bool:
         """Return whether the key was added; LockOutcomeUnknown for an answer that is no bool, which hides an error."""
@@ -215,7 +236,7 @@ class AddBackend(CacheKeyBackend):
         text = self._ask("get", key)
         if text is None:
             # A cache that hides its errors returns None for them too.
-            self._add(f"{self.kind}-trial", "", TRIAL)
+            self._add(self._keys.make_key(f"{self.kind}-trial"), "", TRIAL)
             return None
         return Record.unpack(text)
 
@@ -223,7 +244,7 @@ class AddBackend(CacheKeyBackend):
         """Check once that the cache refuses a second add(); otherwise it would exclude nobody."""
         if self._is_proved:
             return
-        key = f"{self.kind}-trial-{secrets.token_hex(8)}"
+        key = self._keys.make_key(f"{self.kind}-trial-{secrets.token_hex(8)}")
         if not (self._add(key, "", TRIAL) and not self._add(key, "", TRIAL)):
             problem = f"the cache {self.options.cache!r} does not refuse a second add()"
             raise LockBackendError(self.alias, problem)
@@ -232,7 +253,7 @@ class AddBackend(CacheKeyBackend):
     def _ask(self, verb: str, *args: Any, **options: Any) -> Any:
         """Call the cache of this thread; its errors become LockOutcomeUnknown."""
         try:
-            return getattr(caches[self.options.cache], verb)(*args, **options)
+            return getattr(self._caches[self.options.cache], verb)(*args, **options)
         except Exception as error:  # noqa: BLE001 - it goes on as the cause
             problem = f"{verb}() of the cache {self.options.cache!r} failed: {error}"
             raise LockOutcomeUnknown(self.alias, problem) from root_cause(error)

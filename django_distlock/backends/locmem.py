@@ -319,7 +319,8 @@ class LocMemBackend(BaseLockBackend):
             now = clock.lease_time()
             # A signal handler may release one of them meanwhile.
             known = list(self._memory.records.items())
-            records = [record for each, record in known if key in {None, each}]
+            is_meant = self.keeps if key is None else key.__eq__
+            records = [record for each, record in known if is_meant(each)]
             for record in records:
                 record.expire(now)
             return [held for record in records for held in record.listed(now)]

@@ -99,9 +99,8 @@ class CacheMemcachedBackend(CacheKeyBackend):
         self._connect = partial(MemcachedConnection, self._server, given, *seconds)
         self._pool = Pool(self.alias, self._server, self._connect)
 
-    def request(self, name: str, **wishes: Any) -> Request:
-        key = self._cache.make_key(self.key_of(name))
-        return Request(name, plain_key(self._prefix + key), **wishes)
+    def key_of(self, name: str) -> str:
+        return plain_key(self._prefix + self._cache.make_key(super().key_of(name)))
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0

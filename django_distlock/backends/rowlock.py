@@ -12,12 +12,23 @@ from django.db import connections, transaction
 from django.db.utils import OperationalError
 
 from django_distlock import conf
-from django_distlock.conf import DEFAULT_TIMEOUT, BackendSettings, optional_seconds
+from django_distlock.conf import (
+    DEFAULT_ALIAS,
+    DEFAULT_TIMEOUT,
+    BackendSettings,
+    optional_seconds,
+)
+from django_distlock.engine import handover
 from django_distlock.engine.deadlocks import HeldBy, LockId, Waiter, wait_graph
 from django_distlock.engine.waiting import Wait
-from django_distlock.exceptions import LockDeadlock, LockError, LockNotAcquired
+from django_distlock.exceptions import (
+    InvalidLockBackend,
+    LockDeadlock,
+    LockError,
+    LockNotAcquired,
+)
 from django_distlock.ground.caller import Caller, forks
-from django_distlock.ground.naming import checked_name, printable
+from django_distlock.ground.naming import checked_name, printable, server_key
 from django_distlock.transactions import Block
 
 from .database.base import SHORT_PAUSE, ConnectionOptions, location_of
@@ -60,7 +71,7 @@ def transaction_lock(
     """Take the lock *name* in the transaction that is open on *using*, until its commit or rollback.
 
     LockNotAcquired after *timeout* seconds (0: one try, None: no limit); the transaction can continue.
-    It is the lock of a RowLockBackend on *using*. It needs the isolation level READ COMMITTED, otherwise it
+    It is the lock of a RowLockBackend on *using*, with the KEY_PREFIX of the alias "default" if that is a function. It needs the isolation level READ COMMITTED, otherwise it
     raises LockError; on MariaDB, any level if it is the first statement of the outermost atomic block. On
     a Galera cluster it raises LockBackendError, as rows are locked on one node only. While Django's tests
     run, it is in memory, and works on SQLite too.
@@ -80,8 +91,18 @@ def transaction_lock(
     taker(connection, name, wait).take()
 
 
+def _prefix_here() -> str:
+    """Return the prefix of the caller, if KEY_PREFIX of the alias "default" is a function; a text does not count here."""
+    try:
+        backend = handover.backend_of(DEFAULT_ALIAS)
+    except InvalidLockBackend:
+        return ""  # no alias is needed
+    return "" if isinstance(backend.key_prefix, str) else backend.prefix()
+
+
 def _take_in_memory(connection: BaseDatabaseWrapper, name: str, wait: Wait) -> None:
-    block, key = Block(connection, "transaction_lock()"), (connection.alias, name)
+    block = Block(connection, "transaction_lock()")
+    key = connection.alias, _prefix_here(), name
     while True:
         with _in_memory_mutex:
             holder = _in_memory.get(key)
@@ -104,7 +125,7 @@ class Taker(ABC):
         #: Makes the row, outside of the caller's transaction.
         self.backend = _backend(connection.alias)
         self.dialect = self.backend.dialect
-        self.key = self.backend.key_of(name)
+        self.key = server_key(name, _prefix_here(), kind=self.backend.kind)
         self._lock = LockId(location_of(connection), self.key)
 
     def take(self) -> None:
@@ -271,8 +292,8 @@ _TAKERS: dict[str, type[Taker]] = {"postgresql": OnPostgreSQL, "mysql": OnMySQL}
 #: By connection: its run_on_commit list (see _note()), the caller, and its locks.
 _taken = WeakKeyDictionary["BaseDatabaseWrapper", tuple[list[Any], Caller, frozenset[LockId]]]()
 _in_memory_mutex = threading.Lock()
-#: By alias and name: the transaction that took the lock last, while tests run.
-_in_memory: dict[tuple[str, str], Block] = {}
+#: By alias, prefix and name: the transaction that took the lock last, while tests run.
+_in_memory: dict[tuple[str, str, str], Block] = {}
 #: The backends of transaction_lock(), by alias of DATABASES. They have no KEY_PREFIX.
 _backends: dict[str, RowLockBackend] = {}
 

@@ -97,8 +97,8 @@ class _QueueLock(Lock):
 
     task = ""
 
-    def _request(self, backend: BaseLockBackend) -> Request:
-        request = super()._request(backend)
+    def _request(self, backend: BaseLockBackend, key: str = "") -> Request:
+        request = super()._request(backend, key)
         return replace(request, holder=replace(request.holder, task=self.task))
 
 

@@ -51,6 +51,7 @@ def detaching(lease: Lease, ttl: float | timedelta | None) -> Steps[list[Request
         "postmark": clock.postmark(),
         "using": lease.using,
         "name": request.name,
+        "key": request.lock_key,
         "owner": request.owner,
         "ttl": own_ttl,
         "shared": request.shared,
@@ -96,7 +97,7 @@ def attaching(make: type[Lease], text: str, purpose: str) -> Steps[TakeOver, Lea
         backend.abandon_later(request)
         raise
     if is_ours and lease.grant(Grant(token), start):
-        note_held_here(lease.using, lease.name, lease.ref)
+        note_held_here(lease.using, request.lock_key, lease.ref)
         return lease
     lease.give_up()
     raise LockLost(name, "it had ended, or was attached elsewhere, before")

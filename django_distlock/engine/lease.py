@@ -475,8 +475,8 @@ class Lease(metaclass=_Shown):
         with self._mutex:
             self.caller = current_caller()
             self.entries = [self.caller] * len(self.entries)
-        if self not in held_here(self.using, self.name):
-            note_held_here(self.using, self.name, self.ref)
+        if self not in held_here(self.using, self.request.lock_key):
+            note_held_here(self.using, self.request.lock_key, self.ref)
         try:
             yield
         finally:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Asked = Sequence[tuple[Lease, Request]]
     #: Returns a lease, or None if there is none (any more).
     Known = Callable[[], "Lease | None"]
-    #: Alias and name.
+    #: Alias and Request.lock_key.
     _Lock = tuple[str, str]
     _Level = dict[_Lock, tuple[Known, ...]]
 
@@ -264,33 +264,34 @@ _held_here: ContextVar[tuple[_Level, ...]] = ContextVar("distlock_held_here", de
 class Awaited:
     """The lease that aacquire() will bring, in the context of its caller: another task may await it."""
 
-    def __init__(self, using: str, name: str) -> None:
+    def __init__(self, using: str, key: str) -> None:
         self.is_over = False
         self.known: Known | None = None
-        note_held_here(using, name, self)
+        self.key = key
+        note_held_here(using, key, self)
 
     def __call__(self) -> Lease | None:
         return self.known() if self.known else None
 
 
-def held_here(using: str, name: str) -> list[Lease]:
+def held_here(using: str, key: str) -> list[Lease]:
     """Return the leases of a lock that this chain of contexts knows of, the last one last; some may have ended."""
     levels = _held_here.get()
     if not levels:
         return []
-    known = [each for level in levels for each in level.get((using, name), ())]
+    known = [each for level in levels for each in level.get((using, key), ())]
     return [lease for each in known if (lease := each()) is not None]
 
 
 def all_held_here() -> list[Lease]:
     """Return the leases of all locks that this chain of contexts knows of; see held_here()."""
-    known = [each for level in _held_here.get() for of_name in level.values() for each in of_name]
+    known = [each for level in _held_here.get() for of_lock in level.values() for each in of_lock]
     return [lease for each in known if (lease := each()) is not None]
 
 
-def note_held_here(using: str, name: str, known: Known) -> None:
+def note_held_here(using: str, key: str, known: Known) -> None:
     """Make the lease that *known* returns known to re-entry, in this chain of contexts."""
-    level: _Level = {(using, name): (known,)}
+    level: _Level = {(using, key): (known,)}
     levels = _held_here.get()
     while levels and len(levels[-1]) <= len(level):
         level = _merged(levels[-1], level)

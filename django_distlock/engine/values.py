@@ -111,6 +111,11 @@ class Request:
         """The key of its queue: for a place, that of all places."""
         return self.key if self.place is None else place_key(self.key, "")
 
+    @property
+    def lock_key(self) -> str:
+        """The key that the backend's key_of() made of the name: the same for all places."""
+        return self.line.removesuffix(line_key(""))
+
     def at(self, place: int) -> Self:
         """Return the request for this *place*: a lock of its own."""
         return replace(self, key=place_key(self.key, place), limit=None, place=place)

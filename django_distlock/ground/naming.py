@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote
 
 from django.db.models import Model
 
@@ -27,6 +28,8 @@ _UNSAFE = re.compile(r"[^a-z0-9._:@=/-]+")
 _STUB = 40
 #: An argument and its public attributes: no item, no call, no attribute with a leading underscore.
 _FIELD = re.compile(r"[^\W\d]\w*(\.[^\W\d_]\w*)*")
+#: Characters that a label has as they are, beside letters, digits and ``~``.
+_IN_LABEL = "!#$&'()*+,-./:;<=>?@[]^_`{}"
 #: Characters of a name.
 LONGEST_NAME = 10_000
 #: Most places of a lock, and the characters by which the key of a place is longer than that of its name.
@@ -51,15 +54,25 @@ def checked_name(name: object) -> str:
     return name
 
 
-def server_key(name: str, *, prefix: str = "", kind: str = "") -> str:
-    """Return a key for *name*: at most 255 ASCII characters, different for different arguments.
+def server_key(name: str, prefix: str = "", label: str = "", *, kind: str = "") -> str:
+    """Return a key for *name*: at most 255 ASCII characters and the *label*, different for different arguments.
 
     A name of lower-case letters, digits and ``._:@=/-`` is used unchanged. Any other name
     becomes a readable stub and its SHA-256, so that no collation, padding or limit of a server
-    makes two names equal. Parts are separated by ``|``, which no part contains.
+    makes two names equal. Parts are separated by ``|``, which no part contains. The *label* of
+    key_label() comes first.
     """
     parts = [kind, prefix, name] if kind else [prefix, name] if prefix else [name]
-    return "|".join(map(_plain, parts))
+    return with_label(label, "|".join(map(_plain, parts)))
+
+
+def key_label(made: str) -> str:
+    """Return the label for what a cache makes of a key, *made*: printable, without a space or ``|``."""
+    return quote(made, safe=_IN_LABEL)
+
+
+def with_label(label: str, key: str) -> str:
+    return f"{label}|{key}" if label else key
 
 
 def line_key(key: str) -> str:

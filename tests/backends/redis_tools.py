@@ -13,6 +13,7 @@ from django_redis.client import DefaultClient  # type: ignore[import-untyped]  #
 
 from django_distlock import Lease, lock, locks
 from django_distlock.backends.redis import RedisBackend
+from django_distlock.backends.redis.verbs import keys_of
 from tests.contract.rivals import Rival
 from tests.fixtures.child import hear_word, say
 
@@ -75,9 +76,7 @@ def holders(name: str) -> int:
 
 def waiters(server: Redis, name: str) -> int:
     """Return how many stand in the server's queue, dead or alive."""
-    queue = (
-        backend("direct")._space.of(backend("direct").request(name, ttl=1, holder=None).key).all[2]
-    )
+    queue = keys_of(backend("direct").request(name, ttl=1, holder=None).key).all[2]
     with server.client(DATABASE) as client:
         found: int = client.zcard(queue)
         return found

@@ -18,11 +18,12 @@ from django.core.cache import caches
 
 from django_distlock import LockBackendError, LockNotOwned, lock, locks
 from django_distlock.backends.redis import RedisBackend, connections
-from django_distlock.backends.redis.verbs import KeySpace
+from django_distlock.backends.redis.verbs import PROBE, keys_of, label_of
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
+from django_distlock.ground.naming import with_label
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.environment import free_port
 from tests.fixtures.eventually import eventually
@@ -636,7 +637,8 @@ def _is_busy(name: str) -> bool:
 
 
 def test_all_keys_of_a_lock_are_in_one_slot(redis_cluster: list[Redis]) -> None:
-    keys = KeySpace(lambda key: f"prefix:1:{key}").of("fee|x#00ff")
+    label = label_of(f"prefix:1:{PROBE}")
+    keys = keys_of(with_label(label, "fee|x#00ff"))
     with redis_cluster[0].client() as client:
         slots = {client.cluster("KEYSLOT", key) for key in [*keys.all, keys.bell("someone")]}
     assert len(slots) == 1
@@ -645,7 +647,7 @@ def test_all_keys_of_a_lock_are_in_one_slot(redis_cluster: list[Redis]) -> None:
 def test_a_key_function_that_hides_the_key_is_refused() -> None:
     for make_key in (lambda _: "same", lambda key: "{}" + key, lambda key: key.strip("}")):
         with pytest.raises(ValueError, match="key function"):
-            KeySpace(make_key)
+            label_of(make_key(PROBE))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from django_distlock import (
     lock,
     locks,
 )
+from django_distlock.backends.redis.verbs import keys_of
 from django_distlock.engine import leftovers
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground import clock
@@ -844,7 +845,7 @@ class Slot:
 
     def __init__(self, servers: list[Redis], name: str) -> None:
         self.servers = servers
-        key = backend()._space.of(backend().request(name, ttl=1, holder=None).key).record
+        key = keys_of(backend().request(name, ttl=1, holder=None).key).record
         self.number = self._ask(servers[0], "CLUSTER", "KEYSLOT", key)
         owner = backend().server_of(backend().request(name, ttl=1, holder=None))
         self.source = next(each for each in servers if f"{each.host}:{each.port}" == owner)
@@ -972,7 +973,7 @@ def test_a_lock_whose_slot_of_the_cluster_is_being_moved_can_be_used(
     assert verb != "listing" or outcome == [name]
 
 
-def ask(name: str, **terms: float) -> None:
+def ask(name: str, **terms: Any) -> None:
     """Have somebody ask for the lock, and wait for it."""
     asked = backend().request(name, holder=Holder.current(), **terms)
     backend().try_acquire(asked, queued=True)

@@ -39,7 +39,7 @@ from django_distlock.backends.redis.scripts import (
 )
 from django_distlock.backends.redis.sources import Source
 from django_distlock.backends.redis.unscripted import ROUNDS, transact
-from django_distlock.backends.redis.verbs import Keys, KeySpace
+from django_distlock.backends.redis.verbs import Keys, keys_of
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
@@ -82,7 +82,7 @@ def link(redis: Redis) -> Iterator[PoolLink]:
 
 @pytest.fixture
 def keys() -> Keys:
-    return KeySpace(str).of(uuid.uuid4().hex)
+    return keys_of(uuid.uuid4().hex)
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def call_of(step: tuple[Any, ...], keys: Keys) -> Call:
 def compare(redis: Redis, link: PoolLink, steps: list[Any]) -> None:
     """Take the same steps with scripts and without: answers and keys must be equal after each."""
     now, name, spared = NOW, uuid.uuid4().hex, 60_000
-    by_script, by_transaction = KeySpace(str).of(f"{name}:1"), KeySpace(str).of(f"{name}:2")
+    by_script, by_transaction = keys_of(f"{name}:1"), keys_of(f"{name}:2")
     with redis.client(db=3) as client:
         for step, pause in steps:
             asked = step
@@ -325,7 +325,7 @@ def test_a_lock_that_is_told_nothing_of_is_free_to_all(link: PoolLink, keys: Key
 
 
 def test_one_that_extends_many_locks_is_told_of_each(link: PoolLink) -> None:
-    locks = [KeySpace(str).of(uuid.uuid4().hex) for _ in range(50)]
+    locks = [keys_of(uuid.uuid4().hex) for _ in range(50)]
     for number, keys in enumerate(locks):
         link.converse(transact(acquire(keys, OWNERS[number % 2])))
 
@@ -336,7 +336,7 @@ def test_one_that_extends_many_locks_is_told_of_each(link: PoolLink) -> None:
 
 
 def test_a_look_at_many_locks_tells_who_holds_each(link: PoolLink) -> None:
-    locks = [KeySpace(str).of(uuid.uuid4().hex) for _ in OWNERS]
+    locks = [keys_of(uuid.uuid4().hex) for _ in OWNERS]
     for keys, owner in zip(locks, OWNERS, strict=True):
         link.converse(transact(acquire(keys, owner)))
 

@@ -12,6 +12,7 @@ import pytest
 from django_distlock import locks
 from django_distlock.conf import read_alias, read_settings
 from django_distlock.engine.registry import registry
+from tests.fixtures import tenancy
 from tests.fixtures.eventually import eventually
 from tests.fixtures.processes import Child, Spawn
 
@@ -73,6 +74,7 @@ def using(profile: Profile, request: pytest.FixtureRequest, settings: Settings) 
         "brief": {**profile.settings, **brief},
         "prefixed": {**profile.settings, "KEY_PREFIX": "other"},
         "alike": {**profile.settings, "KEY_PREFIX": "other2"},
+        "tenants": {**profile.settings, "KEY_PREFIX": tenancy.PREFIX},
         **{f"site{number}": profile.settings for number in range(SITES)},
     }
     _forget_leases()  # of tests that failed elsewhere

@@ -30,6 +30,8 @@ from django_distlock.ground.naming import server_key
 from django_distlock.models import FencingCounter, MethodLock
 from django_distlock.signals import lock_forced
 from tests.backends.conftest import SERVERS
+from tests.fixtures import tenancy
+from tests.fixtures.tenancy import tenant
 
 from .lock_rows import HOLDER, put, put_old, put_waiter, reread
 from .staff import addresses, client_of
@@ -309,6 +311,22 @@ def test_aliases_over_one_table_are_shown_apart(
         f"billing|{name}": "billing",
         f"wiki|{name}:stranger": "wiki",
     }
+
+
+def test_a_tenant_sees_the_history_of_its_own_locks(
+    name: str, viewer: Client, settings: Settings
+) -> None:
+    settings.DISTLOCK = {"default": {"KEY_PREFIX": tenancy.PREFIX}, "plain": {}}
+    for each in ("north", "south"):
+        with tenant(each), lock(name):
+            pass
+    with lock(name, using="plain"):
+        pass
+
+    with tenant("north"):
+        rows = listed(viewer, q=name).context["cl"].result_list
+
+    assert {row.method_name for row in rows} == {f"north|{name}", name}
 
 
 def test_long_name_is_shortened_in_the_list_and_whole_on_its_page(

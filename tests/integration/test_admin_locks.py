@@ -27,7 +27,9 @@ from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import server_key
 from django_distlock.models import HeldLock, MethodLock
+from tests.fixtures import tenancy
 from tests.fixtures.eventually import eventually
+from tests.fixtures.tenancy import tenant
 
 from .aliases import DOWN, DUMMY, MEMORY
 from .lock_rows import put
@@ -171,6 +173,23 @@ def test_aliases_that_meet_the_same_lock_share_a_line(
         rows = viewer.get(LIST, {"q": name}).context["page"]
 
     assert sorted(row.aliases for row in rows) == [("default", "twin"), ("other",)]
+
+
+def test_a_tenant_is_shown_its_own_locks_even_if_the_list_of_another_is_late(
+    name: str, viewer: Client, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings.DISTLOCK = {"default": {"KEY_PREFIX": tenancy.PREFIX}}
+    with ExitStack() as held:
+        for each in ("north", "south"):
+            held.enter_context(tenant(each))
+            held.enter_context(lock(f"{name}:{each}"))
+        with monkeypatch.context() as late:
+            late.setattr("django_distlock.operators.PATIENCE", -1.0)
+            with tenant("north"):
+                viewer.get(LIST, {"q": name})
+        for each in ("south", "north"):
+            with tenant(each):
+                assert names(viewer, q=name) == [each]
 
 
 def test_an_alias_that_fails_is_a_line_and_the_others_are_shown(

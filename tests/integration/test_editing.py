@@ -31,8 +31,10 @@ from django_distlock.testing import override_locks
 from testproject.models import Account, Fee
 from testproject.services import open_account
 from tests.contract.profiles import PATIENT_REDLOCK
+from tests.fixtures import tenancy
 from tests.fixtures.eventually import eventually
 from tests.fixtures.pages import DOCS
+from tests.fixtures.tenancy import tenant
 
 from . import edit_site
 from .aliases import DOWN, MEMORY
@@ -458,6 +460,39 @@ def test_the_ticket_of_another_object_counts_as_none(account: Account) -> None:
     opened = fields_of(boss.get(page_of(account)))
 
     page = boss.post(page_of(account), {**opened, "distlock_edit": ticket["distlock_edit"]})
+
+    assert {part.key for part in page.context["distlock_edit"].changes} >= {"name", "balance"}
+
+
+def test_the_page_of_one_tenant_has_nothing_to_do_with_the_locks_of_another(
+    account: Account, ada: Client, bob: Client, settings: Any
+) -> None:
+    settings.DISTLOCK = {"default": {**settings.DISTLOCK["default"], "KEY_PREFIX": tenancy.PREFIX}}
+    with tenant("north"):
+        opened = fields_of(ada.get(page_of(account)))
+    with tenant("south"):
+        page = bob.get(page_of(account))
+        assert "_save" in Fields(page.content.decode()).buttons
+        # A page keeps the lock that it has, whatever address its script asks.
+        assert ask(ada, opened, "renew").json() == {"state": "held"}
+        assert ask(ada, opened, "leave").json() == {"state": "left"}
+        [held_by_bob] = held(account)
+        assert held_by_bob.holder.purpose == f"edited by {name_of(bob)}"
+        refused = ada.post(page_of(account), opened)
+        assert any(name_of(bob) in error for error in errors(refused))
+    with tenant("north"):
+        assert held(account) == []
+
+
+def test_a_form_that_was_opened_for_another_tenant_counts_as_changed(
+    account: Account, ada: Client, settings: Any
+) -> None:
+    settings.DISTLOCK = {"default": {**settings.DISTLOCK["default"], "KEY_PREFIX": tenancy.PREFIX}}
+    with tenant("north"):
+        opened = fields_of(ada.get(page_of(account)))
+
+    with tenant("south"):
+        page = ada.post(page_of(account), opened)
 
     assert {part.key for part in page.context["distlock_edit"].changes} >= {"name", "balance"}
 

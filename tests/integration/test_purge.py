@@ -29,6 +29,8 @@ from django_distlock.backends.database.purge import LARGEST_BATCH
 from django_distlock.engine.values import Busy, LockState
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import SERVERS
+from tests.fixtures import tenancy
+from tests.fixtures.tenancy import tenant
 
 from .aliases import MEMORY
 from .lock_rows import DAY, HOLDER, put, put_old, put_waiter, reread
@@ -580,6 +582,20 @@ def test_command_purges_each_alias_that_can_be_and_names_those_that_failed(
     assert failure.value.returncode == 1
     assert "broken: DISTLOCK['broken']: BACKEND 'no.such.Backend'" in capsys.readouterr().err
     assert names("default", prefix) == set()
+
+
+def test_rows_of_all_tenants_are_purged_whoever_asks(prefix: str, settings: Settings) -> None:
+    settings.DISTLOCK = {ALIAS: {"KEY_PREFIX": tenancy.PREFIX}}
+    with tenant("north"), lock(f"{prefix}:held", using=ALIAS):
+        for key in (f"{prefix}-a|x", f"{prefix}-b|x", f"{prefix}:x"):
+            put_old("default", key, method_name=key)
+        put_old("default", "of another kind", method_name=f"row|{prefix}|x")
+
+        purge()
+
+    left = MethodLock.objects.filter(method_name__contains=prefix)
+    assert {row.method_name for row in left} == {f"north|{prefix}:held", f"row|{prefix}|x"}
+    left.delete()
 
 
 def test_command_purges_only_what_is_asked_for(prefix: str, settings: Settings) -> None:

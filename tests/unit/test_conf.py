@@ -9,15 +9,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import pytest
 from django.core.checks import Error, run_checks
+from django.db import connection, transaction
 from django.test import override_settings
 from pytest_django.fixtures import Settings
 
-from django_distlock import InvalidLockBackend, conf, lock, locks
+from django_distlock import (
+    InvalidLockBackend,
+    LockNotAcquired,
+    conf,
+    lock,
+    locks,
+    transaction_lock,
+)
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.dummy import DummyBackend
@@ -31,6 +40,9 @@ from django_distlock.conf import (
     read_settings,
     seconds,
 )
+from tests.contract.crew import elsewhere
+from tests.fixtures import tenancy
+from tests.fixtures.tenancy import tenant
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 DUMMY = "django_distlock.backends.dummy.DummyBackend"
@@ -65,6 +77,14 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a TIMEOUT below zero": ({"a": {"TIMEOUT": -1}}, "DISTLOCK['a']: TIMEOUT must be 0 or more"),
     "a TIMEOUT in text": ({"a": {"TIMEOUT": "1"}}, "DISTLOCK['a']: TIMEOUT must be a number"),
     "a prefix that is no text": ({"a": {"KEY_PREFIX": 1}}, "DISTLOCK['a']: KEY_PREFIX must be"),
+    "a prefix that is the path of no module": (
+        {"a": {"KEY_PREFIX": "shpo.locks.tenant"}},
+        "DISTLOCK['a']: KEY_PREFIX 'shpo.locks.tenant' is a dotted path that cannot be imported: No module named 'shpo'. If",
+    ),
+    "a prefix that is the path of no function": (
+        {"a": {"KEY_PREFIX": "tests.fixtures.tenancy.PREFIX"}},
+        "DISTLOCK['a']: KEY_PREFIX 'tests.fixtures.tenancy.PREFIX' is the dotted path of no function.",
+    ),
     "a STRICT that is no bool": ({"a": {"STRICT": 1}}, "DISTLOCK['a']: STRICT must be a bool"),
     "a TEST that is no dict": ({"a": {"TEST": None}}, "DISTLOCK['a']: TEST must be a dict"),
     "an unknown key of TEST": (
@@ -177,6 +197,40 @@ def test_what_is_set_is_what_the_backend_has(settings: Settings) -> None:
     assert isinstance(backend, LocMemBackend)
     assert (backend.alias, backend.ttl, backend.timeout) == ("a", 60.0, None)
     assert (backend.key_prefix, backend.strict) == ("shop", True)
+
+
+@pytest.mark.parametrize("written", [tenancy.PREFIX, tenancy.prefix])
+def test_a_prefix_may_be_a_function_which_is_asked_each_time(
+    settings: Settings, written: object
+) -> None:
+    settings.DISTLOCK = {"a": {"BACKEND": LOCMEM, "KEY_PREFIX": written}}
+
+    backend = locks["a"]
+
+    with tenant("north"):
+        assert backend.key_of("x") == "north|x"
+    with tenant("south"):
+        assert backend.request("x", ttl=5, holder=None).key == "south|x"
+
+
+@pytest.mark.parametrize("prefix", ["", "v1.2", "shop", "a b.c", "shop.", "shop-eu.1"])
+def test_any_other_text_is_the_prefix_itself(settings: Settings, prefix: str) -> None:
+    settings.DISTLOCK = {"a": {"BACKEND": LOCMEM, "KEY_PREFIX": prefix}}
+
+    assert locks["a"].prefix() == prefix
+
+
+def test_a_function_that_returns_no_text_is_told_when_a_lock_is_asked_for(
+    settings: Settings,
+) -> None:
+    settings.DISTLOCK = {"a": {"BACKEND": LOCMEM, "KEY_PREFIX": "tests.fixtures.tenancy.no_text"}}
+
+    with pytest.raises(
+        InvalidLockBackend,
+        match=r"^DISTLOCK\['a'\]: KEY_PREFIX is the function tests\.fixtures\.tenancy\.no_text\(\), "
+        r"which must return a str, not 7\.$",
+    ):
+        lock("x", using="a").locked()
 
 
 def test_there_is_one_backend_for_each_alias(settings: Settings) -> None:
@@ -342,6 +396,30 @@ def tests_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]
         patch.setattr(conf, "tests_run", lambda: True)
         yield begin
     assert isinstance(locks["default"], DatabaseBackend)
+
+
+def test_locks_of_transactions_are_those_of_the_tenant(
+    settings: Settings, tests_run: Callable[[str], None]
+) -> None:
+    def tries(name: str) -> bool:
+        try:
+            with tenant(name), transaction.atomic():
+                transaction_lock("x", timeout=0)
+        except LockNotAcquired:
+            return False
+        finally:
+            connection.close()
+        return True
+
+    settings.DISTLOCK = {"default": {"KEY_PREFIX": tenancy.PREFIX}}
+    with tenant("north"), transaction.atomic():
+        transaction_lock("x", timeout=0)
+
+        assert [elsewhere(partial(tries, each)) for each in ("north", "south")] == [False, True]
+    settings.DISTLOCK = {"other": {}}
+    with transaction.atomic():
+        transaction_lock("x", timeout=0)
+    settings.DISTLOCK = {"default": {}}
 
 
 def test_aliases_are_in_memory_while_tests_run(

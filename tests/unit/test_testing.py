@@ -19,7 +19,9 @@ from django_distlock.testing import (
     override_locks,
     reset_locks,
 )
+from tests.fixtures import tenancy
 from tests.fixtures.eventually import eventually
+from tests.fixtures.tenancy import tenant
 
 pytest_plugins = ["django_distlock.pytest_plugin"]
 MEMORY = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
@@ -95,6 +97,17 @@ def test_what_has_ended_in_a_database_is_not_held(settings: Any) -> None:
     assert_not_held(name)
     with pytest.raises(AssertionError, match="Nobody holds lock 'ended:"):
         assert_held(name)
+
+
+def test_what_is_held_for_one_tenant_is_not_held_for_another(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {**MEMORY, "KEY_PREFIX": tenancy.PREFIX}}
+    with tenant("north"), held_elsewhere("a"):
+        assert_held("a")
+        with tenant("south"):
+            assert_not_held()
+            assert_not_held("a")
+            with held_elsewhere("a", limit=2):
+                assert_held("a")
 
 
 def test_a_reset_leaves_nothing() -> None:

@@ -200,7 +200,7 @@ class DatabaseBackend(BaseDatabaseBackend):
     ) -> Iterator[Purged]:
         """Delete each batch in a short transaction of its own; ValueError for arguments out of range."""
         purge.check_limits(older_than, batch_size)
-        return purge.purge(self._insist, self.keeps, older_than, batch_size, dry_run=dry_run)
+        return purge.purge(self._insist, self.may_keep, older_than, batch_size, dry_run=dry_run)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         """Check the settings; with *databases*, check that the database can be used."""

@@ -22,7 +22,7 @@ from django_distlock.engine.values import Busy, Grant, Held, Release, Request, b
 from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError, LockOutcomeUnknown, NotSent
 from django_distlock.ground import clock
-from django_distlock.ground.naming import printable
+from django_distlock.ground.naming import printable, with_label
 
 from .connections import (
     AsyncClusterLink,
@@ -40,7 +40,7 @@ from .sources import (
     source_of_cache,
     source_of_url,
 )
-from .verbs import BATCH, KeySpace, MakeKey, RedisVerbs
+from .verbs import BATCH, PROBE, RedisVerbs, key_space, keys_of, label_of
 
 Act = Callable[[], Any]
 #: What a server says of itself (INFO), or the error by which it refuses to.
@@ -88,13 +88,10 @@ class RedisBackend(StepsBackend):
             )
         self.supports_shared = self.finds_place = self.options.scripting
         self.source = self.make_source()
-        self._space = KeySpace(self.make_key())
-        self.location = self.source.identity, self._space.pattern
+        self.location = ("redis", self.source.identity)
         # The locks of one script must be on one server.
         self._batch = 1 if self.source.is_cluster else BATCH
-        self._verbs: RedisVerbs = RedisVerbs(
-            self.alias, self._space, self.options, batch=self._batch
-        )
+        self._verbs: RedisVerbs = RedisVerbs(self.alias, self.options, batch=self._batch)
         self._open()
 
     def make_source(self) -> Source:
@@ -102,9 +99,6 @@ class RedisBackend(StepsBackend):
         return source_of_url(
             options.location, options.options, is_cluster=options.cluster, **options.limits
         )
-
-    def make_key(self) -> MakeKey:
-        return str
 
     # The verbs.
 
@@ -128,7 +122,7 @@ class RedisBackend(StepsBackend):
         return outcomes
 
     def server_of(self, request: Request) -> Hashable:
-        return self._link.server_of(self._space.of(request.key).record)
+        return self._link.server_of(keys_of(request.key).record)
 
     def dequeue(self, request: Request) -> None:
         self._run(self._verbs.leave(request))
@@ -146,8 +140,11 @@ class RedisBackend(StepsBackend):
         keys = [] if key is None else [key]
         if key is None:
             # Those of free locks too. SCAN may return a key twice.
-            records = {*map(self._space.key_of, self._link.keys(self._space.pattern))}
-            keys = sorted(each for each in records if each and self.keeps(each))
+            label = self.label()
+            space = key_space(label)
+            found = {*map(space.key_of, self._link.keys(space.pattern))}
+            all_keys = (with_label(label, each) for each in found if each)
+            keys = sorted(filter(self.keeps, all_keys))
         for some in batches(keys, BATCH):
             yield from self._run(self._verbs.held(some))
 
@@ -231,7 +228,7 @@ class RedisBackend(StepsBackend):
         self, link: Any, request: Request, bell: ThreadBell | TaskBell, seconds: float
     ) -> Steps[Act, None]:
         """Block on the doorbells of all waiters of this process, wake the one that rings, and keep their places."""
-        keys = self._space.of(request.key)
+        keys = keys_of(request.key)
         bells = [keys.bell(owner) for owner in self._leaders.owners(request.key, LISTENED)]
         # The server looks ten times a second, so it may be a bit late, unless a deadline is waited for.
         within = seconds + 0.3 if seconds == LISTEN else max(seconds, 0.001)
@@ -259,6 +256,11 @@ class CacheRedisBackend(RedisBackend):
 
     options_class = RedisCacheOptions
 
+    def __init__(self, settings: BackendSettings) -> None:
+        super().__init__(settings)
+        self._cache = own_instance(self.options.cache)
+        self.label()  # ValueError
+
     def make_source(self) -> Source:
         return source_of_cache(
             caches.settings[self.options.cache],
@@ -266,8 +268,11 @@ class CacheRedisBackend(RedisBackend):
             **self.options.limits,
         )
 
-    def make_key(self) -> MakeKey:
-        return own_instance(self.options.cache).make_key
+    def key_of(self, name: str) -> str:
+        return self._key_in(name, self.prefix(), self.label())
+
+    def label(self) -> str:
+        return label_of(self._cache.make_key(PROBE))
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:

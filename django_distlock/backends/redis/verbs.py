@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
+from urllib.parse import unquote
 
 from redis import exceptions
 from redis.exceptions import ResponseError
@@ -25,7 +26,7 @@ from django_distlock.engine.values import (
 )
 from django_distlock.exceptions import Contended, LockBackendError
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import LONGEST_LISTED, line_of, place_of, printable
+from django_distlock.ground.naming import LONGEST_LISTED, key_label, line_of, place_of, printable
 
 from . import scripts
 from .connections import Command, Conversation
@@ -50,6 +51,10 @@ _RELEASES = {0: Release.GONE, 1: Release.RELEASED, 2: Release.TAKEN}
 #: Makes a key of the cache, with its prefix and version.
 MakeKey = Callable[[str], str]
 _PLACE = "distlock-place"
+#: What is made a key of, to see what the cache adds; and what "" stands for as a label.
+PROBE, _PLAIN = f"distlock:{{{_PLACE}}}", "distlock:{}"
+#: Locks whose keys a process remembers.
+_REMEMBERED = 2048
 
 
 class Keys:
@@ -66,26 +71,59 @@ class Keys:
         return Secret(self.bells + owner)
 
 
-class KeySpace:
-    """The keys of all the locks of one alias: those of one lock share a slot of a cluster, by what is in braces."""
+@lru_cache(_REMEMBERED)
+def label_of(made: object) -> str:
+    """Return the label of keys that are made as *made* is of PROBE, "" if nothing is added; ValueError if that hides the key of a lock."""
+    before, _place, after = str(made).partition(_PLACE)
+    if not (before.endswith("{") and after.startswith("}")) or "{}" in str(made):
+        msg = f"the cache's key function makes {made!r} of a key: it must keep the key as it is, and add no {{}}"
+        raise ValueError(msg)
+    template = before + after
+    return "" if template == _PLAIN else key_label(template)
 
-    def __init__(self, make_key: MakeKey) -> None:
-        """Raise ValueError if *make_key* hides the key of a lock."""
-        made = str(make_key(f"distlock:{{{_PLACE}}}"))
-        self._before, place, self._after = made.partition(_PLACE)
-        if not (place and self._after) or "{}" in made:
-            msg = f"the cache's key function makes {made!r} of a key: it must keep the key as it is, and add no {{}}"
-            raise ValueError(msg)
+
+def joint_label(labels: Sequence[str]) -> str:
+    """Return the label for servers with these *labels*: one of them if they are equal."""
+    return labels[0] if len({*labels}) == 1 else " ".join(label or _PLAIN for label in labels)
+
+
+def split_label(key: str) -> tuple[str, str]:
+    """Return the label of *key*, "" if it has none, and the rest."""
+    label, _bar, rest = key.partition("|")
+    return (label, rest) if "{}" in label else ("", key)
+
+
+@lru_cache(_REMEMBERED)
+def keys_of(key: str) -> Keys:
+    """Return the keys of the lock that servers know as *key*."""
+    return Keys(record_of(key), record_of(line_of(key)))
+
+
+def record_of(key: str) -> str:
+    """Return the record's key, uncached, because listings ask for thousands."""
+    label, rest = split_label(key)
+    return key_space(label).record(rest)
+
+
+@lru_cache(_REMEMBERED)
+def key_space(label: str) -> KeySpace:
+    return KeySpace(label)
+
+
+class KeySpace:
+    """The keys of all the locks with one *label*: those of one lock share a slot of a cluster, by what is in braces."""
+
+    def __init__(self, label: str) -> None:
+        before, _braces, after = (unquote(label) or _PLAIN).partition("{}")
+        self._before, self._after = f"{before}{{", f"}}{after}"
         before, after = (
             re.sub(r"([*?\[\]\\])", r"\\\1", part) for part in (self._before, self._after)
         )
         #: What SCAN finds all records by, and other keys of locks.
         self.pattern = f"{before}*{after}*"
-        #: Returns the keys of the lock that servers know as a key without braces.
-        self.of = lru_cache(1024)(self._keys)
 
     def record(self, key: str) -> str:
-        """Return the record's key, uncached, because listings ask for thousands.
+        """Return the key of the record of *key*, which has no label.
 
         The number of a place comes last, outside the braces: all places of a lock share its slot.
         """
@@ -93,14 +131,11 @@ class KeySpace:
         return f"{self._before}{line_of(key)}{self._after}{'' if place is None else place}"
 
     def key_of(self, record: str) -> str | None:
-        """Return what servers know a lock by; None if *record* is no record of this alias."""
+        """Return the key of a lock, without its label; None if *record* is no record with this label."""
         line, _, place = record[len(self._before) :].partition(self._after)
         key = f"{line}{place}"
         is_record = record == self.record(key) and not {"{", "}"} & {*key}
         return key if is_record and line else None
-
-    def _keys(self, key: str) -> Keys:
-        return Keys(self.record(key), self.record(line_of(key)))
 
 
 class RedisVerbs:
@@ -109,9 +144,8 @@ class RedisVerbs:
     *batch*: locks that one script may be given.
     """
 
-    def __init__(self, alias: str, space: KeySpace, options: RedisSettings, *, batch: int) -> None:
+    def __init__(self, alias: str, options: RedisSettings, *, batch: int) -> None:
         self._alias = alias
-        self._space = space
         self._is_fair = "1" if options.fair else ""
         self._replicas = options.wait_replicas
         self._after: tuple[Command, ...] = ()
@@ -170,7 +204,7 @@ class RedisVerbs:
         kept: list[bool] = []
         counts: list[Any] = []
         for some in batches(requests, self._batch):
-            names = [self._space.of(each.key).all[: 2 if each.shared else 1] for each in some]
+            names = [keys_of(each.key).all[: 2 if each.shared else 1] for each in some]
             args = [(each.owner, microseconds(each.ttl), _mode(each)) for each in some]
             call = Call(scripts.EXTEND, tuple(chain(*names)), tuple(chain(*args)))
             answer, *replicas = yield from self._answers(call, *self._after)
@@ -201,7 +235,7 @@ class RedisVerbs:
     def end_holding(self, key: str, owner_digest: str) -> Conversation[bool]:
         """End a holding, or what one has reserved, which has no owner; return whether it was there."""
         (found,) = yield from self._looks([key])
-        keys, is_ended = self._space.of(key), False
+        keys, is_ended = keys_of(key), False
         for shown, owner in _held(found, key) if found else ():
             if shown.owner_digest == owner_digest:
                 call = Call(scripts.FORCE, keys.all, (keys.bells, owner, f"{shown.token}"))
@@ -210,7 +244,7 @@ class RedisVerbs:
         return is_ended
 
     def keep(self, waiters: Sequence[Request]) -> Conversation[None]:
-        keys = self._space.of(waiters[0].key)
+        keys = keys_of(waiters[0].key)
         places = [Secret(_mode(waiter) + waiter.owner) for waiter in waiters]
         yield from self._answers(Call(scripts.KEEP, keys.all, (keys.bells, *places)))
 
@@ -271,18 +305,18 @@ class RedisVerbs:
         return self._call(scripts.RELEASE, request, is_final, microseconds(request.min_hold))
 
     def _call(self, script: Script, request: Request, *args: Any) -> Call:
-        keys = self._space.of(request.key)
+        keys = keys_of(request.key)
         return Call(script, keys.all, (keys.bells, request.owner, *args))
 
     def _for_places(self, call: Call, request: Request) -> Call:
         """Return the *call* of ACQUIRE as one for any of the places of *request*, from first_place() on."""
-        records = [self._space.of(each.key).record for each in request.holdings]
+        records = [keys_of(each.key).record for each in request.holdings]
         args = *call.args, first_place(len(records))
         return Call(scripts.ACQUIRE_PLACE, (*call.keys[2:4], *records), args)
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
         """Return for each what LOOK answers, None if it is free."""
-        records = map(self._space.record, keys)
+        records = map(record_of, keys)
         looks = [(record, f"{record}:h", f"{record}:a") for record in records]
         some = batches(looks, min(LOOKED_AT, self._batch))
         calls = [Call(scripts.LOOK, tuple(chain(*each)), ()) for each in some]

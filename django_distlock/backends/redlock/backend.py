@@ -13,10 +13,11 @@ from django.core.cache import caches
 from django.core.checks import CheckMessage, Error, Warning as CheckWarning
 
 from django_distlock.backends.base import StepsBackend, server_error
+from django_distlock.backends.cache_alias import own_instance
 from django_distlock.backends.redis.backend import Facts, ask_facts, check_facts
 from django_distlock.backends.redis.connections import PoolLink, ask
 from django_distlock.backends.redis.sources import Source, source_of_cache, source_of_url
-from django_distlock.backends.redis.verbs import KeySpace
+from django_distlock.backends.redis.verbs import PROBE, MakeKey, joint_label, label_of
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.steps import arun, run
@@ -61,19 +62,25 @@ class RedlockBackend(StepsBackend):
                 raise ValueError(
                     f"'servers': {place} stands there twice; another database of it is no other server."
                 )
-        plain = KeySpace(str)
-        self._spaces = [
-            plain if "://" in server else KeySpace(caches[server].make_key)
+        self._make_keys: list[MakeKey] = [
+            str if "://" in server else own_instance(server).make_key
             for server in self.options.servers
         ]
-        self.location = tuple(each.identity for each in self.sources), self._spaces[0].pattern
+        self.label()  # ValueError
+        self.location = ("redlock", *(each.identity for each in self.sources))
         #: Seconds for which a server that restarted grants nothing.
         self._guard = (self.options.longest_ttl or self.ttl) if self.options.restart_guard else 0.0
         self._open()
 
-    def request(self, name: str, **wishes: Any) -> Request:
+    def request(self, name: str, key: str = "", **wishes: Any) -> Request:
         self.check_ttl(wishes["ttl"])  # also that of a lease that another process has detached
-        return super().request(name, **wishes)
+        return super().request(name, key, **wishes)
+
+    def key_of(self, name: str) -> str:
+        return self._key_in(name, self.prefix(), self.label())
+
+    def label(self) -> str:
+        return joint_label([label_of(make_key(PROBE)) for make_key in self._make_keys])
 
     def check_ttl(self, ttl: float) -> None:
         if 0 < self._guard < ttl:
@@ -96,7 +103,7 @@ class RedlockBackend(StepsBackend):
         self.release(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        return self._run(self._verbs.held(key, self.keeps))
+        return self._run(self._verbs.held(key, self.keeps, self.label()))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         return self._run(self._verbs.force(key, owner_digest))
@@ -146,7 +153,6 @@ class RedlockBackend(StepsBackend):
         self._verbs: RedlockVerbs = RedlockVerbs(
             self.alias,
             self._servers,
-            self._spaces,
             self.options,
             guard=self._guard,
         )

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeVar
 
 from django_distlock.backends.redis.connections import packed
 from django_distlock.backends.redis.sources import check_connection_options
-from django_distlock.backends.redis.verbs import BATCH, KeySpace, microseconds
+from django_distlock.backends.redis.verbs import BATCH, key_space, microseconds, split_label
 from django_distlock.conf import check_values, checked_ttl
 from django_distlock.engine.leftovers import until_done
 from django_distlock.engine.steps import Steps
@@ -29,7 +29,7 @@ from django_distlock.engine.values import (
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, root_cause
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import LONGEST_LISTED, printable
+from django_distlock.ground.naming import LONGEST_LISTED, printable, with_label
 
 from . import votes
 from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RAISE, RELEASE, TAKE_OVER
@@ -78,7 +78,7 @@ class RedlockOptions:
 
 
 class RedlockVerbs:
-    """The verbs of one alias on its *servers*, with its keys in *spaces*.
+    """The verbs of one alias on its *servers*.
 
     *guard*: seconds that a server must have been up before it may grant; 0: no guard.
     """
@@ -87,7 +87,6 @@ class RedlockVerbs:
         self,
         alias: str,
         servers: Servers,
-        spaces: Sequence[KeySpace],
         options: RedlockOptions,
         *,
         guard: float,
@@ -95,7 +94,6 @@ class RedlockVerbs:
         self._alias = alias
         self._servers = servers
         self._places = servers.places
-        self._spaces = spaces
         self._options = options
         self._guard = guard
         self._most = votes.majority(len(servers.places))
@@ -206,12 +204,12 @@ class RedlockVerbs:
         self._need_most(count)
         return ended > 0
 
-    def held(self, key: str | None, is_ours: Callable[[str], bool]) -> Verb[list[Held]]:
-        """Return the locks that a majority has: all of this alias, or the one with this *key*."""
+    def held(self, key: str | None, is_ours: Callable[[str], bool], label: str) -> Verb[list[Held]]:
+        """Return the locks that a majority has: all with the *label* that one *is_ours*, or the one with this *key*."""
         lost = Count(len(self._places), frozenset())
         keys = {server: [key or ""] for server in self._everybody}
         if key is None:
-            keys = yield from self._keys(is_ours, lost)
+            keys = yield from self._keys(is_ours, label, lost)
         seen: dict[tuple[str, bytes], list[list[Any]]] = {}
         for first in range(0, max(map(len, keys.values())), BATCH):
             some = {server: each[first : first + BATCH] for server, each in keys.items()}
@@ -230,13 +228,16 @@ class RedlockVerbs:
         self._need_most(lost)
         return [_held(*lock, seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= self._most]
 
-    def _keys(self, is_ours: Callable[[str], bool], lost: Count) -> Verb[dict[int, list[str]]]:
+    def _keys(
+        self, is_ours: Callable[[str], bool], label: str, lost: Count
+    ) -> Verb[dict[int, list[str]]]:
+        spaces = [key_space(_of_server(server, label)) for server in self._everybody]
         # SCAN may return a key twice.
         keys: dict[int, dict[str, None]] = {server: {} for server in self._everybody}
         cursors = dict.fromkeys(self._everybody, b"0")
         while cursors:
             calls = {
-                server: packed([("SCAN", at, "MATCH", self._spaces[server].pattern, "COUNT", 1000)])
+                server: packed([("SCAN", at, "MATCH", spaces[server].pattern, "COUNT", 1000)])
                 for server, at in cursors.items()
             }
             count: Count = yield self._question(calls)
@@ -245,8 +246,9 @@ class RedlockVerbs:
             cursors = {server: cursor for server, (cursor, _) in found if cursor != b"0"}
             for server, (_, records) in found:
                 texts = (record.decode(errors="backslashreplace") for record in records)
-                ours = filter(is_ours, filter(None, map(self._spaces[server].key_of, texts)))
-                keys[server] |= dict.fromkeys(ours)
+                found_here = filter(None, map(spaces[server].key_of, texts))
+                all_keys = (with_label(label, each) for each in found_here)
+                keys[server] |= dict.fromkeys(filter(is_ours, all_keys))
         return {server: list(found) for server, found in keys.items()}
 
     def _give_back(
@@ -287,11 +289,15 @@ class RedlockVerbs:
     def _calls(
         self, servers: Iterable[int], script: str, keys: Sequence[str], *args: str | bytes | int
     ) -> dict[int, bytes]:
+        # By the records on a server, which may be the same on all.
+        made: dict[tuple[str, ...], bytes] = {}
         calls = {}
-        for space in {self._spaces[server] for server in servers}:
-            records = map(space.record, keys)
-            calls[space] = SecretBytes(packed([("EVAL", script, len(keys), *records, *args)]))
-        return {server: calls[self._spaces[server]] for server in servers}
+        for server in servers:
+            records = tuple(_record_on(server, key) for key in keys)
+            if records not in made:
+                made[records] = SecretBytes(packed([("EVAL", script, len(keys), *records, *args)]))
+            calls[server] = made[records]
+        return calls
 
     def _need_most(self, count: Count) -> None:
         """Raise the error if so many servers failed that the others are no majority."""
@@ -320,6 +326,17 @@ class RedlockVerbs:
         raise kind(self._alias, problem, causes) from (
             ExceptionGroup("what the servers' drivers say", said_by_drivers) if errors else None
         )
+
+
+@lru_cache(1024)
+def _record_on(server: int, key: str) -> str:
+    label, rest = split_label(key)
+    return key_space(_of_server(server, label)).record(rest)
+
+
+def _of_server(server: int, label: str) -> str:
+    """Return the part of *label* that is of one *server*; see joint_label()."""
+    return label.split(" ")[server] if " " in label else label
 
 
 def _sent() -> int:

@@ -26,7 +26,7 @@ from .options import ZooKeeperOptions
 from .recipe import BROKEN, Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from django_distlock.engine.lease import Lease
 
@@ -82,7 +82,7 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
     # For operators.
 
     def held(self, key: str | None = None) -> Iterator[Held]:
-        for keys in batches(self._keys() if key is None else [key], BATCH):
+        for keys in batches(self._keys(self.keeps) if key is None else [key], BATCH):
             yield from self._run(self._verbs.holders(keys))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
@@ -96,20 +96,20 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         if not batch_size >= 1:
             raise ValueError(f"batch_size must be 1 or more, not {batch_size!r}.")
         before = self._run(self._verbs.now()) - older_than
-        keys, looked_at = self._keys(), 0
+        keys, looked_at = self._keys(self.may_keep), 0
         for batch in batches(keys, batch_size):
             deleted = self._run(self._verbs.purge(batch, before, dry_run=dry_run))
             looked_at += len(batch)
             yield Purged(len(batch), deleted, looked_at / len(keys))
 
-    def _keys(self) -> list[str]:
-        return list(filter(self.keeps, self._run(self._verbs.keys())))
+    def _keys(self, is_ours: Callable[[str], bool]) -> list[str]:
+        return list(filter(is_ours, self._run(self._verbs.keys())))
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:
             return []
         try:
-            self._keys()
+            self._keys(self.keeps)
         except LockBackendError as error:
             if isinstance(error.__cause__, (Silence, AuthFailedError, *BROKEN)):
                 return [server_error(error, self.options.servers)]

@@ -80,13 +80,14 @@ AT_FIRST, LIVE = "at first", "live"
 class Ticket:
     """The signed text in a page with a form: which lock it has or wants.
 
-    *ttl*: seconds, of a page whose script renews the lock; *first_ttl*: of a page whose script has not run yet.
+    *key*: the one of the lock on its server, that of the page's tenant. *ttl*: seconds, of a page whose script renews the lock; *first_ttl*: of a page whose script has not run yet.
     *nonce*: new for each page; with SECRET_KEY it makes the owners of the lock. *path*: the address of the
     page. *database*: the alias of DATABASES that has the object. *seen*: by field, a digest of the value that the form was opened with.
     """
 
     using: str
     name: str
+    key: str
     model: str
     pk: str
     database: str
@@ -242,7 +243,7 @@ class EditLock:
             self.is_read_only = self.editor is not None
             return
         before = read_ticket(self.request)
-        if before is not None and before.name == self.ticket.name:
+        if before is not None and before.key == self.ticket.key:
             self.ticket = replace(self.ticket, seen=before.seen)
         else:
             self._is_unknown = FIELD in self.request.POST
@@ -339,8 +340,7 @@ class EditLock:
         """Return who edits the object, be it this page."""
         if not self.backend.supports_listing:
             return None  # nothing is locked there
-        key = self.backend.key_of(self.ticket.name)
-        found = settled(lambda: [*self.backend.held(key)])
+        found = settled(lambda: [*self.backend.held(self.ticket.key)])
         held = next((each for each in found if each.state == LockState.HELD), None)
         return None if held is None else self._editor(held)
 
@@ -406,7 +406,9 @@ class EditLock:
         ticket = self.ticket
         task = f"edit {ticket.nonce} {quote(ticket.user, safe='')}"
         holder = replace(Holder.current(f"{EDITED_BY}{self._username}"), task=task)
-        request = self.backend.request(ticket.name, ttl=ttl or ticket.ttl, holder=holder)
+        request = self.backend.request(
+            ticket.name, ticket.key, ttl=ttl or ticket.ttl, holder=holder
+        )
         return replace(request, owner=owner_of(ticket.nonce, kind))
 
     def _taken(self, request: Request, before: Ticket | None = None) -> Editor | None:
@@ -482,9 +484,11 @@ def new_ticket(
     may_take_over: bool,
 ) -> Ticket:
     """Return the ticket of a new page. *ttls*: its *ttl* and *first_ttl*."""
+    name = f"edit:{object_name(instance)}"
     return Ticket(
         using=using,
-        name=f"edit:{object_name(instance)}",
+        name=name,
+        key=locks[using].key_of(name),
         model=instance._meta.label_lower,  # noqa: SLF001 - documented
         pk=key_of(instance),
         # The one that save() would write to.
