@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from traceback import walk_stack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from django.apps import apps
 from django.core.checks import CheckMessage, Error, Tags, Warning as CheckWarning, register
 
 from .conf import DEFAULT_ALIAS
 from .exceptions import DOCS, InvalidLockBackend
 from .handler import locks
+
+if TYPE_CHECKING:
+    from .backends.base import BaseLockBackend
 
 #: The ids of check_settings(), which check_servers() does not repeat.
 _OF_SETTINGS = {"distlock.E001", "distlock.E003", "distlock.W001"}
@@ -54,8 +58,29 @@ def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:
     for alias in aliases:
         try:
             yield from locks[alias].check(databases)
+            if databases is None and apps.is_installed("django_tenants"):
+                yield from _check_tenants(locks[alias])
         except InvalidLockBackend as error:
             yield _wrong(error)
+
+
+def _check_tenants(backend: BaseLockBackend) -> Iterator[CheckMessage]:
+    """Warn if two tenants get the same key for a name."""
+    from django_tenants.utils import schema_context
+
+    keys = set[str]()
+    try:
+        for schema in ("one", "another"):
+            with schema_context(schema):
+                keys.add(backend.key_of("x"))
+    except Exception:  # noqa: BLE001 - the project's function asks more of a tenant than its schema
+        return
+    if len(keys) == 1:
+        text = f"DISTLOCK[{backend.alias!r}]: all tenants share its locks: one waits for the lock of the same name of another."
+        hint = (
+            "Set KEY_PREFIX to the dotted path of a function that returns the schema of the tenant."
+        )
+        yield CheckWarning(text, hint=hint, id="distlock.W005")
 
 
 def _wrong(error: InvalidLockBackend) -> Error:

@@ -173,5 +173,7 @@ STACKS = (
         aliases=("redis",),
         settings={"cache": {"BACKEND": "django_valkey.cache.ValkeyCache"}},
     ),
+    # Its project has settings of its own: tests/stacks/tenants.
+    Stack("tenants", ("tenants",)),
 )
 BY_NAME = {stack.name: stack for stack in STACKS}

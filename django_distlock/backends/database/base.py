@@ -160,9 +160,28 @@ class BaseDatabaseBackend(BaseLockBackend):
     def check_installed(self) -> list[CheckMessage]:
         """Return an error if the app is not installed, whose migrations make the tables."""
         if apps.is_installed("django_distlock"):
-            return []
+            return self._check_shared() if apps.is_installed("django_tenants") else []
         text = f"DISTLOCK[{self.alias!r}]: the app that has its tables is not in INSTALLED_APPS."
         return [Error(text, hint=f"{how_to_migrate(self.options.using)}.", id="distlock.E008")]
+
+    def _check_shared(self) -> list[CheckMessage]:
+        """Return an error if django-tenants makes the tables in the schemas of tenants alone: own connections see the public one."""
+        from django_tenants.routers import TenantSyncRouter
+        from django_tenants.utils import (
+            get_public_schema_name,
+            get_tenant_database_alias,
+            schema_context,
+        )
+
+        using, label = self.options.using, "django_distlock"
+        if using != get_tenant_database_alias() or not hasattr(connections[using], "set_schema"):
+            return []
+        with schema_context(get_public_schema_name()):
+            if TenantSyncRouter().allow_migrate(using, label) is not False:
+                return []
+        text = f"DISTLOCK[{self.alias!r}]: the app that has its tables is not in SHARED_APPS, but locks are kept in the public schema."
+        hint = f'Add "{label}" to SHARED_APPS, then run manage.py migrate_schemas --shared.'
+        return [Error(text, hint=hint, id="distlock.E009")]
 
     def close(self) -> None:
         super().close()
