@@ -164,7 +164,6 @@ STACKS = (
         aliases=ON_POSTGRES,
         settings={"postgres": {"OPTIONS": {"pool": {"min_size": 1, "max_size": 2}}}},
     ),
-    Stack("tenants", ("migrations",)),
     Stack("django-redis", ("locks",), aliases=("redis",)),
     Stack("django-tasks", ("django_tasks",), apps=("django_tasks",)),
     Stack(
@@ -173,7 +172,7 @@ STACKS = (
         aliases=("redis",),
         settings={"cache": {"BACKEND": "django_valkey.cache.ValkeyCache"}},
     ),
-    # Its project has settings of its own: tests/stacks/tenants.
-    Stack("tenants", ("tenants",)),
+    # Their projects have settings of their own: tests/stacks/schemas and tests/stacks/tenants.
+    Stack("tenants", ("migrations", "tenants")),
 )
 BY_NAME = {stack.name: stack for stack in STACKS}
