@@ -117,7 +117,7 @@ class BaseLockBackend(ABC):
         """Try to acquire the lock once. The same owner gets the same grant again.
 
         *queued*: whether it has a place on the server, or gets one if it is refused. With ``Way.ON_SERVER``
-        the server lets it wait for the *left* seconds of its caller (None: no limit).
+        the server lets it wait for *left* seconds at most (None: no limit).
         """
 
     @abstractmethod

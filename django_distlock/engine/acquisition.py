@@ -430,6 +430,8 @@ class Attempt:
         waits = self._waits_on_server(this)
         is_late = this.is_last and not self.wait.is_for_one_try
         left = LAST if is_late else self.wait.left
+        if waits:
+            left = self._waiting.on_server(self.wait)
         ask = partial(self.calls.try_acquire, self.request, queued=queued or waits, left=left)
         had_place, self.on_server = self.on_server is OnServer.PLACE, OnServer.UNKNOWN
         answer: Grant | Busy

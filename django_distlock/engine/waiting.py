@@ -22,6 +22,8 @@ SHORTEST_POLL, LONGEST_POLL = 0.01, 0.25
 SHARE = 0.1
 #: Most seconds between two looks of a wait whether to stop.
 LOOK = 1.0
+#: Seconds after which a server that pays for each waiter, as for a transaction, gets a pause from it.
+SLICE = 10.0
 #: How many times in a row a process lets others go first after it has noticed them.
 TURNS = 16
 #: How many locks Turns keeps at most.
@@ -39,7 +41,7 @@ class Way(enum.Enum):
     LOOK = "look, then try"
     #: It is woken, and looks now and then in case a wake-up was lost.
     LISTEN = "listen"
-    #: The server keeps the queue: a try with a place lasts until the lock is granted.
+    #: The server keeps the queue: a try with a place lasts until the lock is granted, or for a time.
     ON_SERVER = "wait on the server"
 
 
@@ -59,7 +61,8 @@ class Waiting:
     queueing: Queueing = Queueing.NONE
     #: Whether the waiters of one process have a local queue, of which only the first one asks the server.
     in_line: bool = True
-    #: Seconds after which a waiter that was not woken looks again; None: after growing pauses.
+    #: Seconds after which a waiter that was not woken looks again; None: after growing pauses. With ON_SERVER: the
+    #: longest wait on the server; None: no limit.
     look_again: float | None = None
     #: Whether a reader that comes after a writer with a place on the server is served after that writer.
     writers_first: bool = False
@@ -78,6 +81,18 @@ class Waiting:
         else:
             return wait.next_pause(busy.remaining, longest=LONGEST_WAKEABLE_PAUSE)
         return wait.bounded(seconds, busy.remaining)
+
+    def on_server(self, wait: Wait) -> float | None:
+        """Return the seconds of the next wait on the server; None: no limit.
+
+        The next one begins at the tail of the server's queue. So it is shorter for those that have just come:
+        callers that have waited for long keep their position for longer. It is random, so that no caller is
+        always at the tail when the lock is released.
+        """
+        if self.look_again is None:
+            return wait.left
+        share = min(1.0, max(0.5, wait.waited / (3 * self.look_again)))
+        return wait.bounded(self.look_again * share * random.uniform(0.9, 1.0))  # noqa: S311
 
 
 class Wait:

@@ -42,7 +42,7 @@ def ask(database: str, statement: str, *parameters: str | float) -> list[tuple[A
     """Return what the server answers to the application's own connection."""
     with connections[database].cursor() as cursor:
         cursor.execute(statement, parameters)
-        return list(cursor.fetchall())
+        return list(cursor.fetchall()) if cursor.description else []
 
 
 def waiters(database: str) -> int:

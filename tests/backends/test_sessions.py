@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,14 @@ if TYPE_CHECKING:
 
 Start = Callable[..., Child]
 LEASES = "django_distlock.backends.database.DatabaseBackend"
+#: A row for each statement in which a session waits for a lock.
+WAITING_STATEMENTS = {
+    "postgres": "SELECT pid, xact_start FROM pg_stat_activity"
+    " WHERE wait_event_type = 'Lock' AND application_name LIKE 'distlock:%%'",
+    "mariadb": "SELECT query_id FROM information_schema.processlist WHERE info LIKE '/*distlock:%% WAIT %%'",
+}
+#: A table of the application.
+INDEXED = "indexed_while_others_wait"
 
 
 @pytest.fixture(params=BOTH)
@@ -118,9 +127,9 @@ def test_the_next_holder_has_it_within_100_ms_of_the_death_of_the_one_before(
     assert sorted(delays)[1] < 1
 
 
-def _take(name: str, using: str = "locks") -> float:
+def _take(name: str, using: str = "locks", timeout: float = 60) -> float:
     """Return when the lock was had."""
-    with lock(name, using=using, timeout=60):
+    with lock(name, using=using, timeout=timeout):
         return time.monotonic()
 
 
@@ -206,6 +215,94 @@ def test_waiters_are_served_in_the_order_they_came(database: str, name: str) -> 
         each.result(30)
 
     assert served == list(range(len(SITES)))
+
+
+@pytest.fixture
+def in_slices(kind: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Limit each wait on the server to some seconds, on every alias whose waits are transactions."""
+
+    def limit(seconds: float) -> None:
+        for alias in ("locks", *SITES):
+            if backend(alias).waiting.look_again is None:
+                pytest.skip("a wait keeps nothing on this server")
+            limited = replace(backend(alias).waiting, look_again=seconds)
+            monkeypatch.setattr(backend(alias), "waiting", limited)
+
+    return limit
+
+
+def test_a_wait_keeps_no_transaction_for_longer_than_a_slice_and_is_granted_at_the_release(
+    in_slices: Callable[[float], None], database: str, name: str
+) -> None:
+    in_slices(3)
+    seen = set[Any]()
+
+    def has_begun_again() -> bool:
+        seen.update(ask(database, WAITING_STATEMENTS[database]))
+        return len(seen) > 2
+
+    with lock(name, using="locks"):
+        waiting = start(partial(_take, name, "site0"))
+        eventually(has_begun_again, 30)
+        released = time.monotonic()
+
+    assert waiting.result(20) - released < 1.5
+
+
+def test_an_index_is_built_concurrently_while_others_wait(
+    in_slices: Callable[[float], None], database: str, name: str
+) -> None:
+    if database != "postgres":
+        pytest.skip("PostgreSQL waits for snapshots as it builds an index")
+    in_slices(1)
+    ask(database, f"CREATE TABLE IF NOT EXISTS {INDEXED} AS SELECT 1 AS id")
+
+    with lock(name, using="locks"):
+        waiting = start(partial(_take, name, "site0"))
+        eventually(lambda: waiters(database) == 1)
+        try:
+            ask(database, "SET statement_timeout = '15s'")
+            ask(database, f"CREATE INDEX CONCURRENTLY ON {INDEXED} (id)")
+        finally:
+            ask(database, "RESET statement_timeout")
+            ask(database, f"DROP TABLE {INDEXED}")
+        assert not waiting.done()
+    waiting.result(20)
+
+
+def test_a_wait_in_slices_ends_with_its_timeout(
+    in_slices: Callable[[float], None], name: str
+) -> None:
+    in_slices(1)
+    with lock(name, using="locks"):
+        began = time.monotonic()
+        with pytest.raises(LockNotAcquired):
+            _take(name, "site0", 3.3)
+
+    assert 3.3 <= time.monotonic() - began < 4.5
+
+
+def test_who_has_waited_for_six_slices_is_served_though_others_come_all_the_time(
+    in_slices: Callable[[float], None], database: str, name: str
+) -> None:
+    seconds = {"postgres": 2, "mariadb": 4}[database]  # MariaDB counts whole ones
+    in_slices(seconds)
+    is_served = threading.Event()
+
+    def come_again(site: str) -> None:
+        while not is_served.is_set():
+            with lock(name, using=site, timeout=60):
+                is_served.wait(0.2 * seconds)
+
+    others = [start(partial(come_again, site)) for site in SITES[:5]]
+    eventually(lambda: waiters(database) == len(others) - 1)
+    try:
+        with lock(name, using="locks", timeout=6 * seconds):
+            pass
+    finally:
+        is_served.set()
+    for each in others:
+        each.result(60)
 
 
 def test_a_terminated_session_is_lost_long_before_its_next_renewal(

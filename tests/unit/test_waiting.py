@@ -102,6 +102,30 @@ def test_who_is_woken_looks_again_after_a_fixed_time_or_when_the_lease_ends(
     assert waits.pause(Wait(0.125), Busy()) == 0.125
 
 
+def test_a_wait_on_the_server_is_as_long_as_the_timeout_unless_it_is_limited(
+    wait_clock: StoppedClock,
+) -> None:
+    waits = Waiting(way=Way.ON_SERVER)
+
+    assert waits.on_server(Wait(60)) == 60
+    assert waits.on_server(Wait(None)) is None
+
+
+def test_a_limited_wait_on_the_server_is_longer_for_who_has_waited_for_long(
+    wait_clock: StoppedClock,
+) -> None:
+    wait, waits = Wait(None), Waiting(way=Way.ON_SERVER, look_again=10)
+
+    first = [waits.on_server(wait) or 0 for _ in range(50)]
+    wait_clock.now += 30
+    later = [waits.on_server(wait) or 0 for _ in range(50)]
+
+    assert all(4.5 <= each <= 5 for each in first)
+    assert all(9 <= each <= 10 for each in later)
+    assert len({*first}) > 1
+    assert waits.on_server(Wait(2)) == 2
+
+
 @pytest.mark.parametrize(
     ("way", "longest"),
     [

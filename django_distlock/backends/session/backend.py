@@ -15,7 +15,7 @@ from django_distlock.backends.database.connections import Unusable, abandon, is_
 from django_distlock.backends.database.dialect import COUNTER, LOCK
 from django_distlock.engine.background import background
 from django_distlock.engine.values import Busy, Grant, Recent, Release
-from django_distlock.engine.waiting import Wait, Waiting, Way
+from django_distlock.engine.waiting import SLICE, Wait, Waiting, Way
 from django_distlock.exceptions import (
     Contended,
     LockBackendError,
@@ -67,7 +67,11 @@ class SessionBackend(BaseDatabaseBackend):
         self.server = self._server_class(self.dialect, fencing=fencing)
         self.supports_fencing = self.supports_listing = fencing
         self.supports_shared = self.server.supports_shared
-        self.waiting = Waiting(way=Way.ON_SERVER, writers_first=self.server.writers_first)
+        self.waiting = Waiting(
+            way=Way.ON_SERVER,
+            look_again=SLICE if self.server.waits_in_transaction else None,
+            writers_first=self.server.writers_first,
+        )
         self._forget_sessions()
 
     def _forget_sessions(self) -> None:

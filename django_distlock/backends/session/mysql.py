@@ -106,10 +106,13 @@ class MySQLSessions(SessionServer):
         return self._try(session, 0)
 
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
-        """Wait on the server; for fractions of a second that it cannot count, try again."""
+        """Wait on the server, for whole seconds if it counts no others; for less than a second, try again and again."""
         if session.connection.distlock_limit != session.request.ttl:
             self.keep(session, session.request.ttl)
-        answer = self._try(session, LONGEST if wait.left is None else min(LONGEST, wait.left))
+        left = LONGEST if wait.left is None else min(LONGEST, wait.left)
+        answer = self._try(session, left)
+        if left >= 1:
+            return answer
         while isinstance(answer, Busy) and not (wait.is_over or session.is_interrupted):
             time.sleep(wait.next_pause(longest=SHORT_PAUSE))
             answer = self._try(session, 0)
@@ -217,6 +220,7 @@ class MySQLAdvisory(MySQLSessions):
     """Named locks of the whole server (GET_LOCK)."""
 
     supports_shared = False
+    waits_in_transaction = False
 
     def free(self, session: DatabaseSession) -> bool:
         """Free the lock. RELEASE_LOCK returns 1: freed; 0: not ours; NULL: not held."""

@@ -123,6 +123,8 @@ class SessionServer(ABC):
     supports_shared: ClassVar[bool] = True
     #: Whether readers wait behind a writer that waits.
     writers_first: ClassVar[bool]
+    #: Whether a wait is a transaction, behind which the server deletes no old rows.
+    waits_in_transaction: ClassVar[bool] = True
     #: The server's time in microseconds, by which tokens count.
     now_sql: ClassVar[str]
     #: Writes down who reads, unless that is done: %(key)s, %(token)s, %(holder)s.
@@ -150,7 +152,7 @@ class SessionServer(ABC):
 
     @abstractmethod
     def wait(self, session: DatabaseSession, wait: Wait) -> Grant | Busy | None:
-        """Do as take() does, but stand in the server's queue."""
+        """Do as take() does, but stand in the server's queue; Busy at the end of *wait*, or up to a second earlier."""
 
     @abstractmethod
     def free(self, session: DatabaseSession) -> bool:
