@@ -299,9 +299,10 @@ _backends: dict[str, RowLockBackend] = {}
 
 
 def _backend(alias: str) -> RowLockBackend:
-    if alias not in _backends:
-        _backends[alias] = RowLockBackend(BackendSettings(alias, options={"using": alias}))
-    return _backends[alias]
+    if (known := _backends.get(alias)) is not None:
+        return known
+    made = RowLockBackend(BackendSettings(alias, options={"using": alias}))
+    return _backends.setdefault(alias, made)  # another thread may have been faster
 
 
 def _abandon_backends() -> None:

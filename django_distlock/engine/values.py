@@ -7,7 +7,6 @@ import hashlib
 import math
 import random
 import secrets
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -20,7 +19,7 @@ from django_distlock.ground.naming import LONGEST_LISTED, line_key, place_key, p
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-#: How many texts a Recent keeps.
+#: How many texts a Recent keeps at least.
 REMEMBERED = 1000
 
 
@@ -238,10 +237,24 @@ class Purged:
     progress: float
 
 
-class Recent(OrderedDict[str, bool]):
-    """The texts that were added last, such as the owners that released, to recognise a repeated or late request."""
+class Recent:
+    """The texts that were added last, such as the owners that released, to recognise a repeated or late request.
+
+    Threads change it without a mutex, so it is a plain dict: an OrderedDict breaks in a Python without the GIL.
+    """
+
+    def __init__(self) -> None:
+        self._texts: dict[str, bool] = {}
+
+    def __contains__(self, text: str) -> bool:
+        return text in self._texts
 
     def add(self, text: str) -> None:
-        self[text] = True
-        if len(self) > REMEMBERED:
-            self.popitem(last=False)
+        self._texts[text] = True
+        if len(self._texts) > 2 * REMEMBERED:
+            # Copied in one step. The last ones stay, however many threads are here.
+            for oldest in [*self._texts][:-REMEMBERED]:
+                self.pop(oldest)
+
+    def pop(self, text: str, default: bool | None = None) -> bool | None:
+        return self._texts.pop(text, default)

@@ -197,18 +197,18 @@ class Turns:
         #: By key. Callers read it to see whether there are any.
         self.wanted: dict[str, _Wanted] = {}
 
-    def refused(self, key: str) -> None:
+    def refused(self, key: str) -> _Wanted:
         if (wanted := self.wanted.get(key)) is not None:
             wanted.left = TURNS
-            return
+            return wanted
         if len(self.wanted) >= MOST_KNOWN:
             self.wanted.clear()
-        self.wanted[key] = _Wanted(TURNS)
+        # Other threads change it too, and may have added one or may remove this one.
+        return self.wanted.setdefault(key, _Wanted(TURNS))
 
     def waited_for(self, key: str, held: float, now: float) -> None:
         """Note that others waited while this process held the lock, for *held* seconds until *now*."""
-        self.refused(key)
-        wanted = self.wanted[key]
+        wanted = self.refused(key)
         wanted.held, wanted.granted, wanted.released = held, None, now
 
     def granted(self, key: str, now: float) -> None:
@@ -216,8 +216,9 @@ class Turns:
             wanted.granted, wanted.released = now, None
 
     def released(self, key: str, now: float) -> None:
-        if (wanted := self.wanted.get(key)) is not None and wanted.granted is not None:
-            wanted.held, wanted.granted, wanted.released = now - wanted.granted, None, now
+        wanted = self.wanted.get(key)
+        if wanted is not None and (granted := wanted.granted) is not None:
+            wanted.held, wanted.granted, wanted.released = now - granted, None, now
 
     def first_pause(self, key: str, now: float) -> float:
         """Return the pause before the first try: that of a waiter that has waited since the release, or 0."""

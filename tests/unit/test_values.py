@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from django_distlock.backends.queue.places import turn_of
 from django_distlock.engine.values import (
     REMEMBERED,
@@ -13,6 +15,10 @@ from django_distlock.engine.values import (
 )
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
+from tests.contract.crew import together
+
+#: How many threads add texts at once.
+THREADS = 4
 
 
 def _held(name: str, key: str = "fee") -> Held:
@@ -49,13 +55,28 @@ def test_the_turn_of_a_waiter_for_any_place_is_one_lock() -> None:
 
 def test_owners_that_ended_lately_are_remembered_until_they_are_many() -> None:
     recent = Recent()
-    for number in range(REMEMBERED):
+    for number in range(2 * REMEMBERED):
         recent.add(str(number))
 
-    assert all(str(number) in recent for number in range(REMEMBERED))
+    assert all(str(number) in recent for number in range(2 * REMEMBERED))
     recent.add("one more")
-    assert "0" not in recent
-    assert "1" in recent
-    assert recent.pop("1", False)
-    assert not recent.pop("1", False)
-    assert "1" not in recent
+    assert str(REMEMBERED) not in recent
+    assert str(REMEMBERED + 1) in recent
+    assert recent.pop("one more", False)
+    assert not recent.pop("one more", False)
+    assert "one more" not in recent
+
+
+def test_many_threads_may_add_and_remove_texts_at_once() -> None:
+    recent, texts = Recent(), range(4 * REMEMBERED)
+
+    def add(thread: int) -> None:
+        for number in texts:
+            recent.add(f"{thread} {number}")
+            if number % 3 == 0:
+                recent.pop(f"{thread} {number}")
+
+    together(*(partial(add, thread) for thread in range(THREADS)))
+
+    known = [f"{thread} {number}" in recent for thread in range(THREADS) for number in texts]
+    assert REMEMBERED // 2 <= sum(known) <= 2 * REMEMBERED
