@@ -23,7 +23,7 @@ from django_distlock.engine.waiting import Wait
 from django_distlock.ground.naming import stored
 
 from .occupants import as_held
-from .sessions import ENDS_WITHIN, PREFIX, SessionServer
+from .sessions import ENDS_WITHIN, OWN_LOCKS, PREFIX, PRIMARY, SessionServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,18 +55,22 @@ _WAS_USED = f"SELECT 1 FROM {COUNTER} WHERE value > %(token)s AND holder LIKE %(
 
 
 class OneServer(MySQL):
-    """Refuses a cluster whose nodes do not know each other's locks."""
+    """Refuses servers that do not know the locks of the others: the nodes of a cluster, a replica."""
 
     def prepare(self, connection: BaseDatabaseWrapper) -> None:
         super().prepare(connection)
         with connection.cursor() as cursor:
-            cursor.execute("SHOW VARIABLES LIKE 'wsrep_on'")
-            if cursor.fetchone() not in {None, ("wsrep_on", "OFF")}:
-                problem = (
-                    f"the database {connection.alias!r} is a Galera cluster, each node of which has row locks and GET_LOCK "
-                    "of its own: callers on two nodes would hold the same lock. Use leases, by DatabaseBackend"
-                )
-                raise Unusable(problem, "Use leases: DatabaseBackend works on a Galera cluster.")
+            cursor.execute("SHOW VARIABLES WHERE variable_name IN ('wsrep_on', 'read_only')")
+            is_on = {name for name, value in cursor.fetchall() if value != "OFF"}
+        if "wsrep_on" in is_on:
+            problem = (
+                f"the database {connection.alias!r} is a Galera cluster, each node of which has row locks and GET_LOCK "
+                "of its own: callers on two nodes would hold the same lock. Use leases, by DatabaseBackend"
+            )
+            raise Unusable(problem, "Use leases: DatabaseBackend works on a Galera cluster.")
+        if "read_only" in is_on:
+            problem = f"the database {connection.alias!r} is read-only, like a replica, {OWN_LOCKS}"
+            raise Unusable(problem, PRIMARY)
 
 
 class MySQLSessions(SessionServer):

@@ -19,7 +19,7 @@ from django_distlock.engine.values import Busy, Grant, digest
 from django_distlock.ground.naming import stored
 
 from .occupants import Occupant, as_held, busy
-from .sessions import ENDS_WITHIN, PREFIX, STAY, SessionServer
+from .sessions import ENDS_WITHIN, OWN_LOCKS, PREFIX, PRIMARY, STAY, SessionServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,7 +138,7 @@ ON CONFLICT (method_name) DO NOTHING"""
     holds: ClassVar[str]
 
     def begin(self, connection: Any) -> None:
-        """Refuse a pooler, which would hand the session with its lock to others; lift the limits."""
+        """Refuse a pooler, which would hand the session with its lock to others, and a standby; lift the limits."""
         if not connection.distlock_is_ours:
             problem = (
                 f"the database {connection.alias!r} is reached through a pooler such as PgBouncer, where a session "
@@ -146,6 +146,9 @@ ON CONFLICT (method_name) DO NOTHING"""
             )
             advice = "Let OPTIONS 'using' name an alias of DATABASES that connects to the server directly."
             raise Unusable(problem, advice)
+        if connection.connection.info.parameter_status("in_hot_standby") == "on":
+            problem = f"the database {connection.alias!r} is a standby, {OWN_LOCKS}"
+            raise Unusable(problem, PRIMARY)
         with connection.cursor() as cursor:
             cursor.execute(_SETTLE)
             try:

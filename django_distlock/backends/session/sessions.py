@@ -30,6 +30,9 @@ PREFIX = "distlock:"
 #: Most characters of a name in a record.
 LONGEST_NAME = 120
 _digest_of_key = lru_cache(maxsize=1000)(digest)
+#: The problem with a replica, and the advice.
+OWN_LOCKS = "which has locks of its own: callers there and on the primary would hold the same lock"
+PRIMARY = "Let OPTIONS 'using' name an alias of DATABASES that connects to the primary."
 #: Seconds within which a session that an operator ends is expected to be gone.
 ENDS_WITHIN = 1.0
 
