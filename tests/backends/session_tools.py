@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +12,9 @@ from django.db import connections
 
 from django_distlock import locks
 from django_distlock.backends.session.backend import SessionBackend
+from django_distlock.engine.values import Grant, Release
+from django_distlock.ground.holder import Holder
+from tests.backends.conftest import apart
 
 KINDS = {
     "rowlock": "django_distlock.backends.rowlock.RowLockBackend",
@@ -23,6 +29,8 @@ BOTH = [
 NUMBER = {"postgres": "SELECT pg_backend_pid()", "mariadb": "SELECT connection_id()"}
 #: Aliases by which as many servers of one application meet the same locks.
 SITES = [f"site{number}" for number in range(12)]
+#: Waits in a hunt, by eight threads. Set it to 50000 for a long run.
+HUNT = int(os.environ.get("DISTLOCK_RACES", "6000"))
 
 
 def aliases(database: str, kind: str, **options: Any) -> dict[str, Any]:
@@ -75,3 +83,19 @@ def session_number(owner: str, alias: str = "locks") -> int:
     session = backend(alias)._sessions[owner]
     number: int = session.connection.distlock_number
     return number
+
+
+def hunt(database: str, name: str, waits: int) -> int:
+    """Have eight servers of an application wait for 1 to 3 ms, again and again; return the grants."""
+
+    def work(site: str) -> int:
+        hunter, number = backend(site), 0
+        for _ in range(waits // 8):
+            request = hunter.request(name, ttl=60.0, holder=Holder.current())
+            answer = hunter.try_acquire(request, queued=True, left=random.uniform(0.001, 0.003))
+            if isinstance(answer, Grant):
+                number += 1
+                assert hunter.release(request) is Release.RELEASED
+        return number
+
+    return sum(apart(database, *(partial(work, site) for site in SITES[:8])))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,20 +13,17 @@ from django_distlock import LockBackendError, NotSupported, lock, locks
 from django_distlock.backends.database.dialect import COUNTER
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
-from tests.backends.conftest import SERVERS, apart
+from tests.backends.conftest import SERVERS
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually
 
-from .session_tools import SITES, aliases, ask, backend, waiters
+from .session_tools import HUNT, SITES, aliases, ask, backend, hunt, waiters
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
     from tests.fixtures.mariadb import MariaDB
     from tests.fixtures.postgres import PostgreSQL
-
-#: Waits in the ghost hunt, by eight threads. Set it to 50000 for a long run.
-HUNT = int(os.environ.get("DISTLOCK_RACES", "6000"))
 
 
 @pytest.fixture(params=SERVERS)
@@ -52,7 +46,7 @@ def bare(request: pytest.FixtureRequest, settings: Settings) -> Iterator[str]:
 
 @pytest.mark.timeout(180)
 def test_a_wait_that_times_out_as_it_is_granted_leaves_no_ghost(database: str, name: str) -> None:
-    granted = _hunt(database, name, HUNT)
+    granted = hunt(database, name, HUNT)
 
     assert granted > 100
     for site in SITES:
@@ -61,22 +55,6 @@ def test_a_wait_that_times_out_as_it_is_granted_leaves_no_ghost(database: str, n
     assert not lock(name, using="locks").locked()
     with lock(name, using="locks", timeout=0):
         pass
-
-
-def _hunt(database: str, name: str, waits: int) -> int:
-    """Have eight servers of an application wait for 1 to 3 ms, again and again; return the grants."""
-
-    def work(site: str) -> int:
-        hunter, number = backend(site), 0
-        for _ in range(waits // 8):
-            request = hunter.request(name, ttl=60.0, holder=Holder.current())
-            answer = hunter.try_acquire(request, queued=True, left=random.uniform(0.001, 0.003))
-            if isinstance(answer, Grant):
-                number += 1
-                assert hunter.release(request) is Release.RELEASED
-        return number
-
-    return sum(apart(database, *(partial(work, site) for site in SITES[:8])))
 
 
 def test_without_fencing_there_are_no_rows_and_no_tokens(bare: str, name: str) -> None:

@@ -19,7 +19,7 @@ from tests.backends.conftest import SERVERS
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time
 
-from .session_tools import aliases, backend, session_number, waiters
+from .session_tools import HUNT, aliases, backend, hunt, session_number, waiters
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -114,6 +114,18 @@ def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(
 
 def _refused(name: str, using: str, timeout: float) -> None:
     assert not lock(name, using=using).acquire(timeout=timeout)
+
+
+@pytest.mark.server
+@pytest.mark.timeout(180)
+def test_a_wait_that_times_out_as_it_is_granted_is_refused_or_a_lock_that_can_be_released(
+    postgres: PostgreSQL, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = aliases("postgres", "rowlock", io_timeout=10.0)
+
+    assert hunt("postgres", name, HUNT) > 100
+
+    locks.close()
 
 
 def test_a_row_that_is_deleted_meanwhile_is_made_again(database: str, name: str) -> None:

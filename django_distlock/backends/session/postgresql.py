@@ -79,6 +79,9 @@ SELECT pg_terminate_backend(pid, %(patience)s) FROM pg_stat_activity WHERE appli
 # In the statement that waits for a row: changes the limit for those that follow it; its own goes on.
 # lock_timeout is no limit for it, as it begins again when it has waited for those before it, or for another holder.
 UNLIMITED = "set_config('statement_timeout', %s, true)"
+# After it, in the same request: one row if the row is locked. A limit that ran out at that moment ends this statement,
+# not the first one of the holder.
+_IS_LOCKED = "SELECT 1 WHERE current_setting('statement_timeout') = '0'"
 # Each session plans them once: who has the row is waited for, or passed by; and who had it last, if there is a row.
 _PREPARE_ROWS = (
     f"PREPARE distlock_row(text) AS SELECT c.holder FROM {LOCK} AS l LEFT JOIN {COUNTER} AS c"
@@ -202,9 +205,10 @@ class PostgreSQLRows(PostgreSQLSessions):
         self, session: DatabaseSession, patience: float, wait: Wait | None = None
     ) -> Grant | Busy | None:
         """Lock the row. With SKIP LOCKED a refusal is no error, for which the server would keep a log."""
-        how, limits = "SKIP LOCKED", ""
+        how, limits, ends = "SKIP LOCKED", "", ""
         if wait is not None:
-            how, limits = "", f"SET LOCAL statement_timeout = {milliseconds(wait.left)};"
+            limit = milliseconds(wait.left) or LONGEST
+            how, limits, ends = "", f"SET LOCAL statement_timeout = {limit};", f"; {_IS_LOCKED}"
         request, connection = session.request, session.connection
         if connection.distlock_limit != request.ttl:
             self.keep(session, request.ttl)
@@ -212,7 +216,7 @@ class PostgreSQLRows(PostgreSQLSessions):
         key = literal(request.key)
         begin = f"BEGIN; SET LOCAL application_name = '{session.label}'; {limits}"
         try:
-            answer = session.execute(f"{begin} EXECUTE distlock_{mode}{len(how)}({key})")
+            answer = session.execute(f"{begin} EXECUTE distlock_{mode}{len(how)}({key}){ends}")
             if answer.statusmessage == "SELECT 1":
                 return Grant(None)
         except OperationalError as error:
