@@ -11,7 +11,7 @@ from django.db import connections
 from django.db.transaction import atomic
 
 from django_distlock import LockBackendError, lock, locks
-from tests.fixtures.token_engine.base import tokens
+from tests.fixtures.token_engine import tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,7 +94,7 @@ def test_each_connection_asks_the_engine_for_its_password(
     with pytest.raises(LockBackendError, match="Access denied"):
         lock(name, using="own").acquire()
 
-    monkeypatch.setattr("tests.fixtures.token_engine.base.tokens", ["next"])
+    monkeypatch.setattr("tests.fixtures.token_engine.tokens", ["next"])
 
     with lock(name, using="own"):
         pass
@@ -104,7 +104,7 @@ def test_each_connection_asks_the_engine_for_its_password(
 def test_an_engine_that_gets_no_password_is_an_error_of_ours(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.fixtures.token_engine.base.tokens", [])
+    monkeypatch.setattr("tests.fixtures.token_engine.tokens", [])
 
     with pytest.raises(LockBackendError, match="no connection parameters") as refused:
         lock(name, using="own").acquire()
