@@ -80,6 +80,8 @@ class BaseLockBackend(ABC):
     session_bound: ClassVar[bool] = False
     #: The clock that ends a lease on the server: "server", "client", or "session" (it ends with that).
     clock: ClassVar[str] = "server"
+    #: Whether its verbs ask a database, which Django forbids in the thread of an event loop.
+    asks_database: ClassVar[bool] = False
     #: The first part of its keys, for backends that share a table.
     kind: ClassVar[str] = ""
     #: Makes the requests of request().

@@ -34,8 +34,8 @@ from .once import (
     free,
     free_text,
     packed,
+    refuse_event_loop,
     task_id,
-    telling,
     unless_ended,
     unpacked,
 )
@@ -193,7 +193,8 @@ class UniqueTask(DjangoTask):  # type: ignore[misc]  # Celery has no types
         lock.task = checked_task(self.name, task_id)
         _give_way(name)
         instead = f"await sync_to_async({self.__name__}.delay)(...)"
-        with telling(instead), self._take(lock) as lease:
+        refuse_event_loop(self.once.using, instead)
+        with self._take(lock) as lease:
             return lease, lease.hand_over(seconds)
 
     def _take(self, lock: Lock) -> Lease:

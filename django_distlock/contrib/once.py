@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from django.core import signing
-from django.core.exceptions import SynchronousOnlyOperation
 from django.core.signing import BadSignature
+from django.utils.asyncio import async_unsafe
 
 from django_distlock.conf import checked_ttl, flag
 from django_distlock.engine.lease import Lease
@@ -188,14 +188,15 @@ def _release_later(text: str, problem: LockBackendError) -> None:
     until_done(problem.alias, partial(_release, text), clock.lease_time() + LEASE)
 
 
-@contextmanager
-def telling(instead: str) -> Iterator[None]:
-    """Say what to write in async code, *instead* of a call that asks a database."""
-    try:
-        yield
-    except SynchronousOnlyOperation as error:
-        msg = f"The lock of a unique task is in a database: in async code, write {instead}."
-        raise SynchronousOnlyOperation(msg) from error
+def refuse_event_loop(using: str, instead: str) -> None:
+    """Raise SynchronousOnlyOperation in the thread of an event loop, if the locks of *using* are in a database.
+
+    *instead*: what to write in async code. Django raises it only when a connection is opened, and not when an
+    idle one is used.
+    """
+    if locks[using].asks_database:
+        text = f"The lock of a unique task is in a database: in async code, write {instead}."
+        async_unsafe(text)(bool)()
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from .once import (
     checked_lease,
     free,
     packed,
+    refuse_event_loop,
     task_id,
-    telling,
     unless_ended,
     unpacked,
 )
@@ -138,7 +138,8 @@ class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic
         wait = self.run_after.timestamp() - time.time() if self.run_after else 0.0
         lock = Lock(name, **terms, timeout=0, reentrant=False)
         try:
-            with telling("await task.aenqueue(...)"), lock as lease:
+            refuse_event_loop(once.using, "await task.aenqueue(...)")
+            with lock as lease:
                 text = lease.hand_over(once.lease + max(0.0, wait))
         except LockNotAcquired as busy:
             if not busy.holder or task_id(busy.holder.purpose, self.module_path) is None:

@@ -77,6 +77,7 @@ class ConnectionOptions:
 class BaseDatabaseBackend(BaseLockBackend):
     """Locks that live in the database ``OPTIONS["using"]``, with fencing tokens beside them."""
 
+    asks_database = True
     #: The kinds of databases that can keep them, and their names for people.
     vendors: ClassVar[dict[str, str]] = {"postgresql": "PostgreSQL", "mysql": "MariaDB, MySQL"}
 
