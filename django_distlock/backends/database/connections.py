@@ -366,7 +366,8 @@ def _class_of_own(engine: type[BaseDatabaseWrapper]) -> type[BaseDatabaseWrapper
         for name, member in vars(kind).items()
         if not name.startswith("__")
     }
-    members["get_connection_params"] = get_connection_params
+    if engine.get_connection_params is not of_django.get_connection_params:
+        members["get_connection_params"] = get_connection_params
     return type(engine.__name__, (engine,), members)
 
 
