@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _socket
+import socket
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -11,19 +13,43 @@ from django_distlock.ground import clock
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+#: Seconds after which an idle connection is not used again: routers forget it after some minutes, often silently
+#: (Azure after 4, the balancers of AWS after 6).
+IDLE = 60.0
+
+
+def set_keepalive(line: _socket.socket) -> None:
+    """Set TCP keepalive, so that a dead server machine is noticed within about ten seconds."""
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
 
 class IdleStack(deque[Any]):
-    """Take a connection by pop(), and put it back by append(): single steps, which need no lock.
+    """Take a connection by pop(), and put it back by keep(): single steps, which need no lock.
 
-    As the one that was used last is taken first, those that are not needed stay at the other end.
+    *used_at* of a connection is the time of its last use (clock.wait_time()). As the one that was used last is taken first, those that are not needed stay at the other end.
     """
 
+    def keep(self, connection: Any) -> None:
+        """Keep *connection* for the next request, and close those that are not needed."""
+        if self:
+            self.close_unused(lambda unused: unused.close(), IDLE)
+        connection.used_at = clock.wait_time()
+        self.append(connection)
+
     def fit_one(self) -> Any:
-        """Return a connection that the server has neither closed nor used without a request, or None."""
+        """Return a connection that was used within IDLE seconds and is still sound, or None.
+
+        It is not sound if the server has closed it, or has sent something without a request.
+        """
         while self:
             with suppress(IndexError):  # another thread has taken the last one
                 connection = self.pop()
-                if not connection.has_news():
+                is_fresh = clock.wait_time() - connection.used_at < IDLE
+                if is_fresh and not connection.has_news():
                     return connection
                 connection.close()
         return None
@@ -34,7 +60,7 @@ class IdleStack(deque[Any]):
                 close(self.pop())
 
     def close_unused(self, close: Callable[[Any], object], seconds: float) -> None:
-        """Close the connections whose last use, *used_at* (clock.wait_time()), was so many *seconds* ago."""
+        """Close the connections whose last use was so many *seconds* ago."""
         before = clock.wait_time() - seconds
         with suppress(IndexError):
             while (oldest := self.popleft()).used_at < before:

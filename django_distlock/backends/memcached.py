@@ -28,7 +28,7 @@ from .cache_alias import (
     plain_key,
     whole_seconds,
 )
-from .idle import IdleStack
+from .idle import IdleStack, set_keepalive
 
 _T = TypeVar("_T")
 
@@ -215,6 +215,8 @@ class MemcachedConnection:
             raise NotCarriedOut(f"it cannot be reached: {error}") from error
         self._socket.settimeout(answer)
         self._replies = self._socket.makefile("rb")
+        #: The time of its last use.
+        self.used_at = 0.0
         #: Returns whether the server has closed the connection; never under eventlet, which has no poll().
         self.has_news: Callable[[], object] = bool
         if hasattr(select, "poll"):
@@ -315,7 +317,7 @@ class Pool:
             self.close()
             raise LockOutcomeUnknown(self._alias, self._told(error)) from root_cause(error)
         if len(self._idle) < KEPT:
-            self._idle.append(connection)
+            self._idle.keep(connection)
         else:
             connection.close()
         return answer
@@ -341,7 +343,7 @@ def _connected(server: Any, given: dict[str, Any], timeout: float) -> Any:
             link.connect(path)
         else:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            set_keepalive(link)
             if alive := given.get("socket_keepalive"):
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, alive.idle)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, alive.intvl)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -32,7 +33,7 @@ from .background import background
 from .bells import TaskBell, ThreadBell
 from .deadlocks import LockId, Waiter, wait_graph
 from .registry import registry
-from .steps import Steps, arun, asking_again, is_worth_asking_again, run
+from .steps import SETTLE, Steps, arun, asking_again, is_worth_asking_again, run
 from .values import Busy, Grant, Request, first_place, first_to_end
 from .waiting import Queueing, Wait, Waiting, Way
 
@@ -467,7 +468,10 @@ class Attempt:
     def _settled(
         self, ask: Act, failed: LockBackendError | None = None, began: float = 0.0
     ) -> Steps[Act, Any]:
-        """Send the request, and once more if its reply is lost. *failed*, *began*: of a first time already over."""
+        """Send the request, and once more if its reply is lost. *failed*, *began*: of a first time already over.
+
+        The first time may have taken long, as on a connection that a router has forgotten, if as much time is left.
+        """
         if failed is None:
             began = clock.lease_time()
             self.requests += 1
@@ -475,7 +479,10 @@ class Attempt:
                 return (yield ask)
             except LockOutcomeUnknown as lost:
                 failed = lost.with_traceback(None)  # as in acquire()
-        if not is_worth_asking_again(failed, began):
+        left = self.wait.left
+        if not is_worth_asking_again(
+            failed, began, math.inf if left is None else max(left, SETTLE)
+        ):
             raise failed
         self.requests += 1
         return (yield from asking_again(ask, failed))

@@ -595,6 +595,15 @@ def test_a_line_that_is_silent_is_an_error_and_soon(
     eventually(lambda: not backend()._recipe._doomed and not line(etcd, namespace, "x"), 10)
 
 
+def test_connections_that_a_router_swallows_are_replaced_unseen(proxy: Proxy) -> None:
+    with lock("x", using="locks"):
+        pass
+    proxy.swallow()
+
+    with lock("x", using="locks", timeout=0) as lease:
+        lease.check()
+
+
 async def test_a_task_is_told_of_a_line_that_is_silent(proxy: Proxy, settings: Settings) -> None:
     set_options(settings, io_timeout=1.0)
     async with lock("x", using="locks"):

@@ -477,6 +477,17 @@ def test_a_connection_that_was_cut_while_it_was_idle_is_not_noticed(
         lease.extend()
 
 
+def test_connections_that_a_router_swallows_are_replaced_within_the_timeout(
+    proxy: Proxy, name: str
+) -> None:
+    with lock(name, using="locks"):
+        pass
+    proxy.swallow()
+
+    with lock(name, using="locks", timeout=10) as lease:
+        lease.extend()
+
+
 def test_a_server_that_hangs_is_an_error_and_never_busy_held_or_free(
     server: Memcached, settings: Settings, name: str
 ) -> None:

@@ -233,6 +233,17 @@ async def test_connections_that_a_router_forgot_fail_once_for_all(proxy: Proxy, 
         await lease.aextend()
 
 
+async def test_connections_that_a_router_swallows_are_replaced_within_the_timeout(
+    proxy: Proxy, server: Redis, settings: Settings, name: str
+) -> None:
+    configure(settings, server, proxy.port, io_timeout=1.0)
+    await be_a_crowd(name)
+    proxy.swallow()
+
+    async with lock(name, timeout=10) as lease:
+        lease.check()
+
+
 async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
     server: Redis, settings: Settings, name: str
 ) -> None:

@@ -302,6 +302,15 @@ def test_connections_that_a_router_forgot_fail_once_for_all(proxy: Proxy, name: 
         lease.extend()
 
 
+def test_connections_that_a_router_swallows_are_replaced_within_the_timeout(
+    proxy: Proxy, name: str
+) -> None:
+    proxy.swallow()
+
+    with lock(name, timeout=10) as lease:
+        lease.extend()
+
+
 def test_a_waiter_whose_connection_breaks_goes_on_waiting(direct: Redis, name: str) -> None:
     with lock(name, using="direct", ttl=LONG) as lease:
         waiter = wait_for(direct, name)

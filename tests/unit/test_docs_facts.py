@@ -14,7 +14,7 @@ from django.dispatch import Signal
 
 import django_distlock
 from django_distlock import admin, conf, decorators, lock, locks, operators, signals
-from django_distlock.backends import cache, cache_alias
+from django_distlock.backends import cache, cache_alias, idle
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.cache import CacheOptions
 from django_distlock.backends.database import (
@@ -336,7 +336,7 @@ FACTS = [
     (DATABASE_PAGE, "ends 1 % of the ttl and 2 milliseconds earlier"),
     (DATABASE_PAGE, f"about every {looks(MySQL)} milliseconds"),
     (DATABASE_PAGE, f"about every {looks(SQLite)} milliseconds; it reads"),
-    (REDIS_PAGE, f"idle for {redis_connections.IDLE:g} seconds"),
+    (REDIS_PAGE, f"idle for {idle.IDLE:g} seconds"),
     (CACHE_PAGE, f"longer than {cache_alias.LONGEST_KEY} characters"),
     (CACHE_PAGE, f"more than {cache.MARGIN:g} second of its ttl is left"),
     (CACHE_PAGE, f"A ttl is {cache_alias.LEAST_TTL:g} seconds to {DAYS:g} days"),

@@ -10,12 +10,14 @@ import pytest
 
 from django_distlock import LockOutcomeUnknown, lock
 from django_distlock.exceptions import Contended
+from django_distlock.ground import clock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from django_distlock import Lease, LockBackendError
     from django_distlock.backends.locmem import LocMemBackend
+    from tests.fixtures.clocks import StoppedClock
 
 
 @pytest.fixture
@@ -58,3 +60,26 @@ def test_its_error_keeps_no_lease_alive(
 
     assert len(tries) == 2
     assert known() is None
+
+
+@pytest.mark.parametrize(("timeout", "tries"), [(0, 1), (1.5, 1), (2.5, 2), (None, 2)])
+def test_one_that_took_long_is_repeated_if_as_much_time_is_left(
+    memory: LocMemBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_clock: StoppedClock,
+    timeout: float | None,
+    tries: int,
+) -> None:
+    monkeypatch.setattr(clock, "lease_time", wait_clock)
+    asked = []
+
+    def hang(*args: Any, **wishes: Any) -> Any:
+        asked.append(args)
+        wait_clock.now += 1.0
+        raise LockOutcomeUnknown("default", "no answer within a second")
+
+    monkeypatch.setattr(memory, "try_acquire", hang)
+
+    with pytest.raises(LockOutcomeUnknown):
+        lock("a", timeout=timeout).acquire()
+    assert len(asked) == tries

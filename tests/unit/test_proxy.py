@@ -142,6 +142,20 @@ def test_a_forgotten_connection_is_reset_at_its_next_request(
     assert Echo.heard == b"helloagain"
 
 
+def test_a_swallowed_connection_is_silent_and_a_new_one_works(
+    proxy: Proxy, client: socket.socket
+) -> None:
+    ask(client, b"hello")
+    proxy.swallow()
+
+    client.settimeout(ANSWERED)
+    with pytest.raises(TimeoutError):
+        ask(client, b"gone")
+    with socket.create_connection((proxy.host, proxy.port)) as newcomer:
+        assert ask(newcomer, b"again") == b"again"
+    assert Echo.heard == b"helloagain"
+
+
 def test_cut_resets_and_refuses_until_healed(proxy: Proxy, client: socket.socket) -> None:
     ask(client, b"hello")
     proxy.cut()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import Error
 
+from django_distlock.backends.idle import set_keepalive
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 
@@ -184,13 +185,10 @@ def cut(connection: BaseDatabaseWrapper) -> None:
 def keep_alive(connection: BaseDatabaseWrapper) -> None:
     """Set TCP keepalive, so that a dead server machine is noticed within about ten seconds."""
     found = descriptor(connection)
-    if found is None or not hasattr(socket, "TCP_KEEPIDLE"):
+    if found is None:
         return
     with _line(found) as line, contextlib.suppress(OSError):  # a Unix socket needs none
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        set_keepalive(line)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from django_distlock.backends.base import KEYS
+from django_distlock.backends.idle import IDLE, set_keepalive
 from django_distlock.engine.values import Secret, SecretBytes
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 from django_distlock.ground import clock
@@ -30,7 +31,7 @@ ELECTION = 0.1
 #: How many bytes are read at once.
 CHUNK = 65_536
 #: How many idle connections are kept.
-IDLE = 10
+KEPT = 10
 #: How many operations etcd accepts in one transaction, by default; those in a nested one count, too.
 OPERATIONS = 128
 #: The name of a key that is not written.
@@ -100,8 +101,9 @@ class MemberConnection:
 
     def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None) -> None:
         self.endpoint = endpoint
-        #: Whether a request may have been sent.
+        #: Whether a request may have been sent; the time of its last use.
         self.is_used = False
+        self.used_at = 0.0
         #: Whether the member goes on to answer on it.
         self.is_kept = True
         self._host = f"Host: {endpoint}"
@@ -141,6 +143,7 @@ class MemberConnection:
         host, port, _ = self.endpoint
         self._socket = socket.create_connection((host, port), seconds)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_keepalive(self._socket)
         if self._tls is not None:
             self._socket = self._tls.wrap_socket(self._socket, server_hostname=host)
         return self._socket
@@ -269,12 +272,15 @@ class Gateway:
 
         And whether the request was sent before, or without a reply, and may be carried out later.
         """
-        was_sent = False
+        was_sent, ends, is_only = False, clock.wait_time() + seconds, len(self._members) == 1
         while True:
             connection = self._connection()
             was_used = connection.is_used
+            # No other member is asked if a router has silently forgotten the connection.
+            share = 0.5 if was_used and is_only else 1.0
+            patience = max(0.01, (ends - clock.wait_time()) * share)
             try:
-                reply = _read(connection, path, body, self._token, seconds)
+                reply = _read(connection, path, body, self._token, patience)
             except Refused as refused:
                 self._put_back(connection)
                 if not refused.is_transient:
@@ -285,8 +291,10 @@ class Gateway:
                 self._drop(connection)
                 # Without a connection, nothing was sent.
                 was_sent |= connection.is_used
-                if was_used and not isinstance(error, TimeoutError):
-                    continue  # it was closed while idle: this member may have been started again
+                if was_used:
+                    self._drop_idle()  # they are probably broken too
+                if was_used and (is_only or not isinstance(error, TimeoutError)):
+                    continue  # it broke while it was idle: this member may be well
                 self._turn_from(connection.endpoint)
                 return error, was_sent
             except BaseException:
@@ -314,7 +322,7 @@ class Gateway:
         while self._idle:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 found = self._idle.pop()
-                if found.endpoint == first:
+                if found.endpoint == first and clock.wait_time() - found.used_at < IDLE:
                     return found
                 self._drop(found)
         return self._made(first)
@@ -325,10 +333,16 @@ class Gateway:
         return made
 
     def _put_back(self, connection: MemberConnection) -> None:
-        if connection.is_kept and connection in self._open and len(self._idle) < IDLE:
+        if connection.is_kept and connection in self._open and len(self._idle) < KEPT:
+            connection.used_at = clock.wait_time()
             self._idle.append(connection)
         else:
             self._drop(connection)
+
+    def _drop_idle(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self._drop(self._idle.pop())
 
     def _drop(self, connection: MemberConnection) -> None:
         self._open.discard(connection)

@@ -55,7 +55,6 @@ from django_distlock.exceptions import (
     first_line,
     root_cause,
 )
-from django_distlock.ground import clock
 
 from .scripts import FORCE, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
 from .sources import Source
@@ -66,8 +65,6 @@ Command = tuple[str | int | bytes, ...] | Call
 #: Steps that yield commands, which are sent together, and get their answers; an error is an answer.
 Conversation = Generator[Sequence[Command], list[Any], _T]
 
-#: Seconds after which an idle connection is closed if there are others.
-IDLE = 60.0
 #: Tries of tasks that are under way at once, and other requests of theirs. With thousands of them the event loop
 #: reads answers so late that they seem not to have come in time.
 AT_ONCE = 64
@@ -300,10 +297,7 @@ class _Link:
         if not connection.is_whole:
             connection.close()
             return
-        if self._idle:
-            self._idle.close_unused(_close, IDLE)
-        connection.used_at = clock.wait_time()
-        self._idle.append(connection)
+        self._idle.keep(connection)
         if connection.born != self._closings:
             self._idle.close_all(_close)
 
