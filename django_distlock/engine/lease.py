@@ -445,8 +445,10 @@ class Lease(metaclass=_Shown):
             if granted.place is not None:
                 self.request = self.request.at(granted.place)
             self._holds_until = None if self._max_hold is None else start + self._max_hold
+            # Before it is held, and so may be renewed. Not from now: after a late answer, less of it is left.
+            self.due = max(now, start + ttl / 3)
             self._state = State.HELD
-        self.due = registry.granted(self, start, now)
+        registry.granted(self, now)
         if self.request.place is not None:
             self.leave_line()  # the next one may find another place
         return True

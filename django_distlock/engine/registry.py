@@ -73,14 +73,11 @@ class Registry:
         if self._ended_by not in {0, threading.get_ident()}:
             raise SystemExit
 
-    def granted(self, lease: Lease, start: float, now: float) -> float:
-        """Begin to renew *lease*, asked for at *start* and held from *now* (lease time); return when it is due."""
-        # Not from now: after a late answer, less of the lease is left.
-        due = max(now, start + lease.request.ttl / 3)
-        look = min(due, now + SWEEP)
+    def granted(self, lease: Lease, now: float) -> None:
+        """Begin to look after *lease*, held from *now* (lease time)."""
+        look = min(lease.due, now + SWEEP)
         if look < self._alarm.due:
             self._alarm.at(look)
-        return due
 
     def discard(self, lease: Lease) -> None:
         self._known.pop(id(lease), None)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -238,3 +239,21 @@ def test_a_callback_that_exits_ends_no_renewal(watched: Watched) -> None:
     with lock("a", ttl=4.5) as lease:
         eventually(lambda: watched.batches, what="the other lease is renewed")
         lease.check()
+
+
+def test_a_lease_is_not_due_while_it_is_being_granted(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due: list[object] = []
+    granted = registry.granted
+
+    def look_at_that_moment(*args: Any) -> Any:
+        due.extend(registry._take_due().values())
+        return granted(*args)
+
+    monkeypatch.setattr(registry, "granted", look_at_that_moment)
+
+    with lock("a", ttl=60):
+        pass
+
+    assert not due
