@@ -59,7 +59,7 @@ class Row:
         """The state in the language of the page."""
         text = str(LockState(self.held.state).label)
         if self.held.place is not None:
-            place = {"state": text, "place": self.held.place + 1, "limit": self.held.limit}
+            place = {"state": text, "place": self.held.place, "limit": self.held.limit}
             if self.held.limit is None:  # nobody holds it, or the holder cannot be read
                 return _("%(state)s, place %(place)s") % place
             return _("%(state)s, place %(place)s of %(limit)s") % place

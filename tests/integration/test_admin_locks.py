@@ -123,9 +123,9 @@ def test_places_are_shown_as_such_and_stand_together(name: str, viewer: Client) 
 
     shown = [(row.held.name[-1], row.state) for row in page.context["page"]]
     assert shown == [
-        ("a", "held, place 1 of 1"),
-        *(("b", f"held, place {place} of 3") for place in (1, 2, 3)),
-        ("c", "held, place 1 of 1"),
+        ("a", "held, place 0 of 1"),
+        *(("b", f"held, place {place} of 3") for place in (0, 1, 2)),
+        ("c", "held, place 0 of 1"),
     ]
     assert all(state in page.text for _, state in shown)
 

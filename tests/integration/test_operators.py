@@ -92,10 +92,10 @@ def test_each_lock_of_each_alias_is_a_line(name: str) -> None:
         (BARE, ["held", "-", "-", "-", "-"]),
         (replace(BARE, holder=HOLDER, waiters=0), ["held", str(HOLDER), "-", "-", "0"]),
         (replace(BARE, shared=True, waiters=3), ["held, shared", "-", "-", "-", "3"]),
-        (replace(BARE, key="fees~2", waiters=3), ["held, place 3", "-", "-", "-", "-"]),
+        (replace(BARE, key="fees~2", waiters=3), ["held, place 2", "-", "-", "-", "-"]),
         (
             replace(BARE, key="fees~0", holder=replace(HOLDER, limit=4)),
-            ["held, place 1 of 4", str(HOLDER), "-", "-", "-"],
+            ["held, place 0 of 4", str(HOLDER), "-", "-", "-"],
         ),
         (replace(BARE, age=5400.0), ["held", "-", "10:30 (90 minutes ago)", "-", "-"]),
         (replace(BARE, age=60.0), ["held", "-", "11:59:00 (60 s ago)", "-", "-"]),
@@ -122,7 +122,7 @@ def test_the_places_of_a_lock_are_listed_together(monkeypatch: pytest.MonkeyPatc
 
     rows = listed("--using=memory")
 
-    places = ["held, place 1", "held, place 3", "held, place 11"]
+    places = ["held, place 0", "held, place 2", "held, place 10"]
     assert [row[1:3] for row in rows] == [*([each, "fees"] for each in places), ["held", "rent"]]
 
 

@@ -109,7 +109,7 @@ def _cells(alias: str, held: Held) -> tuple[str, ...]:
         since = f"{clock.time_of_day(began)} ({clock.in_words(held.age)} ago)"
     state = f"{held.state}, shared" if held.shared else held.state
     if held.place is not None:
-        state = f"{state}, place {held.place + 1}"
+        state = f"{state}, place {held.place}"
         if held.limit is not None:
             state = f"{state} of {held.limit}"
     waiters = "-" if held.waiters is None else str(held.waiters)
