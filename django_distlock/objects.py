@@ -84,4 +84,8 @@ def locked(instance: _M, **terms: Unpack[LockTerms]) -> LockedObject[_M]:
     The lock is called like ``lock(instance)``, "shop.account:7". A FencedModel is claimed: see Lease.claim().
     *terms* are those of lock(). ValueError if it is not saved; DoesNotExist of its model if it was deleted.
     """
+    if not isinstance(instance, Model):
+        what = type(instance).__name__
+        msg = f"locked() takes a saved model instance, not {what}. For a lock by its name, write lock(...)."
+        raise TypeError(msg)
     return LockedObject(instance, **terms)

@@ -214,3 +214,8 @@ def test_a_field_of_a_decorators_name_may_be_an_instance() -> None:
 
     charge_by_name(saved(Account(pk=7, name="Ada")))
     assert names == ["fee:testproject.account:7:2026", "fee:Ada"]
+
+
+def test_locked_says_what_to_write_for_a_name() -> None:
+    with pytest.raises(TypeError, match=r"instance, not str\. .* write lock\(\.\.\.\)"):
+        locked("shop.purse:7")  # type: ignore[type-var]  # the point of this test
