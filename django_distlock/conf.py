@@ -24,6 +24,9 @@ KEYS = ("BACKEND", "TTL", "TIMEOUT", "KEY_PREFIX", "STRICT", "OPTIONS", "TEST")
 #: The backend that replaces others while Django's tests run, and the keys of TEST, which can choose another one.
 TEST_BACKEND = "django_distlock.backends.locmem.LocMemBackend"
 TEST_KEYS = ("BACKEND", "OPTIONS")
+#: The options that say where the server is, and what else they are called.
+_ADDRESSES = {"location", "servers", "endpoints", "hosts", "using", "cache"}
+_GUESSES = _ADDRESSES | {"url", "urls", "host", "server", "address", "database", "db", "alias"}
 #: Seconds, about 31 years: servers add a time to the current date, and the sum must fit.
 LONGEST = 1e9
 LEAST_TTL = 0.01
@@ -138,9 +141,15 @@ def checked_options(backend: type[Any], found: BackendSettings) -> BackendSettin
     known = sorted(option.name for option in fields(backend.options_class))
     for option in found.options:
         if option not in known:
-            hint = f" It takes {', '.join(known)}." if known else " It takes none."
+            hint = f" It takes {', '.join(known)}" if known else " It takes none"
+            if (lower := str(option).lower()) in known:
+                hint += f": write {lower!r}"
+            elif lower.upper() in KEYS:
+                hint += f": write {lower.upper()} beside OPTIONS"
+            elif lower in _GUESSES and (meant := _ADDRESSES.intersection(known)):
+                hint += f": write {meant.pop()!r}"
             raise InvalidLockBackend(
-                f"DISTLOCK[{found.alias!r}]: unknown OPTIONS {option!r}.{hint}"
+                f"DISTLOCK[{found.alias!r}]: unknown OPTIONS {option!r}.{hint}."
             )
     return found
 
@@ -170,7 +179,12 @@ def read_alias(alias: str, values: object) -> BackendSettings:
         raise InvalidLockBackend(f"{where} must be a dict, not {type(values).__name__}.")
     for key in values:
         if key not in KEYS:
-            raise InvalidLockBackend(f"{where}: unknown key {key!r}. It takes {', '.join(KEYS)}.")
+            hint = f" It takes {', '.join(KEYS)}"
+            if (upper := str(key).upper()) in KEYS:
+                hint += f": write {upper}"
+            elif upper.lower() in _GUESSES:
+                hint += ": the address of the server is one of its OPTIONS"
+            raise InvalidLockBackend(f"{where}: unknown key {key!r}.{hint}.")
     try:
         return BackendSettings(
             alias=alias,

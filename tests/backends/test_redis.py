@@ -653,7 +653,9 @@ def test_a_key_function_that_hides_the_key_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"location": "http://x"}, "redis://"),
+        ({"location": "http://x"}, r"redis://, rediss://, valkey://, valkeys:// or unix://\.?$"),
+        ({"location": "valkey://x:port"}, "Port could not be cast"),
+        ({"location": "redis://:a#b@x"}, r"quoted \(%23 for #\)"),
         ({"location": 7}, "'location' must be a URL"),
         ({"cluster": True, "location": "redis://x/3"}, "database 0 only"),
         ({"cluster": True, "scripting": False}, "'scripting'"),

@@ -280,6 +280,27 @@ async def test_sentinels_that_hang_are_passed_over(
         locks.reset()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_sentinels_that_are_down_are_named_in_a_few_words(
+    settings: Settings, name: str, is_async: bool
+) -> None:
+    cache = {
+        "BACKEND": "django_redis.cache.RedisCache",
+        "LOCATION": "redis://mymaster/0",
+        "OPTIONS": {"SENTINELS": [("127.0.0.1", 1), ("127.0.0.1", 2)]},
+    }
+    settings.CACHES = {**settings.CACHES, "down": cache}
+    by_cache = "django_distlock.backends.redis.CacheRedisBackend"
+    settings.DISTLOCK = {"default": {"BACKEND": by_cache, "OPTIONS": {"cache": "down"}}}
+
+    with pytest.raises(LockBackendError, match=r"No master found for .*127\.0\.0\.1:1 - ") as down:
+        await lock(name, timeout=0).aacquire() if is_async else lock(name, timeout=0).acquire()
+
+    assert "127.0.0.1:2 - " in str(down.value)
+    assert len(str(down.value)) < 300
+    locks.reset()
+
+
 # Event loops that come and go.
 
 

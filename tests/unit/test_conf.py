@@ -46,6 +46,7 @@ from tests.fixtures.tenancy import tenant
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 DUMMY = "django_distlock.backends.dummy.DummyBackend"
+REDIS = "django_distlock.backends.redis.RedisBackend"
 
 WRONG: dict[str, tuple[Any, str]] = {
     "no dict": ([], "DISTLOCK must be a dict of aliases, not list."),
@@ -132,6 +133,28 @@ def test_a_wrong_setting_is_told_at_first_use_and_by_check(settings: Settings, w
     assert error.msg == str(caught.value)
     assert error.id == "distlock.E001"
     assert error.hint
+
+
+@pytest.mark.parametrize(
+    ("alias", "hint"),
+    [
+        ({"ttl": 1}, "STRICT, OPTIONS, TEST: write TTL."),
+        ({"LOCATION": "redis://x"}, "TEST: the address of the server is one of its OPTIONS."),
+        ({"BACKEND": REDIS, "OPTIONS": {"LOCATION": "redis://x"}}, ": write 'location'."),
+        ({"BACKEND": REDIS, "OPTIONS": {"url": "redis://x"}}, ": write 'location'."),
+        ({"OPTIONS": {"database": "default"}}, "max_connections, using: write 'using'."),
+        ({"OPTIONS": {"timeout": 3}}, ": write TIMEOUT beside OPTIONS."),
+    ],
+)
+def test_a_name_that_is_a_good_guess_is_answered_with_the_right_one(
+    settings: Settings, alias: dict[str, Any], hint: str
+) -> None:
+    settings.DISTLOCK = {"a": alias}
+
+    with pytest.raises(InvalidLockBackend) as caught:
+        locks["a"]
+
+    assert str(caught.value).endswith(hint)
 
 
 def test_check_tells_all_aliases_that_are_wrong(settings: Settings) -> None:

@@ -7,6 +7,7 @@ socket. No command is sent twice.
 from __future__ import annotations
 
 import asyncio
+import re
 import select
 import sys
 import threading
@@ -27,7 +28,11 @@ from typing import Any, NoReturn, TypeVar
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
 from redis.asyncio.connection import ConnectionPool as AsyncConnectionPool
 from redis.asyncio.retry import Retry as AsyncRetry
-from redis.asyncio.sentinel import Sentinel as AsyncSentinel, SentinelConnectionPool as AsyncMaster
+from redis.asyncio.sentinel import (
+    MasterNotFoundError as AsyncNoMaster,
+    Sentinel as AsyncSentinel,
+    SentinelConnectionPool as AsyncMaster,
+)
 from redis.cluster import RedisCluster
 from redis.connection import ConnectionPool
 from redis.exceptions import (
@@ -42,7 +47,7 @@ from redis.exceptions import (
     TimeoutError as RedisTimeoutError,
 )
 from redis.retry import Retry
-from redis.sentinel import Sentinel, SentinelConnectionPool
+from redis.sentinel import MasterNotFoundError as NoMaster, Sentinel, SentinelConnectionPool
 
 from django_distlock.backends.idle import IdleStack
 from django_distlock.engine.bells import timeout
@@ -73,6 +78,8 @@ MOVING = 5.0
 _PATIENT = frozenset({RELEASE, TAKE_OVER, LOOK, FORCE, LEAVE})
 #: The errors that drivers raise.
 BROKEN = (RedisError, RedisClusterException, OSError)
+#: A client of a Sentinel in the text of an error: its host and its port.
+_SENTINEL = re.compile(r"<redis\..*?host=([^,]*),port=(\d+).*?(?= - |$)")
 #: Bytes that are read at once.
 CHUNK = 65536
 _NUMBER, _TEXT, _ERROR = b":$-"
@@ -153,6 +160,9 @@ def problem(alias: str, where: str, error: BaseException) -> LockBackendError:
 
 def unreachable(alias: str, where: str, error: BaseException) -> LockBackendError:
     """Return the error to raise for an *error* of the driver before a request was sent."""
+    if isinstance(error, (NoMaster, AsyncNoMaster)):
+        # It has the whole repr() of each client.
+        error = NoMaster(_SENTINEL.sub(r"\1:\2", str(error)))
     return LockBackendError(alias, f"{where} cannot be reached: {first_line(error)}")
 
 

@@ -81,10 +81,12 @@ class Source:
         try:
             database = _read_url(self.url).get("db", 0)
         except ValueError as error:
+            msg = "a Redis is named by a URL: redis://, rediss://, valkey://, valkeys:// or unix://"
             # The text of this error may contain a part of the password.
-            is_secret = "@" in self.url
-            problem = "what is special in a password is quoted (%23 for #)" if is_secret else error
-            msg = f"a Redis is named by a URL (redis://, rediss:// or unix://): {problem}"
+            if "@" in self.url:
+                msg += ". What is special in a password is quoted (%23 for #)"
+            elif self.url.startswith(("redis", "unix")):
+                msg += f". {error}"
             raise ValueError(msg) from None
         if self.is_cluster and database:
             raise ValueError(f"a Redis Cluster has database 0 only, not {database}")
