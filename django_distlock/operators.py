@@ -111,6 +111,13 @@ def holdings(using: str, name: str | Model | None = None) -> list[Held]:
     return alone or [each for each in holdings(using) if line_of(each.key) == line_key(key)]
 
 
+def elsewhere(name: str | Model, using: str) -> list[str]:
+    """Return the aliases other than *using* that list a holding of the lock *name* in time."""
+    rows, _problems = survey(alias for alias in locks if alias != using)
+    found = {alias for row in rows for alias in row.aliases if row.held.name == checked_name(name)}
+    return sorted(found)
+
+
 def grouped(found: Iterable[Held]) -> list[Held]:
     """Return what was found in the same order, but with all places of a lock together."""
     lines: dict[str, list[Held]] = {}

@@ -412,6 +412,20 @@ def test_a_lock_that_nobody_holds_has_a_code_of_its_own(name: str) -> None:
     assert out.getvalue() == f"Nobody holds '{name}'.\n"
 
 
+def test_a_lock_that_is_held_on_another_alias_is_told(name: str) -> None:
+    out = io.StringIO()
+
+    with lock(name, using="memory") as lease:
+        with pytest.raises(SystemExit):
+            call_command("release_lock", name, "--yes", stdout=out)
+        assert lease.held
+
+    assert out.getvalue().splitlines() == [
+        f"Nobody holds '{name}'.",
+        "It is held on the alias memory: add --using memory.",
+    ]
+
+
 def test_programs_are_told_how_many_were_released(name: str) -> None:
     out = io.StringIO()
 

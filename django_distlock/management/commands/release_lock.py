@@ -19,7 +19,7 @@ from django_distlock.management.base import (
     command_error,
     is_agreed,
 )
-from django_distlock.operators import holdings
+from django_distlock.operators import elsewhere, holdings
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
@@ -58,6 +58,10 @@ class Command(LockCommand):
         if shows:
             nobody = _("Nobody holds '%s'.") % printable(options["name"])
             self.stdout.write("\n".join(map(_line, found)) or nobody)
+        if shows and not found:
+            for alias in elsewhere(options["name"], options["using"]):
+                text = _("It is held on the alias %(alias)s: add --using %(alias)s.")
+                self.stdout.write(text % {"alias": alias})
         if found and not options["yes"] and not is_agreed(_("Release it? [y/N] ")):
             return 0
         released = sum(backend.force_release(held.key, held.owner_digest) for held in found)
