@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ from django.apps import apps
 from django.core.checks import CheckMessage, Error, Tags, Warning as CheckWarning, register
 
 from .conf import DEFAULT_ALIAS
-from .exceptions import DOCS, InvalidLockBackend
-from .handler import locks
+from .exceptions import DOCS, InvalidLockBackend, NotSupported
+from .handler import declared, locks
 
 if TYPE_CHECKING:
     from .backends.base import BaseLockBackend
@@ -23,7 +24,7 @@ _OF_SETTINGS = {"distlock.E001", "distlock.E003", "distlock.W001"}
 @register("distlock")
 def check_settings(app_configs: Any = None, **kwargs: Any) -> list[CheckMessage]:
     """Report each alias of DISTLOCK whose settings are wrong, and what its backend reports."""
-    return told(_found(None))
+    return told([*_found(None), *_check_declared()])
 
 
 @register("distlock", Tags.database)
@@ -62,6 +63,24 @@ def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:
                 yield from _check_tenants(locks[alias])
         except InvalidLockBackend as error:
             yield _wrong(error)
+
+
+def _check_declared() -> Iterator[CheckMessage]:
+    """Report decorated functions and tasks whose alias cannot do what they want."""
+    for each in sorted(declared, key=lambda each: each.title):
+        # Wrong settings are reported as those of their alias.
+        with suppress(InvalidLockBackend):
+            if each.using not in [*locks, DEFAULT_ALIAS]:
+                problem: object = f"DISTLOCK has no alias {each.using!r}"
+            else:
+                try:
+                    each.check_against(locks[each.using])
+                    continue
+                except NotSupported as error:
+                    problem = error
+            text = f"{each.title}(): {str(problem).rstrip('.')}."
+            hint = "Give it another using=, or leave out what this alias cannot do."
+            yield Error(text, hint=hint, id="distlock.E010")
 
 
 def _check_tenants(backend: BaseLockBackend) -> Iterator[CheckMessage]:

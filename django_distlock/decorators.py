@@ -22,11 +22,13 @@ from django.utils.translation import gettext_lazy
 from .conf import checked_limit, seconds
 from .exceptions import LockNotAcquired
 from .ground.naming import NameTemplate, signature_of, title_of
+from .handler import declared
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Generator
     from datetime import timedelta
 
+    from .backends.base import BaseLockBackend
     from .engine.lease import Lease
     from .lock import Lock, Terms
 
@@ -157,7 +159,7 @@ class _Locked:
         on_busy: Policy | None,
     ) -> None:
         self.function = function
-        title = title_of(function)
+        self.title = title = title_of(function)
         self.transactions = RequestTransactions(function)
         self._on_busy = on_busy
         self._shows_request = not terms.purpose
@@ -169,6 +171,11 @@ class _Locked:
             template = NameTemplate(title if name is None else name, function)
             self._name_for = template.name_for
             self._terms = replace(self._terms, template=template.text)
+        self.using = self._terms.using
+        declared.add(self)
+
+    def check_against(self, backend: BaseLockBackend) -> None:
+        self._terms.check_against(backend)
 
     def lock(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lock:
         """Return the lock for one call; its purpose is the request of a view, or the function's name."""

@@ -9,7 +9,8 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 from django.core.exceptions import ImproperlyConfigured
 from django.core.signals import setting_changed
@@ -51,6 +52,20 @@ EXTRAS = {
 }
 #: Most seconds that the exit of a process waits for the release of held locks.
 EXIT_BUDGET = 2.0
+
+
+class Declared(Protocol):
+    """A decorated function or task, with the alias that it uses."""
+
+    title: str
+    using: str
+
+    def check_against(self, backend: BaseLockBackend) -> None:
+        """Raise NotSupported if *backend* cannot do what is wanted."""
+
+
+#: All that still exist, for `manage.py check`.
+declared: WeakSet[Declared] = WeakSet()
 
 
 class LockHandler:

@@ -170,6 +170,13 @@ class Terms:
             raise NotSupported(terms.using, "shared=True with a limit", "A place has one holder.")
         return terms
 
+    def check_against(self, backend: BaseLockBackend) -> None:
+        """Raise NotSupported if *backend* cannot do what is wanted here."""
+        if self.shared and not backend.supports_shared:
+            raise NotSupported(backend.alias, "shared locks")
+        if self.min_hold and not backend.supports_min_hold:
+            raise NotSupported(backend.alias, "min_hold")
+
     def lock(self, name: str | Model) -> Lock:
         """Return the lock *name* on these terms."""
         lock = Lock(name)
@@ -547,10 +554,7 @@ class Lock:
 
     def _pending(self, backend: BaseLockBackend, key: str) -> Lease:
         terms = self.terms
-        if terms.shared and not backend.supports_shared:
-            raise NotSupported(backend.alias, "shared locks")
-        if terms.min_hold and not backend.supports_min_hold:
-            raise NotSupported(backend.alias, "min_hold")
+        terms.check_against(backend)
         request = self._request(backend, key)
         backend.check_ttl(request.ttl)
         lease = Lease(

@@ -55,6 +55,14 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_declared() -> None:
+    """Hide from `manage.py check` what other tests have decorated, for aliases of their own."""
+    from django_distlock.handler import declared
+
+    declared.clear()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def locks_are_real() -> Iterator[None]:
     """Keep every alias on its own backend: that is what is tested here."""

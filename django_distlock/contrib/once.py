@@ -26,13 +26,21 @@ from django_distlock.exceptions import (
 )
 from django_distlock.ground import clock
 from django_distlock.ground.holder import task_text
-from django_distlock.ground.naming import NameTemplate, checked_name, log_fields, printable, warn
-from django_distlock.handler import locks
+from django_distlock.ground.naming import (
+    NameTemplate,
+    checked_name,
+    log_fields,
+    printable,
+    title_of,
+    warn,
+)
+from django_distlock.handler import declared, locks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
+    from django_distlock.backends.base import BaseLockBackend
     from django_distlock.lock import Lock
 
     Name = str | Callable[..., str]
@@ -89,7 +97,7 @@ class Once:
 
         TypeError or ValueError if *until* and *again* do not go together.
         """
-        self.lease, self.using = lease, using
+        self.lease, self.using, self.title = lease, using, title_of(function)
         if until not in {"start", "end"}:
             raise ValueError(f'until must be "start" or "end", not {until!r}.')
         if flag(again, "again") and until == "start":
@@ -104,16 +112,21 @@ class Once:
             self._name_for = NameTemplate(name, called).name_for
         else:
             self._name_for = lambda args, kwargs: name(*args, **kwargs)
+        declared.add(self)
+
+    def check_against(self, backend: BaseLockBackend) -> None:
+        """Raise NotSupported if the lease cannot be sent in a message."""
+        if not backend.supports_detach:
+            raise NotSupported(self.using, "unique_task()", "Its locks cannot be handed over.")
 
     def name_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the name of the lock for one call."""
         return checked_name(self._name_for(args, kwargs))
 
     def terms(self, purpose: str) -> dict[str, Any]:
-        """Return the arguments of its lock; NotSupported if the lease cannot be sent in a message."""
+        """Return the arguments of its lock; NotSupported as of check_against()."""
         backend = locks[self.using]
-        if not backend.supports_detach:
-            raise NotSupported(self.using, "unique_task()", "Its locks cannot be handed over.")
+        self.check_against(backend)
         # While the task runs, its lease is renewed.
         ttl = min(backend.ttl, self.lease)
         return {"using": self.using, "ttl": ttl, "purpose": purpose}

@@ -26,10 +26,11 @@ from django.test import Client
 from django.utils.module_loading import import_string
 from pytest_django.fixtures import Settings
 
-from django_distlock import InvalidLockBackend, lock, locks
+from django_distlock import InvalidLockBackend, distributed_lock, lock, locks
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.checks import check_servers, check_settings
 from django_distlock.contrib.migrate.apps import check_migrate
+from django_distlock.contrib.once import Once
 from django_distlock.exceptions import DOCS
 from django_distlock.handler import BACKENDS, EXTRAS
 from django_distlock.management.commands import migrate_locked
@@ -50,6 +51,42 @@ TYPO = {"BACKEND": LOCMEM, "TLL": 1}
 
 def found() -> list[Any]:
     return run_checks(tags=["distlock"])
+
+
+# Decorated functions.
+
+
+def test_functions_and_tasks_are_told_whose_alias_cannot_do_what_they_want(
+    settings: Settings,
+) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}, "zk": {"BACKEND": ZOOKEEPER}}
+
+    @distributed_lock("a", min_hold=60)
+    def fine() -> None: ...
+
+    @distributed_lock("a", using="zk", min_hold=60)
+    def nightly() -> None: ...
+
+    @lock("a", using="nowhere")
+    async def view() -> None: ...
+
+    task = Once(fine, "a", 60, "zk", is_bound=False)
+
+    scope = f"{fine.__module__}.{fine.__qualname__}".removesuffix("fine")
+    hint = (
+        f"Give it another using=, or leave out what this alias cannot do. See {PAGE}#distlock-e010"
+    )
+    problems = {
+        "fine()": "DISTLOCK['zk'] does not support unique_task(). Its locks cannot be handed over.",
+        "nightly()": "DISTLOCK['zk'] does not support min_hold.",
+        "view()": "DISTLOCK has no alias 'nowhere'.",
+    }
+    told = [each for each in found() if each.msg.startswith(scope)]
+    assert told == [
+        Error(f"{scope}{name}: {problem}", hint=hint, id="distlock.E010")
+        for name, problem in problems.items()
+    ]
+    del task
 
 
 # Aliases.
