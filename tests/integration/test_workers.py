@@ -80,6 +80,8 @@ ALL = combinations(
     ("uvicorn-uvloop", "postgres"),
     ("gunicorn-uvicorn", "redis"),
     ("gunicorn-asgi", "redis"),
+    ("waitress", "redis"),
+    ("daphne", "redis"),
     ("uwsgi-threads", "postgres"),
     ("uwsgi-gevent", "redis"),
     ("eventlet", "redlock"),
