@@ -443,6 +443,19 @@ def test_a_model_can_demand_the_claim(
     made.delete()
 
 
+def test_the_claim_may_come_after_the_form(
+    database: str, account: Account, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Account, "must_be_claimed", True)
+    account.balance = 10
+
+    with transaction.atomic(using=database), lock(account, using=database) as lease:
+        lease.claim(account)
+        lease.save(account)
+
+    assert Account.objects.using(database).get(pk=account.pk).balance == 10
+
+
 def test_what_is_saved_in_a_transaction_that_is_rolled_back_stays_claimed(
     database: str, account: Account
 ) -> None:
