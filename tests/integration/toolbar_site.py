@@ -42,7 +42,7 @@ def view(request: HttpRequest) -> HttpResponse:
 async def aview(request: HttpRequest) -> HttpResponse:
     from django_distlock import lock
 
-    async with lock("fee:7"):
+    async with lock("fee:" + "7" * 200):
         return page()
 
 
@@ -92,6 +92,8 @@ def main(address: str) -> None:
         else Client().get(address).content
     )
     assert b"djDebug" in content
+    has_icons = hasattr(panel.__base__, "nav_icon")  # since django-debug-toolbar 8
+    assert (b"djdt-nav-icon" in content) == has_icons
 
 
 if __name__ == "__main__":
