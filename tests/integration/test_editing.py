@@ -153,6 +153,15 @@ def test_the_first_edits_and_others_read_meanwhile(
     assert "_save" in Fields(bob.get(page_of(account)).content.decode()).buttons
 
 
+def test_no_name_of_a_user_turns_the_text_around_it(
+    account: Account, ada: Client, bob: Client
+) -> None:
+    User.objects.filter(pk=ada.session["_auth_user_id"]).update(first_name="\u202eada")
+    ada.get(page_of(account))
+
+    assert r"Being edited by \u202eada since " in bob.get(page_of(account)).content.decode()
+
+
 def test_a_page_that_is_read_only_offers_nothing_else(account: Account, ada: Client) -> None:
     adder = client_of(*EDITOR, "add_account")
     delete = reverse("admin:testproject_account_delete", args=[account.pk])

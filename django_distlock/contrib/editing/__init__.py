@@ -39,7 +39,7 @@ from django_distlock.exceptions import (
 )
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import warn
+from django_distlock.ground.naming import printable, warn
 from django_distlock.ground.objects import object_name
 from django_distlock.handler import locks
 from django_distlock.models import LONGEST_SHOWN
@@ -534,9 +534,8 @@ def shown_value(value: object) -> str:
 
 
 def _name_of(user: Any) -> str:
-    return str(
-        (user.get_full_name() if hasattr(user, "get_full_name") else "") or user.get_username()
-    )
+    full_name = user.get_full_name() if hasattr(user, "get_full_name") else ""
+    return printable(full_name or user.get_username())
 
 
 @never_cache
