@@ -40,5 +40,6 @@ def _stored(field: Any, value: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)  # str() of a member of an Enum of texts is another text
     if isinstance(value, Decimal) and field.decimal_places is not None:
-        return value.quantize(Decimal(1).scaleb(-field.decimal_places))
+        # quantize() would refuse more digits than the context of the thread has.
+        return Decimal(f"{value:.{field.decimal_places}f}")
     return value.astimezone(UTC) if isinstance(value, datetime) and is_aware(value) else value

@@ -54,6 +54,12 @@ with isolate_apps("testproject"):
         class Meta:
             app_label = "testproject"
 
+    class Amount(models.Model):
+        amount = models.DecimalField(primary_key=True, max_digits=78, decimal_places=0)
+
+        class Meta:
+            app_label = "testproject"
+
     class Reading(models.Model):
         at = models.DateTimeField(primary_key=True)
 
@@ -145,6 +151,7 @@ READ = datetime(2026, 11, 27, 11, tzinfo=UTC)
     [
         (Rate(rate="1.5"), Rate(rate=Decimal("1.50")), "rate:1.50"),
         (Rate(rate=Decimal("1.5")), Rate(rate=Decimal("1.50")), "rate:1.50"),
+        (Amount(amount=10**77), Amount(amount=Decimal("1E77")), f"amount:{10**77}"),
         (Reading(at=NOON), Reading(at=READ), "reading:2026-11-27 11:00:00+00:00"),
         (Paint(colour=Currency.EUR), Paint(colour="EUR"), "paint:EUR"),
         (Paint(colour=Colour.RED), Paint(colour="r"), "paint:r"),
