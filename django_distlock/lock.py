@@ -184,6 +184,14 @@ class Terms:
         return lock
 
 
+class _OfAlias(str):
+    """The default that help() shows for an argument which the alias decides."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+_OF_ALIAS = {"timeout": _OfAlias("<TIMEOUT of the alias>"), "ttl": _OfAlias("<TTL of the alias>")}
 _NO_WISHES = Terms()
 _WORDS = LockTerms.__optional_keys__
 
@@ -194,7 +202,11 @@ def lists_terms(function: _F) -> _F:
     # *extra is there for an error that says what to write instead.
     kept = [p for p in signature.parameters.values() if p.name not in {"extra", "terms"}]
     words = [
-        inspect.Parameter(word, inspect.Parameter.KEYWORD_ONLY, default=getattr(_NO_WISHES, word))
+        inspect.Parameter(
+            word,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_OF_ALIAS.get(word, getattr(_NO_WISHES, word)),
+        )
         for word in LockTerms.__annotations__
     ]
     listed = signature.replace(parameters=[*kept, *words])

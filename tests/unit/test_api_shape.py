@@ -106,6 +106,8 @@ def test_what_takes_terms_takes_the_same_ones() -> None:
             terms.pop(of_the_decorator, None)
         assert "**" not in str(inspect.signature(public))
         assert list(terms) == list(LockTerms.__annotations__), public
+        of_alias = {word: f"{terms.pop(word)}" for word in ("timeout", "ttl")}
+        assert of_alias == {"timeout": "<TIMEOUT of the alias>", "ttl": "<TTL of the alias>"}
         assert terms == {word: getattr(Terms(), word) for word in terms}
 
 
