@@ -45,7 +45,7 @@ class LocksPanel(Panel):
 
     is_async = True
     title = gettext_lazy("Locks")
-    nav_icon = "django_distlock/lock.svg"
+    nav_icon = "django_distlock/lock.svg"  # type: ignore[assignment]  # its default is None
     template = "django_distlock/toolbar.html"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
