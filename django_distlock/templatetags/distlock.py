@@ -14,6 +14,6 @@ register = template.Library()
 
 @register.inclusion_tag("django_distlock/edit_lock.html")
 def edit_lock(edit: EditLock) -> dict[str, Any]:
-    """Show who edits the object, and renew the lock while the page is open; to be used inside its form."""
-    edit.keep()
+    """Show who edits the object, and renew its lock while the page is open; to be used inside its form."""
+    edit.is_shown = True
     return {"edit": edit}

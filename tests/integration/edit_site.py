@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 from django.contrib import admin
+from django.contrib.auth import admin as auth
 from django.contrib.auth.models import Group, User
 from django.db import transaction
 from django.forms import modelform_factory
@@ -51,10 +52,19 @@ class GroupAdmin(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
     fields = ("name", "permissions")
 
 
+class FeeAdmin(EditLockMixin, admin.ModelAdmin):  # type: ignore[type-arg]
+    pass
+
+
+class UserAdmin(EditLockMixin, auth.UserAdmin):  # type: ignore[type-arg]
+    pass
+
+
 site = admin.AdminSite()
 site.register(Account, AccountAdmin)
 site.register(Group, GroupAdmin)
-site.register(User)
+site.register(Fee, FeeAdmin)
+site.register(User, UserAdmin)
 
 PAGE = """{% load distlock %}<form method="post">{% csrf_token %}{% edit_lock edit %}{{ form }}
 {% if not edit.is_read_only %}<button>Save</button>{% endif %}</form>"""
@@ -123,7 +133,7 @@ class Fields(HTMLParser):
         super().__init__()
         self.values: dict[str, Any] = {}
         self.buttons: list[str] = []
-        self._select = ""
+        self._select = self._text = ""
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -131,12 +141,23 @@ class Fields(HTMLParser):
         name, kind = known.get("name") or "", known.get("type")
         if tag == "select":
             self._select = name
+        elif tag == "textarea":
+            self._text = name
+            self.values[name] = ""
         elif tag == "option" and "selected" in known:
             self.values.setdefault(self._select, []).append(known["value"])
         elif tag == "button" or kind == "submit":
             self.buttons.append(name)
         elif tag == "input" and name and (kind not in {"checkbox", "radio"} or "checked" in known):
             self.values[name] = known.get("value") or ""
+
+    def handle_data(self, data: str) -> None:
+        if self._text:
+            self.values[self._text] += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "textarea":
+            self._text = ""
 
 
 def fields_of(page: Any) -> dict[str, Any]:

@@ -351,10 +351,11 @@ def test_taking_over_at_save_keeps_what_was_typed(
     assert LogEntry.objects.filter(object_id=str(account.pk)).count() == 2
 
 
-def test_the_script_renews_with_the_shorter_ttl_and_leaves(account: Account, ada: Client) -> None:
+def test_a_page_holds_its_lock_for_seconds_until_its_script_renews_it(
+    account: Account, ada: Client
+) -> None:
     opened = fields_of(ada.get(page_of(account)))
-    [at_first] = held(account)
-    assert at_first.remaining > 1000
+    assert held(account)[0].remaining <= 15
 
     assert ask(ada, opened, "renew").json() == {"state": "held"}
     [live] = held(account)
@@ -442,7 +443,7 @@ def test_a_form_with_errors_keeps_its_lock(account: Account, ada: Client, bob: C
     page = ada.post(page_of(account), {**opened, "balance": "much"})
     ask(ada, opened, "leave")  # what the page before sends when this one has come
 
-    assert held(account)[0].remaining > 1000
+    assert held(account)[0].remaining <= 15
     assert "_save" not in Fields(bob.get(page_of(account)).content.decode()).buttons
     assert ada.post(page_of(account), {**fields_of(page), "balance": "3"}).status_code == 302
     assert held(account) == []
@@ -457,7 +458,7 @@ def test_a_form_of_another_user_or_another_key_counts_as_changed(
     page = bob.post(page_of(account), {**opened, "name": "typed by Ada"})
 
     assert [error[:14] for error in errors(page)] == ["Not saved yet."]
-    assert {part.key for part in page.context["distlock_edit"].changes} >= {"name", "balance"}
+    assert page.context["distlock_edit"].changes[0].key == "name"
     assert bob.post(page_of(account), fields_of(page)).status_code == 302
 
 
@@ -468,9 +469,12 @@ def test_the_ticket_of_another_object_counts_as_none(account: Account) -> None:
     ticket = fields_of(boss.get(reverse("admin:auth_group_change", args=[group.pk])))
     opened = fields_of(boss.get(page_of(account)))
 
-    page = boss.post(page_of(account), {**opened, "distlock_edit": ticket["distlock_edit"]})
+    page = boss.post(
+        page_of(account),
+        {**opened, "name": "typed", "distlock_edit": ticket["distlock_edit"]},
+    )
 
-    assert {part.key for part in page.context["distlock_edit"].changes} >= {"name", "balance"}
+    assert page.context["distlock_edit"].changes[0].key == "name"
 
 
 def test_the_page_of_one_tenant_has_nothing_to_do_with_the_locks_of_another(
@@ -663,12 +667,12 @@ def test_a_deleted_object_is_said_to_be_gone(account: Account, ada: Client) -> N
 def test_no_page_shows_the_owner(account: Account, ada: Client, bob: Client) -> None:
     page = ada.get(page_of(account))
     ticket = page.context["distlock_edit"].ticket
-    owners = [editing.owner_of(ticket.nonce, kind) for kind in (editing.AT_FIRST, editing.LIVE)]
+    owner = editing.owner_of(ticket.nonce)
 
     for shown in (page, bob.get(page_of(account))):
-        assert not any(owner in shown.content.decode() for owner in owners)
-    assert not any(owner in str(held(account)) for owner in owners)
-    assert repr(owners[0]) == "<secret>"
+        assert owner not in shown.content.decode()
+    assert owner not in str(held(account))
+    assert repr(owner) == "<secret>"
 
 
 def test_a_page_of_ones_own(account: Account, ada: Client, bob: Client) -> None:
@@ -747,11 +751,9 @@ def test_a_page_of_ones_own_compares_the_fields_of_its_form(account: Account, ad
     assert ada.post(url, {**opened, "name": "typed"}).status_code == 302
 
 
-@pytest.mark.parametrize("option", ["ttl", "ttl_without_script"])
-def test_a_page_of_ones_own_names_the_wrong_option(account: Account, option: str) -> None:
-    wrong: dict[str, Any] = {option: -1}
-    with pytest.raises(ValueError, match=f"^{option} must be "):
-        editing.edit_lock(RequestFactory().get("/"), account, **wrong)
+def test_a_page_of_ones_own_names_the_wrong_option(account: Account) -> None:
+    with pytest.raises(ValueError, match=r"^ttl must be "):
+        editing.edit_lock(RequestFactory().get("/"), account, ttl=-1)
 
 
 @pytest.mark.parametrize(
@@ -794,8 +796,6 @@ def test_wrong_settings_are_told_by_the_check(settings: Any) -> None:
     assert text == "WrongAdmin: DISTLOCK has no alias 'nowhere'."
     [text] = problems(edit_lock_ttl=-1)
     assert text.startswith("WrongAdmin: edit_lock_ttl must be ")
-    [text] = problems(edit_lock_ttl_without_script="long")
-    assert text.startswith("WrongAdmin: edit_lock_ttl_without_script must be ")
     settings.DISTLOCK = {"default": {}, "redlock": REDLOCK}
     [text] = problems(edit_lock_using="redlock")
     assert "a ttl of 90 seconds is more than 30 seconds" in text
@@ -852,7 +852,7 @@ def test_no_transaction_is_open_when_a_lock_is_asked_for(
     page = ada.post(page_of(account), {**opened, "balance": "much"})
     assert ada.post(page_of(account), {**fields_of(page), "balance": "1"}).status_code == 302
 
-    assert len(seen) > 6
+    assert len(seen) > 4
     assert not any(seen)
 
 
@@ -881,7 +881,6 @@ def test_it_is_the_same_on_every_server(
     assert ask(ada, opened, "leave").json() == {"state": "left"}
     assert ask(ada, again, "renew").json() == {"state": "held"}
     page = ada.post(page_of(account), {**again, "balance": "much"})
-    assert held(account)[0].remaining > 1000
     last = fields_of(page)
 
     shown = fields_of(chief.get(page_of(account)))

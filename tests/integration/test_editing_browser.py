@@ -113,8 +113,8 @@ document.dispatchEvent(new Event("visibilitychange"));"""
 
 
 def is_live(account: Account) -> bool:
-    """Return whether a script has renewed the lock, whose ttl is shorter then."""
-    return bool((found := held(account)) and found[0].remaining < 100)
+    """Return whether a script has renewed the lock, whose ttl is longer then."""
+    return bool((found := held(account)) and found[0].remaining > 15)
 
 
 def test_the_first_is_told_in_the_page_and_loses_nothing(editor: Start, account: Account) -> None:
@@ -191,6 +191,50 @@ def test_a_page_that_goes_while_it_asks_again_keeps_no_lock(
     eventually(lambda: not held(account), PATIENCE, "the page that is left gives it back")
 
 
+@pytest.mark.parametrize("way", ["back", "reload"])
+def test_text_that_the_browser_restores_is_old_text(
+    editor: Start, account: Account, way: str
+) -> None:
+    ada = editor("Ada")
+    ada.edit(account)
+    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    ada.type_name("typed by Ada")
+    if way == "back":
+        ada.open("/")
+    Account.objects.filter(pk=account.pk).update(name="saved by Bob")
+    if way == "back":
+        ada.browser.execute_script("history.back()")
+    else:
+        ada.browser.execute_script("location.reload()")
+    eventually(lambda: is_live(account), PATIENCE, "the page has the lock")
+    typed = ada.find("#id_name").get_attribute("value")
+
+    ada.press(SAVE)
+
+    if typed == "typed by Ada":
+        assert "saved by Bob" in ada.find(".distlock-edit-changes").text
+    account.refresh_from_db()
+    assert account.name == "saved by Bob"
+
+
+def test_the_button_of_a_reader_takes_over_from_who_edits_by_now(
+    editor: Start, account: Account
+) -> None:
+    ada, bob, chief = editor("Ada"), editor("Bob"), editor("Chief")
+    ada.edit(account)
+    chief.edit(account)
+    ada.open("/")
+    eventually(lambda: "Nobody edits" in chief.says(), PATIENCE, "the reader is told")
+    assert not chief.find("[value=take-over]").is_displayed()
+    bob.edit(account)
+    eventually(lambda: "Being edited by Bob" in chief.says(), PATIENCE, "the reader is told")
+
+    chief.press("[value=take-over]")
+
+    assert chief.has(SAVE)
+    assert chief.says() == ""
+
+
 def test_a_reload_keeps_the_lock(editor: Start, account: Account) -> None:
     ada, bob = editor("Ada"), editor("Bob")
     ada.edit(account)
@@ -263,7 +307,7 @@ def test_a_site_that_does_not_answer_is_told(
 def test_it_works_without_scripts(editor: Start, account: Account) -> None:
     ada, bob = editor("Ada", **NO_SCRIPTS), editor("Bob", **NO_SCRIPTS)
     ada.edit(account)
-    assert held(account)[0].remaining > 1000
+    assert held(account)
     bob.edit(account)
     assert "Being edited by Ada" in bob.says()
     bob.click("[value=take-over]")

@@ -12,6 +12,7 @@ from django.test import Client
 from django.urls import reverse
 
 from django_distlock import lock
+from django_distlock.contrib.editing.admin import EditLockMixin
 from django_distlock.operators import survey
 from tests.integration.edit_site import fields_of
 
@@ -20,7 +21,7 @@ LOCKS = "admin:django_distlock_heldlock_changelist"
 EDITED = [
     model
     for model, options in admin.site._registry.items()
-    if model._meta.app_label == "stacks" and hasattr(options, "edit_lock")
+    if model._meta.app_label == "stacks" and isinstance(options, EditLockMixin)
 ]
 
 

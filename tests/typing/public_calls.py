@@ -217,7 +217,6 @@ def enqueue_a_task() -> None:
 class AccountAdmin(EditLockMixin, ModelAdmin):  # type: ignore[type-arg]  # as Django has it at run time
     edit_lock_using = "redis"
     edit_lock_ttl = timedelta(minutes=2)
-    edit_lock_ttl_without_script = 3600.0
 
     def has_take_over_permission(self, request: HttpRequest, obj: Model) -> bool:
         return request.user.is_active and super().has_take_over_permission(request, obj)
@@ -228,8 +227,7 @@ def edit_an_object(request: HttpRequest, account: Account, form: ModelForm[Accou
         request,
         account,
         using="redis",
-        ttl=60,
-        ttl_without_script=timedelta(hours=1),
+        ttl=timedelta(hours=1),
         may_take_over=False,
     )
     assert_type(edit, EditLock)

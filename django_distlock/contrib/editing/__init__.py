@@ -6,20 +6,24 @@ import secrets
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice, starmap
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from django.apps import apps
+from django.conf import settings
 from django.contrib.auth import get_user_model
 from django.core import signing
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
+from django.db.models import Model, QuerySet
+from django.forms import model_to_dict
 from django.http import HttpResponse, HttpResponseRedirect, JsonResponse
 from django.middleware.csrf import get_token
 from django.urls import NoReverseMatch, reverse
 from django.utils import formats
 from django.utils.crypto import salted_hmac
-from django.utils.text import Truncator, capfirst
+from django.utils.text import Truncator
 from django.utils.translation import gettext as _
 from django.views.decorators.cache import never_cache
 from django.views.decorators.csrf import csrf_protect
@@ -29,7 +33,7 @@ from django_distlock.conf import DEFAULT_ALIAS, checked_ttl
 from django_distlock.engine.acquisition import acquire
 from django_distlock.engine.lease import Lease
 from django_distlock.engine.steps import settled
-from django_distlock.engine.values import Held, LockState, Release, Secret
+from django_distlock.engine.values import Held, LockState, Secret
 from django_distlock.exceptions import (
     LockBackendError,
     LockLost,
@@ -47,10 +51,9 @@ from django_distlock.operators import Row
 from django_distlock.transactions import never_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from datetime import timedelta
 
-    from django.db.models import Model, QuerySet
     from django.forms import BaseModelForm
     from django.http import HttpRequest
 
@@ -66,23 +69,26 @@ URL_NAME = "distlock_edit_lock"
 SALT = "django_distlock.edit"
 #: How the purpose of a page begins: any code may name its task as a page does.
 EDITED_BY = "edited by "
-#: Seconds that a page keeps the lock after its last renewal; and without a script, which renews it.
-TTL, TTL_WITHOUT_SCRIPT = 90.0, 1800.0
+#: Seconds that a page keeps the lock after its last renewal; and until its script has renewed it first.
+TTL, FIRST_TTL = 90.0, 15.0
 #: Most seconds between two renewals by the script of a page that is visible.
 PAUSE = 5.0
 #: How often the lock is asked for while its holders give it back.
 TRIES = 3
-#: A page has one of two owners: until its script runs, and from then on, when a shorter ttl is enough.
-AT_FIRST, LIVE = "at first", "live"
+#: How many rows of a relation are named for people.
+FEW = 20
+#: How the key of a user begins who is not logged in.
+ANONYMOUS = "anonymous "
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """The signed text in a page with a form: which lock it has or wants.
 
-    *key*: the one of the lock on its server, that of the page's tenant. *ttl*: seconds, of a page whose script renews the lock; *first_ttl*: of a page whose script has not run yet.
-    *nonce*: new for each page; with SECRET_KEY it makes the owners of the lock. *path*: the address of the
-    page. *database*: the alias of DATABASES that has the object. *seen*: by field, a digest of the value that the form was opened with.
+    *key*: the one of the lock on its server, that of the page's tenant. *ttl*: seconds, of a page whose script renews
+    the lock. *nonce*: new for each page; with SECRET_KEY it makes the owner of the lock. *path*: the address of the
+    page. *database*: the alias of DATABASES that has the object. *may_take_over*: None is decided by the permission,
+    at each request. *seen*: by field, a digest of the value that the form was opened with.
     """
 
     using: str
@@ -93,9 +99,8 @@ class Ticket:
     database: str
     user: str
     ttl: float
-    first_ttl: float
     path: str
-    may_take_over: bool
+    may_take_over: bool | None
     nonce: str
     seen: dict[str, str] | None = None
 
@@ -104,7 +109,7 @@ class Ticket:
 
     def renamed(self, attempt: str) -> Ticket:
         """Return the ticket that the page gets by this *attempt*: two tabs that have one ticket get two."""
-        return replace(self, nonce=owner_of(self.nonce, f"again {attempt}")[:16])
+        return replace(self, nonce=owner_of(f"{self.nonce} {attempt}")[:16])
 
     def mark(self, text: str) -> str:
         """Return a digest of a value of this object, which only the server can make."""
@@ -113,17 +118,21 @@ class Ticket:
 
 
 def read_ticket(request: HttpRequest) -> Ticket | None:
-    """Return the ticket that a page has sent; None if it has none, was changed, or is of another user or release."""
+    """Return the ticket that a page has sent; None if it has none, or one that is not valid.
+
+    It ends with the page's session, and is valid for one user and one release.
+    """
+    text, age = request.POST.get(FIELD, ""), settings.SESSION_COOKIE_AGE
     try:
-        ticket = Ticket(**signing.loads(request.POST.get(FIELD, ""), salt=SALT))
+        ticket = Ticket(**signing.loads(text, salt=SALT, max_age=age))
     except (signing.BadSignature, UnicodeError, TypeError):
         return None
     return ticket if ticket.user == user_key(request) else None
 
 
-def owner_of(nonce: str, kind: str) -> Secret:
+def owner_of(nonce: str) -> Secret:
     """Return the owner of the lock of a page: no page and no listing shows it."""
-    return Secret(salted_hmac(f"{SALT}.{kind}", nonce, algorithm="sha256").hexdigest()[:32])
+    return Secret(salted_hmac(SALT, nonce, algorithm="sha256").hexdigest()[:32])
 
 
 def new_nonce() -> str:
@@ -131,19 +140,34 @@ def new_nonce() -> str:
 
 
 def user_key(request: HttpRequest) -> str:
-    """Return the key of the user as text; empty if nobody is logged in."""
+    """Return the key of the user as text; for a user who is not logged in, one of the browser."""
     pk = getattr(getattr(request, "user", None), "pk", None)
-    return "" if pk is None else str(pk)
+    if pk is not None:
+        return str(pk)
+    get_token(request)  # every browser with a form has its secret
+    secret = request.META["CSRF_COOKIE"]
+    return ANONYMOUS + salted_hmac(f"{SALT}.browser", secret, algorithm="sha256").hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an object that a form can change: a field, or the rows of an inline. *shown*: its value for people."""
+    """A part of an object that a form can change: a field, or the rows of an inline.
+
+    *text*: what is compared of it. *values*: returns what is shown of it, which no query is made for otherwise.
+    """
 
     key: str
     label: str
     text: str
-    shown: str
+    values: Callable[[], Iterable[Any]]
+    shown: str = ""
+
+    def with_shown(self) -> Part:
+        """Return it with its value for people, cut if it is long."""
+        values = [*islice(self.values(), FEW + 1)]
+        texts = [str(formats.localize(value)) for value in values[:FEW] if value is not None]
+        text = ", ".join(texts + ["..."] * (len(values) > FEW))
+        return replace(self, shown=Truncator(text).chars(4 * LONGEST_SHOWN) or "-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +215,10 @@ class EditLock:
         self.is_read_only = False
         #: Whether it cannot be known what the form was opened with, so that all counts as changed.
         self._is_unknown = False
+        #: Whether the user may not do what the page asks for, by now.
+        self.is_refused = False
+        #: Whether the page has the tag.
+        self.is_shown = False
 
     # For templates.
 
@@ -212,7 +240,12 @@ class EditLock:
     @property
     def can_take_over(self) -> bool:
         """Whether the user may take the lock from its holder."""
-        return self.editor is not None and (self.ticket.may_take_over or self.editor.is_me)
+        if self.editor is None or self.editor.is_me:
+            return self.editor is not None
+        if self.ticket.may_take_over is not None:
+            return self.ticket.may_take_over
+        user: Any = getattr(self.request, "user", None)
+        return user is not None and bool(user.has_perm(PERMISSION))
 
     @property
     def pause(self) -> float:
@@ -235,11 +268,10 @@ class EditLock:
         """Take the lock for the page that is answered now, if nobody else has it; NotSupported if no page can hold it."""
         if not self.backend.supports_detach:
             raise NotSupported(self.ticket.using, "edit_lock()", "Its locks end with a process.")
-        for ttl in (self.ticket.ttl, self.ticket.first_ttl):
-            self.backend.check_ttl(ttl)
+        self.backend.check_ttl(self.ticket.ttl)
         if self.request.method != "POST":
             with self._noting_failure():
-                self.editor = self._taken(self._asking(AT_FIRST, self.ticket.first_ttl))
+                self.editor = self._taken(self._asking(FIRST_TTL))
             self.is_read_only = self.editor is not None
             return
         before = read_ticket(self.request)
@@ -250,7 +282,7 @@ class EditLock:
         with self._noting_failure():
             if shown := self.request.POST.get(TAKE_OVER):
                 self.take_over(shown)
-            self.editor = self._taken(self._asking(AT_FIRST), before)
+            self.editor = self._taken(self._asking(FIRST_TTL), before)
 
     def watch(self) -> None:
         """Note who edits the object, for a page that cannot change it."""
@@ -258,75 +290,74 @@ class EditLock:
         with self._noting_failure():
             self.editor = self.look()
 
-    def note_seen(self, parts: Iterable[Part]) -> None:
-        """Note the values that the form is opened with."""
-        seen = {part.key: self.ticket.mark(part.text) for part in parts}
+    def note_seen(self, texts: dict[str, str]) -> None:
+        """Note the values that the form is opened with, by field."""
+        seen = {key: self.ticket.mark(text) for key, text in texts.items()}
         self.ticket = replace(self.ticket, seen=seen)
 
-    def problems(
-        self, names: Collection[str], more: Callable[[Model], list[Part]] | None = None
-    ) -> list[str]:
+    def problems(self, form: BaseModelForm[Any], more: Iterable[Part] = ()) -> list[str]:
         """Return why the form must not be saved: somebody else has the lock, or has changed what it shows.
 
-        *names*: the fields of the form. *more*: returns the other parts of the object.
+        The *form* has its object as it is now, with nothing of what was typed. *more*: other parts of the object.
         """
         problems = [_("Not saved. %s") % self.editor.sentence] if self.editor else []
-        row = self.row()
-        if row is None:
-            return [_("Not saved. It was deleted meanwhile.")]
-        parts = [*parts_of(row, names), *(more(row) if more else ())]
-        self.changes = [part for part in parts if self._is_changed(part)]
+        fields, more = [*parts_of(form)], [*more]
+        # What somebody else has changed to the same value, such as the first click of two, is in nobody's way.
+        typed = [part for part in fields if part.key in form.changed_data]
+        changed = [part for part in [*typed, *more] if self._is_changed(part.key, part.text)]
+        self.changes = [part.with_shown() for part in changed]
         if self.changes:
             text = _(
                 "Not saved yet. It was changed after you had opened it:"
                 " compare what you have typed with the current values, and save again."
             )
             problems.append(text)
+        # A page that is shown again has the same text, compared with what is shown beside it.
         if self.changes or self.ticket.seen is None:
-            self.note_seen(parts)  # the page shows them
+            self.note_seen({part.key: part.text for part in [*fields, *more]})
         return problems
 
     def accepts(self, form: BaseModelForm[Any]) -> bool:
         """Return whether *form* is valid and may be saved; otherwise its errors say why not.
 
-        Call it instead of ``form.is_valid()``, best in the transaction that saves the form: it locks the row.
+        Call it instead of ``form.is_valid()``, in the transaction that saves the form: it locks the row, and reads the
+        form's instance again, so that a column that the form does not have is saved as it is.
         """
-        problems = self.problems(form.fields)
+        if self.read_again(form):
+            problems = self.problems(form)
+        else:
+            problems = [_("Not saved. It was deleted meanwhile.")]
         form.full_clean()
         for problem in problems:
             form.add_error(None, problem)
         return form.is_valid()
 
-    def keep(self) -> None:
-        """Keep the lock longer for the page that is answered now: it shows the form again, and may run no script."""
-        if self.request.method == "POST" and self.editor is None:
-            with self._noting_failure():
-                request = self._asking(AT_FIRST, self.ticket.first_ttl)
-                settled(lambda: self.backend.extend([request]))
+    def read_again(self, form: BaseModelForm[Any]) -> bool:
+        """Lock the row of the form's instance, and read that again; return False if the row was deleted."""
+        if self.row() is None:
+            return False
+        form.instance.refresh_from_db(using=self.ticket.database)
+        form.initial = {**form.initial, **model_to_dict(form.instance, form.fields)}
+        return True
 
     def release(self) -> None:
         """Release the lock, if the page has it: the form was saved, or left. Call it after the commit."""
-        for kind in (LIVE, AT_FIRST):
-            request = self._asking(kind)
-            try:
-                if settled(partial(self.backend.release, request)) is Release.RELEASED:
-                    return
-            except LockBackendError:
-                self.backend.abandon_later(request)
+        request = self._asking()
+        try:
+            settled(partial(self.backend.release, request))
+        except LockBackendError:
+            self.backend.abandon_later(request)
 
     # For the page's script.
 
     def renew(self) -> bool:
         """Extend the lock of a page that is still open; return whether it has it."""
-        live, first = self._asking(LIVE), self._asking(AT_FIRST)
-        if settled(lambda: self.backend.extend([live]))[0]:
-            return True
-        return settled(lambda: self.backend.take_over(live, first.owner))
+        return settled(lambda: self.backend.extend([self._asking()]))[0]
 
     def again(self, attempt: str) -> EditLock:
         """Return the lock for the same page, after it was asked for again. *attempt* names this request, for leave()."""
         other = EditLock(self.request, self.ticket.renamed(attempt or new_nonce()))
-        other.editor = other._taken(other._asking(LIVE))
+        other.editor = other._taken(other._asking())
         return other
 
     def leave(self, attempt: str) -> None:
@@ -334,15 +365,14 @@ class EditLock:
         self.release()
         if attempt:
             other = EditLock(self.request, self.ticket.renamed(attempt))
-            self.backend.abandon_later(other._asking(LIVE))
+            self.backend.abandon_later(other._asking())
 
     def look(self) -> Editor | None:
         """Return who edits the object, be it this page."""
         if not self.backend.supports_listing:
             return None  # nothing is locked there
         found = settled(lambda: [*self.backend.held(self.ticket.key)])
-        held = next((each for each in found if each.state == LockState.HELD), None)
-        return None if held is None else self._editor(held)
+        return next(iter(editors(self.request, found)), None)
 
     def take_over(self, shown: str) -> bool:
         """End the holding with the digest *shown*, if it is still there and the user may; return whether it was ended."""
@@ -365,7 +395,8 @@ class EditLock:
         """Return the object as it is now; in a transaction, with its row locked."""
         model, database = apps.get_model(self.ticket.model), self.ticket.database
         pk = model._meta.pk.to_python(self.ticket.pk)  # noqa: SLF001 - documented
-        rows: QuerySet[Any] = model._base_manager.using(database).filter(pk=pk)  # noqa: SLF001 - documented
+        # No manager's: one may join tables that cannot be locked, or hide rows.
+        rows: QuerySet[Any] = QuerySet(model).using(database).filter(pk=pk)
         if connections[database].in_atomic_block:
             rows = rows.select_for_update()
         row: Model | None = rows.first()
@@ -374,8 +405,9 @@ class EditLock:
     def is_as_seen(self) -> bool | None:
         """Return whether the fields of the object are what the form was opened with; None if it was deleted."""
         row = self.row()
-        known = self.ticket.seen or {}
-        return None if row is None else not any(map(self._is_changed, parts_of(row, known)))
+        if row is None:
+            return None
+        return not any(starmap(self._is_changed, texts_of(row).items()))
 
     @property
     def backend(self) -> BaseLockBackend:
@@ -383,7 +415,8 @@ class EditLock:
 
     @property
     def _username(self) -> str:
-        return self.request.user.get_username() if self.ticket.user else "an editor"
+        user = getattr(self.request, "user", None)
+        return user.get_username() if user is not None and user.pk is not None else "an editor"
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -398,18 +431,17 @@ class EditLock:
                 using=self.ticket.using,
             )
 
-    def _is_changed(self, part: Part) -> bool:
-        mark = (self.ticket.seen or {}).get(part.key)
-        return self._is_unknown or (mark is not None and mark != self.ticket.mark(part.text))
+    def _is_changed(self, key: str, text: str) -> bool:
+        mark = (self.ticket.seen or {}).get(key)
+        return self._is_unknown or (mark is not None and mark != self.ticket.mark(text))
 
-    def _asking(self, kind: str, ttl: float = 0.0) -> Request:
+    def _asking(self, ttl: float | None = None) -> Request:
         ticket = self.ticket
         task = f"edit {ticket.nonce} {quote(ticket.user, safe='')}"
         holder = replace(Holder.current(f"{EDITED_BY}{self._username}"), task=task)
-        request = self.backend.request(
-            ticket.name, ticket.key, ttl=ttl or ticket.ttl, holder=holder
-        )
-        return replace(request, owner=owner_of(ticket.nonce, kind))
+        ttl = ticket.ttl if ttl is None else min(ttl, ticket.ttl)
+        request = self.backend.request(ticket.name, ticket.key, ttl=ttl, holder=holder)
+        return replace(request, owner=owner_of(ticket.nonce))
 
     def _taken(self, request: Request, before: Ticket | None = None) -> Editor | None:
         """Take the lock, and return None; or who else has it. Other pages of the same user, the one *before* first, give it away."""
@@ -432,20 +464,34 @@ class EditLock:
                 return editor
             if editor is not None and self._is_moved(request, editor.nonce):
                 return None
-        return self._editor(Held(busy.name, request.key, busy.holder, busy.remaining, None, ""))
+        held = Held(busy.name, request.key, busy.holder, busy.remaining, None, "")
+        return editors(self.request, [held])[0]
 
     def _is_moved(self, request: Request, nonce: str) -> bool:
-        formers = [owner_of(nonce, kind) for kind in (LIVE, AT_FIRST)]
-        return any(settled(partial(self.backend.take_over, request, each)) for each in formers)
+        return settled(partial(self.backend.take_over, request, owner_of(nonce)))
 
-    def _editor(self, held: Held) -> Editor:
-        holder = held.holder
-        words = holder.task.split(" ") if holder and holder.purpose.startswith(EDITED_BY) else []
-        _word, nonce, user = words if len(words) == 3 else ("", "", "")
-        pk = unquote(user)
-        users = get_user_model()._default_manager.filter(pk=pk) if pk else ()  # noqa: SLF001 - documented
-        name = next(map(_name_of, users), "") or str(held.holder or "?")
-        return Editor(held, name, nonce, is_me=bool(pk) and pk == self.ticket.user)
+
+def editors(request: HttpRequest, found: Iterable[Held]) -> list[Editor]:
+    """Return who edits, of the holdings that were *found*."""
+    me, pages = user_key(request), []
+    for held in found:
+        if held.state == LockState.HELD:
+            holder, words = held.holder, []
+            if holder and holder.purpose.startswith(EDITED_BY):
+                words = holder.task.split(" ")
+            pages.append((held, words[1], unquote(words[2])) if len(words) == 3 else (held, "", ""))
+    keys = {pk for _held, _nonce, pk in pages if pk and not pk.startswith(ANONYMOUS)}
+    users = get_user_model()._default_manager.filter(pk__in=keys) if keys else ()  # noqa: SLF001 - documented
+    names = {str(user.pk): _name_of(user) for user in users}
+
+    def name(held: Held, nonce: str, pk: str) -> str:
+        if nonce or held.holder is None:
+            return names.get(pk) or _("somebody")
+        # Its host and process are not for everybody.
+        is_known = not me.startswith(ANONYMOUS)
+        return str(held.holder) if is_known else held.holder.purpose or _("somebody")
+
+    return [Editor(page[0], name(*page), page[1], is_me=page[2] == me) for page in pages]
 
 
 def edit_lock(
@@ -454,7 +500,6 @@ def edit_lock(
     *,
     using: str = DEFAULT_ALIAS,
     ttl: float | timedelta = TTL,
-    ttl_without_script: float | timedelta = TTL_WITHOUT_SCRIPT,
     may_take_over: bool | None = None,
 ) -> EditLock:
     """Take the lock of a saved *instance* for the page of *request*, which has its form; return the EditLock.
@@ -462,17 +507,13 @@ def edit_lock(
     For GET, *is_read_only* of the result is true if somebody else edits the instance. For POST, call its
     accepts(form) instead of ``form.is_valid()``, and its release() after the form was saved.
 
-    *ttl*: seconds that the lock lives after the page has vanished; *ttl_without_script*: after it was opened, if it
-    runs no script. *may_take_over*: whether the user may take the
+    *ttl*: seconds that the lock lives after the page has vanished. *may_take_over*: whether the user may take the
     lock from somebody else; by default, who has the permission ``django_distlock.take_over_methodlock``.
     """
-    if may_take_over is None:
-        may_take_over = bool(user_key(request)) and request.user.has_perm(PERMISSION)
-    ttls = checked_ttl(ttl), checked_ttl(ttl_without_script, "ttl_without_script")
-    edit = EditLock(request, new_ticket(request, instance, using, ttls, may_take_over))
+    edit = EditLock(request, new_ticket(request, instance, using, checked_ttl(ttl), may_take_over))
     edit.begin()
     if request.method != "POST":
-        edit.note_seen(parts_of(instance, None))
+        edit.note_seen(texts_of(instance))
     return edit
 
 
@@ -480,10 +521,10 @@ def new_ticket(
     request: HttpRequest,
     instance: Model,
     using: str,
-    ttls: tuple[float, float],
-    may_take_over: bool,
+    ttl: float,
+    may_take_over: bool | None,
 ) -> Ticket:
-    """Return the ticket of a new page. *ttls*: its *ttl* and *first_ttl*."""
+    """Return the ticket of a new page."""
     name = f"edit:{object_name(instance)}"
     return Ticket(
         using=using,
@@ -494,8 +535,7 @@ def new_ticket(
         # The one that save() would write to.
         database=router.db_for_write(instance._meta.model, instance=instance),  # noqa: SLF001 - documented
         user=user_key(request),
-        ttl=ttls[0],
-        first_ttl=ttls[1],
+        ttl=ttl,
         path=request.get_full_path(),
         may_take_over=may_take_over,
         nonce=new_nonce(),
@@ -508,29 +548,37 @@ def key_of(instance: Model) -> str:
     return key
 
 
-def parts_of(instance: Model, names: Collection[str] | None) -> Iterator[Part]:
-    """Return the editable fields of *instance* that are in *names*; None: all of them."""
-    opts = instance._meta  # noqa: SLF001 - documented
-    for field in [*opts.concrete_fields, *opts.many_to_many]:
-        if not field.editable or (names is not None and field.name not in names):
-            continue
-        if field.many_to_many:
-            related = [*field.value_from_object(instance)]
-            text, value = (
-                repr(sorted(str(each.pk) for each in related)),
-                ", ".join(map(str, related)),
-            )
-        else:
-            text, value = str(field.value_to_string(instance)), getattr(instance, field.name)
-            if field.choices:
-                value = getattr(instance, f"get_{field.name}_display")()
-        yield Part(field.name, capfirst(str(field.verbose_name)), text, shown_value(value))
+def texts_of(instance: Model) -> dict[str, str]:
+    """Return what is compared of the editable fields of *instance*."""
+    return {name: compared(value) for name, value in model_to_dict(instance).items()}
 
 
-def shown_value(value: object) -> str:
-    """Return *value* for people, cut if it is long."""
-    text = "" if value is None else str(formats.localize(value))
-    return Truncator(text).chars(4 * LONGEST_SHOWN) or "-"
+def parts_of(form: BaseModelForm[Any]) -> Iterator[Part]:
+    """Return the fields of *form* as its object has them, also those that are no fields of the model."""
+    values = {name: form.initial.get(name, field.initial) for name, field in form.fields.items()}
+    values |= model_to_dict(form.instance, form.fields)
+    for name, value in values.items():
+        if not callable(value):  # such as the current time
+            shown = partial(_values_of, form.instance, name, value)
+            yield Part(name, str(form[name].label), compared(value), shown)
+
+
+def compared(value: Any) -> str:
+    """Return the text by which *value* is compared."""
+    if isinstance(value, (list, QuerySet)):
+        rows = [*value]
+        if isinstance(value, QuerySet) or all(isinstance(row, Model) for row in rows):
+            return repr(sorted(map(compared, rows)))
+    if isinstance(value, Model):
+        value = value.pk
+    return "" if value is None else str(value)
+
+
+def _values_of(instance: Model, name: str, value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple, QuerySet)):
+        return value
+    shown = getattr(instance, f"get_{name}_display", None)
+    return [shown() if shown else getattr(instance, name, value)]
 
 
 def _name_of(user: Any) -> str:
@@ -579,6 +627,10 @@ def _told(edit: EditLock, what: str | None) -> dict[str, str]:
     if what == "leave":
         edit.leave(attempt)
         return {"state": "left"}
+    if edit.is_refused:
+        edit.release()
+        text = _("You may not change this any more. What you have typed stays here.")
+        return {"state": "refused", "message": text}
     if what == "renew" and edit.renew():
         return {"state": "held"}
     if what == "again":

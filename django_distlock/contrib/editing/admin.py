@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import cache, partial
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
 from django.contrib import admin
 from django.contrib.admin.options import TO_FIELD_VAR
-from django.contrib.admin.utils import unquote
+from django.contrib.admin.utils import NestedObjects, unquote
 from django.core.checks import CheckMessage, Error
+from django.db import router, transaction
 from django.urls import path, reverse
 from django.utils.text import capfirst
 from django.utils.translation import gettext as _
 
 from django_distlock.conf import DEFAULT_ALIAS, checked_ttl
+from django_distlock.engine.steps import settled
 from django_distlock.exceptions import DOCS, InvalidLockBackend, LockBackendError
+from django_distlock.ground.naming import warn
+from django_distlock.ground.objects import object_name
 from django_distlock.handler import locks
 from django_distlock.transactions import never_atomic
 
-from . import (
-    PERMISSION,
-    TTL,
-    TTL_WITHOUT_SCRIPT,
-    EditLock,
-    Part,
-    answer,
-    key_of,
-    new_ticket,
-    parts_of,
-    shown_value,
-)
+from . import PERMISSION, TTL, EditLock, Part, answer, editors, key_of, new_ticket, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from datetime import timedelta
 
     from django.contrib.admin.models import LogEntry
-    from django.db.models import Model
+    from django.db.models import Model, QuerySet
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
 
@@ -49,6 +46,8 @@ else:
 
 #: The attribute of a request that has the edit lock of its change form.
 _EDIT = "_distlock_edit"
+#: What a formset gets of a form that is sent.
+_SENT = {"data", "files", "save_as_new", "prefix"}
 
 
 class EditLockMixin(_Admin):
@@ -61,8 +60,6 @@ class EditLockMixin(_Admin):
     edit_lock_using: str = DEFAULT_ALIAS
     #: Seconds that an object stays locked after the browser of its editor has vanished.
     edit_lock_ttl: float | timedelta = TTL
-    #: Seconds that it stays locked after it was opened by a browser that runs no script.
-    edit_lock_ttl_without_script: float | timedelta = TTL_WITHOUT_SCRIPT
 
     def has_take_over_permission(self, request: HttpRequest, obj: Model) -> bool:
         """Return whether the user may take over what somebody else edits."""
@@ -100,20 +97,37 @@ class EditLockMixin(_Admin):
             edit.watch()
         return edit
 
-    def get_form(
-        self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
     ) -> Any:
-        form = super().get_form(request, obj, change, **kwargs)
         edit: EditLock | None = getattr(request, _EDIT, None)
-        if edit is None or not change or request.method != "POST":
+        if edit is not None and request.method == "POST":
+            edit.row()  # locks it: a column that the form does not have is saved as it is read below
+        return super().get_object(request, object_id, from_field)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        rows = super().get_queryset(request)
+        edit: EditLock | None = getattr(request, _EDIT, None)
+        if edit is None or request.method != "POST":
+            return rows
+        return rows.using(edit.ticket.database)  # a replica may have older values
+
+    def get_form(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        form = super().get_form(request, *args, **kwargs)
+        edit: EditLock | None = getattr(request, _EDIT, None)
+        if edit is None or request.method != "POST" or "_saveasnew" in request.POST:
             return form
 
-        def inlines(row: Model) -> list[Part]:
-            kinds: Iterable[Any] = self.get_formsets_with_inlines(request, row)
-            querysets = [(kind, inline.get_queryset(request)) for kind, inline in kinds]
-            return [*_parts_of(kind(instance=row, queryset=rows) for kind, rows in querysets)]
+        def problems(form: Any) -> Iterable[str]:
+            inlines = self.get_formsets_with_inlines(request, form.instance)
+            return edit.problems(form, _parts_of(map(partial(_unbound, form), inlines)))
 
-        return _checked(form, lambda form: edit.problems(form.fields, inlines))
+        def _unbound(form: Any, kind_and_inline: Any) -> Any:
+            kind, inline = kind_and_inline
+            terms = self.get_formset_kwargs(request, form.instance, inline, "")
+            return kind(**{key: terms[key] for key in terms.keys() - _SENT})
+
+        return _checked(form, problems)
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
@@ -123,14 +137,15 @@ class EditLockMixin(_Admin):
         if edit is not None:
             if request.method != "POST":
                 formsets = [each.formset for each in context["inline_admin_formsets"]]
-                fields = parts_of(context["original"], context["adminform"].form.fields)
-                edit.note_seen([*fields, *_parts_of(formsets)])
+                parts = [*parts_of(context["adminform"].form), *_parts_of(formsets)]
+                edit.note_seen({part.key: part.text for part in parts})
             # Around the page that would be shown, whose template may be the project's.
             parent = response.resolve_template(response.template_name)
             response.context_data |= {"distlock_edit": edit, "distlock_parent": parent}
             response.template_name = "admin/django_distlock/edit_form.html"
             if edit.is_read_only:
                 response.context_data["save_as"] = False  # there is nothing in the page to be sent
+            response.add_post_render_callback(partial(_warn_unless_shown, edit, parent))
         return response
 
     # What somebody else edits is read only.
@@ -143,22 +158,52 @@ class EditLockMixin(_Admin):
 
     def get_deleted_objects(self, objs: Any, request: HttpRequest) -> tuple[Any, Any, Any, Any]:
         found, count, missing, protected = super().get_deleted_objects(objs, request)
-        edited = [f"{obj}: {text}" for obj in objs for text in self._edited_by(request, obj)]
-        return found, count, missing, [*protected, *edited]
+        edited: dict[str, str] = {}
+        if others := self._others(request):
+            collector = NestedObjects(using=router.db_for_write(self.model))
+            collector.collect(objs)  # also what is deleted with them
+            for row in chain(*collector.data.values()):
+                if editor := others.get(self._key_of(row)):
+                    edited[editor.held.key] = f"{row}: {editor.sentence}"
+        return found, count, missing, [*protected, *edited.values()]
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
+        is_saved = request.method == "POST" and "_save" in request.POST
+        # Rows stay locked from when they are compared until they are saved.
+        with transaction.atomic(router.db_for_write(self.model)) if is_saved else nullcontext():
+            return super().changelist_view(request, extra_context)
 
     def get_changelist_form(self, request: HttpRequest, **kwargs: Any) -> Any:
-        form = super().get_changelist_form(request, **kwargs)
-        return _checked(
-            form, lambda form: self._edited_by(request, form.instance) if form.has_changed() else ()
-        )
+        others = cache(partial(self._others, request))  # asked once for the whole list
 
-    def _edited_by(self, request: HttpRequest, obj: Model) -> list[str]:
-        """Return who else edits *obj* since when, for people; nothing if nobody does, or that cannot be told."""
+        def problems(form: Any) -> Iterator[str]:
+            if not form.has_changed():
+                return
+            if editor := others().get(self._key_of(form.instance)):
+                yield editor.sentence
+            edit = self._edit_lock(request, self._ticket(request, form.instance))
+            if not edit.read_again(form):
+                yield _("Not saved. It was deleted meanwhile.")
+            elif any(_is_stale(form, name) for name in form.fields):
+                yield _("Not saved. It was changed after you had opened the list: load it again.")
+
+        form = _checked(super().get_changelist_form(request, **kwargs), problems)
+        return type(form.__name__, (_ShowingInitial, form), {})
+
+    def _others(self, request: HttpRequest) -> dict[str, Editor]:
+        """Return who else edits, by the key of the lock; nothing if that cannot be told."""
+        backend = locks[self.edit_lock_using]
+        if not backend.supports_listing:
+            return {}
         try:
-            editor = self._edit_lock(request, self._ticket(request, obj)).look()
+            found = settled(lambda: [*backend.held()])
         except LockBackendError:
-            return []
-        return [] if editor is None or editor.is_me else [editor.sentence]
+            return {}
+        edited = [held for held in found if held.name.startswith("edit:")]
+        return {each.held.key: each for each in editors(request, edited) if not each.is_me}
+
+    def _key_of(self, obj: Model) -> str:
+        return locks[self.edit_lock_using].key_of(f"edit:{object_name(obj)}")
 
     # The address that pages ask, and the checks.
 
@@ -172,7 +217,22 @@ class EditLockMixin(_Admin):
 
     def edit_lock_view(self, request: HttpRequest) -> HttpResponse:
         """Answer the script of a change form."""
-        return answer(request, self._edit_lock)
+        return answer(request, self._asked)
+
+    def _asked(self, request: HttpRequest, ticket: Ticket) -> EditLock:
+        """Return the lock of a page that asks, with the rights that its user has by now."""
+        obj = self.get_object(request, ticket.pk)
+        if obj is not None:
+            may_take_over = self.has_take_over_permission(request, obj)
+            ticket = replace(ticket, may_take_over=may_take_over)
+        edit = self._edit_lock(request, ticket)
+        if obj is None:
+            edit.is_refused = edit.row() is not None  # it is not for this user any more
+        elif request.POST.get("what") == "look":
+            edit.is_refused = not self.has_view_or_change_permission(request, obj)
+        else:
+            edit.is_refused = not self.has_change_permission(request, obj)
+        return edit
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
         return [*super().check(**kwargs), *self._check_edit_lock()]
@@ -187,8 +247,7 @@ class EditLockMixin(_Admin):
                 instead = "set edit_lock_using to an alias of a database, Redis or Redlock"
                 problems.append(f"DISTLOCK[{using!r}] cannot hold locks for pages; {instead}.")
             try:
-                for ttl in self._ttls():
-                    locks[using].check_ttl(ttl)
+                locks[using].check_ttl(self._ttl())
             except (TypeError, ValueError) as error:
                 problems.append(str(error))
         if not apps.is_installed("django_distlock"):
@@ -204,12 +263,10 @@ class EditLockMixin(_Admin):
 
     def _ticket(self, request: HttpRequest, obj: Model) -> Ticket:
         may_take_over = self.has_take_over_permission(request, obj)
-        return new_ticket(request, obj, self.edit_lock_using, self._ttls(), may_take_over)
+        return new_ticket(request, obj, self.edit_lock_using, self._ttl(), may_take_over)
 
-    def _ttls(self) -> tuple[float, float]:
-        ttl = checked_ttl(self.edit_lock_ttl, "edit_lock_ttl")
-        longest = self.edit_lock_ttl_without_script
-        return ttl, checked_ttl(longest, "edit_lock_ttl_without_script")
+    def _ttl(self) -> float:
+        return checked_ttl(self.edit_lock_ttl, "edit_lock_ttl")
 
     def _edit_lock(self, request: HttpRequest, ticket: Ticket) -> EditLock:
         site = self.admin_site.name
@@ -234,15 +291,42 @@ def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
     return type(form.__name__, (form,), {"clean": clean})
 
 
+class _ShowingInitial:
+    """A form that sends what it has shown, too, and in which browsers restore nothing over newer values."""
+
+    fields: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for field in self.fields.values():
+            field.show_hidden_initial = True
+            field.widget.attrs["autocomplete"] = "off"
+
+
+def _is_stale(form: Any, name: str) -> bool:
+    """Return whether the list showed another value of this field than it has now, and not what is sent now."""
+    field, now = form.fields[name], form.get_initial_for_field(form.fields[name], name)
+    if not field.show_hidden_initial:
+        return False  # the key, which the formset has added
+    widget, key = field.hidden_widget(), form.add_initial_prefix(name)
+    shown = widget.value_from_datadict(form.data, form.files, key)
+    return bool(field.has_changed(now, shown) and field.has_changed(now, form[name].data))
+
+
 def _parts_of(formsets: Iterable[Any]) -> Iterator[Part]:
     for number, formset in enumerate(formsets):
-        rows = [*formset.get_queryset()]
-        names = formset.form.base_fields
-        texts = sorted(
-            repr([str(row.pk), *(part.text for part in parts_of(row, names))]) for row in rows
-        )
+        rows = [(form.instance, *parts_of(form)) for form in formset.initial_forms]
+        texts = sorted(repr([str(row.pk), *(part.text for part in parts)]) for row, *parts in rows)
         label = capfirst(str(formset.model._meta.verbose_name_plural))  # noqa: SLF001 - documented
-        yield Part(f"inline {number}", label, repr(texts), shown_value(", ".join(map(str, rows))))
+        shown = partial(map, itemgetter(0), rows)
+        yield Part(f"inline {number}", label, repr(texts), shown)
+
+
+def _warn_unless_shown(edit: EditLock, template: Any, _response: Any) -> None:
+    if not edit.is_shown:
+        problem = "%s has no block form_top, so its form is saved without being compared."
+        name = template.template.name
+        warn(problem, name, name=edit.ticket.name, using=edit.ticket.using)
 
 
 def _keeps_out(request: HttpRequest, obj: Any) -> bool:

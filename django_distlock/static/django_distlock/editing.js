@@ -13,6 +13,7 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
     let isAsking = false;
     let failures = 0;
     let isOld = false;
+    let isRestored = false;
     // Names the request by which this page asks for the lock again, as long as it is under way.
     let attempt = "";
 
@@ -33,8 +34,8 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
         if (message.textContent !== text) {
             message.textContent = text;
         }
-        if (takeOver) {
-            const choice = takeOver.querySelector("input");
+        const choice = takeOver.querySelector("input");
+        if (choice) {
             if (choice.value !== digest) {
                 choice.checked = false;
                 choice.value = digest;
@@ -86,7 +87,8 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
         isAsking = true;
         clearTimeout(timer);
         try {
-            let told = await ask(isReading ? "look" : "renew");
+            let told = isRestored ? { state: "free" } : await ask(isReading ? "look" : "renew");
+            isRestored = false;
             if (told.state === "free" && !isReading) {
                 told = await askAgain();
             }
@@ -119,15 +121,18 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
             navigator.sendBeacon(box.dataset.url, body("leave"));
         }
     });
+    // Only now has the browser restored what was typed before Back or F5. The ticket is restored with it, as it counts as
+    // typed, too: so old text is compared as old text.
     addEventListener("pageshow", (event) => {
-        if (event.persisted) {
-            renew();
-        }
+        const text = ticket.value;
+        isRestored = !isReading && !event.persisted && text !== ticket.defaultValue;
+        ticket.value = "";
+        ticket.value = text;
+        renew();
     });
     document.addEventListener("visibilitychange", () => {
         if (!document.hidden) {
             renew();
         }
     });
-    renew();
 }
