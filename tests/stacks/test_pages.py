@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from django.apps import apps
 from django.contrib import admin
 from django.contrib.auth.models import User
 from django.test import Client
@@ -69,3 +70,34 @@ def test_an_object_is_edited_by_one_user_at_a_time(client: Client, name: str, mo
     assert saved.status_code == 200
     row.refresh_from_db()
     assert row.name == f"{name} saved"
+
+
+@pytest.mark.skipif(not apps.is_installed("reversion"), reason="django-reversion's pages")
+def test_a_row_is_not_reverted_while_somebody_edits_it(client: Client, name: str) -> None:
+    from reversion.models import Version
+
+    from .models import Place
+
+    row = Place.objects.create(name=name)
+    page = reverse("admin:stacks_place_change", args=[row.pk])
+    sent = {**fields_of(client.get(page)), "name": f"{name} first"}
+    assert client.post(page, sent).status_code == 302
+    sent = {**fields_of(client.get(page)), "name": f"{name} second"}
+    assert client.post(page, sent).status_code == 302
+    version = Version.objects.get_for_object(row).last()
+    assert version
+    revert = reverse("admin:stacks_place_revision", args=[row.pk, version.pk])
+    second = Client()
+    second.force_login(User.objects.create_superuser(f"second-{name}", password="-"))
+    second.get(page)
+
+    read = client.get(revert)
+    assert f"second-{name}" in read.content.decode()
+    assert client.post(revert, sent).status_code == 403
+    row.refresh_from_db()
+    assert row.name == f"{name} second"
+
+    opened = fields_of(second.get(revert))
+    assert second.post(revert, opened).status_code == 302
+    row.refresh_from_db()
+    assert row.name == f"{name} first"

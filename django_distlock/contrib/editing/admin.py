@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import NestedObjects, unquote
 from django.core.checks import CheckMessage, Error
@@ -67,23 +67,32 @@ class EditLockMixin(_Admin):
 
     # The page of an object.
 
-    def changeform_view(
-        self,
-        request: HttpRequest,
-        object_id: str | None = None,
-        form_url: str = "",
-        extra_context: Any = None,
-    ) -> Any:
-        # Before the transaction that Django begins: no lock is asked for in one.
-        edit = None if object_id is None else self._begun(request, object_id)
+    def change_view(self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any) -> Any:
+        # Before the transaction that Django begins, or django-reversion: no lock is asked for in one.
+        edit = self._begun(request, object_id, EditLock.begin)
         setattr(request, _EDIT, edit)
-        response = super().changeform_view(request, object_id, form_url, extra_context)
+        response = super().change_view(request, object_id, *args, **kwargs)
         is_form = "adminform" in (getattr(response, "context_data", None) or ())
         if edit is not None and request.method == "POST" and not is_form:
             edit.release()
         return response
 
-    def _begun(self, request: HttpRequest, object_id: str) -> EditLock | None:
+    def changeform_view(
+        self, request: HttpRequest, object_id: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if object_id is not None and not hasattr(request, _EDIT):
+            # A page to revert to an older version, in a transaction: it locks nothing, and has a template of its own.
+            setattr(request, _EDIT, None)
+            edit = self._begun(request, object_id, EditLock.watch)
+            if edit is not None and edit.editor is not None and not edit.editor.is_me:
+                setattr(request, _EDIT, edit)
+                edit.is_shown = True
+                self.message_user(request, edit.editor.sentence, messages.WARNING)
+        return super().changeform_view(request, object_id, *args, **kwargs)
+
+    def _begun(
+        self, request: HttpRequest, object_id: str, begin: Callable[[EditLock], None]
+    ) -> EditLock | None:
         to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
         if to_field and not self.to_field_allowed(request, to_field):
             return None  # Django refuses it
@@ -92,7 +101,7 @@ class EditLockMixin(_Admin):
             return None
         edit = self._edit_lock(request, self._ticket(request, obj))
         if self.has_change_permission(request, obj) and request.method in {"GET", "POST"}:
-            edit.begin()
+            begin(edit)
         else:
             edit.watch()
         return edit
