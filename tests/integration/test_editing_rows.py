@@ -175,6 +175,16 @@ def test_formsets_with_arguments_of_their_own_are_compared(
     assert ada.post(page_of(account), {**opened, "name": "typed"}).status_code == 302
 
 
+def test_inlines_of_inlines_are_told_by_the_check() -> None:
+    nested = type("Nested", (edit_site.FeeInline,), {"inlines": (edit_site.FeeInline,)})
+    made = type("NestedAdmin", (edit_site.AccountAdmin,), {"inlines": (nested,)})
+
+    [found] = made(Account, edit_site.site).check()
+
+    assert (found.id, found.obj) == ("distlock.W050", made)
+    assert found.msg == "NestedAdmin: the inlines of Nested are not compared."
+
+
 def test_a_template_without_the_place_for_it_is_told(  # noqa: PLR0917
     account: Account,
     ada: Client,

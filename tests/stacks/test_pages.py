@@ -11,11 +11,15 @@ from django.contrib import admin
 from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import reverse
+from selenium.webdriver.common.by import By
 
 from django_distlock import lock
 from django_distlock.contrib.editing.admin import EditLockMixin
 from django_distlock.operators import survey
+from tests.fixtures.browser import OpenBrowser
 from tests.integration.edit_site import fields_of
+
+from .models import Plain
 
 FORCE = "admin:django_distlock_heldlock_force_release"
 LOCKS = "admin:django_distlock_heldlock_changelist"
@@ -70,6 +74,40 @@ def test_an_object_is_edited_by_one_user_at_a_time(client: Client, name: str, mo
     assert saved.status_code == 200
     row.refresh_from_db()
     assert row.name == f"{name} saved"
+
+
+#: How light a colour is, as in WCAG.
+LIGHT = """const light = (colour) => colour.match(/[0-9.]+/g).slice(0, 3).map((part) => part / 255)
+    .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, part, index) => sum + part * [0.2126, 0.7152, 0.0722][index], 0);
+const style = getComputedStyle(arguments[0]);
+return [style.color, style.backgroundColor].map(light).sort();"""
+
+
+def test_who_edits_and_the_button_to_take_over_are_readable(
+    client: Client, name: str, live_server: Any, open_browser: OpenBrowser
+) -> None:
+    model: Any = Plain
+    row = model.objects.create(name=name)
+    page = reverse("admin:stacks_plain_change", args=[row.pk])
+    second = Client()
+    second.force_login(User.objects.create_superuser(f"second-{name}", password="-"))
+    browser = open_browser()
+    browser.get(f"{live_server.url}/admin/jsi18n/")
+    session = second.cookies["sessionid"].value
+    browser.add_cookie({"name": "sessionid", "value": session})
+
+    client.get(page)
+
+    browser.get(f"{live_server.url}{page}")
+
+    for selector in (".distlock-edit-message", "[value=take-over]"):
+        shown = browser.find_element(By.CSS_SELECTOR, selector)
+        dark, light = browser.execute_script(LIGHT, shown)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+        assert shown.rect["x"] >= 0
+        assert shown.rect["width"] > 7 * len(shown.text)
+        assert shown.value_of_css_property("text-indent") == "0px"
 
 
 @pytest.mark.skipif(not apps.is_installed("reversion"), reason="django-reversion's pages")

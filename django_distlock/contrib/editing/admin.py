@@ -13,7 +13,7 @@ from django.apps import apps
 from django.contrib import admin, messages
 from django.contrib.admin.options import TO_FIELD_VAR
 from django.contrib.admin.utils import NestedObjects, unquote
-from django.core.checks import CheckMessage, Error
+from django.core.checks import CheckMessage, Error, Warning  # noqa: A004 - as Django's
 from django.db import router, transaction
 from django.urls import path, reverse
 from django.utils.text import capfirst
@@ -246,7 +246,7 @@ class EditLockMixin(_Admin):
     def check(self, **kwargs: Any) -> list[CheckMessage]:
         return [*super().check(**kwargs), *self._check_edit_lock()]
 
-    def _check_edit_lock(self) -> Iterator[Error]:
+    def _check_edit_lock(self) -> Iterator[CheckMessage]:
         using, problems = self.edit_lock_using, []
         # distlock.E001 tells what is wrong with an alias, and distlock.W001 that there is no default one.
         with suppress(InvalidLockBackend):
@@ -265,6 +265,11 @@ class EditLockMixin(_Admin):
         for problem in problems:
             text = f"{type(self).__name__}: {problem}"
             yield Error(text, hint=hint, obj=type(self), id="distlock.E050")
+        for inline in self.inlines:
+            if getattr(inline, "inlines", ()):
+                text = f"{type(self).__name__}: the inlines of {inline.__name__} are not compared."
+                hint = f"Others may overwrite them. See {DOCS}reference/checks.html#distlock-w050"
+                yield Warning(text, hint=hint, obj=type(self), id="distlock.W050")
 
     @property
     def _url_name(self) -> str:
