@@ -159,6 +159,12 @@ STACKS = (
         },
     ),
     Stack(
+        "sqlalchemy",
+        ("locks", "transactions", "pools"),
+        aliases=("mariadb", "getlock"),
+        settings={"mariadb": {"ENGINE": "tests.fixtures.pooling_engine"}},
+    ),
+    Stack(
         "psycopg-pool",
         ("locks", "transactions", "pools", "rows", "commands"),
         aliases=ON_POSTGRES,

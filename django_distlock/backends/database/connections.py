@@ -257,6 +257,10 @@ class OwnConnections:
 
     def _prepare(self, connection: Any, *, bounded: bool) -> None:
         connection.ensure_connection()
+        # An engine that overrides only get_new_connection() may have taken it from a pool of SQLAlchemy, which would
+        # lend it again.
+        if (detach := getattr(connection.connection, "detach", None)) is not None:
+            detach()
         connection.connection = driver_of(connection)
         bound_requests(connection, self._io_timeout if bounded else None)
         self._dialect.prepare(connection)
