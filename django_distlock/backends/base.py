@@ -257,6 +257,12 @@ class BaseLockBackend(ABC):
         """Return what the cache that keeps the locks adds to its keys now; "" without a cache."""
         return ""
 
+    @property
+    def keys_vary(self) -> bool:
+        """Whether key_of() may return another key for another caller."""
+        has_label = type(self).label is not BaseLockBackend.label
+        return has_label or not isinstance(self.key_prefix, str)
+
     def seen_from_here(self) -> Self:
         """Return this backend with the keys of the caller, for another thread that lists its locks."""
         seen, label = copy(self), self.label()

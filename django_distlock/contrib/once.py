@@ -15,6 +15,7 @@ from django.core.signing import BadSignature
 from django.utils.asyncio import async_unsafe
 
 from django_distlock.conf import checked_ttl, flag
+from django_distlock.engine.handover import name_in
 from django_distlock.engine.lease import Lease
 from django_distlock.engine.leftovers import until_done
 from django_distlock.exceptions import (
@@ -164,8 +165,9 @@ class Once:
 
 
 def packed(text: str, name: str) -> str:
-    """Return what a message carries: the *text* of its lease, if it has one, and the signed *name* of its lock."""
-    return f"{text} {signing.dumps(name, salt=SALT)}"
+    """Return what a message carries: the *text* of a lease of lock *name*, or this text, if any, and the signed *name*."""
+    # Workers of an earlier release can read the text alone.
+    return text if name_in(text) == name else f"{text} {signing.dumps(name, salt=SALT)}"
 
 
 def unpacked(carried: str) -> tuple[str, str]:
@@ -173,7 +175,7 @@ def unpacked(carried: str) -> tuple[str, str]:
     text, _, signed = carried.partition(" ")
     with suppress(BadSignature, UnicodeError):
         return text, signing.loads(signed, salt=SALT)
-    return text, ""
+    return text, name_in(text)
 
 
 def free(lease: Lease) -> None:

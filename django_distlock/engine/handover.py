@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from django.core import signing
@@ -51,7 +52,6 @@ def detaching(lease: Lease, ttl: float | timedelta | None) -> Steps[list[Request
         "postmark": clock.postmark(),
         "using": lease.using,
         "name": request.name,
-        "key": request.lock_key,
         "owner": request.owner,
         "ttl": own_ttl,
         "shared": request.shared,
@@ -61,7 +61,16 @@ def detaching(lease: Lease, ttl: float | timedelta | None) -> Steps[list[Request
         "limit": request.holder.limit,
         "place": request.place,
     }
+    if lease.backend.keys_vary:  # processes of an earlier release refuse a key
+        known["key"] = request.lock_key
     return signing.dumps(known, salt=SALT)
+
+
+def name_in(text: str) -> str:
+    """Return the name of the lock whose lease is in *text*; "" if it cannot be read."""
+    with suppress(signing.BadSignature, UnicodeError):
+        return str(signing.loads(text, salt=SALT)["name"])
+    return ""
 
 
 def attaching(make: type[Lease], text: str, purpose: str) -> Steps[TakeOver, Lease]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import django
 import pytest
+from django.core import signing
 from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, transaction
 from django.utils import timezone
@@ -375,6 +376,18 @@ def test_arguments_that_json_changes_keep_their_name(what: Any) -> None:
     assert in_queue.enqueue(what) is None
     assert run(queued()[0]) is True
     assert with_arguments.enqueue(what, distlock=handed_over(f"any:{what}")).return_value is True
+
+
+def test_a_worker_of_an_earlier_release_can_read_the_lease() -> None:
+    in_queue = once.using(backend="queue")
+    in_queue.enqueue(7)
+    in_queue.enqueue(8, distlock=handed_over("once:8"))
+
+    for sent in queued():
+        text = sent.kwargs["distlock"]
+        # Those of the first candidate take this text, whole, and refuse a field that they do not know.
+        assert "key" not in signing.loads(text, salt="django_distlock.lease")
+        Lease.attach(text).release()
 
 
 def handed_over(name: str) -> str:
