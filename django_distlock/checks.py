@@ -43,7 +43,8 @@ def _are_of_migrate() -> bool:
     # The arguments of a check do not tell, and sys.argv is not what execute_from_command_line() was given.
     callers = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
     kinds = (kind for caller in callers for kind in type(caller).__mro__)
-    return any(kind.__module__.endswith(".commands.migrate") for kind in kinds)
+    # The module of a proxy of wrapt is a property.
+    return any(str(kind.__module__).endswith(".commands.migrate") for kind in kinds)
 
 
 def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:

@@ -390,6 +390,22 @@ def test_migrate_asks_no_servers_since_it_makes_the_tables(
         check.Command().check(databases=["pg"])
 
 
+class Wrapper:
+    """As that of wrapt 1 without its extension, in which agents wrap methods of commands."""
+
+    def check(self) -> list[Any]:
+        return list(check_servers(databases=["default"]))
+
+
+Wrapper.__module__ = property(lambda _: "a.module")  # type: ignore[assignment]  # as there
+
+
+def test_servers_are_asked_below_a_method_in_a_wrapper(settings: Settings) -> None:
+    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
+
+    assert Wrapper().check() == []
+
+
 def test_code_that_migrates_is_not_refused_for_the_missing_tables(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
