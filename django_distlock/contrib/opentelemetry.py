@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from django.apps import apps
+from django.core.exceptions import AppRegistryNotReady
 from opentelemetry import metrics, trace
 from opentelemetry.metrics import Observation
 from opentelemetry.trace import Status, StatusCode
@@ -62,7 +63,7 @@ def _template_of_object(name: str) -> str:
     """Return "shop.page:*" for "shop.page:home", "edit:shop.page:*" for its page; "" if it names no model."""
     label, colon, _ = name.removeprefix("edit:").partition(":")
     if colon:
-        with suppress(LookupError, ValueError):
+        with suppress(LookupError, ValueError, AppRegistryNotReady):
             apps.get_model(label)
             return f"{name[: name.index(label)]}{label}:*"
     return ""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.apps import apps
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -443,3 +444,11 @@ def test_a_lease_that_is_left_alone_keeps_no_span_alive(reader: InMemoryMetricRe
 def test_what_names_have_in_common(name: str, template: str) -> None:
     assert opentelemetry.template_of(name) == template
     assert opentelemetry.template_of(name, "given") == "given"
+
+
+def test_a_lock_before_django_has_loaded_its_models_has_a_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(apps, "models_ready", False)
+
+    assert opentelemetry.template_of("fee:42") == "fee:*"
