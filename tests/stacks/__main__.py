@@ -30,7 +30,16 @@ def run(stack: Stack) -> int:
         "DISTLOCK_STACK": stack.name,
         "DJANGO_SETTINGS_MODULE": "tests.stacks.settings",
     }
-    command = [*stack.command, sys.executable, "-m", "pytest", "-q", "--color=no", *acts]
+    command = [
+        *stack.command,
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--color=no",
+        "--durations=5",
+        *acts,
+    ]
     done = subprocess.run(
         # Packages warn of each other; and Django's settings are those of the environment.
         [*command, "-o", "filterwarnings=", "-o", "DJANGO_SETTINGS_MODULE=tests.stacks.settings"],
