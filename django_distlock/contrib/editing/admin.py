@@ -338,9 +338,12 @@ def _parts_of(formsets: Iterable[Any]) -> Iterator[Part]:
 
 def _warn_unless_shown(edit: EditLock, template: Any, _response: Any) -> None:
     if not edit.is_shown:
-        problem = "%s has no block form_top, so its form is saved without being compared."
-        name = template.template.name
-        warn(problem, name, name=edit.ticket.name, using=edit.ticket.using)
+        warn(
+            "A form is saved without being compared: %s has no block form_top",
+            template.template.name,
+            name=edit.ticket.name,
+            using=edit.ticket.using,
+        )
 
 
 def _keeps_out(request: HttpRequest, obj: Any) -> bool:
