@@ -18,7 +18,7 @@ from .engine.steps import settled
 from .engine.values import LockState
 from .exceptions import first_line
 from .ground import clock
-from .ground.naming import checked_name, line_key, line_of
+from .ground.naming import checked_name, line_key, line_of, warn
 from .handler import locks
 
 if TYPE_CHECKING:
@@ -132,10 +132,17 @@ def force_release(name: str | Model, using: str = DEFAULT_ALIAS) -> int:
     """Free the lock *name*, held or reserved by min_hold, with a limit all its places; return how many holdings were ended.
 
     The holder is not stopped: its lease is lost at its next renewal, or at once if it is in this process.
-    NotSupported if the alias cannot list its locks.
+    If nobody holds it there, but on another alias, that is logged. NotSupported if the alias cannot list its locks.
     """
-    backend = locks[using]
-    return sum(backend.force_release(held.key, held.owner_digest) for held in holdings(using, name))
+    backend, found = locks[using], holdings(using, name)
+    for alias in () if found else elsewhere(name, using):
+        warn(
+            "Nothing was released: the lock is held on the alias %s.",
+            alias,
+            name=checked_name(name),
+            using=using,
+        )
+    return sum(backend.force_release(held.key, held.owner_digest) for held in found)
 
 
 class Listing:

@@ -576,6 +576,15 @@ def test_in_code_all_holdings_of_a_name_are_ended(name: str) -> None:
     assert lock(name, using="memory", timeout=0).acquire()
 
 
+def test_in_code_too_the_alias_that_has_the_lock_is_named(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lock(name, using="memory"):
+        assert force_release(name) == 0
+
+    assert "Nothing was released: the lock is held on the alias memory." in caplog.messages
+
+
 def test_what_cannot_be_listed_cannot_be_released(settings: Any, name: str) -> None:
     settings.DISTLOCK = {"default": DUMMY}
 
