@@ -41,7 +41,10 @@ async def lose(name: str = "a") -> None:
 async def test_a_group_of_tasks_with_nothing_but_the_loss_is_the_loss(names: list[str]) -> None:
     """As of a TaskGroup whose tasks call check()."""
 
+    watches = asyncio.Event()
+
     async def watch(lease: Lease) -> None:
+        watches.set()
         try:
             await for_ever()
         finally:
@@ -51,11 +54,13 @@ async def test_a_group_of_tasks_with_nothing_but_the_loss_is_the_loss(names: lis
         async with AsyncExitStack() as stack:
             leases = {}
             for name in names:
-                ttl = 0.3 if name == "a" else 30
-                block = lock(name, cancel_when_lost=True, renew=False, ttl=ttl)
+                block = lock(name, cancel_when_lost=True)
                 leases[name] = await stack.enter_async_context(block)
             group = await stack.enter_async_context(asyncio.TaskGroup())
             group.create_task(watch(leases["a"]))
+            await watches.wait()
+            await lose()
+            await for_ever()
 
     assert caught.value.name == "a"
     assert isinstance(caught.value.__cause__, BaseExceptionGroup)
