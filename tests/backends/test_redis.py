@@ -808,7 +808,7 @@ def test_connections_that_a_crowd_needed_are_closed_once_nobody_needs_them(
 
     take_and_give_back(name)
     assert connections_to([own]) - before == crowd
-    monkeypatch.setattr(connections, "IDLE", 0.0)
+    monkeypatch.setattr("django_distlock.backends.idle.IDLE", 0.0)
     take_and_give_back(name)
 
     assert len(connections_to([own]) - before) == 1
