@@ -305,7 +305,7 @@ class BaseLockBackend(ABC):
         return key.rpartition("|")[0] == self.key_of("x").rpartition("|")[0]
 
     def may_keep(self, key: str) -> bool:
-        """Return whether *key* may be of this alias, whoever the caller is: a function may return any prefix."""
+        """Return whether *key* may be of this alias, with any prefix that a function may return."""
         if isinstance(self.key_prefix, str):
             return self.keeps(key)
         return key.startswith(f"{self.kind}|") if self.kind else key.count("|") < 2
