@@ -40,7 +40,7 @@ if "mariadb" in DATABASES:
 if "django_redis" in CACHES:
     CACHES["django_redis"] |= STACK.settings.get("cache", {})
 
-DISTLOCK = {alias: DISTLOCK[alias] for alias in {"default", *STACK.aliases}}
+DISTLOCK = {alias: DISTLOCK[alias] for alias in ("default", *STACK.aliases)}
 
 globals().update({key: value for key, value in STACK.settings.items() if key.isupper()})
 
