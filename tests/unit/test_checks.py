@@ -406,19 +406,26 @@ def test_servers_are_asked_below_a_method_in_a_wrapper(settings: Settings) -> No
     assert Wrapper().check() == []
 
 
-def test_code_that_migrates_is_not_refused_for_the_missing_tables(
+@pytest.fixture
+def new_database(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+) -> Iterator[None]:
+    """The locks are in a database "new" without any table."""
     engine = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "new.sqlite3")}
     database = connections.configure_settings({"default": {}, "new": engine})["new"]
     monkeypatch.setitem(connections.settings, "new", database)
     settings.DISTLOCK = {"default": {"OPTIONS": {"using": "new"}}}
+    yield
+    locks.reset()
+    connections["new"].close()
+    del connections["new"]
 
+
+@pytest.mark.usefixtures("new_database")
+def test_code_that_migrates_is_not_refused_for_the_missing_tables() -> None:
     execute_from_command_line(["manage.py", "migrate", "django_distlock", "--database=new", "-v0"])
 
     assert "django_distlock_methodlock" in connections["new"].introspection.table_names()
-    connections["new"].close()
-    del connections["new"]
 
 
 OWN = "tests.integration.pods.own"
@@ -549,14 +556,8 @@ def test_an_app_that_is_not_installed_is_told_by_a_check_and_by_the_first_lock(
     )
 
 
-def test_tables_that_are_missing_are_an_error_before_the_first_lock(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    engine = {"ENGINE": "django.db.backends.sqlite3", "NAME": str(tmp_path / "new.sqlite3")}
-    database = connections.configure_settings({"default": {}, "new": engine})["new"]
-    monkeypatch.setitem(connections.settings, "new", database)
-    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "new"}}}
-
+@pytest.mark.usefixtures("new_database")
+def test_tables_that_are_missing_are_an_error_before_the_first_lock() -> None:
     before = check_servers(databases=["new"])
     call_command("migrate", "django_distlock", database="new", verbosity=0)
     after = check_servers(databases=["new"])
@@ -572,6 +573,3 @@ def test_tables_that_are_missing_are_an_error_before_the_first_lock(
         )
     ]
     assert after == []
-    locks.reset()
-    connections["new"].close()
-    del connections["new"]
