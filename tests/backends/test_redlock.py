@@ -307,8 +307,9 @@ def test_a_lock_whose_votes_are_split_is_busy_and_nobody_has_it(
     eventually(lambda: _voters(servers[4:], name) == 0, what="the vote it got is given back")
 
 
+@pytest.mark.parametrize("is_heard", [True, False])
 def test_a_vote_whose_way_back_is_cut_is_given_back_later(
-    servers: list[Redis], make: Make, name: str
+    servers: list[Redis], make: Make, name: str, is_heard: bool
 ) -> None:
     _take(make([_url(each) for each in servers[2:]]), name)
     _all_voted(servers[2:], name)
@@ -316,12 +317,18 @@ def test_a_vote_whose_way_back_is_cut_is_given_back_later(
         proxies = [stack.enter_context(Proxy(server.port)) for server in servers]
         backend = make([_url(proxy) for proxy in proxies], **PATIENT)
         _warm_up(backend, name)
+        way = backend._servers._connections[0]
         for proxy in proxies[2:]:
             proxy.hold()
         received = proxies[0].bytes_received
+        if not is_heard:
+            proxies[0].drop_reply()
         answer = pool.submit(backend.try_acquire, _request(backend, name), queued=False)
-        eventually(lambda: proxies[0].bytes_received > received, what="its vote is on its way")
         eventually(lambda: _voters(servers[:2], name) == 2)
+        if is_heard:
+            eventually(lambda: proxies[0].bytes_received > received and not way._sent)
+        else:
+            eventually(lambda: way._socket is None, what="its vote is lost")
         proxies[0].cut()
 
         for proxy in proxies[2:]:
@@ -354,12 +361,14 @@ def test_votes_that_arrive_late_are_given_back(servers: list[Redis], make: Make,
 
 
 def _warm_up(backend: RedlockBackend, name: str) -> None:
-    """Return once *backend* has a connection to each server that is there."""
+    """Return once *backend* has a connection to each server, and all their answers."""
+    ways = backend._servers._connections
 
     def is_warm() -> bool:
-        with suppress(LockBackendError):
-            backend.probe(_request(backend, name, ttl=1.0))
-        return all(each._socket for each in backend._servers._connections)
+        if not all(each._socket for each in ways):
+            with suppress(LockBackendError):
+                backend.probe(_request(backend, name, ttl=1.0))
+        return all(each._socket and not each._sent for each in ways)
 
     eventually(is_warm)
 

@@ -5,7 +5,7 @@ No I/O, but to ask again in the background.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeVar
@@ -118,7 +118,7 @@ class RedlockVerbs:
         outcome = ballot.election()
         if outcome is Election.WON:
             return (yield from self._fence(request, ballot))
-        yield from self._give_back(request, ballot.where(votes.YES), ballot.pending | ballot.unsure)
+        yield from self._give_back(request, ballot)
         if outcome is Election.UNREACHABLE:
             self._fail(ballot, were_votes=True)
         return ballot.busy()
@@ -136,7 +136,7 @@ class RedlockVerbs:
         count: Count = yield self._question(calls, request.ttl, _has_agreed)
         if count.says_yes():
             return Grant(token)
-        yield from self._give_back(request, voters, ())
+        yield from self._give_back(request, ballot)
         self._need_most(count)
         return Busy()
 
@@ -177,7 +177,7 @@ class RedlockVerbs:
         said = count.says_yes()
         if said:
             return True
-        yield from self._give_back(request, count.where(votes.YES), count.pending | count.unsure)
+        yield from self._give_back(request, count)
         if said is None:
             self._fail(count)
         return False
@@ -251,19 +251,19 @@ class RedlockVerbs:
                 keys[server] |= dict.fromkeys(filter(is_ours, all_keys))
         return {server: list(found) for server, found in keys.items()}
 
-    def _give_back(
-        self, request: Request, granted: set[int], others: Collection[int]
-    ) -> Verb[None]:
-        """Release the lock on *granted*, and on *others*, which may have it; wait for the answers of *granted* only.
+    def _give_back(self, request: Request, ballot: Count) -> Verb[None]:
+        """Release the lock on all servers that granted it or may have; wait for the answers of the former only.
 
-        Those among *granted* that do not answer are asked again in the background. Places in queues are kept.
+        Servers that granted it, or whose vote was lost, are asked again in the background until they answer.
+        Places in queues are kept.
         """
-        if servers := granted.union(others):
+        granted = ballot.where(votes.YES)
+        if servers := granted | ballot.pending | ballot.unsure:
             calls = self._calls(servers, RELEASE, [request.key], request.owner, _sent(), "")
             count: Count = yield self._question(
                 calls, request.ttl, lambda count: not granted & count.pending
             )
-            if silent := granted - count.answers.keys():
+            if silent := (granted | ballot.unsure) - count.answers.keys():
                 # Of the same instant: it leaves alone what its owner is granted later.
                 again = {server: calls[server] for server in silent}
                 job = partial(self._insist, again, request.ttl)
