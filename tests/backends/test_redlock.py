@@ -246,6 +246,22 @@ def test_who_is_refused_by_a_majority_is_told_by_whom(
     assert other.probe(_request(other, name)) is not None
 
 
+def test_a_refusal_waits_for_no_server_that_hangs(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    _take(make(**PATIENT), name)
+    _all_voted(servers, name)
+    with ThreadPoolExecutor(1) as pool:
+        other = make(server_timeout=60.0)
+        _warm_up(other, name)
+        for server in servers[:2]:
+            server.pause()
+
+        answer = pool.submit(other.try_acquire, _request(other, name), queued=False)
+
+        assert isinstance(answer.result(20), Busy)
+
+
 async def test_tasks_go_on_with_a_minority_that_hangs(
     servers: list[Redis], using: Callable[..., str], name: str
 ) -> None:

@@ -335,6 +335,7 @@ class Servers:
         until = clock.wait_time() + question.connecting
         for server in question.calls:
             connections[server].ask(Query(question, server, until))
+        question.end_if_decided()  # a release on servers that hang may need no answer
 
     def _subscribe(self) -> None:
         """Subscribe to the channel at all servers; again now and then, as connections may break silently."""
