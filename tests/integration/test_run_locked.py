@@ -100,11 +100,11 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def heeds_sigterm(pid: int) -> bool:
+def heeds(number: signal.Signals, pid: int) -> bool:
     [caught] = re.findall(
         r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
     )
-    return bool(int(caught, 16) >> signal.SIGTERM - 1 & 1)
+    return bool(int(caught, 16) >> number - 1 & 1)
 
 
 def has_ended(pid: int) -> bool:
@@ -243,7 +243,7 @@ def test_a_daemon_that_waits_ends_at_once_and_leaves_nothing(
 ) -> None:
     with lock(name):
         daemon = start(TICK, timeout="forever", restart=True)
-        eventually(lambda: heeds_sigterm(daemon.pid))
+        eventually(lambda: heeds(number, daemon.pid))
 
         os.kill(daemon.pid, number)
 
@@ -258,7 +258,7 @@ def test_a_daemon_that_waits_as_the_first_process_of_a_container_ends_by_a_hangu
     with lock(name):
         daemon = start_as_first(TICK, timeout="forever", restart=True)
         first = eventually(lambda: family(daemon.pid)[1:], 30)[0]
-        eventually(lambda: heeds_sigterm(first), 30)
+        eventually(lambda: heeds(signal.SIGHUP, first), 30)
 
         os.kill(first, signal.SIGHUP)
 
@@ -270,7 +270,7 @@ def test_a_daemon_that_waits_goes_on_after_a_signal_for_the_command(
 ) -> None:
     with lock(name):
         daemon = start("echo done", timeout="forever", restart=True)
-        eventually(lambda: heeds_sigterm(daemon.pid))
+        eventually(lambda: heeds(signal.SIGUSR1, daemon.pid))
 
         os.kill(daemon.pid, signal.SIGUSR1)
 
@@ -286,7 +286,7 @@ def test_a_daemon_that_was_reloaded_runs_again_after_a_loss(start: Start, name: 
 
     free(name)
 
-    eventually(lambda: len(pids(daemon)) == 2, 30)
+    eventually(lambda: len(pids(daemon)) > 1, 30)
     daemon.terminate()
     assert daemon.wait() == 128 + signal.SIGTERM
 
