@@ -170,7 +170,7 @@ def test_each_worker_of_gunicorn_has_a_port_with_its_own_metrics_as_the_guide_sa
         section(DOCS / "howto" / "observe.md", "### Several workers"),
         re.DOTALL,
     )
-    first = free_port()
+    first = free_port(in_a_row=4)
     (tmp_path / "gunicorn.conf.py").write_text(block.replace("9464", str(first)))
 
     def holds() -> list[float]:
