@@ -486,8 +486,9 @@ def test_a_reader_whose_reply_is_lost_holds_what_it_has_made(proxy: Proxy) -> No
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_however_many_are_given_up_at_once_all_are_deleted(
-    etcd: Cluster, namespace: str, *, is_late: bool
+    etcd: Cluster, namespace: str, settings: Settings, *, is_late: bool
 ) -> None:
+    settings.DISTLOCK = aliases(etcd, namespace, session_timeout=60.0)
     requests = [rival(f"x{number}") for number in range(150)]
     for request in requests:
         assert stands(request)
@@ -501,7 +502,7 @@ def test_however_many_are_given_up_at_once_all_are_deleted(
     all_are.set()
 
     # Long before the session is over, with which they would go.
-    eventually(lambda: not keys(etcd.members[0], f"{namespace}/x"), 5)
+    eventually(lambda: not keys(etcd.members[0], f"{namespace}/x"), 20)
 
 
 def test_a_request_that_arrives_after_its_lock_was_given_back_makes_no_key(
@@ -977,7 +978,7 @@ def test_a_full_database_is_told_with_what_is_to_be_done(
 def test_a_deletion_that_is_refused_holds_up_no_other_one(
     own_cluster: Cluster, settings: Settings, namespace: str
 ) -> None:
-    settings.DISTLOCK = aliases(own_cluster, namespace)
+    settings.DISTLOCK = aliases(own_cluster, namespace, session_timeout=60.0)
     member, requests = own_cluster.members[0], [rival(f"x{number}") for number in range(5)]
     alarm = {"memberID": member.status["header"]["member_id"], "alarm": "NOSPACE"}
     for request in requests:
@@ -988,7 +989,7 @@ def test_a_deletion_that_is_refused_holds_up_no_other_one(
         for request in requests:
             backend().abandon_later(request)
 
-        eventually(lambda: len(keys(member, f"{namespace}/x")) == 1, 6)
+        eventually(lambda: len(keys(member, f"{namespace}/x")) == 1, 20)
     finally:
         member.asks("/v3/maintenance/alarm", action="DEACTIVATE", **alarm)
     eventually(lambda: not keys(member, f"{namespace}/x"), 20)

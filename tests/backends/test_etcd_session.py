@@ -118,8 +118,9 @@ def test_a_holder_is_told_at_once_that_etcd_has_ended_its_session(
 
     expire(etcd)
 
-    eventually(lambda: not lease.held, 2)
-    eventually(lambda: told, 2)
+    # Long before the next renewal, which is after a third of the session.
+    eventually(lambda: not lease.held)
+    eventually(lambda: told)
     with pytest.raises(LockLost, match="session"):
         lease.check()
 
@@ -310,7 +311,7 @@ def test_a_leader_that_was_paused_takes_no_lock_from_a_holder_that_is_not_told(
         for each in waiting:
             each.result(20)
 
-    assert max(late.values()) < 0.5
+    assert max(late.values()) < 1.0
     for lease in leases:
         with suppress(LockNotHeld, LockBackendError):
             assert lease
