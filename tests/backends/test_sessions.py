@@ -610,7 +610,7 @@ def test_more_locks_than_connections_is_an_error_that_names_the_option(
 def test_many_more_threads_than_connections_take_turns(
     kind: tuple[str, str], settings: Settings, name: str
 ) -> None:
-    settings.DISTLOCK = aliases(*kind, max_connections=8)
+    settings.DISTLOCK = aliases(*kind, max_connections=8, io_timeout=20.0)
 
     def use(thread: int) -> int:
         taken = 0
