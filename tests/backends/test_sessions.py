@@ -35,7 +35,7 @@ from django_distlock.models import FencingCounter
 from tests.backends.conftest import apart
 from tests.contract.crew import start, together
 from tests.fixtures.databases import migrate
-from tests.fixtures.eventually import eventually, in_time, never
+from tests.fixtures.eventually import aeventually, eventually, in_time, never
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
@@ -620,6 +620,21 @@ def test_many_more_threads_than_connections_take_turns(
         return taken
 
     assert together(*(partial(use, thread) for thread in range(40))) == [20] * 40
+
+
+async def test_a_cancelled_task_that_waits_for_a_connection_leaves_no_thread_in_the_queue(
+    kind: tuple[str, str], settings: Settings, name: str
+) -> None:
+    """At the exit of the interpreter, threads of asyncio are waited for before leases are released."""
+    settings.DISTLOCK = aliases(*kind, max_connections=1)
+    queue = backend()._pool._line
+    async with lock(name, using="locks"):
+        waiting = asyncio.create_task(lock(f"{name}:2", using="locks", timeout=None).aacquire())
+        await aeventually(lambda: queue)
+
+        waiting.cancel()
+
+        await aeventually(lambda: not queue)
 
 
 def test_a_lost_lease_that_nobody_releases_takes_no_place_for_ever(

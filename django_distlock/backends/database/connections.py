@@ -147,17 +147,20 @@ class OwnConnections:
             abandon(connection)
         self.forget()
 
-    def borrow(self, left: float | None = 0.0) -> Any:
+    def borrow(
+        self, left: float | None = 0.0, is_given_up: Callable[[], object] = lambda: False
+    ) -> Any:
         """Return a connection for one caller alone, first come, first served.
 
-        NotSent if none comes free for io_timeout, and for the *left* seconds that the caller has (None: no limit).
+        NotSent if none comes free for io_timeout, and for the *left* seconds that the caller has (None: no limit), or
+        if the wait *is_given_up*, which is asked at least once per io_timeout.
         """
         try:
             if not self._line:
                 return self._idle.pop()
         except IndexError:
             pass
-        connection = self._await_turn(left)
+        connection = self._await_turn(left, is_given_up)
         if connection.connection is None:
             try:
                 self._connect(connection)
@@ -187,7 +190,7 @@ class OwnConnections:
             self._closes_idle = True
             background.submit(self.alias, self._close_idle, IDLE)
 
-    def _await_turn(self, left: float | None) -> Any:
+    def _await_turn(self, left: float | None, is_given_up: Callable[[], object]) -> Any:
         """Return a connection that is idle, or a new one that is not open yet, when it is the turn of this caller."""
         wait = Wait(None if left is None else max(left, self._io_timeout))
         bell = ThreadBell()
@@ -196,7 +199,7 @@ class OwnConnections:
             while True:
                 if self._line[0] is bell and (found := self._idle_or_new()) is not None:
                     return found
-                if wait.is_over:
+                if wait.is_over or is_given_up():
                     problem = (
                         f"all {self._limit} own connections are in use (OPTIONS 'max_connections')"
                     )

@@ -192,12 +192,13 @@ class SessionBackend(BaseDatabaseBackend):
         """
         if len(self._sessions) >= self.options.max_connections:
             self._close_ended()
-        connection = self._pool.borrow(left)
+        owner = session.request.owner
+        borrow = partial(self._pool.borrow, left, partial(self._interrupted.pop, owner, None))
+        connection = borrow()
         while to_wait and is_cut(connection):
             self._pool.give_back(connection, is_sound=False)
-            connection = self._pool.borrow(left)
+            connection = borrow()
         session.connection = connection
-        owner = session.request.owner
         with self._mutex:
             self._sessions[owner] = session
             # It may have been interrupted before it began; one that was released may ask again.
