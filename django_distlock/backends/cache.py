@@ -33,7 +33,6 @@ from .cache_alias import (
     whole_seconds,
 )
 from .locmem import LocMemBackend
-from .memcached import CacheMemcachedBackend
 
 #: Cache classes, or their packages, whose server speaks the protocol of Redis.
 REDIS = (
@@ -134,15 +133,18 @@ class CacheBackend(BaseLockBackend):
 def _chosen(name: object, options: dict[str, Any]) -> type[BaseLockBackend]:
     kind = cache_class(name)
     known = paths(kind)
-    if any(path.startswith(REDIS) for path in known):
-        try:
+    try:
+        if any(path.startswith(REDIS) for path in known):
             from .redis import CacheRedisBackend
-        except ImportError as error:
-            msg = f"the cache uses Redis, but its driver is not installed: {error}."
-            raise ValueError(msg) from error
-        return CacheRedisBackend
-    if known.intersection(MEMCACHED):
-        return CacheMemcachedBackend
+
+            return CacheRedisBackend
+        if known.intersection(MEMCACHED):
+            from .memcached import CacheMemcachedBackend
+
+            return CacheMemcachedBackend
+    except ImportError as error:
+        msg = f"the driver that locks need on the cache's server is not installed: {error}."
+        raise ValueError(msg) from error
     if LOCMEM in known and options.get("single_process") is True:
         return SingleProcessBackend
     why = next((REFUSED[path] for path in REFUSED if path in known), None)

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
 
+from django.core.cache import caches
 from django.core.checks import CheckMessage
+from pymemcache.client.base import Client
+from pymemcache.exceptions import (
+    MemcacheError,
+    MemcacheUnexpectedCloseError,
+    MemcacheUnknownCommandError,
+    MemcacheUnknownError,
+)
 
 from django_distlock.conf import BackendSettings, check_values
 from django_distlock.engine.values import Busy, Grant, Release, Request, SecretBytes
@@ -45,9 +53,8 @@ MOST_KNOWN, FRESH = 64, 1.0
 AT_ONCE = -1
 #: A waiter appends this to the value, to show the holder that somebody waits; the value stays valid JSON.
 MARK = b" "
-_LONGEST_LINE = 2048
-_AFTER_VALUE = b"\r\nEND\r\n"
-_ERRORS = (b"ERROR", b"CLIENT_ERROR", b"SERVER_ERROR")
+#: The OPTIONS of the cache alias that a connection is made with.
+CONNECTING = ("socket_keepalive", "socket_module", "tls_context")
 #: Parses a value; cached, because waiters read the same value many times.
 _record = lru_cache(64)(Record.unpack)
 
@@ -78,8 +85,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
             msg = f"'cache' names {options.cache!r}, a {kind.__name__}, which is not on memcached."
             raise ValueError(msg)
         self._cache = cast("Any", own_instance(options.cache))  # django-stubs lacks its attributes
-        #: The OPTIONS of the cache alias, as Django passes them to the driver.
-        given: dict[str, Any] = self._cache._options  # noqa: SLF001 - there is no other way
+        given: dict[str, Any] = caches.settings[options.cache].get("OPTIONS") or {}
         if PYLIBMC in paths(kind) and (given.get("binary") or given.get("username")):
             raise ValueError(
                 "the cache uses pylibmc with the binary protocol, which locks do not speak. "
@@ -96,8 +102,9 @@ class CacheMemcachedBackend(CacheKeyBackend):
         self._server = options.server or servers[0]
         self.location = "cache", options.cache, str(self._server)
         seconds = options.connect_timeout, options.io_timeout
-        self._connect = partial(MemcachedConnection, self._server, given, *seconds)
-        self._pool = Pool(self.alias, self._server, self._connect)
+        chosen = {option: given[option] for option in CONNECTING if given.get(option)}
+        connect = partial(MemcachedConnection, self._server, *seconds, chosen)
+        self._pool = Pool(self.alias, self._server, connect)
 
     def key_of(self, name: str) -> str:
         return plain_key(self._prefix + self._cache.make_key(super().key_of(name)))
@@ -108,7 +115,9 @@ class CacheMemcachedBackend(CacheKeyBackend):
         """Add the key and read it back: it may be ours already, by a request whose reply was lost."""
         value = self._value(request, request.ttl)
         lives = whole_seconds(request.ttl)
-        found = self._pool.ask(MemcachedConnection.add, request.key, value, lives, request.owner)
+        found = self._pool.ask(
+            MemcachedConnection.add_and_look, request.key, value, lives, request.owner
+        )
         if found == value:
             return Grant(None)
         record = _record(found)
@@ -118,7 +127,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
         if may_mark and found and not found.endswith(MARK):
             # The mark tells a holder that was never refused itself to let others go first.
             with suppress(LockBackendError):
-                self._pool.ask(MemcachedConnection.mark, request.key)
+                self._pool.ask(MemcachedConnection.append, request.key, MARK)
         return record.busy
 
     def release(self, request: Request) -> Release:
@@ -183,9 +192,10 @@ class CacheMemcachedBackend(CacheKeyBackend):
 
     def _look(self, request: Request) -> tuple[Record | None, bytes, bytes]:
         """Return the value, its number, and MARK if others wait for the lock."""
-        if (found := self._pool.ask(MemcachedConnection.gets, request.key)) is None:
+        found, number = self._pool.ask(MemcachedConnection.gets, request.key)
+        if found is None:
             return None, b"", b""
-        return _record(found[0]), found[1], MARK if found[0].endswith(MARK) else b""
+        return _record(found), number, MARK if found.endswith(MARK) else b""
 
     def _value(self, request: Request, ttl: float) -> bytes:
         ends = clock.lease_time() + ttl
@@ -196,97 +206,76 @@ class CacheMemcachedBackend(CacheKeyBackend):
         return LockBackendError(self.alias, f"its value changed at each of {LOOKS} looks")
 
 
-class NotCarriedOut(Exception):
-    """The server was not reached, or answered with an error."""
-
-
-class MemcachedConnection:
-    """One connection, for one thread at a time. It speaks the text protocol, which all versions support.
+class MemcachedConnection(Client):  # type: ignore[misc]  # pymemcache has no types
+    """pymemcache's client, connected, for one thread at a time; it is closed after its first error.
 
     The server numbers all values, from 1. An equal number means the same value, unless the server was
     restarted; a restart also closes the connection.
     """
 
-    def __init__(self, server: Any, given: dict[str, Any], connect: float, answer: float) -> None:
+    #: The host and the port, or the path of a unix socket.
+    server: Any
+
+    def __init__(self, server: Any, connect: float, answer: float, options: dict[str, Any]) -> None:
         """Connect within *connect* seconds; each answer must come within *answer* seconds."""
-        try:
-            self._socket: socket.socket = _connected(server, given, connect)
-        except (OSError, ValueError) as error:
-            raise NotCarriedOut(f"it cannot be reached: {error}") from error
-        self._socket.settimeout(answer)
-        self._replies = self._socket.makefile("rb")
+        limits = {"connect_timeout": connect, "timeout": answer}
+        super().__init__(server, no_delay=True, default_noreply=False, **limits, **options)
+        self._open()
         #: The time of its last use.
         self.used_at = 0.0
         #: Returns whether the server has closed the connection; never under eventlet, which has no poll().
         self.has_news: Callable[[], object] = bool
         if hasattr(select, "poll"):
             poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
+            poll.register(self.sock, select.POLLIN)
             self.has_news = partial(poll.poll, 0)
         #: By owner: the number of the value, and when it was stored.
         self._known: dict[str, tuple[bytes, float]] = {}
 
-    def add(self, key: str, value: bytes, seconds: int, owner: str) -> bytes | None:
+    def add_and_look(self, key: str, value: bytes, seconds: int, owner: str) -> bytes | None:
         """Store *value* if there is none, and return the value that is stored then, in one round trip."""
-        command = f"add {key} 0 {seconds} {len(value)}\r\n".encode()
-        self._socket.sendall(b"%b%b\r\ngets %b\r\n" % (command, value, key.encode()))
-        if (line := self._line()) not in {b"STORED", b"NOT_STORED"}:
-            raise ValueError(f"it answered {line!r} to 'add'")
-        found = self._value()
-        if found is None:
-            return None
-        if found[0] == value:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            self._known[owner] = found[1], clock.lease_time()
-        return found[0]
-
-    def gets(self, key: str) -> tuple[bytes, bytes] | None:
-        self._socket.sendall(b"gets %b\r\n" % key.encode())
-        return self._value()
-
-    def cas(self, key: str, value: bytes, number: bytes, seconds: int) -> bool:
-        """Replace the value if it still has this *number*; return whether it had."""
-        command = f"cas {key} 0 {seconds} {len(value)} ".encode()
-        self._socket.sendall(b"%b%b\r\n%b\r\n" % (command, number, value))
-        if (line := self._line()) not in {b"STORED", b"EXISTS", b"NOT_FOUND"}:
-            raise ValueError(f"it answered {line!r} to 'cas'")
-        return line == b"STORED"
-
-    def mark(self, key: str) -> None:
-        """Append MARK to the value, if there is one; this changes its number."""
-        self._socket.sendall(b"append %b 0 0 1\r\n%b\r\n" % (key.encode(), MARK))
-        self._line()
+        name, size = key.encode(), len(value)
+        command = b"add %b 0 %d %d\r\n%b\r\ngets %b" % (name, seconds, size, value, name)
+        try:
+            reply: bytes = self.raw_command(command, b"\r\nEND\r\n")
+        except MemcacheUnknownCommandError:
+            # The text of this error is the command, which contains the owner.
+            raise MemcacheUnknownCommandError("add") from None
+        match reply.split(b"\r\n", 2):
+            case [b"STORED" | b"NOT_STORED"]:
+                return None
+            case [b"STORED" | b"NOT_STORED", line, found]:
+                if found == value:
+                    if len(self._known) >= MOST_KNOWN:
+                        self._known.clear()
+                    *_, number = line.split()  # VALUE, key, flags, size, number
+                    self._known[owner] = number, clock.lease_time()
+                return found
+        raise ValueError("it did not answer to 'add'")
 
     def delete_known(self, key: str, owner: str) -> bool:
         """Delete the value that *owner* has just added on this connection; False if it has changed, or is none."""
         number, when = self._known.pop(owner, (b"", 0.0))
         if not number or clock.lease_time() - when > FRESH:
             return False
-        return self.cas(key, b"", number, AT_ONCE)
+        return bool(self.cas(key, b"", number, AT_ONCE))
 
-    def close(self) -> None:
-        self._replies.close()
-        self._socket.close()
-
-    def _value(self) -> tuple[bytes, bytes] | None:
-        line = self._line()
-        if line == b"END":
-            return None
-        words = line.split()  # VALUE, key, flags, size, number
-        if len(words) == 5 and words[0] == b"VALUE":
-            found = self._replies.read(int(words[3]) + len(_AFTER_VALUE))
-            if found.endswith(_AFTER_VALUE):
-                return found[: -len(_AFTER_VALUE)], words[4]
-        raise ValueError(f"it answered {line!r} to 'gets', and does not show it")
-
-    def _line(self) -> bytes:
-        line: bytes = self._replies.readline(_LONGEST_LINE)
-        if not line.endswith(b"\r\n"):
-            raise ConnectionResetError("the connection was closed")
-        if line.startswith(_ERRORS):
-            raise NotCarriedOut(f"it answered with an error: {line.decode(errors='replace')}")
-        return line[:-2]
+    def _open(self) -> None:
+        """Connect to the first address of the server that accepts; pymemcache tries only the first one."""
+        addresses = [server := self.server]
+        # A certificate is compared with the name of the server.
+        if isinstance(server, tuple) and not self.tls_context:
+            found = self.socket_module.getaddrinfo(*server, type=socket.SOCK_STREAM)
+            addresses = [address[:2] for *_, address in found]
+        for self.server in addresses:
+            try:
+                self.set_many({})  # connects, and sends nothing
+                break
+            except OSError:
+                if self.server == addresses[-1]:
+                    raise
+        if isinstance(server, tuple) and not self.socket_keepalive:
+            set_keepalive(self.sock)
 
 
 class Pool:
@@ -302,20 +291,21 @@ class Pool:
 
     def ask(self, verb: Callable[..., _T], *args: object) -> _T:
         """Call *verb* of a connection and return its result; its errors become lock errors."""
+        connection = self._idle.fit_one() or self._connected()
         try:
-            connection = self._idle.fit_one() or self._connect()
             try:
                 answer = verb(connection, *args)
-            except BaseException:
+            except BaseException as error:
                 # Also after an asynchronous exception: the rest of this reply would be taken for the next one.
                 connection.close()
+                error.__traceback__ = None  # variables of pymemcache's frames contain the owner
                 raise
-        except NotCarriedOut as error:
-            raise LockBackendError(self._alias, self._told(error)) from root_cause(error)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, MemcacheUnexpectedCloseError, MemcacheUnknownError) as error:
             # The idle ones are probably broken too: a router that forgot one has forgotten all of them.
             self.close()
             raise LockOutcomeUnknown(self._alias, self._told(error)) from root_cause(error)
+        except MemcacheError as error:
+            raise LockBackendError(self._alias, self._told(error)) from root_cause(error)
         if len(self._idle) < KEPT:
             self._idle.keep(connection)
         else:
@@ -325,42 +315,15 @@ class Pool:
     def close(self) -> None:
         self._idle.close_all(MemcachedConnection.close)
 
-    def _told(self, error: Exception) -> str:
-        return f"memcached at {self._server}: {str(error) or type(error).__name__}"
+    def _connected(self) -> MemcachedConnection:
+        try:
+            return self._connect()
+        except (OSError, ValueError, MemcacheError) as error:
+            told = self._told(error, "it cannot be reached: ")
+            raise LockBackendError(self._alias, told) from root_cause(error)
 
-
-def _connected(server: Any, given: dict[str, Any], timeout: float) -> Any:
-    """Return a socket to *server*, with the alias's OPTIONS for connections."""
-    module, context = given.get("socket_module") or socket, given.get("tls_context")
-    host, port, path = _place(server)
-    if path:
-        link = module.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    else:
-        link = module.create_connection((host, port), timeout)
-    try:
-        link.settimeout(timeout)
-        if path:
-            link.connect(path)
-        else:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            set_keepalive(link)
-            if alive := given.get("socket_keepalive"):
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, alive.idle)
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, alive.intvl)
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, alive.cnt)
-        return context.wrap_socket(link, server_hostname=host) if context else link
-    except BaseException:
-        link.close()
-        raise
-
-
-def _place(server: Any) -> tuple[str, int, str]:
-    if not isinstance(server, str):
-        return str(server[0]), int(server[1]), ""
-    if (path := server.removeprefix("unix:")).startswith("/"):
-        return "", 0, path
-    # A host with a port, or an IPv6 address without one.
-    host, colon, port = server.rpartition(":")
-    if not colon or port.endswith("]"):
-        host, port = server, "11211"
-    return host.strip("[]"), int(port), ""
+    def _told(self, error: Exception, what: str = "") -> str:
+        # The class of pymemcache's errors tells what their text is.
+        is_known = isinstance(error, MemcacheError)
+        text = repr(error) if is_known else str(error) or type(error).__name__
+        return f"memcached at {self._server}: {what}{text}"
