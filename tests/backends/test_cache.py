@@ -213,6 +213,7 @@ def test_a_misspelt_cache_is_told_before_what_is_wrong_with_the_default(settings
         ({"BACKEND": f"{DJANGO}.redis.RedisCache"}, "django_distlock.backends.redis"),
         (alias("127.0.0.1:1"), "pymemcache.serde"),
         (alias("127.0.0.1:1", "PyLibMCCache"), "pylibmc"),
+        (alias("127.0.0.1:1", "PyLibMCCache"), "django_distlock.backends.memcached"),
     ],
 )
 def test_a_driver_that_is_not_installed_is_named(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -527,7 +528,7 @@ def test_a_lease_survives_a_partition_that_is_shorter_than_its_ttl(proxy: Proxy,
 def test_a_server_that_contradicts_itself_is_an_error_and_nobody_waits_for_ever(
     settings: Settings, name: str
 ) -> None:
-    """As a proxy may that knows one of the commands and not the other."""
+    """A proxy may do so that knows one of the commands and not the other."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         answering = threading.Thread(target=_contradict, args=(listener,), daemon=True)
         answering.start()
@@ -539,12 +540,31 @@ def test_a_server_that_contradicts_itself_is_an_error_and_nobody_waits_for_ever(
     locks.close()
 
 
-def _contradict(listener: socket.socket) -> None:
-    for _ in range(2):  # it is asked once more
+def _contradict(
+    listener: socket.socket, answer: bytes = b"EXISTS\r\n", connections: int = 2
+) -> None:
+    for _ in range(connections):  # a request is sent once more
         link, _ = listener.accept()
         with link:
             while link.recv(4096):
-                link.sendall(b"EXISTS\r\n")
+                link.sendall(answer)
+
+
+def test_the_error_of_a_server_that_does_not_know_add_does_not_show_the_owner(
+    settings: Settings, name: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        answering = threads.submit(_contradict, listener, b"ERROR\r\nERROR\r\nEND\r\n", 1)
+        configure(settings, alias(f"127.0.0.1:{listener.getsockname()[1]}"), **PATIENT)
+        holder = rival(name)
+
+        with pytest.raises(LockBackendError, match="UnknownCommand") as caught:
+            holder.tries()
+
+        assert not isinstance(caught.value, LockOutcomeUnknown)
+        assert holder.request.owner not in f"{caught.value} {caught.value.__cause__!r}"
+        answering.result(30)
+    locks.close()
 
 
 def test_ctrl_c_in_the_middle_of_a_reply_leaves_no_rest_of_it_to_the_next(
@@ -556,9 +576,11 @@ def test_ctrl_c_in_the_middle_of_a_reply_leaves_no_rest_of_it_to_the_next(
         asked.append(client)
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         pool.ask(ask)
 
+    # Error reports show the variables of frames; those of pymemcache contain owners.
+    assert "ask" not in {entry.name for entry in caught.traceback}
     with lock(name, using=using):
         assert not set(pool._idle) & set(asked)
 
@@ -666,6 +688,22 @@ def test_a_unix_socket_is_as_good_as_a_port(settings: Settings, driver: str, nam
         configure(settings, server.alias(driver), server=f"unix:{server.socket_path}")
         assert not rival(name).tries()
         locks.close()
+
+
+def test_each_address_of_a_name_is_tried(settings: Settings, server: Memcached, name: str) -> None:
+    """`localhost` is often an IPv6 address first, on which memcached does not listen."""
+
+    def getaddrinfo(host: str, *more: Any, **options: Any) -> list[Any]:
+        addresses = ["127.0.0.2", "127.0.0.1"] if host == "memcached.test" else [host]
+        return [each for one in addresses for each in socket.getaddrinfo(one, *more, **options)]
+
+    sockets = SimpleNamespace(**{**vars(socket), "getaddrinfo": getaddrinfo})
+    location = f"memcached.test:{server.port}"
+    configure(settings, alias(location, OPTIONS={"socket_module": sockets}), **PATIENT)
+
+    with lock(name, using="locks") as lease:
+        assert _is_there(server, lease.request.key)
+    locks.close()
 
 
 def test_the_keys_are_those_of_the_alias(
