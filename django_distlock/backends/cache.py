@@ -5,7 +5,6 @@ AddBackend uses add(), get() and delete() of a cache whose add() is trusted to b
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,7 +71,7 @@ UNKNOWN = (
 #: A lock is deleted only if this many seconds of its ttl are left; otherwise it expires, because
 #: somebody else might get it between the get() and the delete().
 MARGIN = 1.0
-#: Seconds for which the cache keeps the keys that are used to test it.
+#: Seconds for which the cache keeps the key that tests whether its server answers.
 TRIAL = 10.0
 #: Caches of a parent process: kept, because dropping one may close the parent's connection.
 _OF_PARENTS: list[CacheHandler] = []
@@ -80,7 +79,10 @@ _OF_PARENTS: list[CacheHandler] = []
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """The OPTIONS by which CacheBackend chooses; the chosen backend has its own."""
+    """The OPTIONS by which CacheBackend chooses; backends for Redis and memcached have their own.
+
+    *trust_add* names the cache classes whose add() succeeds for one caller only.
+    """
 
     cache: str = "default"
     single_process: bool = False
@@ -154,19 +156,11 @@ def _chosen(name: object, options: dict[str, Any]) -> type[BaseLockBackend]:
     raise ValueError(f"'cache' names {name!r}, a {kind.__name__}, which cannot keep locks: {why}")
 
 
-@dataclass(frozen=True, slots=True)
-class AddOptions:
-    """OPTIONS of AddBackend; *trust_add* names the cache classes whose add() succeeds for one caller only."""
-
-    cache: str = "default"
-    trust_add: Sequence[str] = field(default=())
-
-
 class AddBackend(CacheKeyBackend):
     """Acquires by add(), releases by delete(), and never extends."""
 
-    options_class = AddOptions
-    options: AddOptions
+    options_class = CacheOptions
+    options: CacheOptions
     #: A cache cannot compare and extend in one step, so a lease ends with its ttl.
     supports_extend = False
 
@@ -187,10 +181,17 @@ class AddBackend(CacheKeyBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Add the key; if it exists, it may be our own, from a request whose reply was lost."""
-        self._prove()
-        mine = Record(request.owner, clock.lease_time() + request.ttl, request.name, request.holder)
-        if self._add(request.key, mine.pack(), request.ttl):
+        """Add the key; if it exists, it may be our own, from a request whose reply was lost.
+
+        The first key of a process is added twice, to check that the cache refuses the second add().
+        """
+        ends = clock.lease_time() + request.ttl
+        value = Record(request.owner, ends, request.name, request.holder).pack()
+        if self._add(request.key, value, request.ttl):
+            if not self._is_proved and self._add(request.key, value, request.ttl):
+                problem = f"the cache {self.options.cache!r} does not refuse a second add()"
+                raise LockBackendError(self.alias, problem)
+            self._is_proved = True
             return Grant(None)
         found = self._look(request.key)
         if found is None:
@@ -210,6 +211,7 @@ class AddBackend(CacheKeyBackend):
         return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
+        """Return which locks are still ours; none is extended."""
         found = [(request.owner, self._look(request.key)) for request in requests]
         return [record is not None and record.owner == owner for owner, record in found]
 
@@ -237,20 +239,10 @@ class AddBackend(CacheKeyBackend):
     def _look(self, key: str) -> Record | None:
         text = self._ask("get", key)
         if text is None:
-            # A cache that hides its errors returns None for them too.
+            # A cache that hides its errors returns None for them, too; then add() does not return a bool.
             self._add(self._keys.make_key(f"{self.kind}-trial"), "", TRIAL)
             return None
         return Record.unpack(text)
-
-    def _prove(self) -> None:
-        """Check once that the cache refuses a second add(); otherwise it would exclude nobody."""
-        if self._is_proved:
-            return
-        key = self._keys.make_key(f"{self.kind}-trial-{secrets.token_hex(8)}")
-        if not (self._add(key, "", TRIAL) and not self._add(key, "", TRIAL)):
-            problem = f"the cache {self.options.cache!r} does not refuse a second add()"
-            raise LockBackendError(self.alias, problem)
-        self._is_proved = True
 
     def _ask(self, verb: str, *args: Any, **options: Any) -> Any:
         """Call the cache of this thread; its errors become LockOutcomeUnknown."""
