@@ -68,8 +68,8 @@ UNKNOWN = (
     "or another backend; if its add() is atomic on a server that all processes share, and nothing is "
     "deleted there before it expires, set OPTIONS 'trust_add': [{path!r}]."
 )
-#: A lock is deleted only if this many seconds of its ttl are left; otherwise it expires, because
-#: somebody else might get it between the get() and the delete().
+#: Seconds of the ttl that must be left, or the lock is not deleted but expires: another caller could
+#: get it between the get() and the delete().
 MARGIN = 1.0
 #: Seconds for which the cache keeps the key that tests whether its server answers.
 TRIAL = 10.0
@@ -90,7 +90,7 @@ class CacheOptions:
 
 
 class _WithoutKeyFunction(CacheHandler):
-    """Caches of each thread that take a key as it is: a lock keeps the key that it began with."""
+    """A cache for each thread that does not change keys: a lock keeps its key, whatever KEY_FUNCTION returns later."""
 
     def create_connection(self, alias: str) -> BaseCache:
         cache: Any = super().create_connection(alias)
@@ -134,22 +134,22 @@ class CacheBackend(BaseLockBackend):
 
 def _chosen(name: object, options: dict[str, Any]) -> type[BaseLockBackend]:
     kind = cache_class(name)
-    known = paths(kind)
+    classes = paths(kind)
     try:
-        if any(path.startswith(REDIS) for path in known):
+        if any(path.startswith(REDIS) for path in classes):
             from .redis import CacheRedisBackend
 
             return CacheRedisBackend
-        if known.intersection(MEMCACHED):
+        if classes.intersection(MEMCACHED):
             from .memcached import CacheMemcachedBackend
 
             return CacheMemcachedBackend
     except ImportError as error:
         msg = f"the driver that locks need on the cache's server is not installed: {error}."
         raise ValueError(msg) from error
-    if LOCMEM in known and options.get("single_process") is True:
+    if LOCMEM in classes and options.get("single_process") is True:
         return SingleProcessBackend
-    why = next((REFUSED[path] for path in REFUSED if path in known), None)
+    why = next((REFUSED[path] for path in REFUSED if path in classes), None)
     if why is None and is_trusted(kind, options.get("trust_add", ())):
         return AddBackend
     why = why or UNKNOWN.format(path=dotted_path(kind))

@@ -55,9 +55,9 @@ class Record:
     def unpack(cls, value: Any) -> Record:
         """Return the record in *value*; a foreign value becomes a record without owner and holder."""
         try:
-            known = json.loads(value)
-            holder = Holder.from_json(known["holder"])
-            return cls(str(known["owner"]), float(known["ends"]), str(known["name"]), holder)
+            fields = json.loads(value)
+            holder = Holder.from_json(fields["holder"])
+            return cls(str(fields["owner"]), float(fields["ends"]), str(fields["name"]), holder)
         except (ValueError, TypeError, KeyError, RecursionError):
             return cls("", 0.0, "", None)
 
@@ -126,7 +126,7 @@ def own_instance(name: str) -> BaseCache:
 def plain_key(key: str, room: int = LONGEST_KEY) -> str:
     """Return *key* if it has only plain characters, at most *room*; else a readable stub and its SHA-256.
 
-    The key of a place, which is longer, fits too.
+    LONGEST_MARK characters stay free, because the key of a place (limit) is longer.
     """
     if len(key) <= room - LONGEST_MARK and _PLAIN.fullmatch(key):
         return key
@@ -144,7 +144,7 @@ def check_clearing(alias: str, name: str, *, server: str | None = None) -> list[
 
     *server* has the locks, if they are not on all servers of the cache *name*.
     """
-    own, cleared = _places(name, server), _places(DEFAULT_CACHE_ALIAS)
+    own, cleared = _servers(name, server), _servers(DEFAULT_CACHE_ALIAS)
     if name != DEFAULT_CACHE_ALIAS and not own & cleared:
         return []
     text = (
@@ -155,7 +155,7 @@ def check_clearing(alias: str, name: str, *, server: str | None = None) -> list[
     return [CheckWarning(text, hint=hint, id="distlock.W010")]
 
 
-def _places(name: str, server: str | None = None) -> set[tuple[str, object]]:
+def _servers(name: str, server: str | None = None) -> set[tuple[str, object]]:
     """Return the servers of the cache *name*, or *server* alone, each with the database that its OPTIONS name."""
     settings = caches.settings.get(name, {})
     location, options = server or settings.get("LOCATION"), settings.get("OPTIONS", {})

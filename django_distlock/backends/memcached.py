@@ -42,11 +42,11 @@ _T = TypeVar("_T")
 
 MEMCACHED = "django.core.cache.backends.memcached.BaseMemcachedCache"
 PYLIBMC = "django.core.cache.backends.memcached.PyLibMCCache"
-#: How often a value is read again because a renewal of the same lease has just changed it.
+#: How often a value is read again if a renewal of the same lease has changed it since it was read.
 LOOKS = 5
 #: How many connections are kept open.
 KEPT = 4
-#: A connection caches the numbers of so many of its own values, for so many seconds only: a proxy may
+#: A connection remembers the numbers of at most 64 values that it stored, each for a second: a proxy may
 #: keep the connection open while the server behind it is restarted.
 MOST_KNOWN, FRESH = 64, 1.0
 #: An expiry in the past: the key is deleted before the reply.
@@ -61,7 +61,10 @@ _record = lru_cache(64)(Record.unpack)
 
 @dataclass(frozen=True, slots=True)
 class MemcachedOptions:
-    """The OPTIONS for an alias of CACHES on memcached; *server*: the only one with locks, as in LOCATION."""
+    """The OPTIONS for an alias of CACHES on memcached.
+
+    *server*: the server that keeps the locks, written as in LOCATION; required if that names several.
+    """
 
     cache: str = "default"
     server: str | None = None
@@ -112,7 +115,7 @@ class CacheMemcachedBackend(CacheKeyBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Add the key and read it back: it may be ours already, by a request whose reply was lost."""
+        """Add the key and read it back: a request whose reply was lost may have stored it already."""
         value = self._value(request, request.ttl)
         lives = whole_seconds(request.ttl)
         found = self._pool.ask(
@@ -254,7 +257,7 @@ class MemcachedConnection(Client):  # type: ignore[misc]  # pymemcache has no ty
         raise ValueError("it did not answer to 'add'")
 
     def delete_known(self, key: str, owner: str) -> bool:
-        """Delete the value that *owner* has just added on this connection; False if it has changed, or is none."""
+        """Delete the value that *owner* has just added on this connection; False if it has changed or is gone."""
         number, when = self._known.pop(owner, (b"", 0.0))
         if not number or clock.lease_time() - when > FRESH:
             return False
