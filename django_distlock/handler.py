@@ -47,6 +47,7 @@ EXTRAS = {
     "psycopg2": "postgres",
     "MySQLdb": "mysqlclient",
     "redis": "redis",
+    "hiredis": "redis",
     "pymemcache": "memcached",
     "kazoo": "zookeeper",
 }

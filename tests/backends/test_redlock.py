@@ -32,7 +32,6 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.backends.redis.connections import packed
 from django_distlock.backends.redlock import (
     RedlockBackend,
     backend as redlock_backend,
@@ -405,7 +404,10 @@ def _release_at(server: Redis, name: str, owner: str, sent: int) -> Any:
 def _saying(word: str, within: float, connecting: float = 5.0) -> Question:
     """Return a question to the first server, which answers with this *word*."""
     return Question(
-        {0: packed([("ECHO", word)])}, lambda count: bool(count.answers), within, connecting
+        {0: redlock_servers.packed("ECHO", word)},
+        lambda count: bool(count.answers),
+        within,
+        connecting,
     )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NoReturn, TypeVar
 
-from django_distlock.backends.redis.connections import packed
 from django_distlock.backends.redis.sources import check_connection_options
 from django_distlock.backends.redis.verbs import BATCH, key_space, microseconds, split_label
 from django_distlock.conf import check_values, checked_ttl
@@ -33,7 +32,7 @@ from django_distlock.ground.naming import LONGEST_LISTED, printable, with_label
 
 from . import votes
 from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RAISE, RELEASE, TAKE_OVER
-from .servers import Servers
+from .servers import Servers, packed
 from .votes import Count, Election, Question
 
 _T = TypeVar("_T")
@@ -237,7 +236,7 @@ class RedlockVerbs:
         cursors = dict.fromkeys(self._everybody, b"0")
         while cursors:
             calls = {
-                server: packed([("SCAN", at, "MATCH", spaces[server].pattern, "COUNT", 1000)])
+                server: packed("SCAN", at, "MATCH", spaces[server].pattern, "COUNT", 1000)
                 for server, at in cursors.items()
             }
             count: Count = yield self._question(calls)
@@ -295,7 +294,7 @@ class RedlockVerbs:
         for server in servers:
             records = tuple(_record_on(server, key) for key in keys)
             if records not in made:
-                made[records] = SecretBytes(packed([("EVAL", script, len(keys), *records, *args)]))
+                made[records] = SecretBytes(packed("EVAL", script, len(keys), *records, *args))
             calls[server] = made[records]
         return calls
 

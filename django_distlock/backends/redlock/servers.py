@@ -18,10 +18,10 @@ from secrets import token_hex
 from typing import Any
 from weakref import WeakValueDictionary
 
-from redis.connection import ConnectionPool
-from redis.exceptions import ConnectionError as RedisConnectionError, RedisError
+from hiredis import Reader, pack_command
+from redis.connection import ConnectionPool, DefaultParser
+from redis.exceptions import ConnectionError as RedisConnectionError, InvalidResponse, RedisError
 
-from django_distlock.backends.redis.connections import CHUNK, Answers, packed
 from django_distlock.backends.redis.sources import Source
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
@@ -35,10 +35,12 @@ from .votes import LONGEST, LONGEST_CONNECTING, Count, Question, majority
 
 logger = logging.getLogger("django_distlock")
 
-#: What a broken connection raises; ValueError: the other end is no Redis.
-BROKEN = (RedisError, OSError, ValueError)
+#: What a broken connection raises.
+BROKEN = (RedisError, OSError)
 #: What a socket raises instead of blocking.
 NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+#: Bytes that are read at once.
+CHUNK = 65536
 #: A connection is closed after so many seconds without an answer, or with more than so many answers missing.
 DEBT_SECONDS, DEBT = 1.0, 64
 #: Seconds between two checks that the servers can still wake the waiters of this process.
@@ -53,6 +55,12 @@ IN_THE_THREAD = (
     "let another thread do it"
 )
 TOO_LATE = "the thread that talks to the servers is held up: it has not told their answers"
+
+
+def packed(*words: str | int | bytes) -> bytes:
+    """Return a command as it is sent."""
+    sent: bytes = pack_command(words)  # type: ignore[arg-type] # declared for commands of one word
+    return sent
 
 
 class Query:
@@ -101,7 +109,7 @@ class ServerLink:
         self._waiting: list[Query] = []
         self._sent: deque[Query] = deque()
         self._unsent = b""
-        self._answers: Any = None
+        self._reader: Any = None
         self._heard_at = 0.0
         #: Whether the server sends messages for waiters on it.
         self.is_subscribed = False
@@ -177,7 +185,7 @@ class ServerLink:
             return
         self._driver, self._socket = driver, driver._sock  # noqa: SLF001 - redis-py waits for one connection only
         self._socket.setblocking(False)
-        self._answers = Answers(driver)
+        self._reader = Reader(InvalidResponse, DefaultParser.parse_error)
         self._events = selectors.EVENT_READ
         self._servers.selector.register(self._socket, self._events, self._be_ready)
         now = clock.wait_time()
@@ -225,8 +233,11 @@ class ServerLink:
         is_more = True
         while is_more:
             data = self._socket.recv(CHUNK)
+            if not data:
+                raise RedisConnectionError("Connection closed by server.")
             self._heard_at = clock.wait_time()
-            for answer in self._answers.parse(data):
+            self._reader.feed(data)
+            while (answer := self._reader.gets()) is not False:
                 self._take(answer)
             is_more = len(data) == CHUNK or getattr(self._socket, "pending", int)() > 0
 
@@ -342,7 +353,7 @@ class Servers:
         now = clock.wait_time()
         if now >= self._checked_at + CHECK:
             self._checked_at = now
-            calls = dict.fromkeys(range(self._total), packed([("SUBSCRIBE", self.channel)]))
+            calls = dict.fromkeys(range(self._total), packed("SUBSCRIBE", self.channel))
             question = Question(calls, lambda _: False, LONGEST, LONGEST_CONNECTING)
             self._begin(question, ThreadBell(), self._subscriptions)
 
