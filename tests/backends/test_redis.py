@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -469,6 +471,38 @@ def test_keys_have_the_prefix_and_the_version_of_the_cache(
         assert client.exists(f"shop[1]:7:distlock:{{{name}}}")
         assert [each.name for each in locks["default"].held()] == [name]
     locks.reset()
+
+
+WITHOUT_HIREDIS = """
+import asyncio, sys
+sys.modules["hiredis"] = None
+import django
+from django.conf import settings
+backend = "django_distlock.backends.redis.RedisBackend"
+redlock = {"BACKEND": "django_distlock.backends.redlock.RedlockBackend", "OPTIONS": {"servers": ["redis://a", "redis://b", "redis://c"]}}
+settings.configure(DISTLOCK={"default": {"BACKEND": backend, "OPTIONS": {"location": sys.argv[1]}}, "redlock": redlock})
+django.setup()
+from django_distlock import InvalidLockBackend, lock, locks
+with lock("here") as lease:
+    lease.extend()
+async def hold():
+    async with lock("here") as lease:
+        await lease.aextend()
+asyncio.run(hold())
+try:
+    locks["redlock"]
+except InvalidLockBackend as error:
+    print(error)
+"""
+
+
+def test_it_works_without_hiredis_which_redlock_needs(redis: Redis) -> None:
+    run = [sys.executable, "-c", WITHOUT_HIREDIS, f"redis://127.0.0.1:{redis.port}/9"]
+
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("pip install 'django-distlock[redis]'.\n")
 
 
 @pytest.mark.parametrize("user", ["", "someone"])

@@ -1,15 +1,13 @@
 """Connections to one Redis, to the master that Sentinels name, or to a cluster, for threads and for asyncio.
 
-redis-py opens them and logs in. Commands bypass its pools and parsers, which cost more time than the
-socket. No command is sent twice.
+redis-py's connections carry them, without its pools and clients, which cost more time than the socket.
+No command is sent twice.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import select
-import sys
 import threading
 import weakref
 from collections.abc import (
@@ -17,12 +15,11 @@ from collections.abc import (
     Callable,
     Generator,
     Hashable,
-    Iterable,
     Iterator,
     Sequence,
 )
 from contextlib import contextmanager, nullcontext, suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from redis.asyncio.cluster import RedisCluster as AsyncRedisCluster
@@ -49,7 +46,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError as NoMaster, Sentinel, SentinelConnectionPool
 
-from django_distlock.backends.idle import IdleStack
+from django_distlock.backends.idle import IDLE, IdleStack
 from django_distlock.engine.bells import timeout
 from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.engine.waiting import Wait
@@ -60,9 +57,17 @@ from django_distlock.exceptions import (
     first_line,
     root_cause,
 )
+from django_distlock.ground import clock
 
 from .scripts import FORCE, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
 from .sources import Source
+
+try:
+    import hiredis
+except ImportError:  # redis-py works without it
+    _pack: Any = None
+else:
+    _pack = hiredis.pack_command
 
 _T = TypeVar("_T")
 #: A command to send: its words, or the call of a script that the server is expected to have loaded.
@@ -80,12 +85,6 @@ _PATIENT = frozenset({RELEASE, TAKE_OVER, LOOK, FORCE, LEAVE})
 BROKEN = (RedisError, RedisClusterException, OSError)
 #: A client of a Sentinel in the text of an error: its host and its port.
 _SENTINEL = re.compile(r"<redis\..*?host=([^,]*),port=(\d+).*?(?= - |$)")
-#: Bytes that are read at once.
-CHUNK = 65536
-_NUMBER, _TEXT, _ERROR = b":$-"
-
-
-# The protocol, without I/O.
 
 
 def ask(command: Command) -> Conversation[Any]:
@@ -93,55 +92,8 @@ def ask(command: Command) -> Conversation[Any]:
     return answer
 
 
-def packed(commands: Sequence[Command]) -> bytes:
-    parts: list[bytes] = []
-    for command in commands:
-        if isinstance(command, Call):
-            count = 3 + len(command.keys) + len(command.args)
-            parts += (
-                b"*%d\r\n" % count,
-                _head(command.script.sha, command.keys),
-                _words(command.args),
-            )
-        else:
-            parts += b"*%d\r\n" % len(command), _words(command)
-    return b"".join(parts)
-
-
-def _words(words: Iterable[str | int | bytes]) -> bytes:
-    parts: list[bytes] = []
-    for word in words:
-        text = word if type(word) is bytes else str(word).encode()
-        parts.append(b"$%d\r\n%b\r\n" % (len(text), text))
-    return b"".join(parts)
-
-
-@lru_cache(1024)
-def _head(sha: str, keys: tuple[str, ...]) -> bytes:
-    return _words(("EVALSHA", sha, len(keys), *keys))
-
-
-def parsed(data: bytes, at: int, error: Callable[[str], Exception]) -> tuple[Any, int]:
-    """Return the answer (RESP 2) that begins at *at* in *data*, and its end; IndexError if it is not complete."""
-    if (end := data.find(b"\r\n", at)) < 0:
-        raise IndexError
-    kind, value, end = data[at], data[at + 1 : end], end + 2
-    if kind in b":$*":
-        number = int(value)
-        if kind == _NUMBER:
-            return number, end
-        if number < 0:
-            return None, end
-        if kind == _TEXT:
-            if len(data) < end + number + 2:
-                raise IndexError
-            return data[end : end + number], end + number + 2
-        answers = []
-        for _ in range(number):
-            answer, end = parsed(data, end, error)
-            answers.append(answer)
-        return answers, end
-    return error(value.decode(errors="replace")) if kind == _ERROR else value, end
+def _words(command: Command) -> tuple[str | int | bytes, ...]:
+    return command.by_sha if isinstance(command, Call) else command
 
 
 def problem(alias: str, where: str, error: BaseException) -> LockBackendError:
@@ -166,29 +118,6 @@ def unreachable(alias: str, where: str, error: BaseException) -> LockBackendErro
     return LockBackendError(alias, f"{where} cannot be reached: {first_line(error)}")
 
 
-class Answers:
-    """The data that has arrived on a connection which the driver has opened."""
-
-    def __init__(self, driver: Any) -> None:
-        self._error = driver._parser.parse_error  # noqa: SLF001 - only the driver knows which error a text stands for
-        self._data = b""
-
-    def parse(self, data: bytes) -> list[Any]:
-        """Return the answers that are complete with *data*, in their order."""
-        if not data:
-            raise RedisConnectionError("Connection closed by server.")
-        data, at, answers = self._data + data, 0, list[Any]()
-        try:
-            while at < len(data):
-                answer, at = parsed(data, at, self._error)
-                answers.append(answer)
-        except IndexError:
-            self._data = data[at:]
-        else:
-            self._data = b""
-        return answers
-
-
 class _Connection:
     """A connection that the driver has opened, on which requests are answered before the next ones are sent."""
 
@@ -199,96 +128,90 @@ class _Connection:
         self.used_at = 0.0
         #: Whether all requests have been answered.
         self.is_whole = True
-        self._answers = Answers(driver)
-        self._knows_master = hasattr(driver, "connection_pool")
 
-    def _read(self, data: bytes, answers: list[Any], count: int) -> bool:
-        """Append to *answers* those that are complete with *data*, and return True when all *count* are there."""
-        for answer in self._answers.parse(data):
-            if isinstance(answer, RedisConnectionError):
-                raise answer
-            # Where it was used before, or Sentinels have named it, it was a master.
-            if isinstance(answer, ReadOnlyError) and (self._knows_master or self.used_at):
-                raise RedisConnectionError("the former master is now a replica") from answer
-            answers.append(answer)
-        self.is_whole = len(answers) == count
-        return len(answers) >= count
+    def _packed(self, commands: Sequence[Command]) -> Any:
+        self.is_whole = False
+        words = map(_words, commands)
+        # Three times as fast as the driver, which looks at the type of each word first.
+        return [b"".join(map(_pack, words))] if _pack else self.driver.pack_commands(words)
+
+    def _answer(self, error: ResponseError) -> ResponseError:
+        """Return the server's *error*, which is an answer; RedisConnectionError if the server was the master before."""
+        if isinstance(error, ReadOnlyError) and self.used_at:
+            raise RedisConnectionError("the former master is now a replica") from error
+        return error
 
 
 class ThreadConnection(_Connection):
     """A connection, for one thread at a time."""
 
-    def __init__(self, driver: Any, born: int, limit: float) -> None:
-        super().__init__(driver, born)
-        self._limit = limit
-        self._socket = driver._sock  # noqa: SLF001 - the driver's own methods take too long
-        # Not the kernel's own timeouts: they begin again after each signal.
-        self._socket.settimeout(limit)
-        self.close = driver.disconnect
-        #: Returns whether data, or the end of the connection, has arrived.
-        self._look: Callable[[int], object] = self._can_read
-        # A socket without TLS, gevent and eventlet: poll() is faster there.
-        if sys.platform == "linux" and type(self._socket).__module__ == "socket":
-            poll = select.poll()
-            poll.register(self._socket, select.POLLIN)
-            self._look = poll.poll
-
-    def has_news(self) -> object:
+    def has_news(self) -> bool:
         """Return whether the server has closed the connection, or sent anything without a request."""
         try:
-            return self._look(0)
+            return bool(self.driver.can_read(0))
         except BROKEN:
             return True
 
-    def _can_read(self, seconds: float) -> bool:
-        is_readable: bool = self.driver.can_read(seconds)
-        # The driver has set its own timeout again, which leaves no time for the disk.
-        self._socket.settimeout(self._limit)
-        return is_readable
+    def close(self) -> None:
+        self.driver.disconnect()
 
     def exchange(self, commands: Sequence[Command], within: float | None = None) -> list[Any]:
         """Send *commands* together, and return their answers; an error from the server is an answer.
 
-        *within*: timeout in seconds for each read and write, instead of the usual one.
+        *within*: seconds until the first answer, instead of the driver's timeout.
         """
-        self.is_whole, answers = False, list[Any]()
-        if within is not None:
-            self._socket.settimeout(within)
-        self._socket.sendall(packed(commands))
-        while not self._read(self._socket.recv(CHUNK), answers, len(commands)):
-            pass
-        if within is not None:
-            self._socket.settimeout(self._limit)
+        driver, answers = self.driver, list[Any]()
+        driver.send_packed_command(self._packed(commands), check_health=False)
+        if within is not None and not driver.can_read(within):
+            raise TimeoutError(f"no answer within {within:g} s")
+        for _ in commands:
+            try:
+                answers.append(driver.read_response())
+            except ResponseError as error:
+                answers.append(self._answer(error))
+        self.is_whole = True
         return answers
 
 
 class TaskConnection(_Connection):
-    """A connection, for one task at a time. Timeouts are our own: redis-py may swallow a cancellation (Python 3.11)."""
+    """A connection, for one task at a time. The driver has no timeouts: it may swallow a cancellation (Python 3.11)."""
 
-    def has_news(self) -> object:
-        reader = self.driver._reader  # noqa: SLF001 - as for threads
-        return reader.at_eof() or reader.exception() or reader._buffer  # noqa: SLF001 - data without a request
+    async def has_news(self) -> bool:
+        try:
+            if not hasattr(self.driver, "can_read"):  # redis-py before 8
+                return await self.driver.read_response(timeout=0) is not None
+            # To write nothing fails if the connection was reset, which can_read() does not see.
+            await self.driver.send_packed_command((), check_health=False)
+            return bool(await self.driver.can_read())
+        except (*BROKEN, RuntimeError):  # that of uvloop
+            return True
 
     def close(self) -> None:
-        self.driver._writer.close()  # noqa: SLF001 - as for threads; the driver's own method is a coroutine
-        self.driver._reader = self.driver._writer = None  # noqa: SLF001 - otherwise the driver warns
+        # The driver's method is a coroutine, but with *nowait* it waits for nothing.
+        with suppress(StopIteration):
+            self.driver.disconnect(nowait=True).send(None)
 
     async def exchange(self, commands: Sequence[Command], *, within: float) -> list[Any]:
         """Send *commands* as ThreadConnection.exchange() does; *within*: seconds for all of it."""
-        self.is_whole, answers = False, list[Any]()
-        reader, writer = self.driver._reader, self.driver._writer  # noqa: SLF001 - as for threads
+        answers: list[Any] = []
         try:
             async with timeout(within):
-                writer.write(packed(commands))
-                while not self._read(await reader.read(CHUNK), answers, len(commands)):
-                    pass
+                await self.driver.send_packed_command(self._packed(commands), check_health=False)
+                await self._read(answers, len(commands))
         except TimeoutError:
             # An event loop that was held up ends the wait, though the answers have come meanwhile.
-            while reader._buffer and not self.is_whole:  # noqa: SLF001 - as for threads
-                self._read(await reader.read(CHUNK), answers, len(commands))
-            if not self.is_whole:
-                raise
+            async with asyncio.timeout(0):
+                await self._read(answers, len(commands))
         return answers
+
+    async def _read(self, answers: list[Any], count: int) -> None:
+        """Append to *answers* until there are *count*. It may be cancelled, and called again."""
+        while len(answers) < count:
+            try:
+                answers.append(await self.driver.read_response(disconnect_on_error=False))
+            except ResponseError as error:
+                answers.append(self._answer(error))
+        self.is_whole = True
 
 
 class _Link:
@@ -375,7 +298,7 @@ class PoolLink(_Link):
             driver.disconnect()
             self._fail(unreachable, error)
         self._follow_master()
-        return ThreadConnection(driver, born, self._source.answers_within)
+        return ThreadConnection(driver, born)
 
 
 def _close(connection: ThreadConnection | TaskConnection) -> None:
@@ -399,7 +322,7 @@ class AsyncPoolLink(_Link):
     async def converse(self, conversation: Conversation[_T], within: float | None = None) -> _T:
         # With a limit of its own it is a try, which has passed its own gate, or it listens, maybe for long.
         async with self._gate if within is None else nullcontext():
-            connection = self._idle.fit_one() or await self._connected()
+            connection = await self._fit_one() or await self._connected()
             limit = self._source.answers_within if within is None else within
             try:
                 answer = await arun(conversation, partial(connection.exchange, within=limit))
@@ -408,6 +331,16 @@ class AsyncPoolLink(_Link):
                 self._fail(problem, error)
             self._keep(connection)
             return answer
+
+    async def _fit_one(self) -> TaskConnection | None:
+        """Return an idle connection as IdleStack.fit_one() does."""
+        while self._idle:
+            connection: TaskConnection = self._idle.pop()
+            is_fresh = clock.wait_time() - connection.used_at < IDLE
+            if is_fresh and not await connection.has_news():
+                return connection
+            connection.close()
+        return None
 
     async def aclose(self) -> None:
         self._closings += 1
@@ -641,7 +574,7 @@ def _followed(command: Command) -> Steps[Any, Any]:
     wait = Wait(MOVING if is_patient else 0.0)
     while True:
         try:
-            return (yield command.by_sha if isinstance(command, Call) else command)
+            return (yield _words(command))
         except ClusterError as error:
             if wait.is_over or not _is_on_the_move(error):
                 raise

@@ -155,7 +155,7 @@ class Source:
         return {
             "socket_connect_timeout": self.connect_timeout,
             # For asyncio, the user of a connection sets the timeout.
-            "socket_timeout": None if retry is AsyncRetry else self.io_timeout,
+            "socket_timeout": None if retry is AsyncRetry else self.answers_within,
             "retry": retry(NoBackoff(), 0),
             "protocol": 2,  # RESP 2 saves the HELLO of each new connection
             "max_connections": MOST_CONNECTIONS,
