@@ -146,6 +146,7 @@ STACKS = (
             "PARLER_LANGUAGES": {None: ({"code": "en"}, {"code": "de"}), "default": {}},
         },
     ),
+    Stack("firefox", ("firefox",), settings={"ROOT_URLCONF": "tests.integration.edit_site"}),
     Stack("unfold", THEME, first=("unfold",)),
     Stack("jazzmin", THEME, first=("jazzmin",)),
     Stack("grappelli", THEME, first=("grappelli",)),
