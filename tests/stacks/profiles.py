@@ -31,6 +31,7 @@ class Stack:
 
     *first* are apps before Django's own, *apps* after them. *settings* replace those of the test project.
     *command* stands before the interpreter. *acts* are the files to run, *aliases* those of the locks.
+    *database*: the one of the test project that is the default one.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Stack:
     settings: dict[str, Any] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    database: str = "default"
 
 
 def _program(name: str) -> str:
@@ -67,6 +69,27 @@ DDTRACE = Stack(
         "DD_REMOTE_CONFIGURATION_ENABLED": "false",
         "DD_CRASHTRACKING_ENABLED": "false",
         "DD_PYTEST_ENABLED": "false",
+    },
+)
+
+MODELS = Stack(
+    "models",
+    ("rows", "models", "pages"),
+    apps=(
+        "polymorphic",
+        "model_utils",
+        "parler",
+        "guardian",
+        "reversion",
+        "simple_history",
+        "import_export",
+    ),
+    settings={
+        "AUTHENTICATION_BACKENDS": [
+            "django.contrib.auth.backends.ModelBackend",
+            "guardian.backends.ObjectPermissionBackend",
+        ],
+        "PARLER_LANGUAGES": {None: ({"code": "en"}, {"code": "de"}), "default": {}},
     },
 )
 
@@ -126,26 +149,8 @@ STACKS = (
         },
     ),
     Stack("sentry", AGENT, aliases=tuple(ALIASES)),
-    Stack(
-        "models",
-        ("rows", "models", "pages"),
-        apps=(
-            "polymorphic",
-            "model_utils",
-            "parler",
-            "guardian",
-            "reversion",
-            "simple_history",
-            "import_export",
-        ),
-        settings={
-            "AUTHENTICATION_BACKENDS": [
-                "django.contrib.auth.backends.ModelBackend",
-                "guardian.backends.ObjectPermissionBackend",
-            ],
-            "PARLER_LANGUAGES": {None: ({"code": "en"}, {"code": "de"}), "default": {}},
-        },
-    ),
+    MODELS,
+    replace(MODELS, name="models-postgres", database="postgres"),
     Stack("firefox", ("firefox",), settings={"ROOT_URLCONF": "tests.integration.edit_site"}),
     Stack("unfold", THEME, first=("unfold",)),
     Stack("jazzmin", THEME, first=("jazzmin",)),

@@ -42,6 +42,8 @@ if "django_redis" in CACHES:
 
 DISTLOCK = {alias: DISTLOCK[alias] for alias in ("default", *STACK.aliases)}
 
+DATABASES["default"] = DATABASES[STACK.database]
+
 globals().update({key: value for key, value in STACK.settings.items() if key.isupper()})
 
 if STACK.name == "sentry":
