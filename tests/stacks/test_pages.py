@@ -9,13 +9,14 @@ import pytest
 from django.apps import apps
 from django.contrib import admin
 from django.contrib.auth.models import User
+from django.db import connection
 from django.test import Client
 from django.urls import reverse
 from selenium.webdriver.common.by import By
 
 from django_distlock import lock
 from django_distlock.contrib.editing.admin import EditLockMixin
-from django_distlock.operators import survey
+from django_distlock.operators import holdings, survey
 from tests.fixtures.browser import OpenBrowser
 from tests.integration.edit_site import fields_of
 
@@ -139,3 +140,61 @@ def test_a_row_is_not_reverted_while_somebody_edits_it(client: Client, name: str
     assert second.post(revert, opened).status_code == 302
     row.refresh_from_db()
     assert row.name == f"{name} first"
+
+
+@pytest.mark.skipif(not apps.is_installed("reversion"), reason="django-reversion's middleware")
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="the locks are in the same file")
+def test_an_object_is_edited_in_the_transaction_of_a_revision(
+    client: Client, name: str, settings: Any
+) -> None:
+    from reversion.models import Version
+
+    from .models import Place
+
+    settings.MIDDLEWARE = [*settings.MIDDLEWARE, "reversion.middleware.RevisionMiddleware"]
+    row = Place.objects.create(name=name)
+    page = reverse("admin:stacks_place_change", args=[row.pk])
+    opened = fields_of(client.get(page))
+    Place.objects.filter(pk=row.pk).update(amount=7)
+
+    page_again = client.post(page, {**opened, "name": f"{name} first"})
+    assert "It was changed after you had opened it" in page_again.content.decode()
+    assert client.post(page, fields_of(page_again)).status_code == 302
+    row.refresh_from_db()
+    assert row.name == f"{name} first"
+    assert Version.objects.get_for_object(row).count() == 1
+    assert holdings("default", f"edit:stacks.place:{row.pk}") == []
+
+
+@pytest.mark.skipif(not apps.is_installed("parler"), reason="django-parler's translations")
+def test_a_translation_that_was_changed_meanwhile_is_told(client: Client, name: str) -> None:
+    from .models import Translated
+
+    def change(language: str) -> None:
+        other = Translated.objects.get(pk=row.pk)
+        other.set_current_language(language)
+        other.title = f"{language} by others"
+        other.save()
+
+    def titles() -> list[tuple[str, str]]:
+        rows = Translated.translations.field.model.objects.filter(master=row.pk)
+        return sorted(rows.values_list("language_code", "title"))
+
+    row = Translated.objects.language("en").create(name=name, title="first")
+    page = reverse("admin:stacks_translated_change", args=[row.pk])
+    for language in ("en", "de"):  # the first is changed, the second added
+        where = f"{page}?language={language}"
+        opened = {**fields_of(client.get(where)), "title": f"{language} typed"}
+        change(language)
+        shown = client.post(where, opened)
+        assert [part.shown for part in shown.context["distlock_edit"].changes] == [
+            f"{language} by others"
+        ]
+        assert dict(titles())[language] == f"{language} by others"
+        assert client.post(where, fields_of(shown)).status_code == 302
+        assert dict(titles())[language] == f"{language} typed"
+
+    opened = {**fields_of(client.get(f"{page}?language=de")), "title": "de again"}
+    change("en")
+    assert client.post(f"{page}?language=de", opened).status_code == 302
+    assert titles() == [("de", "de again"), ("en", "en by others")]
