@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 from django.apps import apps
+from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning as CheckWarning, register
 
 from .conf import DEFAULT_ALIAS
@@ -68,6 +70,9 @@ def _found(databases: Sequence[str] | None) -> Iterator[CheckMessage]:
 
 def _check_declared() -> Iterator[CheckMessage]:
     """Report decorated functions and tasks whose alias cannot do what they want."""
+    # Views are declared when they are imported. Django's own checks tell what is wrong with the URLs.
+    with suppress(Exception):
+        import_module(settings.ROOT_URLCONF)
     for each in sorted(declared, key=lambda each: each.title):
         # Wrong settings are reported as those of their alias.
         with suppress(InvalidLockBackend):

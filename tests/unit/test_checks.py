@@ -89,6 +89,20 @@ def test_functions_and_tasks_are_told_whose_alias_cannot_do_what_they_want(
     del task
 
 
+def test_views_are_told_also_if_nothing_has_imported_them(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = "@distributed_lock('x', using='nowhere')\ndef view(request): ...\n"
+    text = f"from django_distlock import distributed_lock\n{view}urlpatterns = []\n"
+    (tmp_path / "late_urls.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    settings.ROOT_URLCONF = "late_urls"
+
+    told = [each.msg for each in found() if each.msg.startswith("late_urls.")]
+
+    assert told == ["late_urls.view(): DISTLOCK has no alias 'nowhere'."]
+
+
 # Aliases.
 
 
