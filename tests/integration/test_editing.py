@@ -364,8 +364,6 @@ def test_a_page_holds_its_lock_for_seconds_until_its_script_renews_it(
 
     assert ask(ada, opened, "leave").json() == {"state": "left"}
     assert held(account) == []
-    assert ask(ada, opened, "renew").json()["state"] == "free"
-    assert held(account) == []
 
 
 def test_a_page_that_comes_back_asks_again_and_is_told_what_changed(
@@ -374,34 +372,44 @@ def test_a_page_that_comes_back_asks_again_and_is_told_what_changed(
     opened = fields_of(ada.get(page_of(account)))
     ask(ada, opened, "leave")
 
-    told = ask(ada, opened, "again").json()
-    assert told["state"] == "held"
-    opened["distlock_edit"] = told["text"]
-    assert ask(ada, opened, "renew").json() == {"state": "held"}
-    ask(ada, opened, "leave")
+    assert ask(ada, opened, "begin", life="1").json() == {"state": "held"}
+    assert ask(ada, opened, "renew", life="1").json() == {"state": "held"}
+    ask(ada, opened, "leave", life="1")
 
     Account.objects.filter(pk=account.pk).update(balance=1)
-    told = ask(ada, opened, "again").json()
+    told = ask(ada, opened, "begin", life="2").json()
     assert told["state"] == "changed"
     assert told["message"].startswith("This was changed after you had opened it.")
-    opened["distlock_edit"] = told["text"]
     assert errors(ada.post(page_of(account), opened))
 
     account.delete()
-    told = ask(ada, opened, "again").json()
+    told = ask(ada, opened, "begin", life="3").json()
     assert told == {"state": "gone", "message": "This was deleted."}
 
 
 def test_pages_that_come_back_are_told_apart(account: Account, ada: Client) -> None:
     opened = fields_of(ada.get(page_of(account)))
-    texts = [ask(ada, opened, "again").json()["text"] for _window in range(2)]
+    for life in ("1", "2"):
+        assert ask(ada, opened, "begin", life=life).json() == {"state": "held"}
 
-    told = [ask(ada, {"distlock_edit": text}, "renew").json()["state"] for text in texts]
+    told = [ask(ada, opened, "renew", life=life).json()["state"] for life in ("1", "2")]
 
     assert told == ["busy", "held"]
 
 
-@pytest.mark.parametrize("order", [("again", "leave"), ("leave", "again")])
+def test_a_page_takes_its_lock_again_once_it_is_free(
+    account: Account, ada: Client, bob: Client
+) -> None:
+    first, second = fields_of(ada.get(page_of(account))), fields_of(bob.get(page_of(account)))
+    ask(ada, first, "leave")
+    assert ask(bob, second, "renew").json() == {"state": "held"}
+
+    assert ask(ada, first, "renew").json()["state"] == "busy"
+    ask(bob, second, "leave")
+    assert ask(ada, first, "renew").json() == {"state": "held"}
+
+
+@pytest.mark.parametrize("order", [("renew", "abandon"), ("abandon", "renew")])
 def test_a_page_that_goes_while_it_asks_again_keeps_no_lock(
     account: Account, ada: Client, order: tuple[str, str]
 ) -> None:
@@ -409,7 +417,7 @@ def test_a_page_that_goes_while_it_asks_again_keeps_no_lock(
     assert ada.post(page_of(account), {**opened, "name": "saved"}).status_code == 302
 
     for what in order:
-        ask(ada, opened, what, attempt="1")
+        ask(ada, opened, what)
 
     eventually(lambda: not held(account))
 
@@ -889,10 +897,8 @@ def test_it_is_the_same_on_every_server(
     assert ask(ada, last, "renew").json()["state"] == "busy"
     assert chief.post(page_of(account), {**opened, "name": "chief"}).status_code == 302
     assert held(account) == []
-    assert ask(ada, last, "renew").json()["state"] == "free"
-    told = ask(ada, last, "again").json()
-    assert told["state"] == "changed"
-    assert ask(ada, {"distlock_edit": told["text"]}, "leave").json() == {"state": "left"}
+    assert ask(ada, last, "begin", life="1").json()["state"] == "changed"
+    assert ask(ada, last, "leave", life="1").json() == {"state": "left"}
     assert held(account) == []
 
 
@@ -930,7 +936,7 @@ def saves(row: Any, opened: str, name: str) -> bool:
 def opened_by_me(row: Any) -> str:
     request: Any = RequestFactory().get("/")
     request.user = User(pk=1)
-    return editing.edit_lock(request, row, may_take_over=False).text
+    return editing.edit_lock(request, row, may_take_over=False).ticket.written()
 
 
 @pytest.mark.parametrize("site", ["postgres"], indirect=True)

@@ -107,9 +107,18 @@ return first.length < sent.length ? first.length : 0"""
 TOO_LATE = """const real = window.fetch;
 window.fetch = (url, options) => {
     const answer = real(url, options);
-    return options.body.get("what") === "again" ? new Promise(() => {}) : answer;
+    return options.body && options.body.get("what") === "renew" ? new Promise(() => {}) : answer;
 };
 document.dispatchEvent(new Event("visibilitychange"));"""
+
+
+#: Clicks twice, and returns of each whether its form is sent.
+TWO_CLICKS = """const sent = [];
+addEventListener("submit", (event) => sent.push(!event.defaultPrevented));
+for (let click = 0; click < 2; click += 1) {
+    document.querySelector("[name=_save]").click();
+}
+return sent;"""
 
 
 def is_live(account: Account) -> bool:
@@ -363,6 +372,20 @@ def test_a_page_of_ones_own(editor: Start, account: Account) -> None:
 
     assert ada.find("body").text == "saved"
     assert ada.complaints() == []
+
+
+def test_the_second_click_of_an_impatient_user_sends_nothing(
+    editor: Start, account: Account
+) -> None:
+    ada = editor("Ada")
+    ada.edit(account)
+    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
+    ada.type_name("typed by Ada")
+
+    assert ada.browser.execute_script(TWO_CLICKS) == [True, False]
+
+    saved = Account.objects.filter(pk=account.pk, name="typed by Ada")
+    eventually(saved.exists, PATIENCE, "the form is saved")
 
 
 def test_each_of_several_forms_of_a_page_asks_once(editor: Start, account: Account) -> None:

@@ -111,6 +111,17 @@ def test_the_second_click_of_one_user_is_no_conflict(account: Account, ada: Clie
     assert held(account) == []
 
 
+def test_what_is_sent_twice_adds_no_row_of_an_inline_twice(account: Account, ada: Client) -> None:
+    opened = fields_of(ada.get(page_of(account)))
+    sent = {**opened, "fees-TOTAL_FORMS": "1", "fees-0-amount": "3", "fees-0-account": account.pk}
+    assert ada.post(page_of(account), sent).status_code == 302
+
+    page = ada.post(page_of(account), sent)
+
+    assert [part.label for part in page.context["distlock_edit"].changes] == ["Fees"]
+    assert account.fees.count() == 1
+
+
 def test_the_list_saves_what_was_typed_and_only_over_what_it_had_shown(
     account: Account, ada: Client
 ) -> None:
@@ -213,7 +224,7 @@ def test_rights_are_asked_again_when_a_page_renews_its_lock(account: Account, ad
     assert told["state"] == "refused"
     assert told["message"].startswith("You may not change this any more.")
     assert held(account) == []
-    assert ask(ada, opened, "again").json()["state"] == "refused"
+    assert ask(ada, opened, "begin").json()["state"] == "refused"
     assert held(account) == []
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import secrets
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import islice, starmap
+from itertools import islice
+from math import inf
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 from django.apps import apps
 from django.conf import settings
-from django.contrib.auth import get_user_model
 from django.core import signing
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
@@ -34,16 +33,10 @@ from django_distlock.engine.acquisition import acquire
 from django_distlock.engine.lease import Lease
 from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Held, LockState, Secret
-from django_distlock.exceptions import (
-    LockBackendError,
-    LockLost,
-    LockNotAcquired,
-    LockOutcomeUnknown,
-    NotSupported,
-)
+from django_distlock.exceptions import LockBackendError, LockLost, LockNotAcquired, NotSupported
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import printable, warn
+from django_distlock.ground.naming import warn
 from django_distlock.ground.objects import object_name
 from django_distlock.handler import locks
 from django_distlock.models import LONGEST_SHOWN
@@ -100,16 +93,12 @@ class Ticket:
     user: str
     ttl: float
     path: str
-    may_take_over: bool | None
-    nonce: str
+    may_take_over: bool | None = None
+    nonce: str = field(default_factory=partial(token_hex, 8))
     seen: dict[str, str] | None = None
 
     def written(self) -> str:
         return signing.dumps(asdict(self), salt=SALT, compress=True)
-
-    def renamed(self, attempt: str) -> Ticket:
-        """Return the ticket that the page gets by this *attempt*: two tabs that have one ticket get two."""
-        return replace(self, nonce=owner_of(f"{self.nonce} {attempt}")[:16])
 
     def mark(self, text: str) -> str:
         """Return a digest of a value of this object, which only the server can make."""
@@ -135,10 +124,6 @@ def owner_of(nonce: str) -> Secret:
     return Secret(salted_hmac(SALT, nonce, algorithm="sha256").hexdigest()[:32])
 
 
-def new_nonce() -> str:
-    return secrets.token_hex(8)
-
-
 def user_key(request: HttpRequest) -> str:
     """Return the key of the user as text; for a user who is not logged in, one of the browser."""
     pk = getattr(getattr(request, "user", None), "pk", None)
@@ -153,18 +138,18 @@ def user_key(request: HttpRequest) -> str:
 class Part:
     """A part of an object that a form can change: a field, or the rows of an inline.
 
-    *text*: what is compared of it. *values*: returns what is shown of it, which no query is made for otherwise.
+    *text*: what is compared of it. *values*: what is shown of it, for which no query is made before.
     """
 
     key: str
     label: str
     text: str
-    values: Callable[[], Iterable[Any]]
+    values: Iterable[Any]
     shown: str = ""
 
     def with_shown(self) -> Part:
         """Return it with its value for people, cut if it is long."""
-        values = [*islice(self.values(), FEW + 1)]
+        values = [*islice(self.values, FEW + 1)]
         texts = [str(formats.localize(value)) for value in values[:FEW] if value is not None]
         text = ", ".join(texts + ["..."] * (len(values) > FEW))
         return replace(self, shown=Truncator(text).chars(4 * LONGEST_SHOWN) or "-")
@@ -172,7 +157,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Editor:
-    """A user who edits an object, or other code that holds its lock. *nonce*: of the page; empty if other code holds the lock."""
+    """A user who edits an object, or other code that holds its lock. *nonce*: that of the page; empty for other code."""
 
     held: Held
     name: str
@@ -189,43 +174,32 @@ class Editor:
         return _("Being edited by %(who)s since %(since)s.") % facts
 
 
+@dataclass(eq=False)
 class EditLock:
     """The lock of an object that is edited, as one page sees it; edit_lock() makes it.
 
     *editor*: who else has the lock; None if this page has it. *failed*: the server of the locks did not answer,
-    so nobody is kept out. *changes*: what others have changed since the form was opened.
+    so nobody is kept out. *changes*: what others have changed since the form was opened. *is_read_only*: the page
+    was opened while somebody else edits the object.
     """
 
-    def __init__(
-        self,
-        request: HttpRequest,
-        ticket: Ticket,
-        url: str = "",
-        log: Callable[[EditLock, Editor], Any] | None = None,
-    ) -> None:
-        """Ask nothing yet. *log* returns the log entry of a take-over, which is deleted if there was none."""
-        self.request = request
-        self.ticket = ticket
-        self._url = url
-        self._log = log
-        self.editor: Editor | None = None
-        self.failed = False
-        self.changes: list[Part] = []
-        #: Whether the page is to be read only: it was opened while somebody else edits the object.
-        self.is_read_only = False
-        #: Whether it cannot be known what the form was opened with, so that all counts as changed.
-        self._is_unknown = False
-        #: Whether the user may not do what the page asks for, by now.
-        self.is_refused = False
-        #: Whether the page has the tag.
-        self.is_shown = False
+    request: HttpRequest
+    ticket: Ticket
+    _url: str = ""
+    #: Called after a take-over, with the former editor.
+    _log: Callable[[EditLock, Editor], object] | None = None
+    editor: Editor | None = None
+    failed: bool = False
+    changes: list[Part] = field(default_factory=list)
+    is_read_only: bool = False
+    #: Whether the user may not do what the page asks for, by now.
+    is_refused: bool = False
+    #: Whether the page has the tag.
+    is_shown: bool = False
+    #: Whether it cannot be known what the form was opened with, so that all counts as changed.
+    _is_unknown: bool = False
 
     # For templates.
-
-    @property
-    def text(self) -> str:
-        """The ticket of the page that is answered now, signed."""
-        return self.ticket.written()
 
     @property
     def url(self) -> str:
@@ -264,31 +238,32 @@ class EditLock:
 
     # For the view of a form.
 
-    def begin(self) -> None:
-        """Take the lock for the page that is answered now, if nobody else has it; NotSupported if no page can hold it."""
+    def begin(self, *, is_editor: bool = True) -> None:
+        """Take the lock for the page that is answered now, if nobody else has it; NotSupported if no page can hold it.
+
+        A page that is not *is_editor* is told who has it.
+        """
         if not self.backend.supports_detach:
             raise NotSupported(self.ticket.using, "edit_lock()", "Its locks end with a process.")
         self.backend.check_ttl(self.ticket.ttl)
-        if self.request.method != "POST":
-            with self._noting_failure():
-                self.editor = self._taken(self._asking(FIRST_TTL))
-            self.is_read_only = self.editor is not None
-            return
-        before = read_ticket(self.request)
-        if before is not None and before.key == self.ticket.key:
-            self.ticket = replace(self.ticket, seen=before.seen)
+        sent = read_ticket(self.request)
+        if sent is not None and sent.key == self.ticket.key:
+            self.ticket = replace(self.ticket, seen=sent.seen)
         else:
             self._is_unknown = FIELD in self.request.POST
-        with self._noting_failure():
+        try:
             if shown := self.request.POST.get(TAKE_OVER):
                 self.take_over(shown)
-            self.editor = self._taken(self._asking(FIRST_TTL), before)
-
-    def watch(self) -> None:
-        """Note who edits the object, for a page that cannot change it."""
-        self.is_read_only = True
-        with self._noting_failure():
-            self.editor = self.look()
+            if is_editor:
+                self.take(FIRST_TTL, sent.nonce if sent else "")
+            else:
+                self.editor = self.look()
+        except LockBackendError as error:
+            self.failed = True
+            name, using = self.ticket.name, self.ticket.using
+            warn("The form is shown without its lock: %s", error, name=name, using=using)
+        is_opened = self.request.method != "POST" and self.editor is not None
+        self.is_read_only = is_opened or not is_editor
 
     def note_seen(self, texts: dict[str, str]) -> None:
         """Note the values that the form is opened with, by field."""
@@ -301,11 +276,12 @@ class EditLock:
         The *form* has its object as it is now, with nothing of what was typed. *more*: other parts of the object.
         """
         problems = [_("Not saved. %s") % self.editor.sentence] if self.editor else []
-        fields, more = [*parts_of(form)], [*more]
+        parts = [*parts_of(form), *more]
+        texts = {part.key: part.text for part in parts}
         # What somebody else has changed to the same value, such as the first click of two, is in nobody's way.
-        typed = [part for part in fields if part.key in form.changed_data]
-        changed = [part for part in [*typed, *more] if self._is_changed(part.key, part.text)]
-        self.changes = [part.with_shown() for part in changed]
+        same = form.fields.keys() - form.changed_data
+        changed = self.changed(texts) - same
+        self.changes = [part.with_shown() for part in parts if part.key in changed]
         if self.changes:
             text = _(
                 "Not saved yet. It was changed after you had opened it:"
@@ -314,7 +290,7 @@ class EditLock:
             problems.append(text)
         # A page that is shown again has the same text, compared with what is shown beside it.
         if self.changes or self.ticket.seen is None:
-            self.note_seen({part.key: part.text for part in [*fields, *more]})
+            self.note_seen(texts)
         return problems
 
     def accepts(self, form: BaseModelForm[Any]) -> bool:
@@ -323,10 +299,8 @@ class EditLock:
         Call it instead of ``form.is_valid()``, in the transaction that saves the form: it locks the row, and reads the
         form's instance again, so that a column that the form does not have is saved as it is.
         """
-        if self.read_again(form):
-            problems = self.problems(form)
-        else:
-            problems = [_("Not saved. It was deleted meanwhile.")]
+        is_there = self.read_again(form)
+        problems = self.problems(form) if is_there else [_("Not saved. It was deleted meanwhile.")]
         form.full_clean()
         for problem in problems:
             form.add_error(None, problem)
@@ -340,12 +314,17 @@ class EditLock:
         form.initial = {**form.initial, **model_to_dict(form.instance, form.fields)}
         return True
 
-    def release(self) -> None:
-        """Release the lock, if the page has it: the form was saved, or left. Call it after the commit."""
+    def release(self, *, for_good: bool = False) -> None:
+        """Release the lock, if the page has it: the form was saved, or left. Call it after the commit.
+
+        *for_good*: also what a request gets that is under way.
+        """
         request = self._asking()
         try:
             settled(partial(self.backend.release, request))
         except LockBackendError:
+            for_good = True
+        if for_good:
             self.backend.abandon_later(request)
 
     # For the page's script.
@@ -354,18 +333,34 @@ class EditLock:
         """Extend the lock of a page that is still open; return whether it has it."""
         return settled(lambda: self.backend.extend([self._asking()]))[0]
 
-    def again(self, attempt: str) -> EditLock:
-        """Return the lock for the same page, after it was asked for again. *attempt* names this request, for leave()."""
-        other = EditLock(self.request, self.ticket.renamed(attempt or new_nonce()))
-        other.editor = other._taken(other._asking())
-        return other
+    def take(self, ttl: float = inf, former: str = "", *, is_newest: bool = True) -> None:
+        """Take the lock; if somebody else has it, that is the *editor*.
 
-    def leave(self, attempt: str) -> None:
-        """Release the lock of a page that is gone, and what its *attempt* gets, whose answer nobody reads."""
-        self.release()
-        if attempt:
-            other = EditLock(self.request, self.ticket.renamed(attempt))
-            self.backend.abandon_later(other._asking())
+        The newest page of a user takes it from the other ones. *former*: the nonce of the one that most likely has it.
+        """
+        request, self.editor = self._asking(ttl), None
+        if former and self._is_moved(request, former):
+            return
+        busy = LockNotAcquired(request.name)
+        for _try in range(TRIES):
+            lease = Lease(self.backend, request, renew=False, release_when="at_exit")
+            try:
+                acquire(lease, 0)
+                lease.end_here()
+            except LockNotAcquired as refused:
+                busy = refused
+            except LockLost:
+                continue
+            else:
+                return
+            editor = self.look()
+            if editor is not None and not (is_newest and editor.is_me and editor.nonce):
+                self.editor = editor
+                return
+            if editor is not None and self._is_moved(request, editor.nonce):
+                return
+        held = Held(busy.name, request.key, busy.holder, busy.remaining, None, "")
+        [self.editor] = editors(self.request, [held])
 
     def look(self) -> Editor | None:
         """Return who edits the object, be it this page."""
@@ -374,22 +369,13 @@ class EditLock:
         found = settled(lambda: [*self.backend.held(self.ticket.key)])
         return next(iter(editors(self.request, found)), None)
 
-    def take_over(self, shown: str) -> bool:
-        """End the holding with the digest *shown*, if it is still there and the user may; return whether it was ended."""
+    def take_over(self, shown: str) -> None:
+        """End the holding with the digest *shown*, if it is still there and the user may."""
         self.editor = self.look()
-        if self.editor is None or not self.can_take_over:
-            return False
-        entry, is_ended = self._log(self, self.editor) if self._log else None, False
-        try:
+        if self.editor is not None and self.can_take_over:
             key = self.editor.held.key
-            is_ended = self.backend.force_release(key, shown, by=self._username)
-        except LockOutcomeUnknown:
-            is_ended = True  # perhaps: the entry stays
-            raise
-        finally:
-            if entry and not is_ended:
-                entry.delete()
-        return is_ended
+            if self.backend.force_release(key, shown, by=self._username) and self._log:
+                self._log(self, self.editor)
 
     def row(self) -> Model | None:
         """Return the object as it is now; in a transaction, with its row locked."""
@@ -402,12 +388,13 @@ class EditLock:
         row: Model | None = rows.first()
         return row
 
-    def is_as_seen(self) -> bool | None:
-        """Return whether the fields of the object are what the form was opened with; None if it was deleted."""
-        row = self.row()
-        if row is None:
-            return None
-        return not any(starmap(self._is_changed, texts_of(row).items()))
+    def changed(self, texts: dict[str, str]) -> set[str]:
+        """Return the fields that have not the values any more that the form was opened with."""
+        if self._is_unknown:
+            return {*texts}
+        marks = {key: self.ticket.mark(text) for key, text in texts.items()}
+        seen = self.ticket.seen or {}
+        return {key for key, mark in marks.items() if seen.get(key, mark) != mark}
 
     @property
     def backend(self) -> BaseLockBackend:
@@ -415,57 +402,19 @@ class EditLock:
 
     @property
     def _username(self) -> str:
-        user = getattr(self.request, "user", None)
-        return user.get_username() if user is not None and user.pk is not None else "an editor"
+        user: Any = getattr(self.request, "user", None)
+        if user is None or user.pk is None:
+            return "an editor"
+        name = user.get_username()
+        return str(getattr(user, "get_full_name", str)() or name)
 
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except LockBackendError as error:
-            self.failed = True
-            warn(
-                "The form is shown without its lock: %s",
-                error,
-                name=self.ticket.name,
-                using=self.ticket.using,
-            )
-
-    def _is_changed(self, key: str, text: str) -> bool:
-        mark = (self.ticket.seen or {}).get(key)
-        return self._is_unknown or (mark is not None and mark != self.ticket.mark(text))
-
-    def _asking(self, ttl: float | None = None) -> Request:
+    def _asking(self, ttl: float = inf) -> Request:
         ticket = self.ticket
         task = f"edit {ticket.nonce} {quote(ticket.user, safe='')}"
         holder = replace(Holder.current(f"{EDITED_BY}{self._username}"), task=task)
-        ttl = ticket.ttl if ttl is None else min(ttl, ticket.ttl)
+        ttl = min(ttl, ticket.ttl)
         request = self.backend.request(ticket.name, ticket.key, ttl=ttl, holder=holder)
         return replace(request, owner=owner_of(ticket.nonce))
-
-    def _taken(self, request: Request, before: Ticket | None = None) -> Editor | None:
-        """Take the lock, and return None; or who else has it. Other pages of the same user, the one *before* first, give it away."""
-        if before is not None and self._is_moved(request, before.nonce):
-            return None
-        busy = LockNotAcquired(request.name)
-        for _try in range(TRIES):
-            lease = Lease(self.backend, request, renew=False, release_when="at_exit")
-            try:
-                acquire(lease, 0)
-                lease.end_here()
-            except LockNotAcquired as refused:
-                busy = refused
-            except LockLost:
-                continue
-            else:
-                return None
-            editor = self.look()
-            if editor is not None and not (editor.is_me and editor.nonce):
-                return editor
-            if editor is not None and self._is_moved(request, editor.nonce):
-                return None
-        held = Held(busy.name, request.key, busy.holder, busy.remaining, None, "")
-        return editors(self.request, [held])[0]
 
     def _is_moved(self, request: Request, nonce: str) -> bool:
         return settled(partial(self.backend.take_over, request, owner_of(nonce)))
@@ -473,25 +422,21 @@ class EditLock:
 
 def editors(request: HttpRequest, found: Iterable[Held]) -> list[Editor]:
     """Return who edits, of the holdings that were *found*."""
-    me, pages = user_key(request), []
-    for held in found:
-        if held.state == LockState.HELD:
-            holder, words = held.holder, []
-            if holder and holder.purpose.startswith(EDITED_BY):
-                words = holder.task.split(" ")
-            pages.append((held, words[1], unquote(words[2])) if len(words) == 3 else (held, "", ""))
-    keys = {pk for _held, _nonce, pk in pages if pk and not pk.startswith(ANONYMOUS)}
-    users = get_user_model()._default_manager.filter(pk__in=keys) if keys else ()  # noqa: SLF001 - documented
-    names = {str(user.pk): _name_of(user) for user in users}
+    me = user_key(request)
+    return [_editor(held, me) for held in found if held.state == LockState.HELD]
 
-    def name(held: Held, nonce: str, pk: str) -> str:
-        if nonce or held.holder is None:
-            return names.get(pk) or _("somebody")
-        # Its host and process are not for everybody.
-        is_known = not me.startswith(ANONYMOUS)
-        return str(held.holder) if is_known else held.holder.purpose or _("somebody")
 
-    return [Editor(page[0], name(*page), page[1], is_me=page[2] == me) for page in pages]
+def _editor(held: Held, me: str) -> Editor:
+    holder = held.holder or Holder("", 0, "")
+    is_page = holder.purpose.startswith(EDITED_BY) and holder.task.count(" ") == 2
+    _word, nonce, user = map(unquote, holder.task.split(" ")) if is_page else ("", "", "")
+    if is_page:
+        name = "" if user.startswith(ANONYMOUS) else holder.purpose.removeprefix(EDITED_BY)
+    elif me.startswith(ANONYMOUS):
+        name = holder.purpose  # the host and the process are not for everybody
+    else:
+        name = str(held.holder or "")
+    return Editor(held, name or _("somebody"), nonce, is_me=user == me)
 
 
 def edit_lock(
@@ -510,42 +455,34 @@ def edit_lock(
     *ttl*: seconds that the lock lives after the page has vanished. *may_take_over*: whether the user may take the
     lock from somebody else; by default, who has the permission ``django_distlock.take_over_methodlock``.
     """
-    edit = EditLock(request, new_ticket(request, instance, using, checked_ttl(ttl), may_take_over))
+    ticket = new_ticket(request, instance, using, checked_ttl(ttl))
+    edit = EditLock(request, replace(ticket, may_take_over=may_take_over))
     edit.begin()
     if request.method != "POST":
         edit.note_seen(texts_of(instance))
     return edit
 
 
-def new_ticket(
-    request: HttpRequest,
-    instance: Model,
-    using: str,
-    ttl: float,
-    may_take_over: bool | None,
-) -> Ticket:
+def new_ticket(request: HttpRequest, instance: Model, using: str, ttl: float) -> Ticket:
     """Return the ticket of a new page."""
-    name = f"edit:{object_name(instance)}"
+    opts: Any = instance._meta  # noqa: SLF001 - documented
     return Ticket(
         using=using,
-        name=name,
-        key=locks[using].key_of(name),
-        model=instance._meta.label_lower,  # noqa: SLF001 - documented
-        pk=key_of(instance),
+        name=lock_name(instance),
+        key=locks[using].key_of(lock_name(instance)),
+        model=opts.label_lower,
+        pk=opts.pk.value_to_string(instance),
         # The one that save() would write to.
-        database=router.db_for_write(instance._meta.model, instance=instance),  # noqa: SLF001 - documented
+        database=router.db_for_write(opts.model, instance=instance),
         user=user_key(request),
         ttl=ttl,
         path=request.get_full_path(),
-        may_take_over=may_take_over,
-        nonce=new_nonce(),
     )
 
 
-def key_of(instance: Model) -> str:
-    """Return the key of *instance* as text, also one of several columns."""
-    key: str = instance._meta.pk.value_to_string(instance)  # noqa: SLF001 - documented
-    return key
+def lock_name(instance: Model) -> str:
+    """Return the name of the edit lock of *instance*."""
+    return f"edit:{object_name(instance)}"
 
 
 def texts_of(instance: Model) -> dict[str, str]:
@@ -559,7 +496,7 @@ def parts_of(form: BaseModelForm[Any]) -> Iterator[Part]:
     values |= model_to_dict(form.instance, form.fields)
     for name, value in values.items():
         if not callable(value):  # such as the current time
-            shown = partial(_values_of, form.instance, name, value)
+            shown = _values_of(form.instance, name, value)
             yield Part(name, str(form[name].label), compared(value), shown)
 
 
@@ -574,27 +511,21 @@ def compared(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _values_of(instance: Model, name: str, value: Any) -> Iterable[Any]:
+def _values_of(instance: Model, name: str, value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple, QuerySet)):
-        return value
-    shown = getattr(instance, f"get_{name}_display", None)
-    return [shown() if shown else getattr(instance, name, value)]
+        yield from value
+    else:
+        shown = getattr(instance, f"get_{name}_display", None)
+        yield shown() if shown else getattr(instance, name, value)
 
 
-def _name_of(user: Any) -> str:
-    full_name = user.get_full_name() if hasattr(user, "get_full_name") else ""
-    return printable(full_name or user.get_username())
-
-
+@never_atomic
 @never_cache
 @csrf_protect
 @require_http_methods(["GET", "POST"])
 def edit_lock_view(request: HttpRequest) -> HttpResponse:
     """Answer the script of a page with an edit lock; "Take over" of a page that is read only is sent here too."""
     return answer(request, EditLock)
-
-
-never_atomic(edit_lock_view)
 
 
 def answer(request: HttpRequest, make: Callable[[HttpRequest, Ticket], EditLock]) -> HttpResponse:
@@ -604,43 +535,38 @@ def answer(request: HttpRequest, make: Callable[[HttpRequest, Ticket], EditLock]
         return JsonResponse({"csrf": get_token(request)})
     ticket, what = read_ticket(request), request.POST.get("what")
     if ticket is None:
-        text = _(
-            "You are logged out, or logged in as somebody else. What you have typed stays here."
-        )
-        return JsonResponse({"state": "refused", "message": text})
-    edit = make(request, ticket)
+        return JsonResponse({"state": "refused"})
+    if life := request.POST.get("life"):
+        ticket = replace(ticket, nonce=owner_of(f"{ticket.nonce} {life}")[:16])
+    edit, told = make(request, ticket), {}
     try:
         if what == "take-over":
             edit.take_over(request.POST.get(TAKE_OVER, ""))
-            return HttpResponseRedirect(ticket.path)
-        return JsonResponse(_told(edit, what))
+        else:
+            told = _told(edit, what)
     except LockBackendError:
         edit.failed = True
-        if what == "take-over":
-            return HttpResponseRedirect(ticket.path)
-        return JsonResponse({"state": "failed", "message": edit.message})
+        told = {"state": "failed", "message": edit.message}
+    return HttpResponseRedirect(ticket.path) if what == "take-over" else JsonResponse(told)
 
 
 def _told(edit: EditLock, what: str | None) -> dict[str, str]:
-    """Return what the script is told: "held", "free", "busy", "changed" or "gone", with a message."""
-    attempt = edit.request.POST.get("attempt", "")
-    if what == "leave":
-        edit.leave(attempt)
+    """Return what the script is told: a state, with a message if the page is not simply "held"."""
+    if what in {"leave", "abandon"}:
+        edit.release(for_good=what == "abandon")
         return {"state": "left"}
     if edit.is_refused:
         edit.release()
         text = _("You may not change this any more. What you have typed stays here.")
         return {"state": "refused", "message": text}
-    if what == "renew" and edit.renew():
+    if what == "look":
+        edit.editor = edit.look()
+    elif what == "renew" and edit.renew():
         return {"state": "held"}
-    if what == "again":
-        edit = edit.again(attempt)
-        if edit.editor is None:
-            return _told_again(edit)
-    edit.editor = edit.editor or edit.look()
+    else:
+        edit.take(is_newest=what == "begin")
     if edit.editor is None:
-        text = _("Nobody edits this any more: load the page again to edit it.")
-        return {"state": "free", "message": text}
+        return _told_of_row(edit, what)
     text = edit.message
     if what != "look":
         text += " " + _("What you have typed stays here.")
@@ -648,16 +574,18 @@ def _told(edit: EditLock, what: str | None) -> dict[str, str]:
     return {"state": "busy", "message": text, "take_over": shown}
 
 
-def _told_again(edit: EditLock) -> dict[str, str]:
-    is_as_seen = edit.is_as_seen()
-    if is_as_seen is None:
+def _told_of_row(edit: EditLock, what: str | None) -> dict[str, str]:
+    if what == "look":
+        text = _("Nobody edits this any more: load the page again to edit it.")
+        return {"state": "free", "message": text}
+    row = edit.row()
+    if row is None:
         edit.release()
         return {"state": "gone", "message": _("This was deleted.")}
-    told = {"state": "held", "text": edit.text}
-    if not is_as_seen:
-        text = _("This was changed after you had opened it. When you save, you are shown what.")
-        told |= {"state": "changed", "message": text}
-    return told
+    if not edit.changed(texts_of(row)):
+        return {"state": "held"}
+    text = _("This was changed after you had opened it. When you save, you are shown what.")
+    return {"state": "changed", "message": text}
 
 
 __all__ = ["EditLock", "edit_lock", "edit_lock_view"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -20,20 +21,18 @@ from django.utils.text import capfirst
 from django.utils.translation import gettext as _
 
 from django_distlock.conf import DEFAULT_ALIAS, checked_ttl
-from django_distlock.engine.steps import settled
-from django_distlock.exceptions import DOCS, InvalidLockBackend, LockBackendError
+from django_distlock.exceptions import DOCS, InvalidLockBackend, LockBackendError, NotSupported
 from django_distlock.ground.naming import warn
-from django_distlock.ground.objects import object_name
 from django_distlock.handler import locks
+from django_distlock.operators import holdings
 from django_distlock.transactions import never_atomic
 
-from . import PERMISSION, TTL, EditLock, Part, answer, editors, key_of, new_ticket, parts_of
+from . import PERMISSION, TTL, EditLock, Part, answer, editors, lock_name, new_ticket, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from datetime import timedelta
 
-    from django.contrib.admin.models import LogEntry
     from django.db.models import Model, QuerySet
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
@@ -46,8 +45,6 @@ else:
 
 #: The attribute of a request that has the edit lock of its change form.
 _EDIT = "_distlock_edit"
-#: What a formset gets of a form that is sent.
-_SENT = {"data", "files", "save_as_new", "prefix"}
 
 
 class EditLockMixin(_Admin):
@@ -69,7 +66,7 @@ class EditLockMixin(_Admin):
 
     def change_view(self, request: HttpRequest, object_id: str, *args: Any, **kwargs: Any) -> Any:
         # Before the transaction that Django begins, or django-reversion: no lock is asked for in one.
-        edit = self._begun(request, object_id, EditLock.begin)
+        edit = self._begun(request, object_id)
         setattr(request, _EDIT, edit)
         response = super().change_view(request, object_id, *args, **kwargs)
         is_form = "adminform" in (getattr(response, "context_data", None) or ())
@@ -83,67 +80,52 @@ class EditLockMixin(_Admin):
         if object_id is not None and not hasattr(request, _EDIT):
             # A page to revert to an older version, in a transaction: it locks nothing, and has a template of its own.
             setattr(request, _EDIT, None)
-            edit = self._begun(request, object_id, EditLock.watch)
+            edit = self._begun(request, object_id, is_editor=False)
             if edit is not None and edit.editor is not None and not edit.editor.is_me:
                 setattr(request, _EDIT, edit)
                 edit.is_shown = True
                 self.message_user(request, edit.editor.sentence, messages.WARNING)
         return super().changeform_view(request, object_id, *args, **kwargs)
 
-    def _begun(
-        self, request: HttpRequest, object_id: str, begin: Callable[[EditLock], None]
-    ) -> EditLock | None:
+    def _begun(self, request: HttpRequest, object_id: str, *, is_editor: bool = True) -> Any:
         to_field = request.POST.get(TO_FIELD_VAR, request.GET.get(TO_FIELD_VAR))
         if to_field and not self.to_field_allowed(request, to_field):
             return None  # Django refuses it
         obj = self.get_object(request, unquote(object_id), to_field)
-        if obj is None or not self.has_view_or_change_permission(request, obj):
+        if obj is None:
             return None
-        edit = self._edit_lock(request, self._ticket(request, obj))
-        if self.has_change_permission(request, obj) and request.method in {"GET", "POST"}:
-            begin(edit)
-        else:
-            edit.watch()
+        edit = self._edit_lock(request, obj)
+        is_editor = is_editor and self.has_change_permission(request, obj)
+        edit.begin(is_editor=is_editor and request.method in {"GET", "POST"})
         return edit
 
-    def get_object(
-        self, request: HttpRequest, object_id: str, from_field: str | None = None
-    ) -> Any:
-        edit: EditLock | None = getattr(request, _EDIT, None)
-        if edit is not None and request.method == "POST":
+    def get_object(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
+        if edit := _saved(request):
             edit.row()  # locks it: a column that the form does not have is saved as it is read below
-        return super().get_object(request, object_id, from_field)
+        return super().get_object(request, *args, **kwargs)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         rows = super().get_queryset(request)
-        edit: EditLock | None = getattr(request, _EDIT, None)
-        if edit is None or request.method != "POST":
-            return rows
-        return rows.using(edit.ticket.database)  # a replica may have older values
+        # A replica may have older values.
+        return rows.using(edit.ticket.database) if (edit := _saved(request)) else rows
 
     def get_form(self, request: HttpRequest, *args: Any, **kwargs: Any) -> Any:
-        form = super().get_form(request, *args, **kwargs)
-        edit: EditLock | None = getattr(request, _EDIT, None)
-        if edit is None or request.method != "POST" or "_saveasnew" in request.POST:
+        form, edit = super().get_form(request, *args, **kwargs), _saved(request)
+        if edit is None or "_saveasnew" in request.POST:
             return form
 
-        def problems(form: Any) -> Iterable[str]:
-            inlines = self.get_formsets_with_inlines(request, form.instance)
-            return edit.problems(form, _parts_of(map(partial(_unbound, form), inlines)))
+        def inlines(row: Model) -> Iterator[Any]:
+            for kind, inline in self.get_formsets_with_inlines(request, row):
+                terms = self.get_formset_kwargs(request, row, inline, "")
+                yield kind(**{**terms, "data": None, "files": None})
 
-        def _unbound(form: Any, kind_and_inline: Any) -> Any:
-            kind, inline = kind_and_inline
-            terms = self.get_formset_kwargs(request, form.instance, inline, "")
-            return kind(**{key: terms[key] for key in terms.keys() - _SENT})
-
-        return _checked(form, problems)
+        return _checked(form, lambda form: edit.problems(form, _parts_of(inlines(form.instance))))
 
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         response: Any = super().render_change_form(request, context, *args, **kwargs)
-        edit: EditLock | None = getattr(request, _EDIT, None)
-        if edit is not None:
+        if edit := getattr(request, _EDIT, None):
             if request.method != "POST":
                 formsets = [each.formset for each in context["inline_admin_formsets"]]
                 parts = [*parts_of(context["adminform"].form), *_parts_of(formsets)]
@@ -167,12 +149,13 @@ class EditLockMixin(_Admin):
 
     def get_deleted_objects(self, objs: Any, request: HttpRequest) -> tuple[Any, Any, Any, Any]:
         found, count, missing, protected = super().get_deleted_objects(objs, request)
-        edited: dict[str, str] = {}
+        edited = dict[str, str]()
         if others := self._others(request):
+            key_of = locks[self.edit_lock_using].key_of
             collector = NestedObjects(using=router.db_for_write(self.model))
             collector.collect(objs)  # also what is deleted with them
             for row in chain(*collector.data.values()):
-                if editor := others.get(self._key_of(row)):
+                if editor := others.get(key_of(lock_name(row))):
                     edited[editor.held.key] = f"{row}: {editor.sentence}"
         return found, count, missing, [*protected, *edited.values()]
 
@@ -182,37 +165,36 @@ class EditLockMixin(_Admin):
         with transaction.atomic(router.db_for_write(self.model)) if is_saved else nullcontext():
             return super().changelist_view(request, extra_context)
 
-    def get_changelist_form(self, request: HttpRequest, **kwargs: Any) -> Any:
+    def get_changelist_formset(self, request: HttpRequest, **kwargs: Any) -> Any:
         others = cache(partial(self._others, request))  # asked once for the whole list
 
         def problems(form: Any) -> Iterator[str]:
             if not form.has_changed():
                 return
-            if editor := others().get(self._key_of(form.instance)):
+            edit = self._edit_lock(request, form.instance)
+            if editor := others().get(edit.ticket.key):
                 yield editor.sentence
-            edit = self._edit_lock(request, self._ticket(request, form.instance))
             if not edit.read_again(form):
                 yield _("Not saved. It was deleted meanwhile.")
-            elif any(_is_stale(form, name) for name in form.fields):
+            elif any(_is_stale(form, name) for name in form.base_fields):
                 yield _("Not saved. It was changed after you had opened the list: load it again.")
 
-        form = _checked(super().get_changelist_form(request, **kwargs), problems)
-        return type(form.__name__, (_ShowingInitial, form), {})
+        formset = super().get_changelist_formset(request, **kwargs)
+        formset.form = _checked(formset.form, problems)
+        formset.form.base_fields = deepcopy(formset.form.base_fields)
+        for field in formset.form.base_fields.values():
+            # The list sends what it has shown, too, and browsers restore nothing over newer values.
+            field.show_hidden_initial = True
+            field.widget.attrs["autocomplete"] = "off"
+        return formset
 
     def _others(self, request: HttpRequest) -> dict[str, Editor]:
         """Return who else edits, by the key of the lock; nothing if that cannot be told."""
-        backend = locks[self.edit_lock_using]
-        if not backend.supports_listing:
-            return {}
-        try:
-            found = settled(lambda: [*backend.held()])
-        except LockBackendError:
-            return {}
-        edited = [held for held in found if held.name.startswith("edit:")]
-        return {each.held.key: each for each in editors(request, edited) if not each.is_me}
-
-    def _key_of(self, obj: Model) -> str:
-        return locks[self.edit_lock_using].key_of(f"edit:{object_name(obj)}")
+        with suppress(LockBackendError, NotSupported):
+            found = holdings(self.edit_lock_using)
+            edited = editors(request, (held for held in found if held.name.startswith("edit:")))
+            return {each.held.key: each for each in edited if not each.is_me}
+        return {}
 
     # The address that pages ask, and the checks.
 
@@ -229,18 +211,13 @@ class EditLockMixin(_Admin):
         return answer(request, self._asked)
 
     def _asked(self, request: HttpRequest, ticket: Ticket) -> EditLock:
-        """Return the lock of a page that asks, with the rights that its user has by now."""
+        """Return the lock of a page that asks."""
         obj = self.get_object(request, ticket.pk)
-        if obj is not None:
-            may_take_over = self.has_take_over_permission(request, obj)
-            ticket = replace(ticket, may_take_over=may_take_over)
-        edit = self._edit_lock(request, ticket)
-        if obj is None:
-            edit.is_refused = edit.row() is not None  # it is not for this user any more
-        elif request.POST.get("what") == "look":
-            edit.is_refused = not self.has_view_or_change_permission(request, obj)
-        else:
-            edit.is_refused = not self.has_change_permission(request, obj)
+        is_look = request.POST.get("what") == "look"
+        may = self.has_view_or_change_permission if is_look else self.has_change_permission
+        edit = self._edit_lock(request, obj, ticket)
+        # What is there, but not found, is hidden from this user by now.
+        edit.is_refused = not may(request, obj) if obj is not None else edit.row() is not None
         return edit
 
     def check(self, **kwargs: Any) -> list[CheckMessage]:
@@ -275,22 +252,24 @@ class EditLockMixin(_Admin):
     def _url_name(self) -> str:
         return f"{self.opts.app_label}_{self.opts.model_name}"
 
-    def _ticket(self, request: HttpRequest, obj: Model) -> Ticket:
-        may_take_over = self.has_take_over_permission(request, obj)
-        return new_ticket(request, obj, self.edit_lock_using, self._ttl(), may_take_over)
-
     def _ttl(self) -> float:
         return checked_ttl(self.edit_lock_ttl, "edit_lock_ttl")
 
-    def _edit_lock(self, request: HttpRequest, ticket: Ticket) -> EditLock:
+    def _edit_lock(self, request: HttpRequest, obj: Any, ticket: Any = None) -> EditLock:
+        """Return the lock of *obj*, or that of a page with a *ticket*, with the rights of the user by now."""
+        if ticket is None:
+            ticket = new_ticket(request, obj, self.edit_lock_using, self._ttl())
+        if obj is not None:
+            may_take_over = self.has_take_over_permission(request, obj)
+            ticket = replace(ticket, may_take_over=may_take_over)
         site = self.admin_site.name
         url = reverse(f"admin:{self._url_name}_edit_lock", current_app=site)
         return EditLock(request, ticket, url, self._log_take_over)
 
-    def _log_take_over(self, edit: EditLock, editor: Editor) -> LogEntry | None:
-        row = edit.row()
-        text = _("Took over from %s, who was editing it.") % editor.name
-        return None if row is None else self.log_change(edit.request, row, text)
+    def _log_take_over(self, edit: EditLock, editor: Editor) -> None:
+        if (row := edit.row()) is not None:
+            text = _("Took over from %s, who was editing it.") % editor.name
+            self.log_change(edit.request, row, text)
 
 
 def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
@@ -305,23 +284,9 @@ def _checked(form: Any, problems: Callable[[Any], Iterable[str]]) -> Any:
     return type(form.__name__, (form,), {"clean": clean})
 
 
-class _ShowingInitial:
-    """A form that sends what it has shown, too, and in which browsers restore nothing over newer values."""
-
-    fields: dict[str, Any]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for field in self.fields.values():
-            field.show_hidden_initial = True
-            field.widget.attrs["autocomplete"] = "off"
-
-
 def _is_stale(form: Any, name: str) -> bool:
     """Return whether the list showed another value of this field than it has now, and not what is sent now."""
     field, now = form.fields[name], form.get_initial_for_field(form.fields[name], name)
-    if not field.show_hidden_initial:
-        return False  # the key, which the formset has added
     widget, key = field.hidden_widget(), form.add_initial_prefix(name)
     shown = widget.value_from_datadict(form.data, form.files, key)
     return bool(field.has_changed(now, shown) and field.has_changed(now, form[name].data))
@@ -332,8 +297,7 @@ def _parts_of(formsets: Iterable[Any]) -> Iterator[Part]:
         rows = [(form.instance, *parts_of(form)) for form in formset.initial_forms]
         texts = sorted(repr([str(row.pk), *(part.text for part in parts)]) for row, *parts in rows)
         label = capfirst(str(formset.model._meta.verbose_name_plural))  # noqa: SLF001 - documented
-        shown = partial(map, itemgetter(0), rows)
-        yield Part(f"inline {number}", label, repr(texts), shown)
+        yield Part(f"inline {number}", label, repr(texts), map(itemgetter(0), rows))
 
 
 def _warn_unless_shown(edit: EditLock, template: Any, _response: Any) -> None:
@@ -346,13 +310,16 @@ def _warn_unless_shown(edit: EditLock, template: Any, _response: Any) -> None:
         )
 
 
+def _saved(request: HttpRequest) -> EditLock | None:
+    """Return the edit lock of the change form that is sent."""
+    return getattr(request, _EDIT, None) if request.method == "POST" else None
+
+
 def _keeps_out(request: HttpRequest, obj: Any) -> bool:
     """Return whether *obj* is the object of the page, and somebody else edits it."""
-    edit: EditLock | None = getattr(request, _EDIT, None)
-    if obj is None or edit is None or not edit.is_read_only or edit.editor is None:
-        return False
-    ticket = edit.ticket
-    return (obj._meta.label_lower, key_of(obj)) == (ticket.model, ticket.pk)  # noqa: SLF001 - documented
+    edit: Any = getattr(request, _EDIT, None)
+    is_kept = obj is not None and edit is not None and edit.is_read_only and edit.editor
+    return bool(is_kept and edit.ticket.name == lock_name(obj))
 
 
 __all__ = ["EditLockMixin"]

@@ -13,9 +13,10 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
     let isAsking = false;
     let failures = 0;
     let isOld = false;
-    let isRestored = false;
-    // Names the request by which this page asks for the lock again, as long as it is under way.
-    let attempt = "";
+    let isBack = false;
+    let isSent = false;
+    // A page that comes back is another one for the server: a tab may have a copy of it.
+    let life = "";
 
     const tokens = () => document.querySelectorAll("input[name=csrfmiddlewaretoken]");
 
@@ -25,7 +26,7 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
             csrfmiddlewaretoken: token ? token.value : "",
             distlock_edit: ticket.value,
             what,
-            attempt,
+            life,
         });
     }
 
@@ -71,15 +72,6 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
         return fresh;
     }
 
-    async function askAgain() {
-        attempt = crypto.getRandomValues(new Uint32Array(4)).join("-");
-        try {
-            return await ask("again");
-        } finally {
-            attempt = "";
-        }
-    }
-
     async function renew() {
         if (isAsking) {
             return;
@@ -87,15 +79,9 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
         isAsking = true;
         clearTimeout(timer);
         try {
-            let told = isRestored ? { state: "free" } : await ask(isReading ? "look" : "renew");
-            isRestored = false;
-            if (told.state === "free" && !isReading) {
-                told = await askAgain();
-            }
+            const told = await ask(isReading ? "look" : isBack ? "begin" : "renew");
+            isBack = false;
             failures = 0;
-            if (told.text) {
-                ticket.value = told.text;
-            }
             isOld = isOld || told.state === "changed";
             if (told.state !== "held") {
                 tell(told.message || box.dataset.refused, told.take_over || "");
@@ -117,18 +103,33 @@ for (const box of document.querySelectorAll(".distlock-edit:not([data-alive])"))
     addEventListener("pagehide", () => {
         clearTimeout(timer);
         if (!isReading) {
-            // With the attempt, whose answer comes too late: the lock of a form that was sent is free before this page goes.
-            navigator.sendBeacon(box.dataset.url, body("leave"));
+            // A request that is under way may take the lock later: that of a form that was sent is free before this page goes.
+            navigator.sendBeacon(box.dataset.url, body(isAsking ? "abandon" : "leave"));
         }
     });
     // Only now has the browser restored what was typed before Back or F5. The ticket is restored with it, as it counts as
     // typed, too: so old text is compared as old text.
     addEventListener("pageshow", (event) => {
         const text = ticket.value;
-        isRestored = !isReading && !event.persisted && text !== ticket.defaultValue;
+        isSent = false;
+        isBack = !isReading && (event.persisted || text !== ticket.defaultValue);
+        life = isBack ? crypto.getRandomValues(new Uint32Array(4)).join("-") : "";
         ticket.value = "";
         ticket.value = text;
         renew();
+    });
+    // The second click of an impatient user would add the new rows of inlines once more. After 10 seconds without an
+    // answer, the form can be sent again. At the window, as the page's own scripts may decide that it is not sent.
+    addEventListener("submit", (event) => {
+        if (event.target !== form || event.defaultPrevented) {
+            return;
+        }
+        if (isSent) {
+            event.preventDefault();
+        } else {
+            isSent = true;
+            setTimeout(() => { isSent = false; }, 10000);
+        }
     });
     document.addEventListener("visibilitychange", () => {
         if (!document.hidden) {
