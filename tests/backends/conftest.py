@@ -16,10 +16,11 @@ from django.db.backends.utils import CursorWrapper
 from django_distlock import locks
 from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.backends.database.dialect import COUNTER, LOCK
+from django_distlock.backends.etcd.gateway import below
 from django_distlock.engine import waiting
 from testproject.models import Account
 
-from .etcd_tools import aliases
+from .etcd_tools import aliases, log_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,6 +71,29 @@ def etcd_aliases(etcd: Cluster, namespace: str, settings: Settings) -> Iterator[
     settings.DISTLOCK = aliases(etcd, namespace)
     yield
     locks.close()
+
+
+@pytest.fixture
+def closed(own_cluster: Cluster, settings: Settings, namespace: str) -> Iterator[Cluster]:
+    """A cluster that asks for a login: of "shop", who may use the namespace, or of "guest", who may not."""
+    member = own_cluster.members[0]
+    for user in ("root", "shop", "guest"):
+        member.asks("/v3/auth/user/add", name=user, password="hush")
+    for role, user in (("root", "root"), ("locks", "shop")):
+        member.asks("/v3/auth/role/add", name=role)
+        member.asks("/v3/auth/user/grant", user=user, role=role)
+    permission = {"permType": "READWRITE", **below(namespace)}
+    member.asks("/v3/auth/role/grant", name="locks", perm=permission)
+    member.asks("/v3/auth/enable")
+    login = {"user": "shop", "password": "hush"}
+    settings.DISTLOCK = aliases(own_cluster, namespace, **login)
+    yield own_cluster
+    locks.close()
+    member.asks("/v3/auth/disable", log_in(member, "root", "hush"))
+    for user in ("root", "shop", "guest"):
+        member.asks("/v3/auth/user/delete", name=user)
+    for role in ("root", "locks"):
+        member.asks("/v3/auth/role/delete", role=role)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.etcd.entries import Entry
-from django_distlock.backends.etcd.gateway import SILENCE, Reply, below
+from django_distlock.backends.etcd.gateway import SILENCE, MemberConnection, Reply, below
 from django_distlock.engine.background import background
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.holder import Holder
@@ -428,14 +428,14 @@ def test_a_waiter_that_comes_while_the_watch_ends_begins_no_second_one(
 ) -> None:
     monkeypatch.setattr("django_distlock.backends.etcd.watcher.SILENCE", 0.2)
     eventually(lambda: not _watching())
-    gateway, holder, late = backend()._gateway, rival("x"), rival("x")
-    end, came = gateway.end, threading.Event()
+    holder, late = rival("x"), rival("x")
+    close, came = MemberConnection.close, threading.Event()
 
-    def end_late(watch: Any) -> None:
-        if not came.is_set():
+    def close_late(connection: MemberConnection) -> None:
+        if threading.current_thread() in _watching() and not came.is_set():
             came.set()
             assert stands(late) is None
-        end(watch)
+        close(connection)
 
     def has_ended() -> bool:
         take("y", "elsewhere")
@@ -446,7 +446,7 @@ def test_a_waiter_that_comes_while_the_watch_ends_begins_no_second_one(
     assert stands(other) is None
     eventually(lambda: backend()._recipe.watcher._watch)
     backend().abandon_later(other)
-    monkeypatch.setattr(gateway, "end", end_late)
+    monkeypatch.setattr(MemberConnection, "close", close_late)
     eventually(has_ended)
 
     never(lambda: len(_watching()) > 1, 0.5)
@@ -802,29 +802,6 @@ def test_a_lease_ends_with_its_session_that_was_prolonged_before() -> None:
 
 
 # Rights.
-
-
-@pytest.fixture
-def closed(own_cluster: Cluster, settings: Settings, namespace: str) -> Iterator[Cluster]:
-    """A cluster that asks for a login: of "shop", who may use the namespace, or of "guest", who may not."""
-    member = own_cluster.members[0]
-    for user in ("root", "shop", "guest"):
-        member.asks("/v3/auth/user/add", name=user, password="hush")
-    for role, user in (("root", "root"), ("locks", "shop")):
-        member.asks("/v3/auth/role/add", name=role)
-        member.asks("/v3/auth/user/grant", user=user, role=role)
-    permission = {"permType": "READWRITE", **below(namespace)}
-    member.asks("/v3/auth/role/grant", name="locks", perm=permission)
-    member.asks("/v3/auth/enable")
-    login = {"user": "shop", "password": "hush"}
-    settings.DISTLOCK = aliases(own_cluster, namespace, **login)
-    yield own_cluster
-    locks.close()
-    member.asks("/v3/auth/disable", log_in(member, "root", "hush"))
-    for user in ("root", "shop", "guest"):
-        member.asks("/v3/auth/user/delete", name=user)
-    for role in ("root", "locks"):
-        member.asks("/v3/auth/role/delete", role=role)
 
 
 def test_a_user_needs_the_rights_of_the_namespace_alone(closed: Cluster) -> None:

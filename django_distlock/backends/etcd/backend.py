@@ -116,7 +116,7 @@ class EtcdBackend(QueueBackend):
         self._gateway.close()
 
     def abandon_after_fork(self) -> None:
-        self._gateway.close()
+        self._gateway.abandon_after_fork()
         self._begin()
 
 

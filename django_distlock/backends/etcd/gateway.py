@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import http
+import http.client
+import io
 import json
 import socket
-import ssl
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from django_distlock.backends.base import KEYS
-from django_distlock.backends.idle import IDLE, set_keepalive
+from django_distlock.backends.idle import IdleStack, set_keepalive
 from django_distlock.engine.values import Secret, SecretBytes
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
 from django_distlock.ground import clock
@@ -28,8 +29,8 @@ from .options import Endpoint, EtcdOptions
 SILENCE = 5.0
 #: Seconds until members that have no leader are asked again.
 ELECTION = 0.1
-#: How many bytes are read at once.
-CHUNK = 65_536
+#: Seconds that a member has at least.
+LEAST = 0.01
 #: How many idle connections are kept.
 KEPT = 10
 #: How many operations etcd accepts in one transaction, by default; those in a nested one count, too.
@@ -38,11 +39,19 @@ OPERATIONS = 128
 NEVER = "%never"
 #: Seconds for a last request, for one that is sent although its session is over, and until a watch has begun.
 SHORT = 1.0
+#: The errors of a request that has no reply: no connection, silence, or what is no HTTP and no JSON.
+FAULTS = (OSError, http.client.HTTPException, ValueError)
 
+_AUTHENTICATE = "/v3/auth/authenticate"
 #: What the gateway says of a token that has expired, or was given by a member that was restarted.
 _OLD_TOKEN = ("invalid auth token", "revision of auth store is old")
 #: What it says of a login that is missing, wrong, or has too few rights.
 _LOGIN = ("authentication failed", "user name is empty", "permission denied")
+#: What members say while there is no leader, or another one, or while they start or stop.
+_TRANSIENT = (
+    "leader", "timed out", "server stopped", "closing", "unhealthy", "too many requests", "learner",
+    "proposal dropped",
+)  # fmt: skip
 #: By what etcd says: what is to be done.
 _ADVICE = {
     "database space exceeded": (
@@ -77,109 +86,121 @@ class Reply(NamedTuple):
 
 
 class Refused(Exception):
-    """A member has answered by an error. *is_transient*: another member may answer, or this one later."""
+    """A member has answered by an error. *status*: of HTTP."""
 
-    def __init__(self, text: str, *, is_transient: bool = False) -> None:
+    def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
-        self.is_transient = is_transient
-
-    @property
-    def is_login(self) -> bool:
-        return _is_one_of(self, _LOGIN)
+        #: Whether another member may answer, or this one later.
+        self.is_transient = status in {503, 504} or _is_one_of(text, _TRANSIENT)
+        self.is_login = _is_one_of(text, _LOGIN)
+        self.is_old_token = _is_one_of(text, _OLD_TOKEN)
 
 
 class Broken(OSError):
-    """The connection ended, or what came is no HTTP."""
+    """The reply is none of etcd."""
+
+
+class _Response(http.client.HTTPResponse):
+    # Otherwise the collector could not close one that an exception has kept from being made.
+    fp: Any = None
+
+
+class _Bytes(io.RawIOBase):
+    """The bytes that come on a connection, as http.client reads them."""
+
+    def __init__(self, connection: MemberConnection) -> None:
+        self._connection = connection
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        return self._connection.read_into(into)
 
 
 class MemberConnection:
     """A connection to one member: one request at a time.
 
-    It speaks HTTP by itself: an asynchronous exception inside http.client would leave a broken object,
-    which complains when it is collected, and its replies take a tenth of the time of a lock.
+    http.client reads the replies. It does not send the requests: an HTTPConnection takes 5 % of the time of a lock for that.
     """
 
-    def __init__(self, endpoint: Endpoint, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, endpoint: Endpoint, options: EtcdOptions) -> None:
         self.endpoint = endpoint
         #: Whether a request may have been sent; the time of its last use.
         self.is_used = False
         self.used_at = 0.0
-        #: Whether the member goes on to answer on it.
-        self.is_kept = True
-        self._host = f"Host: {endpoint}"
-        self._tls = tls if endpoint.tls else None
+        #: Until when the reply must have come, to its last byte (wait_time()).
+        self.ends = 0.0
+        #: Whether it may be used again: the reply has been read, and the member goes on to answer.
+        self.is_kept = False
+        self._options = options
         self._socket: socket.socket | None = None
-        self._unread = b""
 
-    def ask(self, path: str, body: bytes, token: str, seconds: float) -> tuple[int, dict[str, str]]:
-        """Send a request; return the status and the headers of its reply. Connect if needed."""
-        line = self._socket or self._connected(seconds)
-        line.settimeout(seconds)
+    def ask(self, path: str, body: bytes, token: str, ends: float) -> http.client.HTTPResponse:
+        """Send a request; return its reply, read up to its body. Connect if needed."""
+        self.ends, self.is_kept = ends, False
+        line = self._socket or self._connected()
+        login = f"Authorization: {token}\r\n" if token else ""
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {self.endpoint}\r\n{login}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        line.settimeout(self._left())
         self.is_used = True
-        line.sendall(self._head(path, body, token) + body)
-        status, *lines = self._until(b"\r\n\r\n").decode("latin-1").split("\r\n")
-        parts = [each.partition(":") for each in lines]
-        headers = {name.lower(): value.strip() for name, _, value in parts}
-        self.is_kept = headers.get("connection", "").lower() != "close"
+        line.sendall(head.encode() + body)
+        response = _Response(self, method="POST")  # type: ignore[arg-type]  # of the socket, it uses makefile() alone
+        response.begin()
+        return response
+
+    def reply(self, path: str, body: bytes, token: str, ends: float) -> Reply:
+        """Return the reply to a request; Refused if etcd refuses it, one of FAULTS if there is no reply."""
+        response = self.ask(path, body, token, ends)
+        content, status = response.read(), response.status
         try:
-            return int(status.split()[1]), headers
-        except (IndexError, ValueError):
-            raise Broken(f"no HTTP: {status[:80]!r}") from None
+            known = json.loads(content)
+        except ValueError as error:
+            if status == http.HTTPStatus.NOT_FOUND:
+                raise Refused("no gateway") from error
+            raise Broken(f"status {status}: {content[:80]!r}") from error
+        self.is_kept = not response.will_close
+        if not isinstance(known, dict):
+            raise Refused("no gateway")
+        # A stream has its reply in "result", or its error as an object.
+        if problem := known.get("error") or known.get("message"):
+            text = problem.get("message", "") if isinstance(problem, dict) else problem
+            raise Refused(text, status)
+        answer = known.get("result", known)
+        if "header" not in answer:
+            raise Refused("no gateway")
+        return Reply(answer, True, response.getheader("date", ""))
 
-    def body(self, headers: dict[str, str]) -> bytes:
-        if headers.get("transfer-encoding") == "chunked":
-            return b"".join(self.chunks())
-        return self._exactly(int(headers.get("content-length", 0)))
+    def makefile(self, _mode: str) -> io.BufferedReader:
+        return io.BufferedReader(_Bytes(self))
 
-    def chunks(self) -> Iterator[bytes]:
-        """Give the parts of a reply that is sent in parts."""
-        while size := int(self._until(b"\r\n"), 16):
-            yield self._exactly(size)
-            self._until(b"\r\n")
-        while self._until(b"\r\n"):
-            pass  # headers that follow it
+    def read_into(self, into: Any) -> int:
+        assert self._socket is not None, "ask() has connected"
+        self._socket.settimeout(self._left())
+        return self._socket.recv_into(into)
 
-    def _connected(self, seconds: float) -> socket.socket:
-        host, port, _ = self.endpoint
-        self._socket = socket.create_connection((host, port), seconds)
+    def _connected(self) -> socket.socket:
+        host, port, tls = self.endpoint
+        self._socket = socket.create_connection((host, port), self._left())
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         set_keepalive(self._socket)
-        if self._tls is not None:
-            self._socket = self._tls.wrap_socket(self._socket, server_hostname=host)
+        if tls:
+            self._socket.settimeout(self._left())
+            context = self._options.tls_context()
+            self._socket = context.wrap_socket(self._socket, server_hostname=host)
         return self._socket
 
-    def _head(self, path: str, body: bytes, token: str) -> bytes:
-        lines = [
-            f"POST {path} HTTP/1.1",
-            self._host,
-            *([f"Authorization: {token}"] if token else []),
-            "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
-        ]
-        return "\r\n".join([*lines, "\r\n"]).encode()
+    def _left(self) -> float:
+        """Return the seconds that are left for the reply; TimeoutError if it is late."""
+        if (left := self.ends - clock.wait_time()) <= 0:
+            raise TimeoutError
+        return left
 
-    def _until(self, end: bytes) -> bytes:
-        while end not in self._unread:
-            self._read_more()
-        found, _, self._unread = self._unread.partition(end)
-        return found
-
-    def _exactly(self, size: int) -> bytes:
-        while len(self._unread) < size:
-            self._read_more()
-        found, self._unread = self._unread[:size], self._unread[size:]
-        return found
-
-    def _read_more(self) -> None:
-        assert self._socket is not None, "ask() has connected"
-        if not (more := self._socket.recv(CHUNK)):
-            raise Broken("the connection was closed")
-        self._unread += more
-
-    def wait_for(self, seconds: float) -> None:
-        """Wait so long for each part of the reply from now on."""
-        assert self._socket is not None, "ask() has connected"
-        self._socket.settimeout(seconds)
+    def has_news(self) -> bool:
+        return False  # one that the member has closed is found out by the next request
 
     def interrupt(self) -> None:
         """End the request whose reply another thread reads."""
@@ -192,43 +213,50 @@ class MemberConnection:
             line.close()
 
 
-class Gateway:
-    """Sends requests to one member, and to the next one if it does not answer.
+@dataclass(slots=True)
+class _Post:
+    """A request that is sent until a member answers it; every one may be carried out twice."""
 
-    Every request may be carried out twice, so one whose reply was lost is sent again.
-    """
+    path: str
+    body: bytes
+    ends: float
+    #: Whether no sending of it is without a reply, and may still be carried out.
+    is_sure: bool = True
+
+
+class Gateway:
+    """Sends requests to one member, and to the next one if it does not answer."""
 
     def __init__(self, alias: str, options: EtcdOptions) -> None:
         self._alias = alias
         self._options = options
-        self._tls = options.tls_context()
         #: The first one is asked first.
         self._members = options.members
-        self._idle: list[MemberConnection] = []
-        self._open: set[MemberConnection] = set()
+        self._idle = IdleStack()
+        #: All that are open; also those in use, which a forked child must close.
+        self._connections: weakref.WeakSet[MemberConnection] = weakref.WeakSet()
         # For one that is replaced, and not closed.
-        weakref.finalize(self, _close_all, self._open).atexit = False
+        weakref.finalize(self, self._idle.close_all, MemberConnection.close).atexit = False
         self._token = ""
         self._mutex = threading.RLock()
+        # Held during a login.
+        self._login = threading.RLock()
 
     def post(self, path: str, body: dict[str, Any], seconds: float | None = None) -> Reply:
         """Return the reply; LockBackendError if etcd refuses, or LockOutcomeUnknown without a reply.
 
         *seconds*: how long to try, by default the ``io_timeout``.
         """
-        ends = clock.wait_time() + (self._options.io_timeout if seconds is None else seconds)
-        is_new = False
-        while True:
-            if self._options.user and not self._token:
-                self._log_in(ends)
-                is_new = True
-            try:
-                return self._ask(path, json.dumps(body).encode(), ends)
-            except Refused as refused:
-                if not is_new and self._options.user and _is_one_of(refused, _OLD_TOKEN):
-                    self._token = ""
-                    continue
-                raise self._error(refused) from refused
+        seconds = self._options.io_timeout if seconds is None else seconds
+        post = _Post(path, json.dumps(body).encode(), clock.wait_time() + seconds)
+        try:
+            reply = self._ask(post)
+        except LockBackendError as error:
+            # Of whatever came last, a login perhaps. Without its lease, no sending makes a key.
+            if post.is_sure or isinstance(error, LeaseGone):
+                raise
+            raise LockOutcomeUnknown(*error.args) from error.__cause__
+        return reply._replace(is_sure=post.is_sure)
 
     def transaction(self, *success: dict[str, Any], **more: Sequence[dict[str, Any]]) -> Reply:
         """Do the operations of *success*, all or none. *more*: ``compare``, the conditions, and else the ``failure``."""
@@ -237,76 +265,82 @@ class Gateway:
     def check(self) -> None:
         """Raise LockBackendError if etcd has no gateway, is full, or lets us write nothing."""
         key = f"{self._options.namespace}/{NEVER}"
-        # It is refused as a write would be, and writes nothing.
+        # The comparison is never true: this needs the right to write, and writes nothing.
         self.transaction(put(key, ""), compare=[compare(key, "LESS", 0)])
 
-    def _log_in(self, ends: float) -> None:
-        login = SecretBytes(
-            json.dumps({"name": self._options.user, "password": self._options.password}).encode()
-        )
-        try:
-            reply = self._ask("/v3/auth/authenticate", login, ends)
-        except Refused as refused:
-            raise self._error(refused) from refused
-        self._token = Secret(reply.body["token"])
-
-    def _ask(self, path: str, body: bytes, ends: float) -> Reply:
+    def _ask(self, post: _Post) -> Reply:
         """Ask one member after the other until one answers; again and again while they have no leader."""
-        is_sure = True
         while True:
-            problems: list[Exception] = []
+            is_alive, problem = False, Exception()
             for left in range(len(self._members), 0, -1):
-                seconds = max(0.01, (ends - clock.wait_time()) / left)
-                answer, was_sent = self._ask_first(path, body, seconds)
-                if isinstance(answer, Reply):
-                    return answer._replace(is_sure=is_sure and not was_sent)
-                is_sure &= not was_sent
-                problems.append(answer)
-            is_alive = any(isinstance(problem, Refused) for problem in problems)
-            if not is_alive or clock.wait_time() + ELECTION > ends:
-                raise self._silence(problems[-1], is_sure=is_sure) from problems[-1]
+                try:
+                    return self._ask_first(post, (post.ends - clock.wait_time()) / left)
+                except Refused as refused:
+                    if not (refused.is_transient or refused.is_old_token):
+                        raise self._error(refused) from refused
+                    is_alive, problem = True, refused
+                except FAULTS as error:
+                    problem = error
+            if not is_alive or clock.wait_time() + ELECTION > post.ends:
+                raise self._silence(problem) from problem
             time.sleep(ELECTION)
 
-    def _ask_first(self, path: str, body: bytes, seconds: float) -> tuple[Reply | Exception, bool]:
-        """Ask the first member; return its reply, or its error after which another one is the first.
+    def _ask_first(self, post: _Post, seconds: float) -> Reply:
+        """Ask the first member; once more after a login if it does not know the token."""
+        token = "" if post.path == _AUTHENTICATE else self._login_token(post.ends)
+        try:
+            return self._send(post, token, seconds)
+        except Refused as refused:
+            if not (token and refused.is_old_token):
+                raise
+        return self._send(post, self._login_token(post.ends, old=token), seconds)
 
-        And whether the request was sent before, or without a reply, and may be carried out later.
-        """
-        was_sent, ends, is_only = False, clock.wait_time() + seconds, len(self._members) == 1
+    def _send(self, post: _Post, token: str, seconds: float) -> Reply:
+        """Send it to the first member; if there is no reply, another member becomes the first."""
+        ends, is_only = clock.wait_time() + max(seconds, LEAST), len(self._members) == 1
         while True:
             connection = self._connection()
-            was_used = connection.is_used
-            # No other member is asked if a router has silently forgotten the connection.
-            share = 0.5 if was_used and is_only else 1.0
-            patience = max(0.01, (ends - clock.wait_time()) * share)
+            was_used, until = connection.is_used, ends
+            if was_used and is_only:
+                # No other member is asked if a router has silently forgotten the connection.
+                until -= (ends - clock.wait_time()) / 2
             try:
-                reply = _read(connection, path, body, self._token, patience)
+                return connection.reply(post.path, post.body, token, until)
             except Refused as refused:
-                self._put_back(connection)
-                if not refused.is_transient:
-                    raise
-                self._turn_from(connection.endpoint)
-                return refused, True
-            except OSError as error:
-                self._drop(connection)
-                # Without a connection, nothing was sent.
-                was_sent |= connection.is_used
-                if was_used:
-                    self._drop_idle()  # they are probably broken too
-                if was_used and (is_only or not isinstance(error, TimeoutError)):
-                    continue  # it broke while it was idle: this member may be well
-                self._turn_from(connection.endpoint)
-                return error, was_sent
-            except BaseException:
-                self._drop(connection)
+                if refused.is_transient:
+                    post.is_sure = False
+                    self._turn_from(connection.endpoint)
                 raise
-            self._put_back(connection)
-            return reply, was_sent
+            except FAULTS as error:
+                # Without a connection, nothing was sent.
+                post.is_sure &= not connection.is_used
+                self.close()  # the idle ones are probably broken too
+                may_be_well = is_only or not isinstance(error, TimeoutError)
+                if not (was_used and may_be_well):
+                    self._turn_from(connection.endpoint)
+                    raise
+            finally:
+                self._put_back(connection)
 
-    def _silence(self, problem: Exception, *, is_sure: bool) -> LockBackendError:
+    def _login_token(self, ends: float, old: str = "") -> str:
+        """Return the token of a login, which all threads share; another one than the *old* one."""
+        if not self._options.user or self._token != old:
+            return self._token
+        if not self._login.acquire(timeout=max(0.0, ends - clock.wait_time())):
+            raise LockBackendError(self._alias, "no login has ended in time")
+        try:
+            if self._token == old:
+                login = {"name": self._options.user, "password": self._options.password}
+                post = _Post(_AUTHENTICATE, SecretBytes(json.dumps(login).encode()), ends)
+                self._token = Secret(self._ask(post).body["token"])
+            return self._token
+        finally:
+            self._login.release()
+
+    def _silence(self, problem: Exception) -> LockBackendError:
         known = f"no member of {self._options.servers} has answered in time"
         text = known if isinstance(problem, TimeoutError) else f"{known}: {_in_words(problem)}"
-        return (LockBackendError if is_sure else LockOutcomeUnknown)(self._alias, text)
+        return LockBackendError(self._alias, text)
 
     def _error(self, refused: Refused) -> LockBackendError:
         text = str(refused)
@@ -319,34 +353,22 @@ class Gateway:
 
     def _connection(self) -> MemberConnection:
         first = self._members[0]
-        while self._idle:
-            with contextlib.suppress(IndexError):  # another thread was quicker
-                found = self._idle.pop()
-                if found.endpoint == first and clock.wait_time() - found.used_at < IDLE:
-                    return found
-                self._drop(found)
+        while (found := self._idle.fit_one()) is not None:
+            if found.endpoint == first:
+                return found  # type: ignore[no-any-return]
+            found.close()
         return self._made(first)
 
     def _made(self, endpoint: Endpoint) -> MemberConnection:
-        made = MemberConnection(endpoint, self._tls)
-        self._open.add(made)
+        made = MemberConnection(endpoint, self._options)
+        self._connections.add(made)
         return made
 
     def _put_back(self, connection: MemberConnection) -> None:
-        if connection.is_kept and connection in self._open and len(self._idle) < KEPT:
-            connection.used_at = clock.wait_time()
-            self._idle.append(connection)
+        if connection.is_kept and len(self._idle) < KEPT:
+            self._idle.keep(connection)
         else:
-            self._drop(connection)
-
-    def _drop_idle(self) -> None:
-        with contextlib.suppress(IndexError):
-            while True:
-                self._drop(self._idle.pop())
-
-    def _drop(self, connection: MemberConnection) -> None:
-        self._open.discard(connection)
-        connection.close()
+            connection.close()
 
     def _turn_from(self, endpoint: Endpoint) -> None:
         """Ask the next member first, unless another thread has found out that already."""
@@ -355,33 +377,26 @@ class Gateway:
                 self._members = [*self._members[1:], endpoint]
 
     def close(self) -> None:
-        """Close all connections; in a forked child this sends nothing, and the parent keeps its own."""
-        self._idle.clear()
-        _close_all(self._open)
+        """Close the idle connections; those in use are closed by who uses them."""
+        self._idle.close_all(MemberConnection.close)
+
+    def abandon_after_fork(self) -> None:
+        """Close all connections in a forked child; this sends nothing, and the parent keeps its own."""
+        for connection in list(self._connections):
+            connection.close()
 
     # Watches.
 
     def watch(self, wanted: dict[str, Any]) -> Watch:
         """Return a watch, to be read in a thread of its own; errors as of post()."""
-        if self._options.user and not self._token:
-            self._log_in(clock.wait_time() + self._options.io_timeout)
-        connection = self._made(self._members[0])
-        return Watch(connection, wanted, self._token)
+        token = self._login_token(clock.wait_time() + self._options.io_timeout)
+        return Watch(self._made(self._members[0]), wanted, token)
 
     def failed(self, watch: Watch) -> None:
         """Try another member, and with another token, for the next watch."""
         self._turn_from(watch.connection.endpoint)
-        if watch.is_refused:
+        if watch.is_refused and self._token == watch.token:
             self._token = ""
-
-    def end(self, watch: Watch) -> None:
-        self._drop(watch.connection)
-
-
-def _close_all(connections: set[MemberConnection]) -> None:
-    with contextlib.suppress(KeyError):
-        while True:
-            connections.pop().close()
 
 
 class Watch:
@@ -389,67 +404,40 @@ class Watch:
 
     def __init__(self, connection: MemberConnection, wanted: dict[str, Any], token: str) -> None:
         self.connection = connection
-        self.is_refused = False
+        self.token = token
+        #: Whether it has not begun, or has broken; whether etcd refuses it.
+        self.has_failed = self.is_refused = False
         self._body = json.dumps({"create_request": wanted}).encode()
-        self._token = token
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Give the results; OSError at the end or if it does not begin, TimeoutError after silence."""
+        """Give the results, until all is silent or it has failed."""
+        has_begun = False
         try:
-            self.connection.ask("/v3/watch", self._body, self._token, SHORT)
-        except TimeoutError as error:
-            raise Broken("it has not begun to watch") from error
-        self.connection.wait_for(SILENCE)
-        unread = b""
-        for chunk in self.connection.chunks():
-            *lines, unread = (unread + chunk).split(b"\n")
-            for line in filter(None, lines):
-                known = json.loads(line)
-                result = known.get("result", {"canceled": True, "cancel_reason": known})
-                # Of a token that is not valid any more, etcd says no more than that.
-                if result.get("canceled") and "compact_revision" not in result:
-                    self.is_refused = True
-                    raise Broken(str(result.get("cancel_reason"))[:200])
-                yield result
+            begins = clock.wait_time() + SHORT
+            for line in self.connection.ask("/v3/watch", self._body, self.token, begins):
+                yield self._result(line)
+                has_begun, self.connection.ends = True, clock.wait_time() + SILENCE
+            self.has_failed = True
+        except FAULTS as error:
+            self.has_failed = not (has_begun and isinstance(error, TimeoutError))
+
+    def _result(self, line: bytes) -> dict[str, Any]:
+        known = json.loads(line)
+        result: dict[str, Any] = known.get("result", {"canceled": True})
+        # Of a token that is not valid any more, etcd says no more than that.
+        if result.get("canceled") and "compact_revision" not in result:
+            self.is_refused = True
+            raise Broken("refused")
+        return result
 
 
-def _read(
-    connection: MemberConnection, path: str, body: bytes, token: str, seconds: float
-) -> Reply:
-    status, headers = connection.ask(path, body, token, seconds)
-    content = connection.body(headers)
-    if status == http.HTTPStatus.NOT_FOUND and not content.startswith(b"{"):
-        raise Refused("no gateway")
-    try:
-        known = json.loads(content)
-    except ValueError as error:
-        raise Broken(f"status {status}: {content[:80]!r}") from error
-    if not isinstance(known, dict):
-        raise Refused("no gateway")
-    # A stream has its reply in "result", or its error as an object.
-    if problem := known.get("error") or known.get("message"):
-        text = problem.get("message", "") if isinstance(problem, dict) else problem
-        is_transient = status in {503, 504} or _is_one_of(text, _TRANSIENT)
-        raise Refused(text, is_transient=is_transient)
-    answer = known.get("result", known)
-    if "header" not in answer:
-        raise Refused("no gateway")
-    return Reply(answer, True, headers.get("date", ""))
-
-
-#: What members say while there is no leader, or another one, or while they start or stop.
-_TRANSIENT = (
-    "leader", "timed out", "server stopped", "closing", "unhealthy", "too many requests", "learner"
-)  # fmt: skip
-
-
-def _is_one_of(error: object, texts: tuple[str, ...]) -> bool:
-    return any(text in str(error) for text in texts)
+def _is_one_of(text: str, texts: tuple[str, ...]) -> bool:
+    return any(each in text for each in texts)
 
 
 def _in_words(problem: Exception) -> str:
-    is_ours = isinstance(problem, (Refused, Broken))
-    return str(problem) if is_ours else f"{type(problem).__name__}: {first_line(problem)}"
+    is_drivers = isinstance(problem, FAULTS[:2]) and not isinstance(problem, Broken)
+    return f"{type(problem).__name__}: {first_line(problem)}" if is_drivers else str(problem)
 
 
 # Keys and values.

@@ -59,6 +59,8 @@ class EtcdOptions:
         for name in ("ca_cert", "cert"):
             is_used = self.uses_tls or not getattr(self, name)
             must(is_used, f"{name!r} is of use only with an endpoint that begins with 'https://'.")
+        if self.uses_tls:
+            self.tls_context()
 
     @property
     def members(self) -> list[Endpoint]:
@@ -80,9 +82,7 @@ class EtcdOptions:
         """The ttl of the session's lease: etcd takes whole seconds."""
         return math.ceil(self.session_timeout)
 
-    def tls_context(self) -> ssl.SSLContext | None:
-        if not self.uses_tls:
-            return None
+    def tls_context(self) -> ssl.SSLContext:
         name = "ca_cert"
         try:
             context = ssl.create_default_context(cafile=self.ca_cert)

@@ -42,14 +42,12 @@ class Follower:
             for result in watch:
                 if not take(result):
                     return
-        except TimeoutError:
-            pass  # nothing has happened, or the line is dead: ask again
-        except OSError:
-            self._gateway.failed(watch)
-            self._ended.wait(PAUSE)
+            if watch.has_failed:
+                self._gateway.failed(watch)
+                self._ended.wait(PAUSE)
         finally:
             self._watch = None
-            self._gateway.end(watch)
+            watch.connection.close()
 
     def interrupt(self) -> None:
         """End the watch that another thread follows."""
