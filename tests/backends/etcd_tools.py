@@ -39,10 +39,10 @@ def encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-def keys(member: EtcdMember, prefix: str) -> dict[str, dict[str, Any]]:
+def keys(member: EtcdMember, prefix: str, token: str = "") -> dict[str, dict[str, Any]]:
     """Return what etcd has below *prefix*, by key; values are texts."""
     area = {"key": encoded(prefix), "range_end": encoded(prefix[:-1] + chr(ord(prefix[-1]) + 1))}
-    found = member.asks("/v3/kv/range", **area).get("kvs", [])
+    found = member.asks("/v3/kv/range", token, **area).get("kvs", [])
     return {
         base64.b64decode(kv["key"]).decode(): {
             **kv,
