@@ -74,12 +74,12 @@ class KeyWatcher(Follower):
         #: All deletions from this revision on are seen; the next one is asked for from *_position* on.
         self._since = self._position = 0
         self._is_running = False
-        self._wanted_at = self._heard_at = self._looked_at = 0.0
+        self._wanted_at = self._fresh_until = self._looked_at = 0.0
 
     @property
     def is_fresh(self) -> bool:
         """Whether a deletion of some seconds ago would have been seen by now."""
-        return clock.wait_time() - self._heard_at < 2 * SILENCE
+        return clock.wait_time() < self._fresh_until
 
     def add(self, entry: Entry, ahead: Sequence[str], revision: int, *, is_all: bool) -> None:
         """Ring *entry* when the keys *ahead* are deleted, which existed in this *revision*.
@@ -116,8 +116,9 @@ class KeyWatcher(Follower):
         self._deleted.clear()
         self._waiting.clear()
         self._ended.clear()
+        self._looked_at = clock.wait_time()
         # Its first words are waited for.
-        self._heard_at = self._looked_at = clock.wait_time()
+        self._fresh_until = self._looked_at + 2 * SHORT
         try:
             start_daemon(self._run, "distlock-etcd")
             self._is_running = True
@@ -146,12 +147,11 @@ class KeyWatcher(Follower):
         return is_waited_for and not self._ended.is_set()
 
     def _hear(self, result: dict[str, Any]) -> bool:
-        self._heard_at = clock.wait_time()
+        now = clock.wait_time()
+        self._fresh_until = now + 2 * SILENCE
         goes_on = self._take(result) and self._is_wanted
         # Sooner where it begins again, as after a connection that broke.
-        if goes_on and self._heard_at - self._looked_at >= (
-            SHORT if result.get("created") else SILENCE
-        ):
+        if goes_on and now - self._looked_at >= (SHORT if result.get("created") else SILENCE):
             self._look()
         return goes_on
 
