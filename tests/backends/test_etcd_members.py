@@ -183,6 +183,22 @@ def test_a_reply_that_drips_is_given_up(etcd: Cluster, settings: Settings) -> No
         locks.close()
 
 
+def test_a_waiter_whose_first_answers_are_late_waits_on(
+    proxy: Proxy, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options(settings, io_timeout=1.0)
+    take("warm")
+    sent = noted(monkeypatch)
+    proxy.hold()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take, timeout=60)
+        eventually(lambda: len(sent) > 6 or waiting.done(), 30)
+
+        proxy.pass_through()
+
+        waiting.result(40)
+
+
 # The watch.
 
 

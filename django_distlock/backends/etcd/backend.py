@@ -53,8 +53,11 @@ class EtcdBackend(QueueBackend):
         except LockBackendError:
             # A waiter keeps its place while the session lasts; by its timeout etcd may answer again.
             entry = self._recipe.get(owner)
-            is_in_line = entry is not None and (entry.is_in_line or owner != request.owner)
-            if goes_on and entry is not None and is_in_line:
+            # Its first try may have put it there, if the answer is late.
+            may_be_in_line = entry is not None and (
+                entry.is_in_line or entry.is_late or owner != request.owner
+            )
+            if goes_on and entry is not None and may_be_in_line:
                 entry.has_failed = True
                 return entry.busy
             raise
