@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import LockBackendError, lock, locks
+from tests.fixtures.certificate import make_certificate, tls_server
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.http_gateway import Balancer, canceled, dripping, error, page, silent
 from tests.fixtures.proxy import Proxy
 
-from .etcd_tools import backend, encoded, keys, log_in, noted
+from .etcd_tools import aliases, backend, encoded, keys, log_in, noted
 from .queue_tools import held, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from pytest_django.fixtures import Settings
 
@@ -238,3 +241,37 @@ def test_a_watch_that_does_not_begin_is_asked_of_another_member(
         assert watch.has_failed
         watch.connection.close()
         locks.close()
+
+
+# TLS.
+
+
+def test_certificates_that_are_renewed_in_place_are_read_again(
+    etcd: Cluster, namespace: str, settings: Settings, tmp_path: Path
+) -> None:
+    old, new, known = (tmp_path / name for name in ("old.pem", "new.pem", "known.pem"))
+    shutil.copy(make_certificate(old), known)
+    with Proxy(etcd.members[0].port, tls=tls_server(old, asks_clients=True)) as proxy:
+        endpoint, file = f"https://127.0.0.1:{proxy.port}", str(known)
+        settings.DISTLOCK = aliases(
+            etcd, namespace, endpoints=endpoint, ca_cert=file, cert=file, key=file
+        )
+        take()
+
+        shutil.copy(make_certificate(new), known)
+        proxy.speak_tls(tls_server(new, asks_clients=True))
+        _cut(proxy)
+
+        take()
+        known.unlink()
+        _cut(proxy)
+        with pytest.raises(LockBackendError, match=r"'locks'.*'ca_cert' cannot be read"):
+            take(timeout=0)
+        [found] = backend().check(["default"])
+        assert "'ca_cert' cannot be read" in found.msg
+        locks.close()
+
+
+def _cut(proxy: Proxy) -> None:
+    proxy.cut()
+    proxy.pass_through()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -12,6 +13,9 @@ from django_distlock.backends.etcd.options import EtcdOptions
 from django_distlock.conf import BackendSettings
 from django_distlock.ground.holder import Holder
 from django_distlock.handler import make_backend
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BACKEND = "django_distlock.backends.etcd.EtcdBackend"
 
@@ -54,8 +58,10 @@ def test_endpoints_are_text_or_a_list(endpoints: Any, members: list[str]) -> Non
         ({"ca_cert": "ca.pem"}, "'ca_cert' is of use only with an endpoint"),
         ({"cert": "cert.pem"}, "'cert' is of use only with an endpoint"),
         ({"endpoints": "https://one", "key": "key.pem"}, "'key' is of use only with 'cert'"),
+        ({"endpoints": "https://one", "key_password": "hush"}, "'key_password' is of use only"),
         ({"endpoints": "https://one", "ca_cert": "/no.pem"}, "'ca_cert' cannot be read"),
         ({"endpoints": "https://one", "cert": __file__}, "'cert' cannot be read"),
+        ({"endpoints": "https://one", "cert": __file__, "key": "/no"}, "'key' cannot be read"),
         ({"session_timeout": 0}, "'session_timeout' must be more than 0"),
         ({"io_timeout": "1"}, "'io_timeout' must be a number"),
         ({"verify_certs": 1}, "'verify_certs' must be True or False"),
@@ -85,3 +91,17 @@ def test_a_ttl_is_cut_to_the_session_timeout() -> None:
     request = backend.request("x", ttl=60, holder=Holder.current(""))
 
     assert (request.ttl, replace(request, ttl=3.0).ttl) == (5, 3)
+
+
+def test_an_encrypted_key_needs_its_password(certificate: Path, tmp_path: Path) -> None:
+    key, sealed = str(certificate), str(tmp_path / "key.pem")
+    encrypt = ["openssl", "rsa", "-aes256", "-passout", "pass:hush", "-in", key, "-out", sealed]
+    subprocess.run(encrypt, check=True, capture_output=True)
+    options = {"endpoints": "https://one", "cert": key, "key": sealed}
+
+    for password, text in ((None, "set 'key_password'"), ("wrong", "'key' cannot be read")):
+        settings = BackendSettings("locks", BACKEND, options={**options, "key_password": password})
+        with pytest.raises(InvalidLockBackend, match=text):
+            make_backend(settings)
+
+    make_backend(BackendSettings("locks", BACKEND, options={**options, "key_password": "hush"}))

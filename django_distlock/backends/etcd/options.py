@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -42,6 +44,7 @@ class EtcdOptions:
     ca_cert: str | None = None
     cert: str | None = None
     key: str | None = None
+    key_password: str | None = field(default=None, repr=False)
     verify_certs: bool = True
 
     def __post_init__(self) -> None:
@@ -55,7 +58,8 @@ class EtcdOptions:
         )
         has_both = (self.user is None) is (self.password is None)
         must(has_both, "'user' and 'password' belong together.")
-        must(self.cert or not self.key, "'key' is of use only with 'cert'.")
+        for name in ("key", "key_password"):
+            must(self.cert or not getattr(self, name), f"{name!r} is of use only with 'cert'.")
         for name in ("ca_cert", "cert"):
             is_used = self.uses_tls or not getattr(self, name)
             must(is_used, f"{name!r} is of use only with an endpoint that begins with 'https://'.")
@@ -83,17 +87,46 @@ class EtcdOptions:
         return math.ceil(self.session_timeout)
 
     def tls_context(self) -> ssl.SSLContext:
-        name = "ca_cert"
-        try:
-            context = ssl.create_default_context(cafile=self.ca_cert)
-            name = "cert"
-            if self.cert:
-                context.load_cert_chain(self.cert, self.key)
-        except OSError as error:
-            raise ValueError(f"{name!r} cannot be read: {error}.") from error
-        if not self.verify_certs:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        return context
+        """Return what a connection speaks TLS with, made again if a file has changed; ValueError if one cannot be read."""
+        files = [(name, getattr(self, name)) for name in ("ca_cert", "cert", "key")]
+        changes = tuple(_changed_at(name, path) for name, path in files if path)
+        password, verifies = self.key_password, self.verify_certs
+        return _tls_context(self.ca_cert, self.cert, self.key, password, verifies, changes)
+
+
+def _changed_at(name: str, path: str) -> int:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - its descriptor is asked
+            return os.fstat(file.fileno()).st_mtime_ns
+    except OSError as error:
+        raise ValueError(f"{name!r} cannot be read: {error}.") from error
+
+
+@lru_cache(8)
+def _tls_context(
+    ca_cert: str | None,
+    cert: str | None,
+    key: str | None,
+    password: str | None,
+    verifies: bool,
+    _changes: tuple[int, ...],
+) -> ssl.SSLContext:
+    def known_password() -> str:
+        # Otherwise OpenSSL would ask for it on the terminal.
+        must(password, "set 'key_password', as it is encrypted")
+        return password or ""
+
+    name = "ca_cert"
+    try:
+        context = ssl.create_default_context(cafile=ca_cert)
+        name = "key" if key else "cert"
+        if cert:
+            context.load_cert_chain(cert, key, known_password)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} cannot be read: {error}.") from error
+    if not verifies:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def _endpoint(text: object) -> Endpoint:
