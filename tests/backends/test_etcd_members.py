@@ -243,6 +243,22 @@ def test_a_watch_that_does_not_begin_is_asked_of_another_member(
         locks.close()
 
 
+# Data.
+
+
+def test_nested_namespaces_are_apart(etcd: Cluster, settings: Settings, namespace: str) -> None:
+    settings.DISTLOCK = {
+        "locks": aliases(etcd, namespace)["locks"],
+        "elsewhere": aliases(etcd, f"{namespace}/b")["locks"],
+    }
+
+    with lock("x", using="elsewhere", timeout=0), lock("b", using="locks", timeout=0):
+        assert [held.name for held in backend("locks").held()] == ["b"]
+        assert [held.name for held in backend("elsewhere").held()] == ["x"]
+    with lock("b", using="locks", timeout=0), lock("x", using="elsewhere", timeout=0):
+        pass
+
+
 # TLS.
 
 

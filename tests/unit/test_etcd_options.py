@@ -105,3 +105,7 @@ def test_an_encrypted_key_needs_its_password(certificate: Path, tmp_path: Path) 
             make_backend(settings)
 
     make_backend(BackendSettings("locks", BACKEND, options={**options, "key_password": "hush"}))
+
+
+def test_a_namespace_in_another_one_is_in_a_folder_that_no_lock_has() -> None:
+    assert EtcdOptions(namespace="shop/locks").namespace == "shop/%/locks"

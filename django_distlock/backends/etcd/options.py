@@ -56,6 +56,8 @@ class EtcdOptions:
             is_name and namespace and str(namespace).strip("/") == namespace,
             f"'namespace' must be text without '/' at its ends, like 'distlock', not {namespace!r}.",
         )
+        # In a folder that no lock has: the lock 'b' below 'a' must not have its keys in the namespace 'a/b'.
+        object.__setattr__(self, "namespace", self.namespace.replace("/", "/%/"))
         has_both = (self.user is None) is (self.password is None)
         must(has_both, "'user' and 'password' belong together.")
         for name in ("key", "key_password"):
