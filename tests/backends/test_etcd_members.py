@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pytest
 
 from django_distlock import LockBackendError, lock, locks
 from tests.fixtures.certificate import make_certificate, tls_server
+from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.http_gateway import Balancer, canceled, dripping, error, page, silent
 from tests.fixtures.proxy import Proxy
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pytest_django.fixtures import Settings
-
-    from tests.fixtures.etcd import Cluster
 
 
 pytestmark = [pytest.mark.server, pytest.mark.zookeeper, pytest.mark.usefixtures("etcd_aliases")]
@@ -257,6 +257,59 @@ def test_nested_namespaces_are_apart(etcd: Cluster, settings: Settings, namespac
         assert [held.name for held in backend("elsewhere").held()] == ["x"]
     with lock("b", using="locks", timeout=0), lock("x", using="elsewhere", timeout=0):
         pass
+
+
+@pytest.mark.slow
+def test_after_a_restore_a_running_process_gives_no_lower_tokens(
+    settings: Settings, namespace: str
+) -> None:
+    with Cluster() as cluster:
+        settings.DISTLOCK = aliases(cluster, namespace, session_timeout=60.0)
+        take()
+        _with_all_stopped(cluster, _save)
+        for _ in range(20):
+            take()
+        with lock("x", using="locks", timeout=20) as lease:
+            last = lease.fencing_token or 0
+        _, told = held("kept")
+        _with_all_stopped(cluster, _restore)
+
+        with lock("x", using="locks", timeout=40) as lease:
+            assert (lease.fencing_token or 0) > last
+
+        eventually(lambda: told)
+        assert "earlier data" in told[0]
+        locks.close()
+
+
+def _save(folder: Path) -> None:
+    # With its owner.
+    subprocess.run(["cp", "-a", str(folder / "data"), str(folder / "snapshot")], check=True)
+
+
+def _restore(folder: Path) -> None:
+    shutil.rmtree(folder / "data")
+    (folder / "snapshot").rename(folder / "data")
+
+
+def _with_all_stopped(cluster: Cluster, act: Any) -> None:
+    for member in cluster.members:
+        member.kill()
+    for member in cluster.members:
+        act(member.folder)
+    cluster.start()
+    cluster.wait_until_serving()
+
+
+def test_the_session_ends_where_another_cluster_answers(proxy: Proxy, own_cluster: Cluster) -> None:
+    _, told = held()
+    proxy.aim_at(own_cluster.members[0].port)
+    _cut(proxy)
+
+    assert list(backend().held()) == []
+
+    eventually(lambda: told)
+    assert "another cluster" in told[0]
 
 
 # TLS.

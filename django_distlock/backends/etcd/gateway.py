@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
@@ -239,6 +239,10 @@ class Gateway:
         weakref.finalize(self, self._idle.close_all, MemberConnection.close).atexit = False
         self._token = ""
         self._mutex = threading.RLock()
+        #: The cluster that has answered, and the last of its revisions.
+        self._cluster, self._revision = "", 0
+        #: Called when etcd has gone back to an earlier revision; must not block.
+        self.went_back: Callable[[], object] = bool
         # Held during a login.
         self._login = threading.RLock()
 
@@ -247,7 +251,7 @@ class Gateway:
 
         *seconds*: how long to try, by default the ``io_timeout``.
         """
-        seconds = self._options.io_timeout if seconds is None else seconds
+        seconds, known = self._options.io_timeout if seconds is None else seconds, self._revision
         post = _Post(path, json.dumps(body).encode(), clock.wait_time() + seconds)
         try:
             reply = self._ask(post)
@@ -256,6 +260,8 @@ class Gateway:
             if post.is_sure or isinstance(error, LeaseGone):
                 raise
             raise LockOutcomeUnknown(*error.args) from error.__cause__
+        if path.startswith("/v3/kv/"):  # other replies may tell what a member knew before
+            self._compare(reply, known)
         return reply._replace(is_sure=post.is_sure)
 
     def transaction(self, *success: dict[str, Any], **more: Sequence[dict[str, Any]]) -> Reply:
@@ -336,6 +342,17 @@ class Gateway:
             return self._token
         finally:
             self._login.release()
+
+    def _compare(self, reply: Reply, known: int) -> None:
+        """Call went_back() if etcd has gone back from the revision *known* before the request, or is another cluster."""
+        with self._mutex:
+            cluster, before = reply.body["header"].get("cluster_id", ""), self._cluster
+            # Of several threads, the first one has told it.
+            has_gone_back = reply.revision < known <= self._revision or before not in {"", cluster}
+            revision = reply.revision if has_gone_back else max(reply.revision, self._revision)
+            self._cluster, self._revision = cluster, revision
+        if has_gone_back:
+            self.went_back()
 
     def _silence(self, problem: Exception) -> LockBackendError:
         known = f"no member of {self._options.servers} has answered in time"

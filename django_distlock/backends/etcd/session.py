@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from django_distlock.backends.queue.labels import TOKENS
-from django_distlock.engine.background import NoThreadError, start_daemon
+from django_distlock.engine.background import NoThreadError, background, start_daemon
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 
@@ -51,6 +51,7 @@ class Session:
         self._follower = Follower(gateway)
         self._options = options
         self._gateway = gateway
+        gateway.went_back = self._end_of_data
         # Held during requests: others need the session, too.
         self._mutex = threading.RLock()
         #: The id of its lease; empty while there is none.
@@ -119,12 +120,21 @@ class Session:
             return False
         return True
 
-    def forget(self, lease_id: str) -> None:
+    def forget(
+        self, lease_id: str, reason: str = "etcd has ended the session that held it"
+    ) -> None:
         """Note that its lease does not exist any more."""
         if self.id == lease_id != "":
             self.id = ""
             self._follower.interrupt()
-            self._lost("etcd has ended the session that held it")
+            self._lost(reason)
+
+    def _end_of_data(self) -> None:
+        """End the session: after a restore from a snapshot, tokens that begin where they did would be lower than before."""
+        if ended := self.id:
+            self.forget(ended, "etcd has gone back to earlier data, or is another cluster")
+            # It may be in that data, with the keys of its locks.
+            background.submit((self._alias, "etcd"), partial(self._revoke, ended, SHORT))
 
     def _begin(self) -> None:
         # It is over by our clock: what it held must not come back.
@@ -144,8 +154,11 @@ class Session:
         ended, self.id = self.id, ""
         if ended:
             self._follower.interrupt()
-            with contextlib.suppress(LockBackendError):
-                self._gateway.post("/v3/lease/revoke", {"ID": ended}, seconds)
+            self._revoke(ended, seconds)
+
+    def _revoke(self, lease_id: str, seconds: float) -> None:
+        with contextlib.suppress(LockBackendError):
+            self._gateway.post("/v3/lease/revoke", {"ID": lease_id}, seconds)
 
     def _key(self, lease_id: str) -> str:
         return f"{self._options.namespace}/{SESSIONS}/{lease_id}"
