@@ -366,7 +366,7 @@ async def test_100_waits_that_time_out_leave_nothing(etcd: Cluster, namespace: s
 
     async def wait() -> None:
         with pytest.raises(LockNotAcquired):
-            async with lock("x", using="locks", shared=True, timeout=0.5):
+            async with lock("x", using="locks", shared=True, timeout=3):
                 pytest.fail("somebody else has it")
 
     for _ in range(2):
