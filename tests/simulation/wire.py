@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from redis._parsers.base import BaseParser
+from hiredis import Reader as Parser
+from redis.connection import DefaultParser
+from redis.exceptions import InvalidResponse, ResponseError
 
 from . import world
 from .redis_memory import RedisInMemory, from_wire, to_wire
@@ -301,15 +303,28 @@ class Socket:
         return one, two
 
 
-class ThreadDriver:
+class _Driver:
+    """What has arrived on a connection, as answers."""
+
+    def __init__(self) -> None:
+        self._parser = Parser(InvalidResponse, DefaultParser.parse_error)
+
+    def _next(self) -> Any:
+        """Return the next answer, False if it has not arrived yet."""
+        answer = self._parser.gets()
+        if isinstance(answer, ResponseError):
+            raise answer
+        return answer
+
+
+class ThreadDriver(_Driver):
     """A connection of redis-py, for threads."""
 
-    _parser = BaseParser
-
     def __init__(self, **settings: Any) -> None:
+        super().__init__()
         running = world.current().running
         assert running is not None
-        self._limit = settings["socket_connect_timeout"]
+        self._limit, self._patience = settings["socket_connect_timeout"], settings["socket_timeout"]
         process = running.process
         self._sock = Connection(process, process.servers[settings["port"] - 7000])
 
@@ -333,45 +348,20 @@ class ThreadDriver:
         self._sock.close()
 
     def can_read(self, timeout: float = 0) -> bool:
-        return self._sock.has_news()
+        if not timeout or self._sock.has_news():
+            return self._sock.has_news()
+        self._sock.settimeout(timeout)
+        return self._sock.wait_for_news()
 
+    def send_packed_command(self, command: list[bytes], *, check_health: bool) -> None:
+        for part in command:
+            self._sock.sendall(part)
 
-class Reader:
-    """A stream to read, for tasks."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    @property
-    def _buffer(self) -> bytes:
-        return self._connection.inbox
-
-    def at_eof(self) -> bool:
-        return False  # connections end by a reset
-
-    def exception(self) -> Exception | None:
-        is_broken = self._connection.is_broken
-        return ConnectionResetError("Connection reset by peer") if is_broken else None
-
-    async def read(self, size: int) -> bytes:
-        if not self._connection.has_news():
-            await news(self._connection)
-        if (error := self.exception()) is not None:
-            raise error
-        data, self._connection.inbox = self._connection.inbox[:size], self._connection.inbox[size:]
-        return data
-
-
-class Writer:
-    """A stream to write, for tasks."""
-
-    def __init__(self, connection: Connection) -> None:
-        self.close = connection.close
-        self._connection = connection
-
-    def write(self, data: bytes) -> None:
-        if self._connection.is_open and not self._connection.is_broken:
-            self._connection.send(data)
+    def read_response(self) -> Any:
+        while (answer := self._next()) is False:
+            self._sock.settimeout(self._patience)
+            self._parser.feed(self._sock.recv(65536))
+        return answer
 
 
 async def news(connection: Connection) -> None:
@@ -394,18 +384,15 @@ def _set(arrived: asyncio.Future[None]) -> None:
         arrived.set_result(None)
 
 
-class TaskDriver:
+class TaskDriver(_Driver):
     """A connection of redis-py, for tasks."""
 
-    _parser = BaseParser
-
     def __init__(self, **settings: Any) -> None:
+        super().__init__()
         running = world.current().running
         assert running is not None
         process = running.process
         self._connection = Connection(process, process.servers[settings["port"] - 7000])
-        self._reader: Reader | None = Reader(self._connection)
-        self._writer: Writer | None = Writer(self._connection)
 
     async def connect(self) -> None:
         self._connection.ask_to_connect()
@@ -415,6 +402,24 @@ class TaskDriver:
 
     async def disconnect(self, *, nowait: bool = False) -> None:
         self._connection.close()
+
+    async def can_read(self) -> bool:
+        return self._connection.has_news()
+
+    async def send_packed_command(self, command: Sequence[bytes], *, check_health: bool) -> None:
+        for part in command:
+            self._connection.send(part)
+
+    async def read_response(self, *, disconnect_on_error: bool) -> Any:
+        connection = self._connection
+        while (answer := self._next()) is False:
+            if not connection.has_news():
+                await news(connection)
+            if connection.is_broken:
+                raise ConnectionResetError("Connection reset by peer")
+            data, connection.inbox = connection.inbox, b""
+            self._parser.feed(data)
+        return answer
 
 
 class DriverPool:
