@@ -27,11 +27,12 @@ from asgiref.sync import markcoroutinefunction
 from . import transactions
 from .conf import DEFAULT_ALIAS, checked_limit, checked_ttl, flag, optional_seconds, seconds
 from .decorators import Decorator, decorated
-from .engine.acquisition import aacquire, acquire, check_asyncio, taken
+from .engine.acquisition import aacquire, acquire, check_asyncio
 from .engine.cancelling import Cancelling
 from .engine.lease import Lease
 from .engine.registry import Awaited, all_held_here, held_here, note_held_here, registry
-from .engine.steps import arun, asettled, run, settled
+from .engine.steps import asettled, settled
+from .engine.values import first_to_end
 from .engine.waiting import Wait
 from .exceptions import (
     LockDeadlock,
@@ -383,12 +384,14 @@ class Lock:
 
     def _look(self) -> Busy | None:
         backend = self._backend()
-        return run(taken(backend, self._request(backend), backend.probe), settled)
+        places = self._request(backend).holdings
+        return first_to_end(settled(partial(backend.probe_all, places)))
 
     async def _alook(self) -> Busy | None:
         backend = self._backend()
         check_asyncio(backend.alias)
-        return await arun(taken(backend, self._request(backend), backend.aprobe), asettled)
+        places = self._request(backend).holdings
+        return first_to_end(await asettled(partial(backend.aprobe_all, places)))
 
     def __enter__(self) -> Lease:
         return self.take(self.terms.timeout, self._note_entry)

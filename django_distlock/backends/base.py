@@ -32,7 +32,7 @@ from django_distlock.engine.values import (
     Secret,
     digest,
 )
-from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
+from django_distlock.engine.waiting import Wait, Waiting, Way
 from django_distlock.exceptions import (
     InvalidLockBackend,
     LockBackendError,
@@ -71,9 +71,6 @@ class BaseLockBackend(ABC):
     supports_purge: bool = False
     supports_detach: ClassVar[bool] = False
     supports_min_hold: ClassVar[bool] = False
-    #: Whether try_acquire() and probe() find a free place themselves, for a request with a limit, whose queue has
-    #: the key ``Request.line``; otherwise each place is asked for as a lock of its own.
-    finds_place: bool = False
     #: Whether extend() prolongs a lease; otherwise it only returns whether the lease is still held.
     supports_extend: ClassVar[bool] = True
     #: Whether a lock ends with the connection or session that holds it, not with a ttl alone.
@@ -137,6 +134,10 @@ class BaseLockBackend(ABC):
     def probe(self, request: Request) -> Busy | None:
         """Return the holder of the lock without acquiring it; None if it is free."""
 
+    def probe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
+        """Return the holder of each lock, None where it is free; by one request where the server can."""
+        return [self.probe(each) for each in requests]
+
     def server_of(self, request: Request) -> Hashable:
         """Return an identity of the request's server; one call of extend() gets the requests of one server."""
         return None
@@ -153,10 +154,6 @@ class BaseLockBackend(ABC):
 
     def dequeue(self, request: Request) -> None:
         """Give up the place in the server's queue."""
-
-    def has_leader(self, request: Request) -> bool:
-        """Return True if another waiter of this process keeps its place, and rings its bell on leaving."""
-        return False
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         """Wait for up to *seconds* until *bell*, or the server's own signal for this waiter, wakes it."""
@@ -319,9 +316,7 @@ class BaseLockBackend(ABC):
             return True
 
     def abandon(self, request: Request) -> Release:
-        """Release the lock of this owner, and give up its place in the queue."""
-        if self.waiting.queueing is not Queueing.NONE:
-            self.dequeue(request)
+        """Release the lock of an owner that may have it, or may wait for it."""
         return self.release(request)
 
     def revoke_all(self, requests: Sequence[Request]) -> Sequence[Release | Exception]:
@@ -366,6 +361,9 @@ class BaseLockBackend(ABC):
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         await self._threads.run_try(request, lambda: self.enqueue(request, bell))
 
+    async def adequeue(self, request: Request) -> None:
+        await self._threads.run_release(lambda: self.dequeue(request))
+
     async def arelease(self, request: Request) -> Release:
         return await self._threads.run_release(lambda: self.release(request))
 
@@ -374,6 +372,9 @@ class BaseLockBackend(ABC):
 
     async def aprobe(self, request: Request) -> Busy | None:
         return await self._threads.run_release(lambda: self.probe(request))
+
+    async def aprobe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
+        return await self._threads.run_release(lambda: self.probe_all(requests))
 
     async def aabandon(self, request: Request) -> None:
         await self._threads.run_release(lambda: self.abandon(request))
@@ -480,3 +481,6 @@ class StepsBackend(BaseLockBackend):
 
     async def aprobe(self, request: Request) -> Busy | None:
         return await self._arun(self._verbs.probe(request))
+
+    async def aprobe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
+        return [await self.aprobe(each) for each in requests]

@@ -11,7 +11,6 @@ from django.db import connections
 
 from django_distlock import conf
 from django_distlock.conf import BackendSettings
-from django_distlock.engine.bells import Bell
 from django_distlock.engine.values import (
     Busy,
     Grant,
@@ -22,10 +21,8 @@ from django_distlock.engine.values import (
     Request,
     digest,
     digest_of_reservation,
-    first_to_end,
-    of_all,
 )
-from django_distlock.engine.waiting import Queueing, Waiting, Way
+from django_distlock.engine.waiting import Waiting, Way
 from django_distlock.exceptions import StaleFencingToken
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import owned, section
@@ -49,7 +46,7 @@ class _Holding:
     acquired: float
     expires: float
 
-    def held(self, mark: str, waiters: int | None, now: float) -> Held:
+    def held(self, mark: str, waiters: int, now: float) -> Held:
         request = self.request
         return Held(
             request.name,
@@ -71,7 +68,6 @@ class _MemoryRecord:
     available: float = 0.0
     last: _Holding | None = None
     holdings: dict[str, _Holding] = field(default_factory=dict)
-    waiters: dict[str, tuple[Request, Bell]] = field(default_factory=dict)
     #: The transactions that guard() protects until they end.
     guarded: list[Block] = field(default_factory=list)
 
@@ -99,54 +95,19 @@ class _MemoryRecord:
         return Busy(last.request.holder if last else None, left, reserved=bool(left and not last))
 
     def is_over(self, now: float) -> bool:
-        """Return True if nobody holds or wants the lock, and no reservation lasts at *now*."""
-        is_in_use = self.holdings or self.waiters or self.is_guarded()
-        return not is_in_use and self.available <= now
+        """Return True if nobody holds the lock, and no reservation lasts at *now*."""
+        return not (self.holdings or self.is_guarded()) and self.available <= now
 
-    def listed(self, now: float) -> list[Held]:
+    def listed(self, waiters: int, now: float) -> list[Held]:
         """Return its holdings for operators, or the reservation (min_hold) of its last holder."""
         last = self.last
         if last is None:
             return []
-        waiters = len(self.waiters)
         if self.holdings or self.available <= now:
             return [each.held(digest(owner), waiters, now) for owner, each in self.holdings.items()]
-        shown, left = (
-            last.held(digest_of_reservation(last.token), waiters, now),
-            self.available - now,
-        )
+        shown = last.held(digest_of_reservation(last.token), waiters, now)
+        left = self.available - now
         return [replace(shown, holder=None, remaining=left, shared=False, reserved=True, age=None)]
-
-    def wake(self) -> None:
-        """Ring the first waiter; if it is a reader, ring all readers before the first writer.
-
-        A waiter whose event loop has ended loses its place.
-        """
-        has_readers = False
-        for owner, (request, bell) in list(self.waiters.items()):
-            if has_readers and not request.shared:
-                return
-            if not bell.ring():
-                del self.waiters[owner]
-            elif request.shared:
-                has_readers = True
-            else:
-                return
-
-    def lets(self, request: Request) -> bool:
-        """Return True if no waiter is before *request*."""
-        if self.is_behind(request):
-            self.wake()  # those before it may be gone
-            return not self.is_behind(request)
-        return True
-
-    def is_behind(self, request: Request) -> bool:
-        for owner, (other, _) in self.waiters.items():
-            if owner == request.owner:
-                return False
-            if not (request.shared and other.shared):
-                return True
-        return False
 
 
 @dataclass(slots=True)
@@ -180,11 +141,9 @@ class LocMemBackend(BaseLockBackend):
     supports_listing = True
     supports_detach = True
     supports_min_hold = True
-    finds_place = True
     clock = "client"
-    waiting = Waiting(
-        way=Way.LISTEN, queueing=Queueing.ENQUEUE, in_line=False, look_again=1.0, writers_first=True
-    )
+    #: All waiters are in the line of this process.
+    waiting = Waiting(way=Way.LISTEN, look_again=1.0, writers_first=True, is_in_order=True)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -198,16 +157,13 @@ class LocMemBackend(BaseLockBackend):
         if owned(self._memory.mutex):
             return Busy()  # this code has interrupted another verb of its thread
         with self._memory.mutex:
-            if request.limit is not None:
-                return self._try_places(request)
             now = clock.lease_time()
             record = self._record(request.key)
             record.expire(now)
             if request.owner not in record.holdings:
-                if not (record.is_free_for(request, now) and record.lets(request)):
+                if not record.is_free_for(request, now):
                     return record.busy(now)
                 self._grant(record, request, now)
-                record.waiters.pop(request.owner, None)
             return Grant(record.holdings[request.owner].token)
 
     def _grant(self, record: _MemoryRecord, request: Request, now: float) -> None:
@@ -220,37 +176,10 @@ class LocMemBackend(BaseLockBackend):
         record.available = 0.0 if request.shared else in_hold
         self._memory.make_room(now)
 
-    def _try_places(self, request: Request) -> Grant | Busy:
-        now, line = clock.lease_time(), self._record(request.line)
-        found = [(each, self._record(each.key)) for each in request.from_any]
-        for each, record in found:
-            record.expire(now)
-            if request.owner in record.holdings:
-                return Grant(record.holdings[request.owner].token, place=each.place)
-        free = [(each, record) for each, record in found if record.is_free_for(each, now)]
-        if not (free and line.lets(request)):
-            return first_to_end(record.busy(now) for _, record in found) or Busy()
-        each, record = free[0]
-        self._grant(record, each, now)
-        self._leave(request)
-        if len(free) > 1:
-            line.wake()  # with as many places free, as many waiters may come
-        return Grant(record.holdings[request.owner].token, place=each.place)
-
     def _record(self, key: str) -> _MemoryRecord:
         return self._memory.records.get(key) or _MemoryRecord()
 
-    def _leave(self, request: Request) -> bool:
-        """Leave the queue; return whether it was in it."""
-        line = self._record(request.line)
-        was_there = line.waiters.pop(request.owner, None) is not None
-        if was_there and request.limit is not None and not line.waiters:
-            del self._memory.records[request.line]  # nothing else stands there
-        return was_there
-
     def release(self, request: Request) -> Release:
-        if request.limit is not None:
-            return of_all([self.release(each) for each in request.holdings])
         with self._memory.mutex:
             record, now = self._record(request.key), clock.lease_time()
             record.expire(now)
@@ -261,9 +190,9 @@ class LocMemBackend(BaseLockBackend):
                 return Release.TAKEN if record.holdings else Release.GONE
             self._memory.released.add(request.owner)
             record.available = max(record.available, holding.acquired + request.min_hold)
-            self._record(request.line).wake()
             if record.is_over(now):
                 del self._memory.records[request.key]
+            self.queue.look_again(request.line)
             return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
@@ -292,27 +221,9 @@ class LocMemBackend(BaseLockBackend):
 
     def probe(self, request: Request) -> Busy | None:
         with self._memory.mutex:
-            now = clock.lease_time()
-            return first_to_end(self._look(each, now) for each in request.holdings)
-
-    def _look(self, request: Request, now: float) -> Busy | None:
-        record = self._record(request.key)
-        record.expire(now)
-        return record.busy(now) if record.holdings or record.available > now else None
-
-    def enqueue(self, request: Request, bell: Bell) -> None:
-        with self._memory.mutex:
-            line = self._memory.records.setdefault(request.line, _MemoryRecord())
-            line.waiters[request.owner] = request, bell
-
-    def dequeue(self, request: Request) -> None:
-        """Leave the queue, and ring the waiter that is first now."""
-        with self._memory.mutex:
-            line = self._record(request.line)
-            if self._leave(request):
-                line.wake()
-
-    forget_bell = dequeue
+            record, now = self._record(request.key), clock.lease_time()
+            record.expire(now)
+            return record.busy(now) if record.holdings or record.available > now else None
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         with self._memory.mutex:
@@ -320,20 +231,24 @@ class LocMemBackend(BaseLockBackend):
             # A signal handler may release one of them meanwhile.
             known = list(self._memory.records.items())
             is_meant = self.keeps if key is None else key.__eq__
-            records = [record for each, record in known if is_meant(each)]
-            for record in records:
+            records = [(each, record) for each, record in known if is_meant(each)]
+            for _, record in records:
                 record.expire(now)
-            return [held for record in records for held in record.listed(now)]
+            return [
+                held
+                for key, record in records
+                for held in record.listed(self.queue.waiters(key), now)
+            ]
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         with self._memory.mutex:
             record = self._record(key)
-            shown = {held.owner_digest for held in record.listed(clock.lease_time())}
+            shown = {held.owner_digest for held in record.listed(0, clock.lease_time())}
             for owner in [each for each in record.holdings if digest(each) == owner_digest]:
                 del record.holdings[owner]
             if owner_digest in shown and not record.holdings:
                 record.available = 0.0  # free at once, without its min_hold
-            self._record(line_of(key)).wake()
+            self.queue.look_again(line_of(key))
             return owner_digest in shown
 
     def purge(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import random
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -32,15 +33,15 @@ from .announcements import announce
 from .background import background
 from .bells import TaskBell, ThreadBell
 from .deadlocks import LockId, Waiter, wait_graph
+from .local_queue import SILENT
 from .registry import registry
 from .steps import SETTLE, Steps, arun, asking_again, is_worth_asking_again, run
 from .values import Busy, Grant, Request, first_place, first_to_end
-from .waiting import Queueing, Wait, Waiting, Way
+from .waiting import Queueing, Wait, Way
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from django_distlock.backends.base import BaseLockBackend
     from django_distlock.engine.lease import Lease
     from django_distlock.ground.holder import Holder
 
@@ -62,14 +63,14 @@ _AT_A_LOCK = {
 INTERRUPTS = "this code has interrupted its own thread in the midst of a lock: use timeout=0 here, or another thread"
 #: What it says to a task, of trio perhaps, whose wait would stop all tasks of its thread.
 STOPS_HOLDER = "a task of this thread holds it, which cannot go on while this one waits: use trio.to_thread.run_sync"
-#: How to wait where each place must be asked for.
-_FOR_PLACES = Waiting()
 #: What is known of the holder before the first answer.
 _UNKNOWN = Busy()
 #: Seconds to stand back for other processes, after many hand-offs inside this one.
 GIVE_WAY = 0.1
-#: Seconds between two looks of a waiter that has a leader, which looks for it.
-LED = 5.0
+#: Seconds for which a caller behind the first one relies on the answer that the first one got.
+YOUNG = 1.0
+#: Seconds within which a task that asks the server goes on, unless its event loop is blocked.
+ASKS = 3.0
 #: Seconds that the last try of a waiting task waits for a thread.
 LAST = 0.25
 
@@ -91,7 +92,7 @@ def acquire(lease: Lease, timeout: float | Wait | None) -> None:
     try:
         registry.add(lease)
         if _may_ask_at_once(lease):
-            queued = left != 0 and backend.waiting.queueing is Queueing.BY_TRYING
+            queued = left != 0 and _queues_by_trying(lease)
             start = clock.lease_time()
             try:
                 answer = backend.try_acquire(lease.request, queued=queued, left=left)
@@ -101,7 +102,13 @@ def acquire(lease: Lease, timeout: float | Wait | None) -> None:
         is_granted = isinstance(answer, Grant) and lease.grant(answer, start)
         if not is_granted:
             calls = Calls(
-                backend.try_acquire, backend.probe, backend.abandon, backend.enqueue, backend.sleep
+                backend.try_acquire,
+                backend.probe,
+                backend.probe_all,
+                backend.abandon,
+                backend.enqueue,
+                backend.dequeue,
+                backend.sleep,
             )
             attempt = Attempt(lease, wait or Wait(left, came), calls, ThreadBell())
             run(attempt.steps(start, answer), call)
@@ -139,7 +146,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
     try:
         registry.add(lease)
         if _may_ask_at_once(lease):
-            queued = timeout != 0 and backend.waiting.queueing is Queueing.BY_TRYING
+            queued = timeout != 0 and _queues_by_trying(lease)
             start = clock.lease_time()
             try:
                 answer = await backend.atry_acquire(lease.request, queued=queued, left=timeout)
@@ -151,8 +158,10 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
             calls = Calls(
                 backend.atry_acquire,
                 backend.aprobe,
+                backend.aprobe_all,
                 backend.aabandon,
                 backend.aenqueue,
+                backend.adequeue,
                 backend.asleep,
             )
             attempt = Attempt(lease, Wait(timeout, came), calls, TaskBell())
@@ -172,32 +181,22 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
 
 def _may_ask_at_once(lease: Lease) -> bool:
     """Return True if no other caller of this process wants the lock; the lease is then the first in its local queue."""
-    backend, request = lease.backend, lease.request
-    if request.limit is not None and not backend.finds_place:
-        return False  # there are several to ask for
-    if request.shared or not backend.waiting.in_line:
-        return True
-    if request.key in backend.queue.turns.wanted:
-        return False  # others may be let go first
-    # First, because an asynchronous exception may come between the two.
-    lease.place_in_line = lease.ref
-    if backend.queue.lines.setdefault(request.key, lease.ref) is lease.ref:
-        return True
-    lease.leave_line()
-    return False
+    backend = lease.backend
+    if backend.waiting.in_line:
+        if (line := lease.line) in backend.queue.turns.wanted:
+            return False  # others may be let go first
+        # First, because an asynchronous exception may come between the two.
+        lease.in_line_as = lease.ref
+        if backend.queue.lines.setdefault(line, lease.ref) is not lease.ref:
+            lease.leave_line()
+            return False
+    if (limit := lease.request.limit) is not None:
+        lease.ask_for(first_place(limit))
+    return True
 
 
-def taken(
-    backend: BaseLockBackend, request: Request, probe: Callable[[Request], Any]
-) -> Steps[Act, Busy | None]:
-    """Return the holder of the lock, with a limit, the one of all places whose lease ends first; None if it is free."""
-    found = list[Busy]()
-    for each in [request] if backend.finds_place else request.holdings:
-        busy: Busy | None = yield partial(probe, each)
-        if busy is None:
-            return None
-        found.append(busy)
-    return first_to_end(found)
+def _queues_by_trying(lease: Lease) -> bool:
+    return lease.backend.waiting.queueing is Queueing.BY_TRYING and lease.request.limit is None
 
 
 def _tell_acquired(lease: Lease, waited: float, attempt: Attempt | None) -> None:
@@ -273,8 +272,10 @@ class Calls(NamedTuple):
 
     try_acquire: Callable[..., Any]
     probe: Callable[..., Any]
+    probe_all: Callable[..., Any]
     abandon: Callable[..., Any]
     enqueue: Callable[..., Any]
+    dequeue: Callable[..., Any]
     sleep: Callable[..., Any]
 
 
@@ -300,12 +301,11 @@ class Attempt:
         self.waited_for: Holder | None = None
         # An asynchronous exception may have ended the first try after the server carried it out.
         self.on_server = OnServer.UNKNOWN
-        #: Whether each place of the lock must be asked for, as a lock of its own.
-        self._tries_places = lease.request.limit is not None and not backend.finds_place
-        self._waiting = _FOR_PLACES if self._tries_places else backend.waiting
+        self._limit = lease.request.limit
+        self._waiting = backend.waiting if self._limit is None else backend.waiting.for_places()
         self._way = self._waiting.way
-        #: Of the lock; the request may become that for one of its places.
-        self._key, self._limit = lease.request.key, lease.request.limit
+        #: The line of this process for the lock.
+        self._line = lease.line
         self._came = wait_graph.arrive() if lease.request.shared else 0
         self._waiter: Waiter | None = None
         self._has_waited = False
@@ -316,8 +316,24 @@ class Attempt:
 
     def steps(self, start: float, answer: Answer | None) -> Steps[Act, None]:
         """Go on after the first *answer*, to a try begun at *start*; None: others of this process came first."""
+        try:
+            yield from self._until_granted(start, answer)
+        except LockNotAcquired:
+            yield from self._leave_queues()
+            raise
+        self._wait_no_more()
+        self.backend.forget_bell(self.request)
+        queue, lease = self.backend.queue, self.lease
+        queue.turns.granted(self._line, clock.wait_time())
+        if lease.in_line_as is not None:
+            queue.hold(self._line, self.bell, lease.ref)
+
+    def _until_granted(self, start: float, answer: Answer | None) -> Steps[Act, None]:
         this = Try(start, is_first=True, is_last=self.wait.is_for_one_try)
         self.requests = int(answer is not None)
+        if self.lease.in_line_as is self.lease.ref:
+            self.lease.in_line_as = self.bell
+            self.backend.queue.stay(self._line, self.lease.ref, self.bell)
         if answer is None:
             self.on_server = OnServer.NOTHING
             yield from self._take_turn()
@@ -331,18 +347,15 @@ class Attempt:
             # Others at work on the same rows or connections do not have the lock: ask again.
             try:
                 if (yield from self._try(this, answer)):
-                    break
+                    return
                 yield from self._wait()
+                if self._was_passed_over():
+                    yield from self._stand_behind()
             except (Contended, NotSent) as error:
                 yield self._give_others_time(error, this)
             answer = None
             # Even if the wait was ended by the timeout, try once more: the lock may have come free meanwhile.
             this = self._begin_try(is_first=False)
-        self._wait_no_more()
-        self.backend.forget_bell(self.request)
-        self.backend.queue.turns.granted(self._key, clock.wait_time())
-        if self.lease.place_in_line is not None:
-            self.backend.queue.hold(self._key, self.bell, self.lease.ref)
 
     def _rest(self, act: Callable[..., Any], *args: Any) -> Act:
         """Return *act* as one in which this caller waits, and asks the server for nothing."""
@@ -352,58 +365,125 @@ class Attempt:
     # The line of this process.
 
     def _take_turn(self) -> Steps[Act, None]:
-        queue, key = self.backend.queue, self._key
-        # A single try of a lock that nobody here holds needs no place in the line.
-        needs_place = not self.wait.is_over or queue.held_by(key) is not None
-        if needs_place:
-            self.lease.place_in_line = self.bell
-        if needs_place and not queue.join(key, self.bell):
-            while not self._may_ask():
-                self._begin_to_wait(has_place=False)
-                yield self._rest(self.bell.wait, self.wait.left)
-        elif pause := queue.turns.first_pause(key, clock.wait_time()):
+        queue, line = self.backend.queue, self._line
+        is_in_order = self._waiting.is_in_order
+        # A single try stands in nobody's way.
+        stands = not self.wait.is_over or queue.held_by(line) is not None or is_in_order
+        if stands:
+            self.lease.in_line_as = self.bell
+        if stands and not queue.join(line, self.bell):
+            yield from self._stand_behind()
+        elif pause := queue.turns.first_pause(line, clock.wait_time()):
             yield self._rest(self.bell.wait, self.wait.bounded(pause))
-        if self.lease.place_in_line is not None and queue.gives_way(key):
+        if self.lease.in_line_as is not None and not is_in_order and queue.gives_way(line):
             yield self._rest(self.bell.wait, self.wait.bounded(GIVE_WAY))
 
-    def _may_ask(self) -> bool:
-        """Return whether to ask the server: it is our turn, or there is time for one last try only.
+    def _stand_behind(self) -> Steps[Act, None]:
+        """Wait behind others of this process, until it is our turn to ask the server, or no time is left."""
+        queue, line = self.backend.queue, self._line
+        while not self._has_turn():
+            if self.wait.is_over:
+                yield from self._look_without_turn()
+                return
+            self._begin_to_wait()
+            seconds = random.uniform(SILENT, 2 * SILENT)  # noqa: S311 - to differ is enough
+            yield self._rest(self.bell.wait, self.wait.bounded(seconds))
+        queued = queue.queued(line)
+        if queued is None:
+            return
+        if self._waiting.position_is_grant:
+            queue.note_queued(line, None)
+            self.backend.dequeue_later(queued)
+        else:
+            self.lease.queue_as(queued.waiter)
+            self.on_server = OnServer.PLACE
 
-        LockBackendError if those who asked before were told that the server fails.
-        """
-        queue, key = self.backend.queue, self._key
+    def _has_turn(self) -> bool:
+        """Return whether to ask the server; LockBackendError if those who asked before were told that it fails."""
+        queue, line = self.backend.queue, self._line
         if (failure := queue.failure(self.bell)) is not None:
             raise failure
-        if queue.has_turn(key, self.bell):
-            return True
-        if self.wait.is_over:
-            holder = queue.held_by(key)
-            if holder is not None and holder.held:
-                self.busy = Busy(holder.holder, holder.remaining)
-                self._refuse()
-            self.busy = Busy()  # others of this process are before us
-        return self.wait.is_over
+        return queue.has_turn(line, self.bell) or queue.pass_over(line, self.bell)
+
+    def _was_passed_over(self) -> bool:
+        """Return whether another caller of this process has taken our turn, as we were silent for too long."""
+        is_in_line = self.lease.in_line_as is not None
+        if not is_in_line or self.backend.queue.has_turn(self._line, self.bell):
+            return False
+        self.on_server = OnServer.NOTHING
+        return True
+
+    def _look_without_turn(self) -> Steps[Act, None]:
+        """Raise LockNotAcquired, as no time is left, unless the lock is free by now."""
+        queue, line = self.backend.queue, self._line
+        holder = queue.held_by(line)
+        if holder is not None and holder.held:
+            self.busy = Busy(holder.holder, holder.remaining)
+            self._refuse()
+        self.busy = Busy()  # others of this process are before us
+        busy = queue.answer(line, YOUNG)
+        if busy is None:
+            ask = partial(self.calls.probe_all, self.request.holdings)
+            busy = first_to_end((yield from self._settled(ask)))
+        if busy is not None or self._waiting.is_in_order:
+            self.busy = busy or self.busy
+            self._refuse()
+
+    def _leave_queues(self) -> Steps[Act, None]:
+        """Leave nothing that others would take for a waiter, before the caller is told that its time is over."""
+        lease, line = self.lease, self._line
+        queued: Request | None = None
+        if self._waiting.position_is_grant and self.on_server is OnServer.PLACE:
+            queued = self.request
+        elif lease.in_line_as is not None:
+            queued, lease.in_line_as = self.backend.queue.leave(line, lease.in_line_as), None
+        if queued is None:
+            return
+        self.on_server = OnServer.NOTHING
+        try:
+            yield partial(self.calls.dequeue, queued)
+        except BaseException as error:
+            self.backend.dequeue_later(queued)
+            if not isinstance(error, LockBackendError):
+                raise
 
     # One try.
 
     def _begin_try(self, *, is_first: bool) -> Try:
         self.lease.note_waiting(asks=self._way is not Way.ON_SERVER)
+        self._expect(math.inf if self._way is Way.ON_SERVER else ASKS)
         registry.refuse_at_end()
         return Try(clock.lease_time(), is_first, is_last=self.wait.is_over)
 
+    def _expect(self, seconds: float) -> None:
+        """Tell those behind us in the line how many seconds this caller may be silent for."""
+        if self.bell.may_stall and self.lease.in_line_as is not None:
+            self.backend.queue.expect(self._line, self.bell, seconds)
+
     def _try(self, this: Try, answer: Answer | None) -> Steps[Act, bool]:
         """Return whether the lease is granted; LockNotAcquired if there was time for this try only."""
-        gets_place = self._waiting.queueing is Queueing.BY_TRYING and not this.is_last
-        queued = gets_place or self.on_server is OnServer.PLACE
-        if self._tries_places:
-            answer = yield from self._ask_places(this)
+        by_trying = self._limit is None and self._waiting.queueing is Queueing.BY_TRYING
+        queued = (by_trying and not this.is_last) or self.on_server is OnServer.PLACE
+        queue, line = self.backend.queue, self._line
+        if self._limit is not None:
+            if not isinstance(answer, Grant):
+                answer = yield from self._ask_places(this, answer)
         elif not isinstance(answer, (Grant, Busy)):
+            if queued and self.on_server is not OnServer.PLACE:
+                queue.note_queued(line, self.request)
             answer = yield from self._ask(this, answer, queued=queued)
         if isinstance(answer, Busy):
             self.on_server, self.busy = OnServer.PLACE if queued else OnServer.NOTHING, answer
             self.waited_for = answer.holder or self.waited_for
-        elif self.lease.grant(answer, this.start):
-            return True
+            if self.lease.in_line_as is not None:
+                queue.refused(line, answer)
+                if queued:
+                    queue.note_queued(line, self.request)
+        else:
+            # The server has ended its position with the grant.
+            queue.note_queued(line, None)
+            if self.lease.grant(answer, this.start):
+                return True
         # A server that let it wait has looked until the last moment.
         if this.is_last or (self._waits_on_server(this) and self.wait.is_over):
             self._refuse()
@@ -446,24 +526,36 @@ class Attempt:
             if not isinstance(error, LockOutcomeUnknown):
                 # It did not reach the server, which has what it had before.
                 self.on_server = OnServer.PLACE if had_place else OnServer.NOTHING
-            if self.lease.place_in_line is not None and not isinstance(error, (Contended, NotSent)):
-                self.backend.queue.failed(self._key, error)
+            if self.lease.in_line_as is not None and not isinstance(error, (Contended, NotSent)):
+                self.backend.queue.failed(self._line, error)
             raise
         return answer
 
-    def _ask_places(self, this: Try) -> Steps[Act, Grant | Busy]:
-        """Ask for each place, until one is granted; else return the one whose lease ends first."""
-        refused, limit = list[Busy](), self._limit or 0
+    def _ask_places(self, this: Try, answer: Answer | None) -> Steps[Act, Grant | Busy]:
+        """Look at all places, and ask for those that are free, from a random one on; return whose lease ends first."""
+        if isinstance(answer, LockBackendError):
+            answer = yield from self._ask(this, answer, queued=False)
+            if isinstance(answer, Grant):
+                return answer
+        had_place, line = self.on_server is OnServer.PLACE, self.request.at(None)
+        self.lease.ask_for(None)
+        found: list[Busy | None] = yield from self._settled(
+            partial(self.calls.probe_all, line.holdings)
+        )
+        limit = len(found)
         first = first_place(limit)
         for place in (*range(first, limit), *range(first)):
-            self.lease.ask_for(place)
-            start = clock.lease_time()
-            answer = yield from self._ask(this._replace(start=start), None, queued=False)
-            if isinstance(answer, Grant):
-                return Grant(answer.token, answer.start or start)
-            self.on_server = OnServer.NOTHING
-            refused.append(answer)
-        return first_to_end(refused) or _UNKNOWN
+            if found[place] is None:
+                self.lease.ask_for(place)
+                start = clock.lease_time()
+                again = this._replace(start=start, is_first=True)
+                answer = yield from self._ask(again, None, queued=had_place)
+                if isinstance(answer, Grant):
+                    return Grant(answer.token, answer.start or start)
+                self.on_server = OnServer.PLACE if had_place else OnServer.NOTHING
+                self.lease.ask_for(None)
+                found[place] = answer
+        return first_to_end(found) or _UNKNOWN
 
     def _settled(
         self, ask: Act, failed: LockBackendError | None = None, began: float = 0.0
@@ -491,33 +583,32 @@ class Attempt:
 
     def _wait(self) -> Steps[Act, None]:
         queue, waiting = self.backend.queue, self._waiting
-        if self.lease.place_in_line is not None:
-            queue.contest(self._key)
-            if waiting.polls:
-                queue.turns.refused(self._key)
-        if self.on_server is not OnServer.PLACE and waiting.queueing is not Queueing.NONE:
-            # The next try follows at once: a release may have slipped in.
+        if waiting.polls and self.lease.in_line_as is not None:
+            queue.turns.refused(self._line)
+        had_place = self.on_server is OnServer.PLACE
+        # A place in the queue for any place of a lock is kept by this alone, and of one lock by trying.
+        if waiting.queueing is not Queueing.NONE and (not had_place or self._limit is not None):
             self.on_server = OnServer.PLACE
+            queue.note_queued(self._line, self.request)
             self.requests += 1
             try:
                 yield partial(self.calls.enqueue, self.request, self.bell)
             except Contended:
                 self.on_server = OnServer.NOTHING
                 raise
-            return
-        self._begin_to_wait(has_place=True)
+            if not had_place:
+                return  # The next try follows at once: a release may have slipped in.
+        self._begin_to_wait()
         if self._way is not Way.ON_SERVER:
-            if self.backend.has_leader(self.request):
-                seconds = self.wait.bounded(LED)
-            else:
-                seconds = waiting.pause(self.wait, self.busy)
-            if self._tries_places:
+            seconds = waiting.pause(self.wait, self.busy)
+            self._expect(seconds)
+            if waiting.queueing is Queueing.NONE and self._limit is not None:
                 yield self._rest(self.bell.wait, seconds)
             else:
                 yield self._rest(self.calls.sleep, self.request, self.bell, seconds)
 
-    def _begin_to_wait(self, *, has_place: bool) -> None:
-        """Be known to wait, with a place on the server or without; LockDeadlock if it would be for ourselves."""
+    def _begin_to_wait(self) -> None:
+        """Be known to wait; LockDeadlock if it would be for ourselves."""
         if self._waiter is None and not self._has_waited:
             self._has_waited = True
             self._refuse_to_wait_for_oneself()
@@ -533,8 +624,8 @@ class Attempt:
                 self._came,
             )
             wait_graph.begin(self._waiter)
-        if has_place and self._waiter is not None and self._waiting.writers_first:
-            self._waiter.stand_before_readers()
+            if self._waiting.writers_first:
+                self._waiter.stand_before_readers()
 
     def _wait_no_more(self) -> None:
         if self._waiter is not None:
@@ -581,13 +672,18 @@ class Attempt:
 
         Safe to call twice; the second call finishes what an asynchronous exception interrupted.
         """
+        backend, request = self.backend, self.request
         try:
             self._wait_no_more()
-            self.backend.interrupt(self.request)
-            self.backend.forget_bell(self.request)
+            backend.interrupt(request)
+            backend.forget_bell(request)
+            if self._waiting.position_is_grant and self.on_server is not OnServer.NOTHING:
+                backend.queue.note_queued(self._line, None)
             if self.on_server is OnServer.UNKNOWN:
-                self.backend.abandon_later(self.request)
-            elif self.on_server is OnServer.PLACE:
-                self.backend.dequeue_later(self.request)
+                backend.abandon_later(request)
+                if not self._waiting.position_is_grant and _queues_by_trying(self.lease):
+                    backend.queue.note_queued(self._line, request)
+            elif self.on_server is OnServer.PLACE and self._waiting.position_is_grant:
+                backend.dequeue_later(request)
         finally:
             self.lease.give_up()

@@ -18,6 +18,9 @@ SAME = 1.0
 class Bell(Protocol):
     """Can be rung from any thread; a ring before the wait is not lost."""
 
+    #: Whether other code may keep the waiter from going on: what blocks its event loop.
+    may_stall: bool
+
     def ring(self) -> bool:
         """Wake the waiter; return False if it no longer exists."""
 
@@ -28,6 +31,8 @@ class ThreadBell:
     It is a plain lock, which is free after a ring. It is written in C, so an asynchronous exception can end
     the wait at any moment without leaving it half done.
     """
+
+    may_stall = False
 
     def __init__(self) -> None:
         self._silence = threading.Lock()
@@ -47,6 +52,8 @@ class ThreadBell:
 
 class TaskBell:
     """A bell for an asyncio task, made in the task's loop."""
+
+    may_stall = True
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from django_distlock.backends.base import BaseLockBackend
     from django_distlock.ground.holder import Holder
 
-    from .local_queue import LocalPlace
+    from .local_queue import LocalCaller
 
 logger = logging.getLogger("django_distlock")
 #: A lease with less than this part of its ttl left should have been renewed by now.
@@ -101,8 +101,8 @@ class Lease(metaclass=_Shown):
     hold_on_success = 0.0
     #: Whether its last entry has been left, and the end of a transaction is going to release it.
     awaits_end = False
-    #: Its place in the line of this process, which it keeps until it ends.
-    place_in_line: LocalPlace | None = None
+    #: What stands for it in the line of this process while it waits for the lock, or holds it alone.
+    in_line_as: LocalCaller | None = None
     _state = State.PENDING
     _reason = ""
     _deadline = 0.0
@@ -442,15 +442,13 @@ class Lease(metaclass=_Shown):
                 return False
             self.entries = [self.caller or current_caller()]
             self.fencing_token, self._deadline, self._granted_at = granted.token, ends, now
-            if granted.place is not None:
-                self.request = self.request.at(granted.place)
             self._holds_until = None if self._max_hold is None else start + self._max_hold
             # Before it is held, and so may be renewed. Not from now: after a late answer, less of it is left.
             self.due = max(now, start + ttl / 3)
             self._state = State.HELD
         registry.granted(self, now)
-        if self.request.place is not None:
-            self.leave_line()  # the next one may find another place
+        if self._lets_others_in:
+            self.leave_line()
         return True
 
     def enter(self) -> Self:
@@ -526,7 +524,7 @@ class Lease(metaclass=_Shown):
     @property
     def has_ended(self) -> bool:
         """Whether it was released, lost or handed on, and blocks no other caller. Unlike *lost*, it reports no loss."""
-        return self._state not in _NOT_ENDED and self.place_in_line is None
+        return self._state not in _NOT_ENDED and self.in_line_as is None
 
     # Its renewal.
 
@@ -729,11 +727,26 @@ class Lease(metaclass=_Shown):
         if not is_committed:
             self.note_failure()
 
-    # The place that it asks for, and its place in the line of this process.
+    # What it asks for, and the line of this process.
 
-    def ask_for(self, place: int) -> None:
-        """Ask for this place of the lock from now on."""
+    def ask_for(self, place: int | None) -> None:
+        """Ask for this place of the lock from now on; None: for any."""
         self.request = self.request.at(place)
+
+    def queue_as(self, position: str) -> None:
+        """Wait from now on in this position of the server's queue, which belongs to this process."""
+        self.request = replace(self.request, position=position)
+
+    @property
+    def line(self) -> str:
+        """The key of its line in this process; where readers pass waiting writers, they have a line of their own."""
+        is_apart = self.request.shared and not self.backend.waiting.writers_first
+        return f"{self.request.line}\0shared" if is_apart else self.request.line
+
+    @property
+    def _lets_others_in(self) -> bool:
+        """Whether others may hold the lock with it: other readers, or in other places."""
+        return self.request.shared or self.request.limit is not None
 
     @property
     def is_asking(self) -> bool:
@@ -747,9 +760,14 @@ class Lease(metaclass=_Shown):
 
     def leave_line(self) -> None:
         """Give up its place in the line of this process; does nothing the second time."""
-        if self.place_in_line is not None:
-            self.backend.queue.leave(self.request.line, self.place_in_line)
-            self.place_in_line = None
+        if (caller := self.in_line_as) is not None:
+            queue, line = self.backend.queue, self.line
+            queued = queue.leave(line, caller)
+            if caller is not self.ref:
+                queued = queue.leave(line, self.ref) or queued  # if stay() was broken off
+            self.in_line_as = None
+            if queued is not None:
+                self.backend.dequeue_later(queued)
 
     # Its end.
 
@@ -833,7 +851,8 @@ class Lease(metaclass=_Shown):
     def _tell_of_the_end(self) -> None:
         registry.discard(self)
         self.leave_line()
-        if self.request.place is not None:
+        if self._lets_others_in:
+            # A writer waits in the line of writers, also where readers have one of their own.
             self.backend.queue.look_again(self.request.line)
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import ref
 
 from django_distlock.ground import clock
@@ -17,50 +18,76 @@ if TYPE_CHECKING:
     from django_distlock.exceptions import LockBackendError
 
     from .bells import Bell
+    from .values import Busy, Request
 
-    #: A place in a line of this process: a bell, or for a caller that came first, a reference to its lease.
-    LocalPlace = Bell | ref[Lease]
+    #: A caller in a line of this process: a bell, or for one that came first, a reference to its lease.
+    LocalCaller = Bell | ref[Lease]
 
 #: Hand-offs inside a process before it lets another process that wants the lock go first.
 IN_A_ROW = 16
+#: Seconds after which a first caller that should have asked the server is passed over: its event loop may be blocked.
+SILENT = 1.0
+
+
+class Answer(NamedTuple):
+    """The last answer of the server to the first caller of a line, received at *time* (``clock.wait_time()``)."""
+
+    busy: Busy
+    time: float
 
 
 class _Line:
-    """The callers that hold or want one lock; the first one has the turn."""
+    """The callers that want one lock; the first one has the turn, and keeps it while it holds the lock alone."""
 
-    __slots__ = ("has_failed", "holding", "in_a_row", "is_contested", "places", "turn")
+    __slots__ = (
+        "answer",
+        "callers",
+        "expected",
+        "has_failed",
+        "holding",
+        "in_a_row",
+        "is_contested",
+        "queued",
+        "turn",
+    )
 
     def __init__(self) -> None:
-        self.places: deque[LocalPlace] = deque()
-        #: The place that was told that it has the turn.
-        self.turn: LocalPlace | None = None
+        self.callers: deque[LocalCaller] = deque()
+        #: The caller that was told that it has the turn.
+        self.turn: LocalCaller | None = None
+        #: When the caller with the turn is heard of again at the latest (``clock.wait_time()``).
+        self.expected = math.inf
         #: The lease that holds the lock; a weak reference, so that the line does not keep it alive.
         self.holding: ref[Lease] | None = None
+        #: The request that has a position in the server's queue, which belongs to all callers of the line.
+        self.queued: Request | None = None
+        self.answer: Answer | None = None
         self.in_a_row = 0
         self.is_contested = False
         #: Whether the last answer to one of them was an error of the server.
         self.has_failed = False
 
     def pass_on(self) -> None:
-        """Ring the first place that can take the turn, unless it has the turn already."""
-        while self.places and (first := self.places[0]) is not self.turn:
-            # A place without a bell was the first from the beginning, and has the turn.
+        """Ring the first caller that can take the turn, unless it has the turn already."""
+        while self.callers and (first := self.callers[0]) is not self.turn:
+            # A caller without a bell was the first from the beginning, and has the turn.
             if not isinstance(first, ref) and first.ring():
                 self.turn, self.holding = first, None
+                self.expected = clock.wait_time() + SILENT if first.may_stall else math.inf
                 self.in_a_row += 1
             else:
-                self.places.popleft()
+                self.callers.popleft()
 
 
 class LocalQueue:
     """First come, first served, for the threads and tasks of one process.
 
     For a single caller, *lines* has only a reference to its lease, added by ``lines.setdefault(key, ref)``.
-    A line is made from it when a second caller comes.
+    A line is made from it when a second caller comes, or when the first one must wait.
     """
 
     def __init__(self) -> None:
-        self.lines: dict[str, LocalPlace | _Line] = {}
+        self.lines: dict[str, LocalCaller | _Line] = {}
         #: The locks that other processes want too, for backends that do not wake waiters.
         self.turns = Turns()
         self._failures: dict[Bell, LockBackendError] = {}
@@ -70,42 +97,71 @@ class LocalQueue:
         """Join the line for *key*; return whether we have the turn at once. If not, the bell rings later."""
         with self._mutex:
             line = self._line(key)
-            line.places.append(bell)
-            if line.places[0] is not bell:
+            line.callers.append(bell)
+            if line.callers[0] is not bell:
                 return False
             line.turn = bell
             return True
 
+    def stay(self, key: str, lease: ref[Lease], bell: Bell) -> None:
+        """Note the bell of a caller that came first and was refused; *lease* stood for it until now."""
+        with self._mutex:
+            line = self._line(key)
+            if line.callers and line.callers[0] is lease:
+                line.callers[0] = line.turn = bell
+                line.holding = None
+
     def has_turn(self, key: str, bell: Bell) -> bool:
         with self._mutex:
-            return self._line(key).places[0] is bell
+            return self._first(key) is bell
 
-    def leave(self, key: str, place: LocalPlace) -> None:
-        """Leave the line, wherever *place* is in it; if it had the turn, the next one gets it.
+    def expect(self, key: str, bell: Bell, seconds: float) -> None:
+        """Note that *bell*, which has the turn, is heard of again within so many *seconds*."""
+        with self._mutex:
+            line = self.lines.get(key)
+            if isinstance(line, _Line) and line.turn is bell:
+                line.expected = clock.wait_time() + seconds + SILENT
 
+    def pass_over(self, key: str, bell: Bell) -> bool:
+        """Give *bell* the turn if the first caller, which is now behind it, has been silent; return whether it has."""
+        with self._mutex:
+            line = self.lines.get(key)
+            if not isinstance(line, _Line) or clock.wait_time() < line.expected:
+                return False
+            with suppress(ValueError):
+                line.callers.remove(bell)
+            line.callers.appendleft(bell)
+            line.turn, line.holding, line.expected = bell, None, math.inf
+            return True
+
+    def leave(self, key: str, caller: LocalCaller) -> Request | None:
+        """Leave the line, wherever *caller* is in it; if it had the turn, the next one gets it.
+
+        The last caller gets the request whose position in the server's queue it must give up, if there is one.
         Safe to call twice; the second call finishes what an asynchronous exception interrupted.
         """
         with self._mutex:
             line = self.lines.get(key)
             if isinstance(line, _Line):
-                if self.turns.wanted and line.places and line.places[0] is place:
+                if self.turns.wanted and line.callers and line.callers[0] is caller:
                     self.turns.released(key, clock.wait_time())
-                if not isinstance(place, ref):
-                    self._failures.pop(place, None)
+                if not isinstance(caller, ref):
+                    self._failures.pop(caller, None)
                 with suppress(ValueError):
-                    line.places.remove(place)
+                    line.callers.remove(caller)
                 line.pass_on()
-                if not line.places:
+                if not line.callers:
                     self.lines.pop(key, None)
-            elif line is place:
+                    return line.queued
+            elif line is caller:
                 self.lines.pop(key, None)
+            return None
 
     def look_again(self, key: str) -> None:
-        """Ring the first in the line of a lock with a limit: one of its places has come free."""
+        """Ring the first in the line of a lock that others may hold too: one of them has released it."""
         with self._mutex:
             self.turns.released(key, clock.wait_time())
-            line = self.lines.get(key)
-            first = line.places[0] if isinstance(line, _Line) and line.places else None
+            first = self._first(key)
             if first is not None and not isinstance(first, ref):
                 first.ring()
 
@@ -113,8 +169,15 @@ class LocalQueue:
         """Note that *bell*, which has the turn, holds the lock by *lease*; do nothing if it has left already."""
         with self._mutex:
             line = self.lines.get(key)
-            if isinstance(line, _Line) and line.places and line.places[0] is bell:
-                line.holding, line.has_failed = lease, False
+            if isinstance(line, _Line) and line.callers and line.callers[0] is bell:
+                line.holding, line.has_failed, line.expected = lease, False, math.inf
+
+    def waiters(self, key: str) -> int:
+        """Return how many callers wait in the line."""
+        with self._mutex:
+            if not isinstance(line := self.lines.get(key), _Line):
+                return 0
+            return len(line.callers) - (line.holding is not None)
 
     def held_by(self, key: str) -> Lease | None:
         with self._mutex:
@@ -123,15 +186,38 @@ class LocalQueue:
             lease = holding() if isinstance(holding, ref) else None
             return lease if lease is not None and lease.is_granted else None
 
+    # What the caller with the turn tells those behind it.
+
+    def refused(self, key: str, busy: Busy) -> None:
+        """Note that another process has the lock, as the server answered just now."""
+        with self._mutex:
+            if isinstance(line := self.lines.get(key), _Line):
+                line.is_contested, line.has_failed = True, False
+                line.answer = Answer(busy, clock.wait_time())
+
+    def answer(self, key: str, within: float) -> Busy | None:
+        """Return the last answer to the first caller, if it is younger than *within* seconds."""
+        with self._mutex:
+            line = self.lines.get(key)
+            found = line.answer if isinstance(line, _Line) else None
+            is_young = found is not None and clock.wait_time() - found.time < within
+            return found.busy if found is not None and is_young else None
+
+    def queued(self, key: str) -> Request | None:
+        """Return the request whose position in the server's queue the callers of this line have, if they have one."""
+        with self._mutex:
+            line = self.lines.get(key)
+            return line.queued if isinstance(line, _Line) else None
+
+    def note_queued(self, key: str, request: Request | None) -> None:
+        """Note that *request* has got a position in the server's queue; None: the position has ended."""
+        with self._mutex:
+            if isinstance(line := self.lines.get(key), _Line):
+                line.queued = request
+
     def failure(self, bell: Bell) -> LockBackendError | None:
         """Return the error with which *bell* must give up; None if it need not."""
         return self._failures.get(bell)
-
-    def contest(self, key: str) -> None:
-        with self._mutex:
-            if key in self.lines:
-                line = self._line(key)
-                line.is_contested, line.has_failed = True, False
 
     def failed(self, key: str, error: LockBackendError) -> None:
         """Note that the server failed for one caller; after two failures in a row, all others give up with *error*.
@@ -143,10 +229,10 @@ class LocalQueue:
             if not isinstance(line, _Line):
                 return
             if line.has_failed:
-                for place in line.places:
-                    if not isinstance(place, ref):
-                        self._failures[place] = error.copy()
-                        place.ring()
+                for caller in line.callers:
+                    if not isinstance(caller, ref):
+                        self._failures[caller] = error.copy()
+                        caller.ring()
             line.has_failed = True
 
     def gives_way(self, key: str) -> bool:
@@ -158,13 +244,17 @@ class LocalQueue:
             line.in_a_row, line.is_contested = 0, False
             return True
 
+    def _first(self, key: str) -> LocalCaller | None:
+        line = self.lines.get(key)
+        return line.callers[0] if isinstance(line, _Line) and line.callers else None
+
     def _line(self, key: str) -> _Line:
         """Return the line for *key*; make one if there is none, or only a single caller."""
         line = self.lines.setdefault(key, new := _Line())
         if isinstance(line, _Line):
             return line
         # Callers without the mutex only use setdefault(), which finds the entry; it stays until it leaves.
-        new.places.append(line)
+        new.callers.append(line)
         new.turn, new.holding = line, line if isinstance(line, ref) else None
         self.lines[key] = new
         return new

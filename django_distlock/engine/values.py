@@ -74,6 +74,7 @@ class Request:
 
     *ttl* and *min_hold* are seconds. *key* is the lock's name on the server. With a *limit*, it is a request
     for any of so many places, and *key* is that of all of them; at() returns the request for one *place*.
+    *position*: the id of the position in the server's queue, which belongs to the process; the owner if it is empty.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Request:
     owner: str = field(default_factory=new_owner, repr=False)
     limit: int | None = None
     place: int | None = None
+    position: str = field(default="", repr=False)
 
     def with_limit(self, limit: int) -> Self:
         """Return a request for any of *limit* places under this name."""
@@ -94,16 +96,9 @@ class Request:
     @property
     def holdings(self) -> list[Self]:
         """The requests that may hold a lock for it: itself, or one for each place if it is for any."""
-        if self.limit is None:
+        if self.limit is None or self.place is not None:
             return [self]
         return [self.at(place) for place in range(self.limit)]
-
-    @property
-    def from_any(self) -> list[Self]:
-        """The same, from a random one on, so that callers rarely ask for the same place."""
-        found = self.holdings
-        first = first_place(len(found))
-        return found[first:] + found[:first]
 
     @property
     def line(self) -> str:
@@ -111,13 +106,18 @@ class Request:
         return self.key if self.place is None else place_key(self.key, "")
 
     @property
+    def waiter(self) -> str:
+        """The id of its position in the server's queue."""
+        return self.position or self.owner
+
+    @property
     def lock_key(self) -> str:
         """The key that the backend's key_of() made of the name: the same for all places."""
         return self.line.removesuffix(line_key(""))
 
-    def at(self, place: int) -> Self:
-        """Return the request for this *place*: a lock of its own."""
-        return replace(self, key=place_key(self.key, place), limit=None, place=place)
+    def at(self, place: int | None) -> Self:
+        """Return the request for this *place*, which is a lock of its own; None: for any."""
+        return replace(self, key=place_key(self.key, "" if place is None else place), place=place)
 
 
 def first_place(limit: int) -> int:

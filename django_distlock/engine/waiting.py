@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import random
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from django_distlock.conf import LONGEST
@@ -59,13 +59,24 @@ class Waiting:
 
     way: Way = Way.POLL
     queueing: Queueing = Queueing.NONE
-    #: Whether the waiters of one process have a local queue, of which only the first one asks the server.
+    #: Whether the waiters of one process have a line, of which only the first one asks the server. Without one,
+    #: nobody ever waits.
     in_line: bool = True
+    #: Whether the server lets nobody pass who waits in its queue.
+    is_in_order: bool = False
+    #: Whether the position in the server's queue becomes the grant, so that no other caller of this process can wait in it.
+    position_is_grant: bool = False
+    #: Whether enqueue() takes a position in the queue for any place of a lock with a limit, and keeps it.
+    queues_places: bool = False
     #: Seconds after which a waiter that was not woken looks again; None: after growing pauses. With ON_SERVER: the
     #: longest wait on the server; None: no limit.
     look_again: float | None = None
     #: Whether a reader that comes after a writer with a place on the server is served after that writer.
     writers_first: bool = False
+
+    def for_places(self) -> Waiting:
+        """Return how waiters wait for any place of a lock with a limit: no server can wait for several locks."""
+        return replace(self, queueing=Queueing.ENQUEUE) if self.queues_places else _POLLING
 
     @property
     def polls(self) -> bool:
@@ -93,6 +104,9 @@ class Waiting:
             return wait.left
         share = min(1.0, max(0.5, wait.waited / (3 * self.look_again)))
         return wait.bounded(self.look_again * share * random.uniform(0.9, 1.0))  # noqa: S311
+
+
+_POLLING = Waiting()
 
 
 class Wait:

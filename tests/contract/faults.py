@@ -114,6 +114,12 @@ class Faulty(_Base):
         with self._around("probe"):
             return super().probe(request)
 
+    def probe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
+        if not self.has_own("probe_all"):
+            return super().probe_all(requests)
+        with self._around("probe"):
+            return super().probe_all(requests)
+
     def enqueue(self, request: Request, bell: Bell) -> None:
         with self._around("enqueue"):
             super().enqueue(request, _NoBell() if self.is_deaf else bell)
@@ -123,7 +129,7 @@ class Faulty(_Base):
             super().dequeue(request)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        if self.waiting.queueing is Queueing.BY_TRYING:  # whoever sleeps has been queued
+        if self._queues_before_sleeping():
             with self._around("enqueue"):
                 pass
         if self.is_deaf:
@@ -159,14 +165,25 @@ class Faulty(_Base):
         async with self._around_twin("probe"):
             return await super().aprobe(request)
 
+    async def aprobe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
+        if not self.has_own("aprobe_all"):
+            return await super().aprobe_all(requests)
+        async with self._around_twin("probe_all", "probe"):
+            return await super().aprobe_all(requests)
+
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
-        if self.waiting.queueing is Queueing.BY_TRYING:
+        if self._queues_before_sleeping():
             async with self._around_twin("sleep", "enqueue"):
                 pass
         if self.is_deaf:
             await TaskBell().wait(seconds)
         else:
             await super().asleep(request, bell, seconds)
+
+    def _queues_before_sleeping(self) -> bool:
+        """Return whether who sleeps has been queued, though not by enqueue()."""
+        waits = self.waiting
+        return waits.way is Way.LISTEN and waits.queueing is not Queueing.ENQUEUE
 
     @asynccontextmanager
     async def _around_twin(self, verb: str, counted: str = "") -> AsyncIterator[None]:

@@ -33,25 +33,24 @@ class Rival:
         ttl: float = 20.0,
         limit: int | None = None,
     ) -> Rival:
-        """Return a rival for the lock *name*, with a *limit* for its first place; see Request for the times."""
+        """Return a rival for the lock *name*, with a *limit* for one of its places; see Request for the times."""
         holder = dataclasses.replace(Holder.current(), thread="rival")
         request = backend.request(name, ttl=ttl, holder=holder, shared=shared)
         if limit is not None:
             request = request.with_limit(limit)
-        return cls(backend, request if backend.finds_place or limit is None else request.at(0))
+        return cls(backend, request)
 
     def tries(self) -> bool:
         """Ask once, and tell whether it is ours. Whoever has left asks as another owner: the old one is refused."""
         if self._has_left:
             self.request = dataclasses.replace(self.request, owner=new_owner())
             self._has_left = False
-        answer = self._backend.try_acquire(self.request, queued=False)
-        if isinstance(answer, Grant):
-            self.token = answer.token
-            if answer.place is not None:
-                self.request = self.request.at(answer.place)
-            return True
-        self.refused = answer
+        for each in self.request.holdings:
+            answer = self._backend.try_acquire(each, queued=False)
+            if isinstance(answer, Grant):
+                self.token, self.request = answer.token, each
+                return True
+            self.refused = answer
         return False
 
     def takes(self, within: float = 5.0) -> None:

@@ -375,41 +375,6 @@ def test_two_owners_never_have_one_place(take: Taker, rival: Callable[..., Rival
     assert take(1) is None
 
 
-def test_who_asks_again_gets_the_same_place(
-    backend: BaseLockBackend, name: str, take: Taker
-) -> None:
-    if not backend.finds_place:
-        pytest.skip("each place is a lock that is asked for")
-    for lease in take.all():
-        lease.release()  # each place has been used before
-    for _ in range(5):
-        request = backend.request(name, ttl=20, holder=Holder.current()).with_limit(LIMIT)
-
-        answers = [backend.try_acquire(request, queued=False) for _ in range(3)]
-
-        first = answers[0]
-        assert isinstance(first, Grant)
-        assert [replace(each, start=None) for each in answers if isinstance(each, Grant)] == [
-            replace(first, start=None)
-        ] * 3
-        assert backend.release(request.at(first.place or 0)) is Release.RELEASED
-        assert backend.probe(request) is None
-
-
-@needs("leased")
-def test_a_request_without_an_answer_is_given_back_at_every_place(
-    backend: BaseLockBackend, name: str, take: Taker
-) -> None:
-    if not backend.finds_place:
-        pytest.skip("each place is a lock that is asked for")
-    request = backend.request(name, ttl=60, holder=Holder.current()).with_limit(2)
-    assert isinstance(backend.try_acquire(request, queued=False), Grant)
-
-    backend.abandon(request)
-
-    take.all(2)
-
-
 @lacks("variant")
 @needs("min_hold")
 def test_a_rate_is_a_limit_with_min_hold(take: Taker, tick: float) -> None:

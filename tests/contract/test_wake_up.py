@@ -67,7 +67,6 @@ class TestBetweenProcesses:
         assert any(served == list(range(len(sites))) for served in rounds)
 
     @needs("fair", "cross_process")
-    @pytest.mark.parametrize("limit", [None, 1])
     def test_nobody_overtakes_a_waiter(  # noqa: PLR0917 - fixtures
         self,
         faulty: Faulty,
@@ -75,34 +74,25 @@ class TestBetweenProcesses:
         using: str,
         name: str,
         rival: Rivals,
-        profile: Profile,
-        limit: int | None,
     ) -> None:
-        if limit and not locks[using].finds_place:
-            pytest.skip("places are asked for in no order")
         # From another server, as this one is to hang.
-        holder, late = rival(limit=limit), rival(site=sites[1], limit=limit)
+        holder, late = rival(), rival(site=sites[1])
         holder.takes()
         queued = threading.Semaphore(0)
         faulty.notice("enqueue", queued.release)
         tried = threading.Event()
 
         def take() -> bool:
-            with lock(name, using=using, timeout=30, limit=limit):
+            with lock(name, using=using, timeout=30):
                 return tried.wait(10)
 
         taking = start(take)
-        # On etcd the first of the line for places stands at them once it has looked again.
-        for _ in range(2 if limit and profile.name == "etcd" else 1):
-            assert queued.acquire(timeout=10)
+        assert queued.acquire(timeout=10)
         # Else the waiter may be so quick that nobody could overtake it.
         may_ask = faulty.hang("try_acquire")
 
         holder.leaves()
-        if late.tries():
-            # Only there who asks for a place at that moment may be faster, as its page says.
-            assert (profile.name, limit) == ("zookeeper", 1)
-            late.leaves()
+        assert not late.tries()
         tried.set()
         may_ask.set()
 
