@@ -391,12 +391,15 @@ class Attempt:
         queued = queue.queued(line)
         if queued is None:
             return
-        if self._waiting.position_is_grant:
+        if self._waiting.position_is_grant or queued.shared != self.request.shared:
             queue.note_queued(line, None)
             self.backend.dequeue_later(queued)
         else:
             self.lease.queue_as(queued.waiter)
             self.on_server = OnServer.PLACE
+            if self._waiting.queueing is Queueing.ENQUEUE:
+                self.requests += 1
+                yield partial(self.calls.enqueue, self.request, self.bell)
 
     def _has_turn(self) -> bool:
         """Return whether to ask the server; LockBackendError if those who asked before were told that it fails."""
@@ -549,7 +552,10 @@ class Attempt:
                 self.lease.ask_for(place)
                 start = clock.lease_time()
                 again = this._replace(start=start, is_first=True)
-                answer = yield from self._ask(again, None, queued=had_place)
+                try:
+                    answer = yield from self._ask(again, None, queued=had_place)
+                except Contended:
+                    answer = _UNKNOWN  # others are at work on this place
                 if isinstance(answer, Grant):
                     return Grant(answer.token, answer.start or start)
                 self.on_server = OnServer.PLACE if had_place else OnServer.NOTHING
@@ -602,10 +608,7 @@ class Attempt:
         if self._way is not Way.ON_SERVER:
             seconds = waiting.pause(self.wait, self.busy)
             self._expect(seconds)
-            if waiting.queueing is Queueing.NONE and self._limit is not None:
-                yield self._rest(self.bell.wait, seconds)
-            else:
-                yield self._rest(self.calls.sleep, self.request, self.bell, seconds)
+            yield self._rest(self.calls.sleep, self.request, self.bell, seconds)
 
     def _begin_to_wait(self) -> None:
         """Be known to wait; LockDeadlock if it would be for ourselves."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sqlite3
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,9 +13,8 @@ from django.db import connections
 
 from django_distlock import conf
 from django_distlock.backends.base import server_error
-from django_distlock.engine.leaders import Leaders
 from django_distlock.engine.steps import settled
-from django_distlock.engine.values import Busy, Grant, Release, batches, of_all
+from django_distlock.engine.values import Busy, Grant, Release, batches
 from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError
 from django_distlock.ground import clock
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 _DIALECTS: dict[str, type[Dialect]] = {"postgresql": PostgreSQL, "mysql": MySQL, "sqlite": SQLite}
 #: The first version with RETURNING.
 _LEAST_SQLITE = (3, 35, 0)
-#: Seconds between two renewals of the places of waiters that do not look themselves.
-KEEP = 0.5
 #: Requests in one statement.
 BATCH = 500
 
@@ -74,12 +70,10 @@ class DatabaseBackend(BaseDatabaseBackend):
     supports_purge = True
     supports_detach = True
     supports_min_hold = True
-    finds_place = True
     options: DatabaseOptions
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        self._leaders = Leaders(KEEP)
         self._notified: Notified | None = None
         self._watcher: Watcher | None = None
         listens = self.options.listen and not conf.tests_run()  # as in OwnConnections
@@ -88,13 +82,13 @@ class DatabaseBackend(BaseDatabaseBackend):
         elif listens and self.dialect.pauses:
             self._watcher = Watcher(self._own, self.dialect)
         self._listeners = [one for one in (self._notified, self._watcher) if one is not None]
-        # For a fair order each waiter has a place of its own on the server, from its beginning.
         is_fair, listens = self.options.fair, self._notified is not None
         looks = self.dialect.looks_before_retry and not is_fair
         self.waiting = Waiting(
             way=Way.LISTEN if listens else Way.LOOK if looks else Way.POLL,
             queueing=Queueing.ENQUEUE if listens or is_fair else Queueing.NONE,
-            in_line=not is_fair,
+            queues_places=listens or is_fair,
+            is_in_order=is_fair,
         )
 
     def make_dialect(self, vendor: str) -> Dialect:
@@ -128,12 +122,8 @@ class DatabaseBackend(BaseDatabaseBackend):
 
     def release(self, request: Request) -> Release:
         ask, verb = self._own.ask, self.dialect.release
-        found: list[Release] = [
-            self._persist(request.ttl, ask, verb, each) for each in request.holdings
-        ]
-        if self.options.fair:
-            self._leaders.ring_leader(request.line)
-        return of_all(found)
+        outcome: Release = self._persist(request.ttl, ask, verb, request)
+        return outcome
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend all leases in as few statements as possible."""
@@ -149,8 +139,13 @@ class DatabaseBackend(BaseDatabaseBackend):
         return is_ours
 
     def probe(self, request: Request) -> Busy | None:
-        busy: Busy | None = self._persist(0.0, self._own.ask, self.dialect.probe, request)
-        return busy
+        return self.probe_all([request])[0]
+
+    def probe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
+        found: list[Busy | None] = self._persist(
+            0.0, self._own.ask, self.dialect.probe_all, requests
+        )
+        return found
 
     def enqueue(self, request: Request, bell: Bell) -> None:
         channel = ""
@@ -161,22 +156,13 @@ class DatabaseBackend(BaseDatabaseBackend):
         ticket = settled(partial(self._persist, 0.0, ask), within=math.inf)
         if self._notified is not None:
             self._notified.ring_for(request.owner, ticket)
-        if self.options.fair:
-            self._leaders.add(request, bell, ticket)
-
-    def has_leader(self, request: Request) -> bool:
-        return self._leaders.has_leader(request)
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
-        """Renew the places of the waiters that this one leads, and wait."""
         self._watch(request, bell)
-        self._keep_places(self._leaders.to_keep(request))
         super().sleep(request, bell, seconds)
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         self._watch(request, bell)
-        if others := self._leaders.to_keep(request):
-            await self._threads.run_release(partial(self._keep_places, others))
         await super().asleep(request, bell, seconds)
 
     def dequeue(self, request: Request) -> None:
@@ -186,7 +172,6 @@ class DatabaseBackend(BaseDatabaseBackend):
     def forget_bell(self, request: Request) -> None:
         for listener in self._listeners:
             listener.forget_bell(request.owner)
-        self._leaders.drop(request)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         has_places = self.waiting.queueing is not Queueing.NONE
@@ -235,7 +220,6 @@ class DatabaseBackend(BaseDatabaseBackend):
         super().abandon_after_fork()
         for listener in self._listeners:
             listener.abandon()
-        self._leaders.forget()
 
     def _check_settings(self) -> list[CheckMessage]:
         using, connection = self.options.using, connections[self.options.using]
@@ -245,14 +229,8 @@ class DatabaseBackend(BaseDatabaseBackend):
             return [Error(text, hint=hint, id="distlock.E002")]
         return [*self.check_driver(), *self.check_installed()]
 
-    def _keep_places(self, waiters: Sequence[Request]) -> None:
-        # If the server fails, the next look reports it.
-        with suppress(LockBackendError):
-            for batch in batches([each.owner for each in waiters], BATCH):
-                self._own.ask(self.dialect.keep_places, batch)
-
     def _watch(self, request: Request, bell: Bell) -> None:
-        """Ask the watcher to ring the bell when the lock is free, unless another waiter leads this one."""
-        if self._watcher is not None and not self._leaders.has_leader(request):
+        """Ask the watcher to ring the bell when the lock is free."""
+        if self._watcher is not None:
             keys = tuple(each.key for each in request.holdings)
             self._watcher.expect(request.owner, keys, bell)

@@ -15,8 +15,6 @@ from django_distlock.engine.values import (
     Grant,
     Release,
     Request,
-    first_place,
-    first_to_end,
 )
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import stored
@@ -74,27 +72,25 @@ WHERE method_name = %(key)s AND owner = %(former)s AND expires_at > {{now}}
 _LOOK = f"SELECT CASE WHEN expires_at > {{now}} THEN holder END, {{left}} FROM {LOCK} WHERE"
 LOOK = f"{_LOOK} method_name = %(key)s"
 # A list of keys follows.
-_PROBE = f"{_LOOK} available_at > {{now}} AND method_name IN "
+_PROBE = f"{_LOOK.replace('SELECT', 'SELECT method_name,', 1)} available_at > {{now}} AND method_name IN "
 
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
-VALUES (%(line)s, %(owner)s, %(channel)s, {{until}})
+VALUES (%(line)s, %(position)s, %(channel)s, {{until}})
 """
-_DEQUEUE = f"DELETE FROM {WAITER} WHERE owner = %(owner)s"
+_DEQUEUE = f"DELETE FROM {WAITER} WHERE owner = %(position)s"
 
 # A list of keys follows. A row for each: its key, its token, whether it is free.
 _LOOK_AT = (
     f"SELECT method_name, fencing_token, available_at <= {{now}} FROM {LOCK} WHERE method_name IN "
 )
-# A list of owners follows. Renews their places for PATIENCE seconds, if they have less than half of that left.
-_KEEP_PLACES = (
-    f"UPDATE {WAITER} SET expires_at = {{until}} WHERE expires_at < {{soon}} AND owner IN "
-)
+# Renews the place for PATIENCE seconds, if it has less than half of that left.
+_KEEP_PLACE = f"UPDATE {WAITER} SET expires_at = {{until}} WHERE owner = %(position)s AND expires_at < {{soon}}"
 
 # A condition: no valid place in the queue is before ours.
 _TURN = f"""NOT EXISTS (
-    SELECT 1 FROM {WAITER} AS w WHERE w.method_name = %(line)s AND w.expires_at > {{now}} AND w.owner <> %(owner)s
-      AND w.ticket < coalesce((SELECT m.ticket FROM {WAITER} AS m WHERE m.owner = %(owner)s), 9223372036854775807))"""
+    SELECT 1 FROM {WAITER} AS w WHERE w.method_name = %(line)s AND w.expires_at > {{now}} AND w.owner <> %(position)s
+      AND w.ticket < coalesce((SELECT m.ticket FROM {WAITER} AS m WHERE m.owner = %(position)s), 9223372036854775807))"""
 
 # Rows for a name that is used for the first time.
 CREATE = (
@@ -144,7 +140,7 @@ class Dialect(ABC):
         self.enqueue_sql = self.sql(_ENQUEUE + self.on_enqueue)
         self.dequeue_sql = self.sql(_DEQUEUE)
         self.look_at_sql = self.sql(_LOOK_AT)
-        self.keep_places_sql = self.sql(_KEEP_PLACES)
+        self.keep_place_sql = self.sql(_KEEP_PLACE)
 
     def expressions(self) -> dict[str, str]:
         """Return the SQL for what statements have in braces."""
@@ -195,12 +191,12 @@ class Dialect(ABC):
         return False
 
     def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        """Acquire the lock, or any place of it, or return its holder. Crowded: it is free, but others are writing its rows."""
+        """Acquire the lock or return its holder. Crowded: it is free, but others are writing its rows."""
         answer = self.take(cursor, request)
         if queued and isinstance(answer, Grant):
             self.dequeue(cursor, request)
         elif queued:
-            self.keep_places(cursor, [request.owner])
+            cursor.execute(self.keep_place_sql, {"position": request.waiter})
         return answer
 
     def take(self, cursor: Any, request: Request) -> Grant | Busy:
@@ -231,12 +227,11 @@ class Dialect(ABC):
         cursor.execute(self.take_over_sql, {**parameters(request), "former": former})
         return self.extend(cursor, [request])[0]
 
-    def probe(self, cursor: Any, request: Request) -> Busy | None:
-        holdings = request.holdings
-        marks, known = listed((each.key for each in holdings), self.parameter)
+    def probe_all(self, cursor: Any, requests: Sequence[Request]) -> list[Busy | None]:
+        marks, known = listed((each.key for each in requests), self.parameter)
         cursor.execute(self.probe_sql + marks, known)
-        rows = cursor.fetchall()
-        return None if len(rows) < len(holdings) else first_to_end(busy(*row) for row in rows)
+        taken = {key: busy(*row) for key, *row in cursor.fetchall()}
+        return [taken.get(each.key) for each in requests]
 
     def version(self, cursor: Any) -> object:
         """Return a value that changes when another connection writes; None if reading it costs as much as a look."""
@@ -255,14 +250,9 @@ class Dialect(ABC):
         ticket: int = cursor.fetchone()[0]
         return ticket
 
-    def keep_places(self, cursor: Any, owners: Sequence[str]) -> None:
-        """Renew the places of *owners* that need it."""
-        marks, known = listed(owners, self.parameter)
-        cursor.execute(self.keep_places_sql + marks, known)
-
     def dequeue(self, cursor: Any, request: Request) -> None:
         """Give up the place in the queue."""
-        cursor.execute(self.dequeue_sql, {"owner": request.owner})
+        cursor.execute(self.dequeue_sql, {"position": request.waiter})
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Lock the row with the token of *key* until the caller's transaction ends; return the present token.
@@ -342,17 +332,14 @@ def listed(values: Iterable[Any], mark: str = MARK) -> tuple[str, dict[str, Any]
 def parameters(request: Request) -> dict[str, Any]:
     """Return the parameters of an acquire.
 
-    *taken_for*: seconds until others can acquire it, if it is not released. *first*: the place to begin with.
+    *taken_for*: seconds until others can acquire it, if it is not released. *position*: of its process in the queue.
     """
-    any_place = {}
-    if request.limit is not None:
-        any_place = {"limit": request.limit, "first": first_place(request.limit)}
     return {
-        **any_place,
         "key": request.key,
         "line": request.line,
         "name": stored(request.name),
         "owner": request.owner,
+        "position": request.waiter,
         "holder": request.holder.to_json(),
         "ttl": request.ttl,
         "taken_for": max(request.min_hold, request.ttl),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from django_distlock.engine.values import Busy, Grant, Release, Request, first_to_end
+from django_distlock.engine.values import Busy, Grant, Release, Request
 from django_distlock.exceptions import first_line
-from django_distlock.ground.naming import MOST_PLACES, place_of
 
 from .connections import Crowded
 from .dialect import (
@@ -20,7 +18,6 @@ from .dialect import (
     OutOfReach,
     StaleSnapshot,
     busy,
-    listed,
     parameters,
 )
 
@@ -34,6 +31,8 @@ _AFTER = _LATER.format("SYSDATE(6)", "{}")
 _LEFT = "TIMESTAMPDIFF(MICROSECOND, SYSDATE(6), available_at) / 1e6"
 MICROSECONDS = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS SIGNED)"
 
+_TOKEN = f"GREATEST({{}} + 1, {MICROSECONDS})"
+
 # Acquires the lock for %(owner)s if it is free, and raises its fencing token.
 #
 # It locks and reads the lock's row first. It joins the counter's row only if the lock is free, so that a
@@ -43,40 +42,19 @@ MICROSECONDS = "CAST(UNIX_TIMESTAMP(NOW(6)) * 1000000 AS SIGNED)"
 # Each assignment reads only its own old column and the clock, as the order of assignments across tables is
 # not defined. LAST_INSERT_ID: the token; 0: refused, or there is no row yet.
 _ACQUIRE = f"""
-UPDATE {{chosen}}{LOCK} AS l STRAIGHT_JOIN {COUNTER} AS c
-    ON c.method_name = IF(l.available_at <= NOW(6), {{key}}, NULL)
-SET l.owner = %(owner)s, l.holder = %(holder)s, l.fencing_token = {{token}},
+UPDATE {LOCK} AS l STRAIGHT_JOIN {COUNTER} AS c
+    ON c.method_name = IF(l.available_at <= NOW(6), %(key)s, NULL)
+SET l.owner = %(owner)s, l.holder = %(holder)s, l.fencing_token = {_TOKEN.format("l.fencing_token")},
     l.acquired_at = SYSDATE(6), l.updated_at = SYSDATE(6),
     l.expires_at = {_AFTER.format("%(ttl)s")},
     l.available_at = {_AFTER.format("%(taken_for)s")},
-    c.value = LAST_INSERT_ID({{counted}}), c.holder = %(holder)s
-WHERE l.method_name = {{key}} AND l.available_at <= SYSDATE(6) AND {{turn}}
+    c.value = LAST_INSERT_ID({_TOKEN.format("c.value")}), c.holder = %(holder)s
+WHERE l.method_name = %(key)s AND l.available_at <= SYSDATE(6) AND {{turn}}
 """
-_TOKEN = f"GREATEST({{}} + 1, {MICROSECONDS})"
-_ONE = {
-    "chosen": "",
-    "key": "%(key)s",
-    "token": _TOKEN.format("l.fencing_token"),
-    "counted": _TOKEN.format("c.value"),
-}
-
-# Of the rows of places its own, which the look will tell, else the first one that is free: the list of their keys
-# goes between. As a table it is read once, before any row is locked.
-_CHOSEN = (
-    f"(SELECT p.method_name FROM {LOCK} AS p WHERE (p.owner = %(owner)s OR p.available_at <= NOW(6))"
-    " AND p.method_name IN "
-)
-_FIRST = """ ORDER BY p.owner <=> %(owner)s DESC, MOD({} + %(limit)s - %(first)s, %(limit)s) LIMIT 1
-) AS f STRAIGHT_JOIN """
-_NUMBER = "CAST(SUBSTRING_INDEX({}.method_name, '~', -1) AS SIGNED)"
-# The token of a place ends with its number, as the OK packet has no other.
-_OF_PLACE = f"({_TOKEN} DIV {MOST_PLACES} + 1) * {MOST_PLACES} + {_NUMBER.format('l')}"
-
-# For each key of a list that follows: whether it is ours, the token, the holder, seconds until others can acquire it;
-# and whether it is our turn.
+# Whether it is ours, the token, the holder, seconds until others can acquire it, and whether it is our turn.
 _LOOK = f"""
-SELECT l.method_name, l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), {_LEFT}, {{turn}}
-FROM {LOCK} AS l JOIN {COUNTER} AS c ON c.method_name = l.method_name WHERE l.method_name IN """
+SELECT l.owner <=> %(owner)s, c.value, IF(l.expires_at > SYSDATE(6), l.holder, NULL), {_LEFT}, {{turn}}
+FROM {LOCK} AS l JOIN {COUNTER} AS c ON c.method_name = l.method_name WHERE l.method_name = %(key)s"""
 
 CREATE = tuple(
     each.format(now="SYSDATE(6)").replace("INSERT", "INSERT IGNORE", 1) for each in CREATE_ROWS
@@ -104,20 +82,7 @@ class MySQL(Dialect):
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
-        self._acquire, self._look_sql = self.sql(_ACQUIRE, **_ONE), self.sql(_LOOK)
-        #: Returns the statement for any of so many places.
-        self._acquire_place = lru_cache(self._sql_of_places)
-
-    def _sql_of_places(self, limit: int) -> str:
-        marks, _ = listed(range(limit))
-        chosen = f"{_CHOSEN}{marks}{_FIRST.format(_NUMBER.format('p'))}"
-        return self.sql(
-            _ACQUIRE,
-            chosen=chosen,
-            key="f.method_name",
-            token=_OF_PLACE.format("l.fencing_token"),
-            counted=_OF_PLACE.format("c.value"),
-        )
+        self._acquire, self._look_sql = self.sql(_ACQUIRE), self.sql(_LOOK)
 
     def expressions(self) -> dict[str, str]:
         """Make a release return by LAST_INSERT_ID: 2 in time, 1 expired, 0 it was not ours."""
@@ -152,37 +117,29 @@ class MySQL(Dialect):
         return code(error) in _REFUSED
 
     def take(self, cursor: Any, request: Request) -> Grant | Busy:
-        known, statement, limit = parameters(request), self._acquire, request.limit
-        if limit is not None:
-            statement = self._acquire_place(limit)
-            known |= listed(each.key for each in request.holdings)[1]
+        known = parameters(request)
         for is_again in (False, True, True):
             if is_again and (answer := self._look(cursor, request)) is not None:
                 return answer
-            _run(cursor, statement, known)
+            _run(cursor, self._acquire, known)
             if token := cursor.lastrowid:
-                return Grant(token, place=None if limit is None else token % MOST_PLACES)
+                return Grant(token)
         raise Crowded
 
     def _look(self, cursor: Any, request: Request) -> Grant | Busy | None:
         """Return the reason of a refusal; None if it is free by now, with its rows, which may have been missing."""
-        marks, keys = listed(each.key for each in request.holdings)
-        cursor.execute(
-            self._look_sql + marks, {"owner": request.owner, "line": request.line, **keys}
-        )
-        found = {key: row for key, *row in cursor.fetchall()}
-        for key, (is_ours, token, *_) in found.items():
-            if is_ours:
-                return Grant(token, place=place_of(key))
-        for _, _, _, left, is_our_turn in found.values():
-            if left <= 0:
-                return None if is_our_turn else Busy(remaining=0.0)
-        for each in request.from_any:
-            if each.key not in found:
-                for statement in CREATE:
-                    cursor.execute(statement, parameters(each))
-                return None
-        return first_to_end(busy(holder, left) for _, _, holder, left, _ in found.values())
+        known = parameters(request)
+        cursor.execute(self._look_sql, known)
+        if (row := cursor.fetchone()) is None:
+            for statement in CREATE:
+                cursor.execute(statement, known)
+            return None
+        is_ours, token, holder, left, is_our_turn = row
+        if is_ours:
+            return Grant(token)
+        if left > 0:
+            return busy(holder, left)
+        return None if is_our_turn else Busy(remaining=0.0)
 
     def release(self, cursor: Any, request: Request) -> Release:
         _run(cursor, self.release_sql, parameters(request))

@@ -18,7 +18,6 @@ except ImportError:
 
 from django_distlock.engine.values import Busy, Grant, Request, Secret
 from django_distlock.exceptions import first_line
-from django_distlock.ground.naming import place_of
 
 from .bounds import LONGEST_SELECT, wait_for_reply
 from .connections import Crowded
@@ -36,8 +35,6 @@ from .dialect import (
     parameters,
 )
 
-#: Of the free places of a lock, how many are tried: others may be acquiring the first ones.
-ENOUGH = 16
 #: Whether the driver is psycopg 3, and not psycopg2.
 HAS_PSYCOPG3: bool = _is_psycopg3
 if HAS_PSYCOPG3:
@@ -76,25 +73,25 @@ _DURABLE = """set_config('synchronous_commit', CASE WHEN current_setting('synchr
 # One row: token (null: refused), holder, seconds until others can acquire it, whether it was seen free:
 # a refusal in spite of that means that the counter is locked.
 _ACQUIRE = f"""
-WITH {{chosen}}seen AS (
+WITH seen AS (
     SELECT owner = %(owner)s AS mine, available_at <= clock_timestamp() AS free, {_HOLDER} AS holder,
            {_LEFT} AS remaining
-    FROM {LOCK} WHERE method_name = {{key}}
+    FROM {LOCK} WHERE method_name = %(key)s
 ), allowed AS MATERIALIZED (
     SELECT coalesce((SELECT mine FROM seen), false) AS mine,
            coalesce((SELECT free FROM seen), true) AND {{turn}} AS free
 ), counter AS MATERIALIZED (
     SELECT value FROM {COUNTER}
-    WHERE method_name = {{key}} AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
+    WHERE method_name = %(key)s AND (SELECT free AND NOT mine FROM allowed) FOR UPDATE SKIP LOCKED
 ), settled AS MATERIALIZED (
     SELECT set_config('lock_timeout', '{ROW_WAIT:g}s', true), {_DURABLE.format("true")}
     FROM allowed
     WHERE mine OR (free AND (EXISTS (SELECT FROM counter)
-        OR NOT EXISTS (SELECT FROM {COUNTER} WHERE method_name = {{key}})))
+        OR NOT EXISTS (SELECT FROM {COUNTER} WHERE method_name = %(key)s)))
 ), granted AS (
     INSERT INTO {LOCK} AS l (method_name, description, owner, holder, fencing_token, acquired_at,
                              expires_at, available_at, updated_at)
-    SELECT {{key}}, %(name)s, %(owner)s, %(holder)s,
+    SELECT %(key)s, %(name)s, %(owner)s, %(holder)s,
            greatest(coalesce((SELECT value FROM counter), 0) + 1, {MICROSECONDS}), clock_timestamp(),
            {_AFTER.format("%(ttl)s")}, {_AVAILABLE}, clock_timestamp()
     FROM settled
@@ -109,7 +106,7 @@ WITH {{chosen}}seen AS (
     RETURNING fencing_token, holder
 ), counted AS (
     INSERT INTO {COUNTER} AS c (method_name, value, holder)
-    SELECT {{key}}, fencing_token, holder FROM granted
+    SELECT %(key)s, fencing_token, holder FROM granted
     ON CONFLICT (method_name) DO UPDATE SET value = excluded.value, holder = excluded.holder
     WHERE c.value < excluded.value
 ){{queue}}
@@ -117,37 +114,12 @@ SELECT (SELECT fencing_token FROM granted), (SELECT holder FROM seen), (SELECT r
        (SELECT free FROM allowed){{more}}
 """
 
-# For a lock with a limit, the key is that of one of its places.
-#
-# places    each, in the order in which they are tried.
-# free      the first ones that were seen free.
-# open      the first of these that no other acquire has locked, locked.
-# chosen    its own, else that one, else one that has no row yet, else the one that is free first.
-# Arrays and LIMIT keep the planner, which does not know how many places there are, from reading the whole table.
-_CHOSEN = f"""places AS MATERIALIZED (
-    SELECT number, key, l.owner, l.available_at
-    FROM generate_series(0, %(limit)s::int - 1) AS number,
-        concat(%(line)s::text, mod(%(first)s::int + number, %(limit)s::int)) AS key
-    LEFT JOIN LATERAL (SELECT owner, available_at FROM {LOCK} WHERE method_name = key LIMIT 1) AS l ON true
-), free AS MATERIALIZED (
-    SELECT key FROM places WHERE available_at <= clock_timestamp() ORDER BY number LIMIT {ENOUGH}
-), open AS MATERIALIZED (
-    SELECT method_name FROM {LOCK}
-    WHERE method_name = ANY(ARRAY(SELECT key FROM free)) AND available_at <= clock_timestamp() AND {{turn}}
-    ORDER BY array_position(ARRAY(SELECT key FROM free), method_name::text) LIMIT 1 FOR UPDATE SKIP LOCKED
-), chosen AS MATERIALIZED (
-    SELECT coalesce((SELECT key FROM places WHERE owner = %(owner)s LIMIT 1), (SELECT method_name FROM open),
-        (SELECT key FROM places WHERE available_at IS NULL ORDER BY number LIMIT 1),
-        (SELECT key FROM places ORDER BY available_at LIMIT 1)) AS key
-), """
-_KEY = "(SELECT key FROM chosen)"
-
 # A waiter that is granted leaves the queue; one that is refused renews its place.
 _QUEUE = f""", gone AS (
-    DELETE FROM {WAITER} WHERE owner = %(owner)s AND EXISTS (SELECT FROM granted)
+    DELETE FROM {WAITER} WHERE owner = %(position)s AND EXISTS (SELECT FROM granted)
 ), kept AS (
     UPDATE {WAITER} SET expires_at = {_AFTER.format(PATIENCE)}
-    WHERE owner = %(owner)s AND NOT EXISTS (SELECT FROM granted)
+    WHERE owner = %(position)s AND NOT EXISTS (SELECT FROM granted)
         AND expires_at < {_AFTER.format(PATIENCE / 2)}
 )"""
 
@@ -161,7 +133,7 @@ RING_NEXT = _RING.format(more="")
 AFTER_FORCED_RELEASE = f"SELECT ({RING_NEXT}), {_DURABLE.format('true')}"
 
 # For a place: more than one may be free, so who is granted one wakes the next waiter.
-_OTHERS = " AND owner <> %(owner)s AND EXISTS (SELECT FROM granted)"
+_OTHERS = " AND owner <> %(position)s AND EXISTS (SELECT FROM granted)"
 _QUEUE_OF_PLACES = f"{_QUEUE}, woken AS ({_RING.format(more=_OTHERS)})"
 
 # Extends each lease that its owner still holds, never shortens one, and is as durable as the grant. Returns the owners.
@@ -174,11 +146,6 @@ UPDATE {LOCK} AS l SET
 FROM json_to_recordset(%(leases)s::json) AS e (key text, owner text, ttl float8), settled
 WHERE l.method_name = e.key AND l.owner = e.owner AND l.expires_at > clock_timestamp()
 RETURNING l.owner
-"""
-
-_KEEP_PLACES = f"""
-UPDATE {WAITER} SET expires_at = {_AFTER.format(PATIENCE)}
-WHERE owner IN (SELECT json_array_elements_text(%(owners)s::json)) AND expires_at < {_AFTER.format(PATIENCE / 2)}
 """
 
 _SETTLE = f"""
@@ -300,20 +267,10 @@ class PostgreSQL(Dialect):
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
-        one = {"key": "%(key)s", "chosen": "", "more": ""}
-        any_place = {"key": _KEY, "chosen": self.sql(_CHOSEN)}
-        #: By whether it is for any place, and whether it is queued.
-        self._acquire = {
-            (False, False): self.sql(_ACQUIRE, queue="", **one),
-            (False, True): self.sql(_ACQUIRE, queue=_QUEUE, **one),
-            (True, False): self.sql(_ACQUIRE, queue="", more=f", {_KEY}", **any_place),
-            (True, True): self.sql(
-                _ACQUIRE,
-                queue=_QUEUE_OF_PLACES,
-                more=f", {_KEY}, (SELECT count(*) FROM woken)",
-                **any_place,
-            ),
-        }
+        woken = ", (SELECT count(*) FROM woken)"
+        self._acquire = self.sql(_ACQUIRE, queue="", more="")
+        self._acquire_queued = self.sql(_ACQUIRE, queue=_QUEUE, more="")
+        self._acquire_place_queued = self.sql(_ACQUIRE, queue=_QUEUE_OF_PLACES, more=woken)
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
         """Return options that find a dead server soon; remove the application's isolation level."""
@@ -351,11 +308,14 @@ class PostgreSQL(Dialect):
         return "statement pooling mode" in str(error)  # of PgBouncer
 
     def try_acquire(self, cursor: Any, request: Request, queued: bool) -> Grant | Busy:
-        statement = self._acquire[request.limit is not None, queued]
+        statement = self._acquire
+        if queued:
+            has_place = request.place is not None
+            statement = self._acquire_place_queued if has_place else self._acquire_queued
         cursor.execute(statement, parameters(request))
-        token, holder, remaining, is_free, *chosen = cursor.fetchone()
+        token, holder, remaining, is_free, *_ = cursor.fetchone()
         if token is not None:
-            return Grant(token, place=place_of(chosen[0]) if chosen else None)
+            return Grant(token)
         if is_free:
             raise Crowded
         return busy(holder, remaining)
@@ -366,9 +326,6 @@ class PostgreSQL(Dialect):
         cursor.execute(_EXTEND, {"leases": Secret(json.dumps(leases))})
         kept = {owner for (owner,) in cursor.fetchall()}
         return [request.owner in kept for request in requests]
-
-    def keep_places(self, cursor: Any, owners: Sequence[str]) -> None:
-        cursor.execute(_KEEP_PLACES, {"owners": Secret(json.dumps(owners))})
 
     def guard(self, cursor: CursorWrapper, schema: str, key: str, token: int) -> int | None:
         """Lock with FOR SHARE: renewals write another row, and an acquire of another caller skips a locked one."""

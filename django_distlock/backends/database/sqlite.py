@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from django.db.utils import OperationalError
 
 from django_distlock.engine.values import Busy, Grant, Request
-from django_distlock.ground.naming import place_of
 
 from .dialect import (
     LOCK,
@@ -38,12 +37,12 @@ _LEFT = "(julianday(available_at) - julianday('now')) * 86400.0"
 _UNTIL = f"{_NOW}, {_AFTER.format(':ttl')}, {_AFTER.format(':taken_for')}"
 
 # Acquires the lock for :owner if it is free for it, and raises its fencing token.
-# One row with the token and the key; none: refused. The same owner gets the same token again.
+# One row with the token; none: refused. The same owner gets the same token again.
 _ACQUIRE = f"""
 INSERT INTO {LOCK} (method_name, description, owner, holder, fencing_token, acquired_at, expires_at,
                     available_at, updated_at)
-SELECT {{key}}, :name, :owner, :holder, {_MICROSECONDS}, {_UNTIL}, {_NOW}
-WHERE {{turn}} OR EXISTS (SELECT 1 FROM {LOCK} WHERE method_name = {{key}} AND owner = :owner)
+SELECT :key, :name, :owner, :holder, {_MICROSECONDS}, {_UNTIL}, {_NOW}
+WHERE {{turn}} OR EXISTS (SELECT 1 FROM {LOCK} WHERE method_name = :key AND owner = :owner)
 ON CONFLICT (method_name) DO UPDATE SET
     holder = excluded.holder, expires_at = excluded.expires_at,
     available_at = excluded.available_at, updated_at = excluded.updated_at,
@@ -52,18 +51,8 @@ ON CONFLICT (method_name) DO UPDATE SET
                     ELSE max(fencing_token + 1, excluded.fencing_token) END,
     owner = excluded.owner
 WHERE owner = :owner OR available_at <= {_NOW}
-RETURNING fencing_token, method_name
+RETURNING fencing_token
 """
-
-# Of the places: its own, else the first one that is free, else the first of all.
-_PLACE = f"""(
-    WITH RECURSIVE numbers (number) AS (
-        SELECT 0 UNION ALL SELECT number + 1 FROM numbers WHERE number + 1 < :limit
-    )
-    SELECT :line || ((:first + number) % :limit)
-    FROM numbers LEFT JOIN {LOCK} AS p ON p.method_name = :line || ((:first + number) % :limit)
-    ORDER BY coalesce(p.owner = :owner, 0) DESC, coalesce(p.available_at, '') > {_NOW}, number LIMIT 1
-)"""
 
 # One row if the file has tables of other apps.
 _OF_OTHERS = """
@@ -96,8 +85,7 @@ class SQLite(Dialect):
 
     def __init__(self, *, fair: bool) -> None:
         super().__init__(fair=fair)
-        self._acquire, self._look = self.sql(_ACQUIRE, key=":key"), self.sql(LOOK)
-        self._acquire_place = self.sql(_ACQUIRE, key=_PLACE)
+        self._acquire, self._look = self.sql(_ACQUIRE), self.sql(LOOK)
 
     def connection_options(self, settings: dict[str, Any], io_timeout: float) -> dict[str, Any]:
         """Return a short timeout for the locked file, as this process itself may have locked it."""
@@ -140,13 +128,10 @@ class SQLite(Dialect):
         return "no such table" in str(error) or "readonly" in str(error)
 
     def take(self, cursor: Any, request: Request) -> Grant | Busy:
-        is_any = request.limit is not None
-        cursor.execute(self._acquire_place if is_any else self._acquire, parameters(request))
+        cursor.execute(self._acquire, parameters(request))
         row = cursor.fetchone()
         if row is not None:
-            return Grant(row[0], place=place_of(row[1]) if is_any else None)
-        if is_any:
-            return self.probe(cursor, request) or Busy()
+            return Grant(row[0])
         cursor.execute(self._look, {"key": request.key})
         row = cursor.fetchone()
         return Busy() if row is None else busy(*row)

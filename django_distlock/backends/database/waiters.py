@@ -57,7 +57,8 @@ class Listener:
     def expect(self, owner: str, called: Any, bell: Bell) -> None:
         """Ring *bell* from now on for *called*. A new connection rings all bells once, so no call is missed."""
         with self._mutex:
-            self._bells[owner] = (called, bell)
+            known, _ = self._bells.get(owner, (None, bell))
+            self._bells[owner] = (known if called is None else called, bell)
             was_running, self._is_running = self._is_running, True
         try:
             # An asynchronous exception may block this start for ever in Python 3.11, so it is outside the mutex.

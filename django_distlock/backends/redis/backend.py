@@ -16,10 +16,9 @@ from django_distlock.backends.cache_alias import check_clearing, own_instance
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.background import PATIENCE
 from django_distlock.engine.bells import TaskBell, ThreadBell, timeout
-from django_distlock.engine.leaders import Leaders
 from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, batches
-from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
+from django_distlock.engine.waiting import Queueing, Waiting, Way
 from django_distlock.exceptions import Contended, LockBackendError, LockOutcomeUnknown, NotSent
 from django_distlock.ground import clock
 from django_distlock.ground.naming import printable, with_label
@@ -54,14 +53,8 @@ OLDEST = (6, 0)
 OLDEST_WITH_DISK, OLDEST_WITH_SURE_DISK = (7, 2), (8, 0)
 #: Seconds for which a waiter listens without a look: less than half its patience.
 LISTEN = 0.2
-#: Doorbells that one waiter listens to for all: the server rings them in about the order in which they came.
-LISTENED = 256
 #: Seconds until a waiter whose connection broke tries again.
 CUT_OFF = 0.05
-#: Seconds between two times that the places of the others are kept: well within their patience.
-KEEP = 0.15
-#: Seconds after which another one listens, because the event loop of the first may be blocked.
-STALE = 1.0
 
 
 class RedisBackend(StepsBackend):
@@ -82,11 +75,12 @@ class RedisBackend(StepsBackend):
             self.waiting = Waiting(
                 way=Way.LISTEN,
                 queueing=Queueing.BY_TRYING,
-                in_line=not self.options.fair,
+                queues_places=True,
+                is_in_order=self.options.fair,
                 look_again=LISTEN,
                 writers_first=True,
             )
-        self.supports_shared = self.finds_place = self.options.scripting
+        self.supports_shared = self.options.scripting
         self.source = self.make_source()
         self.location = ("redis", self.source.identity)
         # The locks of one script must be on one server.
@@ -124,17 +118,18 @@ class RedisBackend(StepsBackend):
     def server_of(self, request: Request) -> Hashable:
         return self._link.server_of(keys_of(request.key).record)
 
+    def probe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
+        return self._run(self._verbs.probe_all(requests))
+
+    def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
+        if request.limit is not None:  # else a try does it
+            self._run(self._verbs.enqueue(request))
+
     def dequeue(self, request: Request) -> None:
         self._run(self._verbs.leave(request))
 
     def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
         run(self._sleep(self._link, request, bell, seconds), call)
-
-    def has_leader(self, request: Request) -> bool:
-        return self._leaders.has_leader(request)
-
-    def forget_bell(self, request: Request) -> None:
-        self._leaders.drop(request)
 
     def held(self, key: str | None = None) -> Iterator[Held]:
         keys = [] if key is None else [key]
@@ -190,10 +185,18 @@ class RedisBackend(StepsBackend):
             link.gate_of_tries.release()
         return replace(answer, start=start) if isinstance(answer, Grant) else answer
 
+    async def aprobe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
+        return await self._arun(self._verbs.probe_all(requests))
+
     async def aabandon(self, request: Request) -> None:
-        if self.waiting.queueing is not Queueing.NONE:
-            await self._arun(self._verbs.leave(request))
         await self.arelease(request)
+
+    async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
+        if request.limit is not None:
+            await self._arun(self._verbs.enqueue(request))
+
+    async def adequeue(self, request: Request) -> None:
+        await self._arun(self._verbs.leave(request))
 
     async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
         await arun(self._sleep(await self._loops.get(), request, bell, seconds), call)
@@ -205,45 +208,20 @@ class RedisBackend(StepsBackend):
     def _sleep(
         self, link: Any, request: Request, bell: ThreadBell | TaskBell, seconds: float
     ) -> Steps[Act, None]:
-        """Wait for up to *seconds*. Of the waiters of this process for one lock, one listens on the server for all.
-
-        It may end early: the caller then asks for the lock again, as it does when its doorbell rings.
-        """
+        """Wait on the server for up to *seconds*, or less: the caller then asks for the lock again."""
         if self.waiting.polls:
             yield partial(bell.wait, seconds)
-        elif self._leaders.leads(request, bell):
-            yield from self._listen(link, request, bell, min(seconds, LISTEN))
-        else:
-            yield from self._follow(request, bell, Wait(seconds))
-
-    def _follow(
-        self, request: Request, bell: ThreadBell | TaskBell, wait: Wait
-    ) -> Steps[Act, None]:
-        """Wait until the leader rings *bell*, or leads no more."""
-        is_rung = False
-        while not (is_rung or wait.is_over) and self._leaders.has_leader(request):
-            is_rung = yield partial(bell.wait, wait.bounded(STALE))
-
-    def _listen(
-        self, link: Any, request: Request, bell: ThreadBell | TaskBell, seconds: float
-    ) -> Steps[Act, None]:
-        """Block on the doorbells of all waiters of this process, wake the one that rings, and keep their places."""
-        keys = keys_of(request.key)
-        bells = [keys.bell(owner) for owner in self._leaders.owners(request.key, LISTENED)]
+            return
+        seconds = min(seconds, LISTEN)
         # The server looks ten times a second, so it may be a bit late, unless a deadline is waited for.
         within = seconds + 0.3 if seconds == LISTEN else max(seconds, 0.001)
         try:
-            rung = yield partial(link.converse, self._verbs.listen(bells, seconds), within)
-            if rung is not None:
-                self._leaders.ring(request.key, rung.removeprefix(keys.bells))
-            if others := self._leaders.to_keep(request):
-                yield partial(link.converse, self._verbs.keep(others))
+            yield partial(link.converse, self._verbs.listen(request, seconds), within)
         except (Contended, LockOutcomeUnknown):
             # Only the listening failed: the next try shows how the server is.
             yield partial(bell.wait, min(seconds, CUT_OFF))
 
     def _open(self) -> None:
-        self._leaders = Leaders(KEEP, STALE)
         link = ClusterLink if self.source.is_cluster else PoolLink
         self._link = link(self.alias, self.source)
         self._run = self._link.converse

@@ -7,8 +7,10 @@ Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (
   ``revoked`` the last ones that are refused from now on; ``owner``, ``since`` and ``lasts``, the instant from which its lease
   lasts so many microseconds, and ``holder``: "token acquired holder", of who has it alone; and ``h:OWNER``, as ``holder``, of each who shares it;
 - *readers*, a sorted set: those who share it, by the instant the lease ends;
-- *queue*, a sorted set: waiter (mode and owner) by ticket; *alive*: waiter by the end of its patience;
-- a *doorbell* for each waiter, the list ``BELLS`` + owner, which it blocks on.
+- *queue*, a sorted set: waiter (mode and position) by ticket; *alive*: waiter by the end of its patience;
+- a *doorbell* for each waiter, the list ``BELLS`` + position, which it blocks on.
+
+A position is that of a process, whose callers wait in it one after the other.
 
 Each place of a lock with a limit has a record of its own; the queue, ``alive`` and the doorbells are those of all its places.
 
@@ -120,7 +122,7 @@ local function hold_back(instant)
   end
 end
 
--- Calls visit(mode, owner) for each waiter that is alive, in the order of tickets, until it says true.
+-- Calls visit(mode, position) for each waiter that is alive, in the order of tickets, until it says true.
 local function each_waiter(visit)
   local first = 0
   repeat
@@ -133,8 +135,8 @@ local function each_waiter(visit)
   until #some < 16
 end
 
-local function ring(owner)
-  local bell = bells .. owner
+local function ring(position)
+  local bell = bells .. position
   if redis.pcall('EXISTS', bell) == 0 then
     redis.call('RPUSH', bell, 1)
     redis.call('PEXPIRE', bell, 10000)
@@ -147,20 +149,20 @@ local function wake()
   local ends, mode = last_lease()
   if ends > 0 and mode == 'x' then return end
   local is_first = true
-  each_waiter(function(other, owner)
+  each_waiter(function(other, position)
     if other == 'x' then
-      if is_first and ends == 0 then ring(owner) end
+      if is_first and ends == 0 then ring(position) end
       return true
     end
     is_first = false
-    ring(owner)
+    ring(position)
   end)
 end
 
-local function leave(owner)
-  local left = redis.call('ZREM', queue, 'x' .. owner, 's' .. owner)
-  if left > 0 then redis.call('ZREM', alive, 'x' .. owner, 's' .. owner) end
-  redis.pcall('DEL', bells .. owner)
+local function leave(position)
+  local left = redis.call('ZREM', queue, 'x' .. position, 's' .. position)
+  if left > 0 then redis.call('ZREM', alive, 'x' .. position, 's' .. position) end
+  redis.pcall('DEL', bells .. position)
   return left
 end
 
@@ -172,19 +174,17 @@ local function busy()
 end
 """
 
-# Gives whoever is refused a place in the queue, if it is to have one, and returns who has the lock.
+# Gives *waiter* (mode and position) a place at the end of the queue, or keeps the one that it has.
 _QUEUE = f"""
-if ARGV[8] ~= '' then
   local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
-  redis.call('ZADD', queue, 'NX', math.max(number(last[2]) + 1, now), ARGV[3] .. owner)
-  redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, ARGV[3] .. owner)
-  for _, waiter in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', now - {FORGOTTEN * 1e6:.0f})) do
-    redis.call('ZREM', queue, waiter)
-    redis.call('ZREM', alive, waiter)
+  redis.call('ZADD', queue, 'NX', math.max(number(last[2]) + 1, now), waiter)
+  redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, waiter)
+  for _, gone in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', now - {FORGOTTEN * 1e6:.0f})) do
+    redis.call('ZREM', queue, gone)
+    redis.call('ZREM', alive, gone)
   end
   redis.call('PEXPIRE', queue, 60000)
   redis.call('PEXPIRE', alive, 60000)
-end
 """
 
 # Grants a free lock to this owner. *known*: the record's token, mode, and more.
@@ -213,7 +213,7 @@ _GRANT = f"""
 
 # Asks for the lock, once.
 # ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a place in the queue if it is
-# refused, '1' if the first in the queue is always served first.
+# refused, '1' if the first in the queue is always served first, its position in the queue, '1' if it is for a place.
 # Returns the token as text, which costs less than a table; or, if it is refused, {holder of the lease that ends last,
 # microseconds left or -1}. The same owner again: the same token. An owner that was given back for good: refused.
 # nil: it was given back before.
@@ -246,7 +246,7 @@ local function is_behind()
   if mode == 'x' and ARGV[9] == '' then return false end
   local behind = false
   each_waiter(function(other, who)
-    if who == owner then return true end
+    if who == ARGV[10] then return true end
     behind = mode == 'x' or other == 'x'
     return behind
   end)
@@ -255,82 +255,31 @@ end
 
 if is_free and not is_behind() then
   {_GRANT}
-  if redis.call('EXISTS', queue) == 1 then leave(owner) end
+  if redis.call('EXISTS', queue) == 1 then
+    leave(ARGV[10])
+    -- Several places may be free: each one that is taken rings the next waiter.
+    if ARGV[11] ~= '' then each_waiter(function(_, who) ring(who) return true end) end
+  end
   return token
 end
 
-{_QUEUE}
+if ARGV[8] ~= '' then
+  local waiter = mode .. ARGV[10]
+  {_QUEUE}
+end
 return busy()
 """
 
-# Asks for one of several places, once. Nobody shares one.
-# KEYS: queue, alive, and the record of each place.
-# ARGV: as for one lock, and the place to begin with. Returns "token place", or as for one lock, of the place
-# that is free first. The same owner again: the same place.
-_ACQUIRE_PLACE = f"""
-local owner, mode, ttl, min_hold, limit = ARGV[2], 'x', ARGV[4], ARGV[5], #KEYS - 2
-local mark = string.sub(owner, 1, {MARK})
-local known, free, soonest, is_revoked, is_late
-local numbers_free, available = 0, math.huge
-
-local function look_at(place)
-  record = KEYS[place + 3]
-  known = redis.call('HMGET', record, 'token', 'mode', 'available', 'since', 'lasts', 'revoked', 'ended', 'owner')
-end
-
-for i = 0, limit - 1 do
-  local place = (tonumber(ARGV[10]) + i) % limit
-  look_at(place)
-  local ends = number(known[4]) + number(known[5])
-  if known[8] == owner and ends > now then
-    hold(owner, math.max(ends, now + ttl), 'holder')
-    return text((described('holder'))) .. ' ' .. place
-  end
-  is_revoked = is_revoked or known[6] and string.find(known[6], mark, 1, true)
-  is_late = is_late or known[7] and string.find(known[7], mark, 1, true)
-  ends = math.max(ends, number(known[3]))
-  if ends <= now then
-    free, numbers_free = free or place, numbers_free + 1
-  elseif ends < available then
-    soonest, available = record, ends
-  end
-end
-
-local function refused()
-  record = soonest
-  return soonest and busy() or {{'', -1}}
-end
-if is_revoked then return refused() end
-if is_late then return false end
-
-local is_behind = false
-if ARGV[9] ~= '' then
-  each_waiter(function(_, who)
-    is_behind = who ~= owner
-    return true
-  end)
-end
-
-if free and not is_behind then
-  look_at(free)
-  {_GRANT}
-  if redis.call('EXISTS', queue) == 1 then
-    leave(owner)
-    if numbers_free > 1 then
-      each_waiter(function(_, who)
-        ring(who)
-        return true
-      end)
-    end
-  end
-  return token .. ' ' .. free
-end
+# Takes a position in the queue for any place of a lock, or keeps it.
+# ARGV: bells, position.
+_ENQUEUE = f"""
+local waiter = 'x' .. ARGV[2]
 {_QUEUE}
-return refused()
+return 1
 """
 
 # Gives back what an owner holds, and wakes who is next.
-# ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late, and take it from the queue,
+# ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late,
 # min_hold (microseconds). Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
 _RELEASE = f"""
 local owner, is_final = ARGV[2], ARGV[3] == '1'
@@ -349,7 +298,6 @@ local revoked = redis.call('HGET', record, 'revoked') or ''
 local is_new = is_final and not string.find(revoked, mark, 1, true)
 revoked = string.sub(mark .. ' ' .. revoked, 1, {LAST})
 local ends, field = lease_of(owner)
-if is_final then leave(owner) end
 if ends > 0 then
   local _, acquired = described(field)
   -- First, as Redis refuses to begin with HSET when its memory is full.
@@ -462,31 +410,13 @@ wake()
 return 1
 """
 
-# Gives up a place in the queue; who is next may have been passed over.
-# ARGV: bells, owner. Returns 1 if there was one, or 0.
+# Gives up a position in the queue; who is next may have been passed over.
+# ARGV: bells, position. Returns 1 if there was one, or 0.
 _LEAVE = """
 local left = leave(ARGV[2])
 expire()
 wake()
 return left
-"""
-
-# Keeps the places of waiters who are known to be alive. Rings those who have none any more, and, if
-# the lock is free, who is next: a ring may have been lost, or the holder's lease may have ended.
-# ARGV: bells, and mode and owner of each, as one word.
-_KEEP = f"""
-for i = 2, #ARGV do
-  if redis.call('ZSCORE', queue, ARGV[i]) then
-    redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, ARGV[i])
-  else
-    ring(string.sub(ARGV[i], 2))
-  end
-end
-redis.call('PEXPIRE', queue, 60000)
-redis.call('PEXPIRE', alive, 60000)
-expire()
-if number(redis.call('HGET', record, 'available')) <= now then wake() end
-return 1
 """
 
 
@@ -499,20 +429,14 @@ class Script:
 
 
 ACQUIRE = Script("acquire", _OF_LOCK + _ACQUIRE)
-ACQUIRE_PLACE = Script(
-    "acquire_place",
-    f"{_CLOCK}local record, readers, queue, alive, bells = nil, nil, KEYS[1], KEYS[2], ARGV[1]\n"
-    + _FUNCTIONS
-    + _ACQUIRE_PLACE,
-)
+ENQUEUE = Script("enqueue", _OF_LOCK + _NUMBERS + _ENQUEUE)
 RELEASE = Script("release", _OF_LOCK + _RELEASE)
 EXTEND = Script("extend", _EXTEND)
 TAKE_OVER = Script("take_over", _OF_LOCK + _FUNCTIONS + _TAKE_OVER)
 LOOK = Script("look", _OF_LOCK + _FUNCTIONS + _LOOK)
 FORCE = Script("force", _OF_LOCK + _FUNCTIONS + _FORCE)
 LEAVE = Script("leave", _OF_LOCK + _FUNCTIONS + _LEAVE)
-KEEP = Script("keep", _OF_LOCK + _FUNCTIONS + _KEEP)
-SCRIPTS = (ACQUIRE, ACQUIRE_PLACE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE, KEEP)
+SCRIPTS = (ACQUIRE, ENQUEUE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE)
 
 
 class Call(NamedTuple):

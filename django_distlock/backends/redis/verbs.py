@@ -21,8 +21,6 @@ from django_distlock.engine.values import (
     Request,
     Secret,
     batches,
-    first_place,
-    first_to_end,
 )
 from django_distlock.exceptions import Contended, LockBackendError
 from django_distlock.ground.holder import Holder
@@ -167,9 +165,9 @@ class RedisVerbs:
             request.holder.to_json(),
             "1" if queued else "",
             self._is_fair,
+            request.waiter,
+            "" if request.place is None else "1",
         )
-        if request.limit is not None:
-            call = self._for_places(call, request)
         answer, *replicas = yield from self._answers(call, *self._after)
         if answer is None:
             raise LockBackendError(
@@ -184,21 +182,16 @@ class RedisVerbs:
             except LockBackendError:
                 yield from self.release(request)
                 raise
-        token, *place = map(int, answer.split())
-        return Grant(token, place=place[0] if place else None)
+        return Grant(int(answer))
 
     def release(self, request: Request) -> Conversation[Release]:
-        if request.limit is not None:
-            (outcome,) = yield from self._release([request], "")
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
         (answer,) = yield from self._answers(self._release_call(request, ""))
         return _RELEASES[answer]
 
     def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
         """Release the locks for good: later requests of these owners are refused."""
-        return self._release(requests, "1")
+        calls = [self._release_call(each, "1") for each in requests]
+        return [self._released(each) for each in (yield from self._together(calls))]
 
     def extend(self, requests: Sequence[Request]) -> Conversation[list[bool]]:
         kept: list[bool] = []
@@ -223,8 +216,12 @@ class RedisVerbs:
         return bool(answer == 1)
 
     def probe(self, request: Request) -> Conversation[Busy | None]:
-        looks = yield from self._looks([each.key for each in request.holdings])
-        return first_to_end(answer and _busy(answer) for answer in looks)
+        (found,) = yield from self.probe_all([request])
+        return found
+
+    def probe_all(self, requests: Sequence[Request]) -> Conversation[list[Busy | None]]:
+        looks = yield from self._looks([each.key for each in requests])
+        return [answer and _busy(answer) for answer in looks]
 
     def held(self, keys: Sequence[str]) -> Conversation[list[Held]]:
         """Return the locks with these *keys*, at most BATCH."""
@@ -243,24 +240,27 @@ class RedisVerbs:
                 is_ended |= answer == 1
         return is_ended
 
-    def keep(self, waiters: Sequence[Request]) -> Conversation[None]:
-        keys = keys_of(waiters[0].key)
-        places = [Secret(_mode(waiter) + waiter.owner) for waiter in waiters]
-        yield from self._answers(Call(scripts.KEEP, keys.all, (keys.bells, *places)))
+    def enqueue(self, request: Request) -> Conversation[None]:
+        """Take a position in the queue for any place of a lock, or keep it."""
+        yield from self._answers(self._of_position(scripts.ENQUEUE, request))
 
     def leave(self, request: Request) -> Conversation[None]:
-        yield from self._answers(self._call(scripts.LEAVE, request))
+        yield from self._answers(self._of_position(scripts.LEAVE, request))
 
-    def listen(self, bells: Sequence[str], seconds: float) -> Conversation[str | None]:
-        """Wait on the server for up to *seconds* until one of the lists *bells* has something, and return which."""
+    def _of_position(self, script: Script, request: Request) -> Call:
+        keys = keys_of(request.key)
+        return Call(script, keys.all, (keys.bells, Secret(request.waiter)))
+
+    def listen(self, request: Request, seconds: float) -> Conversation[None]:
+        """Wait on the server for up to *seconds* until the doorbell of this waiter rings."""
+        bell = keys_of(request.key).bell(request.waiter)
         try:
-            (answer,) = yield (("BLPOP", *bells, f"{max(seconds, 0.001):.3f}"),)
+            (answer,) = yield (("BLPOP", bell, f"{max(seconds, 0.001):.3f}"),)
         except TimeoutError:  # in our own patience; the connection is given up
-            return None
+            return
         # Not if the server has just become a replica.
         if isinstance(answer, ResponseError) and not str(answer).startswith("UNBLOCKED"):
             raise LockBackendError(self._alias, f"Redis refused BLPOP: {answer}") from answer
-        return answer[0].decode() if isinstance(answer, (list, tuple)) else None
 
     def _confirm(self, replicas: Sequence[Any]) -> Conversation[None]:
         """Raise LockBackendError unless all *replicas*, answers of WAIT, are enough, and the disk has what was written.
@@ -281,20 +281,6 @@ class RedisVerbs:
             problem = f"Redis did not write the lock to its disk within {DISK:g} seconds (OPTIONS 'wait_disk')"
             raise LockBackendError(self._alias, problem)
 
-    def _release(
-        self, requests: Sequence[Request], is_final: str
-    ) -> Conversation[list[Release | Exception]]:
-        """Release each lock; a request that has no place yet, at all places."""
-        calls = [
-            self._release_call(each, is_final) for request in requests for each in request.holdings
-        ]
-        answers = iter((yield from self._together(calls)))
-        outcomes: list[Release | Exception] = []
-        for request in requests:
-            told = [self._released(next(answers)) for _ in request.holdings]
-            outcomes.append(next((each for each in told if each is Release.RELEASED), told[0]))
-        return outcomes
-
     def _released(self, answer: Any) -> Release | Exception:
         try:
             return _RELEASES[self._checked(answer)]
@@ -307,12 +293,6 @@ class RedisVerbs:
     def _call(self, script: Script, request: Request, *args: Any) -> Call:
         keys = keys_of(request.key)
         return Call(script, keys.all, (keys.bells, request.owner, *args))
-
-    def _for_places(self, call: Call, request: Request) -> Call:
-        """Return the *call* of ACQUIRE as one for any of the places of *request*, from first_place() on."""
-        records = [keys_of(each.key).record for each in request.holdings]
-        args = *call.args, first_place(len(records))
-        return Call(scripts.ACQUIRE_PLACE, (*call.keys[2:4], *records), args)
 
     def _looks(self, keys: Iterable[str]) -> Conversation[list[Any]]:
         """Return for each what LOOK answers, None if it is free."""
