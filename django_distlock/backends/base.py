@@ -238,6 +238,11 @@ class BaseLockBackend(ABC):
         """
         return self._key_in(name, self.prefix())
 
+    def line_of(self, request: Request) -> str:
+        """Return the key of the line in this process; where readers pass waiting writers, they have one of their own."""
+        is_apart = request.shared and not self.waiting.writers_first
+        return f"{request.line}\0shared" if is_apart else request.line
+
     def prefix(self) -> str:
         """Return KEY_PREFIX; if it is a function, what that returns now."""
         if isinstance(self.key_prefix, str):
@@ -350,6 +355,7 @@ class BaseLockBackend(ABC):
             # The wait for a thread counts against the timeout, but not against the lease.
             start = clock.lease_time()
             answer = self.try_acquire(request, queued=queued, left=wait.left)
+            self.queue.heard(self.line_of(request))
             if isinstance(answer, Grant) and answer.start is None:
                 return replace(answer, start=start)
             return answer

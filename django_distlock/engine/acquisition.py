@@ -316,6 +316,9 @@ class Attempt:
 
     def steps(self, start: float, answer: Answer | None) -> Steps[Act, None]:
         """Go on after the first *answer*, to a try begun at *start*; None: others of this process came first."""
+        if self.lease.in_line_as is self.lease.ref:
+            self.lease.in_line_as = self.bell
+            self.backend.queue.stay(self._line, self.lease.ref, self.bell)
         try:
             yield from self._until_granted(start, answer)
         except LockNotAcquired:
@@ -331,9 +334,6 @@ class Attempt:
     def _until_granted(self, start: float, answer: Answer | None) -> Steps[Act, None]:
         this = Try(start, is_first=True, is_last=self.wait.is_for_one_try)
         self.requests = int(answer is not None)
-        if self.lease.in_line_as is self.lease.ref:
-            self.lease.in_line_as = self.bell
-            self.backend.queue.stay(self._line, self.lease.ref, self.bell)
         if answer is None:
             self.on_server = OnServer.NOTHING
             yield from self._take_turn()
@@ -343,19 +343,24 @@ class Attempt:
             pause, answer = self._give_others_time(answer, this), None
             yield pause
             this = self._begin_try(is_first=False)
-        while True:
-            # Others at work on the same rows or connections do not have the lock: ask again.
-            try:
-                if (yield from self._try(this, answer)):
-                    return
-                yield from self._wait()
-                if self._was_passed_over():
-                    yield from self._stand_behind()
-            except (Contended, NotSent) as error:
-                yield self._give_others_time(error, this)
+        while not (yield from self._is_granted(this, answer)):
             answer = None
             # Even if the wait was ended by the timeout, try once more: the lock may have come free meanwhile.
             this = self._begin_try(is_first=False)
+
+    def _is_granted(self, this: Try, answer: Answer | None) -> Steps[Act, bool]:
+        """Try once, and wait if the lock is not granted; return whether it is."""
+        # Others at work on the same rows or connections do not have the lock: ask again.
+        try:
+            if (yield from self._try(this, answer)):
+                return True
+            if not self._was_passed_over():
+                yield from self._wait()
+            if self._was_passed_over():
+                yield from self._stand_behind()
+        except (Contended, NotSent) as error:
+            yield self._give_others_time(error, this)
+        return False
 
     def _rest(self, act: Callable[..., Any], *args: Any) -> Act:
         """Return *act* as one in which this caller waits, and asks the server for nothing."""
@@ -459,7 +464,7 @@ class Attempt:
         return Try(clock.lease_time(), is_first, is_last=self.wait.is_over)
 
     def _expect(self, seconds: float) -> None:
-        """Tell those behind us in the line how many seconds this caller may be silent for."""
+        """Note for the others in the line how many seconds this caller may be silent for."""
         if self.bell.may_stall and self.lease.in_line_as is not None:
             self.backend.queue.expect(self._line, self.bell, seconds)
 
@@ -467,38 +472,45 @@ class Attempt:
         """Return whether the lease is granted; LockNotAcquired if there was time for this try only."""
         by_trying = self._limit is None and self._waiting.queueing is Queueing.BY_TRYING
         queued = (by_trying and not this.is_last) or self.on_server is OnServer.PLACE
-        queue, line = self.backend.queue, self._line
-        if self._limit is not None:
-            if not isinstance(answer, Grant):
-                answer = yield from self._ask_places(this, answer)
+        if not isinstance(answer, Grant) and self._limit is not None:
+            answer = yield from self._ask_places(this, answer)
         elif not isinstance(answer, (Grant, Busy)):
-            if queued and self.on_server is not OnServer.PLACE:
-                queue.note_queued(line, self.request)
             answer = yield from self._ask(this, answer, queued=queued)
         if isinstance(answer, Busy):
-            self.on_server, self.busy = OnServer.PLACE if queued else OnServer.NOTHING, answer
-            self.waited_for = answer.holder or self.waited_for
-            if self.lease.in_line_as is not None:
-                queue.refused(line, answer)
-                if queued:
-                    queue.note_queued(line, self.request)
-        else:
-            # The server has ended its position with the grant.
-            queue.note_queued(line, None)
-            if self.lease.grant(answer, this.start):
-                return True
+            self._note_refusal(answer, queued=queued)
+        elif self._accepts(answer, this):
+            return True
         # A server that let it wait has looked until the last moment.
         if this.is_last or (self._waits_on_server(this) and self.wait.is_over):
             self._refuse()
         if isinstance(answer, Grant):
-            # It came after its own deadline. As another owner: the server may know that this one gave it back.
-            yield from self._settled(partial(self.calls.abandon, self.request))
-            if self.lease.is_granted:  # not that it was: it was abandoned meanwhile
-                raise LockNotHeld(self.lease.name)
-            self.backend.forget_bell(self.request)
-            self.lease.change_owner()
-            self.on_server = OnServer.NOTHING
+            yield from self._give_back()
         return False
+
+    def _note_refusal(self, busy: Busy, *, queued: bool) -> None:
+        self.on_server, self.busy = OnServer.PLACE if queued else OnServer.NOTHING, busy
+        self.waited_for = busy.holder or self.waited_for
+        if self.lease.in_line_as is not None:
+            self.backend.queue.refused(self._line, busy)
+            if queued:
+                self.backend.queue.note_queued(self._line, self.request)
+
+    def _accepts(self, granted: Grant, this: Try) -> bool:
+        """Become held, unless the lease is past its deadline already, or was passed over."""
+        queue, line = self.backend.queue, self._line
+        if self.lease.in_line_as is not None and not queue.keeps_turn(line, self.bell):
+            return False
+        queue.note_queued(line, None)  # the server has ended its position with the grant
+        return self.lease.grant(granted, this.start)
+
+    def _give_back(self) -> Steps[Act, None]:
+        """Give back a grant that is not accepted; ask as another owner from now on: the server may know that this one gave it back."""
+        yield from self._settled(partial(self.calls.abandon, self.request))
+        if self.lease.is_granted:  # not that it was: it was abandoned meanwhile
+            raise LockNotHeld(self.lease.name)
+        self.backend.forget_bell(self.request)
+        self.lease.change_owner()
+        self.on_server = OnServer.NOTHING
 
     def _waits_on_server(self, this: Try) -> bool:
         return self._way is Way.ON_SERVER and not (this.is_first or this.is_last)
@@ -521,7 +533,9 @@ class Attempt:
         answer: Grant | Busy
         if waits:
             self.requests += 1
+            self.backend.queue.note_queued(self._line, self.request)
             answer = yield ask
+            self.backend.queue.note_queued(self._line, None)
             return answer
         try:
             answer = yield from self._settled(ask, failed, this.start)

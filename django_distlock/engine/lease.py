@@ -739,9 +739,8 @@ class Lease(metaclass=_Shown):
 
     @property
     def line(self) -> str:
-        """The key of its line in this process; where readers pass waiting writers, they have a line of their own."""
-        is_apart = self.request.shared and not self.backend.waiting.writers_first
-        return f"{self.request.line}\0shared" if is_apart else self.request.line
+        """The key of its line in this process."""
+        return self.backend.line_of(self.request)
 
     @property
     def _lets_others_in(self) -> bool:

@@ -122,6 +122,22 @@ class LocalQueue:
             if isinstance(line, _Line) and line.turn is bell:
                 line.expected = clock.wait_time() + seconds + SILENT
 
+    def heard(self, key: str) -> None:
+        """Note that a thread has got the answer for the caller with the turn, a task, which should go on now."""
+        with self._mutex:
+            line = self.lines.get(key)
+            if isinstance(line, _Line) and line.holding is None:
+                line.expected = clock.wait_time() + SILENT
+
+    def keeps_turn(self, key: str, bell: Bell) -> bool:
+        """Return whether *bell* still has the turn; it is not passed over any more then."""
+        with self._mutex:
+            line = self.lines.get(key)
+            if not isinstance(line, _Line) or line.turn is not bell:
+                return False
+            line.expected = math.inf
+            return True
+
     def pass_over(self, key: str, bell: Bell) -> bool:
         """Give *bell* the turn if the first caller, which is now behind it, has been silent; return whether it has."""
         with self._mutex:

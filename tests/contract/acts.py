@@ -56,6 +56,15 @@ def stand_in_lines(names: list[str], using: str, **terms: Any) -> None:
             say("held", at=time.monotonic())
 
 
+def hold_again_and_again(name: str, using: str, seconds: float) -> None:
+    """Hold the lock for so many seconds each time; tell when it is held for the first time."""
+    told = once(partial(say, "held"))
+    while True:
+        with lock(name, using=using, timeout=None):
+            told()
+            time.sleep(seconds)
+
+
 def wake_up_late(name: str, **terms: Any) -> dict[str, str]:
     """Hold the lock; once told to go on, tell what the first check and the release say."""
     lease = lock(name, **terms).acquire()

@@ -87,7 +87,7 @@ def length_of_line(backend: BaseLockBackend, name: str) -> int:
     line = backend.queue.lines.get(lock.key)
     leases = [lease for lease in registry.leases() if lease.is_kept]
     held = sum((lease.backend.location, lease.request.key) == lock for lease in leases)
-    return max(held + waiting_for(backend, name), len(getattr(line, "places", "1")) if line else 0)
+    return max(held + waiting_for(backend, name), len(getattr(line, "callers", "1")) if line else 0)
 
 
 def waiting_for(backend: BaseLockBackend, name: str) -> int:

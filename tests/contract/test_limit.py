@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,7 @@ from django_distlock import (
     lock_all,
     locks,
 )
-from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Grant, Release
-from django_distlock.ground.holder import Holder
 from django_distlock.operators import force_release, holdings
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.processes import Child

@@ -21,7 +21,7 @@ from tests.fixtures.processes import Child
 
 from .crew import is_contested, start, take_and_release
 from .faults import Faulty, faulty_version_of
-from .profiles import Profile, lacks, needs
+from .profiles import lacks, needs
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
@@ -67,7 +67,7 @@ class TestBetweenProcesses:
         assert any(served == list(range(len(sites))) for served in rounds)
 
     @needs("fair", "cross_process")
-    def test_nobody_overtakes_a_waiter(  # noqa: PLR0917 - fixtures
+    def test_nobody_overtakes_a_waiter(
         self,
         faulty: Faulty,
         sites: list[str],

@@ -167,7 +167,7 @@ class Line(LocalQueue):
 def test_it_leaves_its_line_once_however_it_ends(memory: LocMemBackend) -> None:
     line = memory.queue = Line()
     released, lost = _taken("a"), _taken("b")
-    released.place_in_line, lost.place_in_line = released.ref, lost.ref
+    released.in_line_as, lost.in_line_as = released.ref, lost.ref
 
     released.release()
     lost.lose("a reason")
@@ -193,7 +193,7 @@ def test_an_exception_from_outside_at_the_end_keeps_nothing_from_those_who_wait_
 
     line = memory.queue = StoppedLine()
     lease = _taken()
-    lease.place_in_line = lease.ref
+    lease.in_line_as = lease.ref
 
     with pytest.raises(TimeLimit):
         lease.release()

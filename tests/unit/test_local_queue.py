@@ -9,16 +9,19 @@ from weakref import ref
 import pytest
 
 from django_distlock import Lease, LockBackendError
-from django_distlock.engine.local_queue import IN_A_ROW, LocalQueue
+from django_distlock.engine.local_queue import IN_A_ROW, SILENT, LocalQueue
+from django_distlock.engine.values import Busy, Request
 from django_distlock.ground import clock
+from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
 
 
 class Bell:
     """Counts how often it was rung."""
 
-    def __init__(self, *, is_heard: bool = True) -> None:
+    def __init__(self, *, is_heard: bool = True, may_stall: bool = False) -> None:
         self.rings = 0
+        self.may_stall = may_stall
         self._is_heard = is_heard
 
     def ring(self) -> bool:
@@ -64,7 +67,7 @@ def test_who_leaves_rings_the_next_one_and_nobody_else(queue: LocalQueue) -> Non
 def test_who_was_stopped_while_leaving_leaves_by_leaving_again(queue: LocalQueue) -> None:
     first, second, third = _line(queue, 3)
     # As an exception from outside would leave it.
-    cast("Any", queue.lines["a"]).places.remove(first)
+    cast("Any", queue.lines["a"]).callers.remove(first)
 
     queue.leave("a", first)
     queue.leave("a", first)
@@ -82,7 +85,7 @@ def test_a_failure_after_an_answer_is_a_single_one_again(queue: LocalQueue, answ
     if answer == "granted":
         queue.hold("a", second, cast("ref[Lease]", ref(_Leased())))
     else:
-        queue.contest("a")
+        queue.refused("a", Busy())
     queue.failed("a", error)
     assert queue.failure(third) is None
 
@@ -173,7 +176,7 @@ def test_it_gives_way_after_many_in_a_row_if_others_want_the_lock(queue: LocalQu
     for turn, bell in enumerate(bells[:-1]):
         gave_way.append(queue.gives_way("a"))
         if turn < 2 * IN_A_ROW:  # from then on, nobody else wants it
-            queue.contest("a")
+            queue.refused("a", Busy())
         queue.leave("a", bell)
 
     assert [turn for turn, gave in enumerate(gave_way) if gave] == [IN_A_ROW, 2 * IN_A_ROW]
@@ -189,6 +192,8 @@ def test_threads_that_join_and_leave_at_once_have_one_turn_at_a_time(queue: Loca
     at_once, most, mutex = 0, 0, threading.Lock()
 
     class Event(threading.Event):
+        may_stall = False
+
         def ring(self) -> bool:
             self.set()
             return True
@@ -211,7 +216,7 @@ def test_threads_that_join_and_leave_at_once_have_one_turn_at_a_time(queue: Loca
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
-    eventually(lambda: len(cast("Any", queue.lines["a"]).places) == 9)
+    eventually(lambda: len(cast("Any", queue.lines["a"]).callers) == 9)
     queue.leave("a", first)
     for thread in threads:
         thread.join(30)
@@ -271,3 +276,91 @@ def test_a_holder_that_leaves_lets_others_go_first_and_a_waiter_does_not(queue: 
 
     queue.leave("a", third)
     assert not queue.lines
+
+
+class TestASilentFirstCaller:
+    def test_one_that_was_rung_and_does_not_ask_is_passed_over(
+        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, task, third = Bell(), Bell(may_stall=True), Bell()
+        for bell in (first, task, third):
+            queue.join("a", bell)
+        queue.leave("a", first)
+        assert not queue.pass_over("a", third)
+
+        _let_pass(monkeypatch, SILENT)
+
+        assert queue.pass_over("a", third)
+        assert queue.has_turn("a", third)
+        assert not queue.keeps_turn("a", task)
+        queue.leave("a", third)
+        assert queue.has_turn("a", task)
+
+    def test_one_that_may_be_silent_for_longer_is_not(
+        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        task, other = Bell(may_stall=True), Bell()
+        queue.join("a", task)
+        queue.join("a", other)
+        queue.expect("a", task, 60.0)
+
+        _let_pass(monkeypatch, SILENT)
+        assert not queue.pass_over("a", other)
+
+        _let_pass(monkeypatch, 60.0)
+        assert queue.pass_over("a", other)
+
+    def test_one_that_goes_on_or_holds_the_lock_is_not(
+        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        task, other, lease = Bell(may_stall=True), Bell(), cast("Lease", Lent())
+        queue.join("a", task)
+        queue.join("a", other)
+        queue.heard("a")
+        assert queue.keeps_turn("a", task)
+        queue.hold("a", task, ref(lease))
+
+        _let_pass(monkeypatch, 2 * SILENT)
+        queue.heard("a")
+
+        assert not queue.pass_over("a", other)
+
+    def test_a_thread_is_never_silent(
+        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second, third = _line(queue, 3)
+        queue.leave("a", first)
+
+        _let_pass(monkeypatch, 100 * SILENT)
+
+        assert not queue.pass_over("a", third)
+        assert queue.has_turn("a", second)
+
+
+def _let_pass(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    later = clock.wait_time() + seconds
+    monkeypatch.setattr(clock, "wait_time", lambda: later)
+
+
+def test_the_position_on_the_server_is_given_up_by_the_last_caller(queue: LocalQueue) -> None:
+    first, second = _line(queue, 2)
+    request = Request("a", "a", 5.0, Holder.current())
+    queue.note_queued("a", request)
+
+    assert queue.leave("a", first) is None
+    assert queue.queued("a") is request
+    assert queue.leave("a", second) is request
+    assert queue.queued("a") is None
+
+
+def test_those_behind_rely_on_the_last_answer_while_it_is_young(
+    queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _line(queue, 2)
+    assert queue.answer("a", 1.0) is None
+
+    queue.refused("a", busy := Busy(remaining=3.0))
+    assert queue.answer("a", 1.0) is busy
+
+    _let_pass(monkeypatch, 1.0)
+    assert queue.answer("a", 1.0) is None

@@ -71,6 +71,7 @@ class SessionBackend(BaseDatabaseBackend):
             way=Way.ON_SERVER,
             look_again=SLICE if self.server.waits_in_transaction else None,
             writers_first=self.server.writers_first,
+            position_is_grant=True,
         )
         self._forget_sessions()
 
@@ -110,6 +111,11 @@ class SessionBackend(BaseDatabaseBackend):
                 self._interrupted.add(request.owner)
         if session is not None:
             session.interrupt()
+
+    def dequeue(self, request: Request) -> None:
+        """End the wait of this request, and free what it may have got meanwhile."""
+        self.interrupt(request)
+        self.release(request)
 
     def is_session_over(self, request: Request) -> bool:
         session = self._holding(request)
