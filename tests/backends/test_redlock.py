@@ -1090,6 +1090,38 @@ def test_an_answer_that_the_thread_does_not_tell_is_not_waited_for_without_end(
     goes_on.set()
 
 
+def test_a_pause_of_this_process_is_no_failure_of_the_servers(
+    servers: list[Redis], make: Make, name: str
+) -> None:
+    """The votes have not come when it goes on, long after they should have."""
+    within = 0.6
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        proxies = [stack.enter_context(Proxy(server.port)) for server in servers]
+        backend = make([_url(proxy) for proxy in proxies], server_timeout=within)
+        _warm_up(backend, name)
+        for proxy in proxies:
+            proxy.hold()
+        is_held_up, goes_on = threading.Event(), threading.Event()
+
+        def hold_up() -> None:
+            is_held_up.set()
+            goes_on.wait(20)
+
+        answer = pool.submit(backend.try_acquire, _request(backend, name), queued=False)
+        eventually(lambda: bool(backend._servers._watched), what="it has asked")
+        asked_at = time.monotonic()
+        backend._servers.submit(hold_up)
+        assert is_held_up.wait(20)
+        eventually(lambda: time.monotonic() > asked_at + within)
+        goes_on.set()
+        eventually(lambda: not backend._servers._jobs, what="it has gone on")
+        for proxy in proxies:
+            proxy.pass_through()
+
+        assert isinstance(answer.result(20), Grant)
+        backend.close()
+
+
 def test_servers_that_come_back_vote_again(servers: list[Redis], make: Make, name: str) -> None:
     backend = make(**PATIENT)
     for number in range(3):

@@ -47,6 +47,8 @@ DEBT_SECONDS, DEBT = 1.0, 64
 CHECK = 1.0
 #: Seconds that the thread may be late with an answer, beyond the time limits of the servers.
 LATE = 10.0
+#: Seconds by which the thread looks too late for answers, when it was held up: it had no processor, or much to do.
+HELD_UP = 0.01
 #: Seconds between two looks for work, where the thread cannot be woken.
 UNWOKEN = 0.005
 #: What errors say.
@@ -131,12 +133,15 @@ class ServerLink:
                 self._connect()
 
     def end_overdue(self, query: Query, now: float) -> None:
-        """Stop waiting for the answer. A server that answers other queries is at work: it has a second."""
+        """Stop waiting for the answer, unless the server is answering other queries, or we were held up: it has a second then."""
         within = query.question.within
         if not query.sent_at:
             limit = query.question.connecting
             query.fail(f"no connection to it within {clock.in_words(limit)}")
-        elif self._heard_at > query.deadline - within and now < query.sent_at + DEBT_SECONDS:
+        elif (
+            max(self._heard_at, self._servers.held_up_at) > query.deadline - within
+            and now < query.sent_at + DEBT_SECONDS
+        ):
             query.deadline = now + within
             self._servers.watch(self, query)
         else:
@@ -270,6 +275,8 @@ class Servers:
         #: Held by the thread that talks to the servers.
         self._thread = threading.Lock()
         self._jobs: deque[Callable[[], object]] = deque()
+        #: When the thread looked for answers last, and when it last did so too late.
+        self._looked_at = self.held_up_at = 0.0
         self._watched: list[tuple[float, int, ServerLink, Query]] = []
         self._numbers = itertools.count()
         self._is_asleep = self._is_closing = False
@@ -408,6 +415,10 @@ class Servers:
         self._is_asleep = True
         events = self.selector.select(0.0 if self._jobs else left)
         self._is_asleep = False
+        last, self._looked_at = self._looked_at, clock.wait_time()
+        overslept = 0.0 if left is None else self._looked_at - now - left
+        if max(now - last, overslept) > HELD_UP:
+            self.held_up_at = self._looked_at
         for key, mask in events:
             key.data(mask)
         while self._jobs:
