@@ -32,7 +32,7 @@ from django_distlock.engine.values import (
     Secret,
     digest,
 )
-from django_distlock.engine.waiting import Wait, Waiting, Way
+from django_distlock.engine.waiting import Wait, Waiting
 from django_distlock.exceptions import (
     InvalidLockBackend,
     LockBackendError,
@@ -115,8 +115,8 @@ class BaseLockBackend(ABC):
     ) -> Grant | Busy:
         """Try to acquire the lock once. The same owner gets the same grant again.
 
-        *queued*: whether it has a place on the server, or gets one if it is refused. With ``Way.ON_SERVER``
-        the server lets it wait for *left* seconds at most (None: no limit).
+        *queued*: whether it has a position in the server's queue, or gets one if it is refused. *left*: the seconds
+        for which it may wait for a connection or a thread (None: no limit).
         """
 
     @abstractmethod
@@ -142,8 +142,12 @@ class BaseLockBackend(ABC):
         """Return an identity of the request's server; one call of extend() gets the requests of one server."""
         return None
 
+    def wait_for(self, request: Request, left: float | None) -> Grant | Busy:
+        """Wait on the server, for *left* seconds at most (None: no limit), until it grants the lock. With ``Way.ON_SERVER``."""
+        raise NotImplementedError
+
     def interrupt(self, request: Request) -> None:
-        """End a try of this request in which another thread waits on the server. Must not block."""
+        """End the wait_for() of another thread for this request. Must not block."""
 
     def is_session_over(self, request: Request) -> bool:
         """Return True if the session that holds the lock is known to have ended. Must not block."""
@@ -349,20 +353,23 @@ class BaseLockBackend(ABC):
     async def atry_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        wait = Wait(left)
+        ask = partial(self._answered, request, partial(self.try_acquire, queued=queued), Wait(left))
+        return await self._threads.run_try(request, ask, left)
 
-        def ask() -> Grant | Busy:
-            # The wait for a thread counts against the timeout, but not against the lease.
-            start = clock.lease_time()
-            answer = self.try_acquire(request, queued=queued, left=wait.left)
-            self.queue.heard(self.line_of(request))
-            if isinstance(answer, Grant) and answer.start is None:
-                return replace(answer, start=start)
-            return answer
+    async def await_for(self, request: Request, left: float | None) -> Grant | Busy:
+        ask = partial(self._answered, request, self.wait_for, Wait(left))
+        return await self._threads.run_wait(request, ask, left)
 
-        waits = queued and self.waiting.way is Way.ON_SERVER
-        run = self._threads.run_wait if waits else self._threads.run_try
-        return await run(request, ask, left)
+    def _answered(
+        self, request: Request, verb: Callable[..., Grant | Busy], wait: Wait
+    ) -> Grant | Busy:
+        """Return the answer to a task: its wait for this thread counts against its timeout, but not against the lease."""
+        start = clock.lease_time()
+        answer = verb(request, left=wait.left)
+        self.queue.heard(self.line_of(request))
+        if isinstance(answer, Grant) and answer.start is None:
+            return replace(answer, start=start)
+        return answer
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         await self._threads.run_try(request, lambda: self.enqueue(request, bell))

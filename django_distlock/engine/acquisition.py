@@ -103,6 +103,7 @@ def acquire(lease: Lease, timeout: float | Wait | None) -> None:
         if not is_granted:
             calls = Calls(
                 backend.try_acquire,
+                backend.wait_for,
                 backend.probe,
                 backend.probe_all,
                 backend.abandon,
@@ -157,6 +158,7 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
         if not is_granted:
             calls = Calls(
                 backend.atry_acquire,
+                backend.await_for,
                 backend.aprobe,
                 backend.aprobe_all,
                 backend.aabandon,
@@ -271,6 +273,7 @@ class Calls(NamedTuple):
     """The verbs of the backend that an attempt needs: a thread calls them, a task awaits their twins."""
 
     try_acquire: Callable[..., Any]
+    wait_for: Callable[..., Any]
     probe: Callable[..., Any]
     probe_all: Callable[..., Any]
     abandon: Callable[..., Any]
@@ -523,20 +526,13 @@ class Attempt:
             busy: Busy | None = yield from self._settled(partial(self.calls.probe, self.request))
             if busy is not None:
                 return busy
-        waits = self._waits_on_server(this)
+        if self._waits_on_server(this):
+            return (yield from self._wait_on_server())
         is_late = this.is_last and not self.wait.is_for_one_try
         left = LAST if is_late else self.wait.left
-        if waits:
-            left = self._waiting.on_server(self.wait)
-        ask = partial(self.calls.try_acquire, self.request, queued=queued or waits, left=left)
+        ask = partial(self.calls.try_acquire, self.request, queued=queued, left=left)
         had_place, self.on_server = self.on_server is OnServer.PLACE, OnServer.UNKNOWN
         answer: Grant | Busy
-        if waits:
-            self.requests += 1
-            self.backend.queue.note_queued(self._line, self.request)
-            answer = yield ask
-            self.backend.queue.note_queued(self._line, None)
-            return answer
         try:
             answer = yield from self._settled(ask, failed, this.start)
         except LockBackendError as error:
@@ -546,6 +542,15 @@ class Attempt:
             if self.lease.in_line_as is not None and not isinstance(error, (Contended, NotSent)):
                 self.backend.queue.failed(self._line, error)
             raise
+        return answer
+
+    def _wait_on_server(self) -> Steps[Act, Grant | Busy]:
+        self.on_server = OnServer.UNKNOWN
+        self.requests += 1
+        left = self._waiting.on_server(self.wait)
+        self.backend.queue.note_queued(self._line, self.request)
+        answer: Grant | Busy = yield partial(self.calls.wait_for, self.request, left)
+        self.backend.queue.note_queued(self._line, None)
         return answer
 
     def _ask_places(self, this: Try, answer: Answer | None) -> Steps[Act, Grant | Busy]:

@@ -81,9 +81,12 @@ class Faulty(_Base):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        waits = queued and self.waiting.way is Way.ON_SERVER
-        with self._around("wait_acquire" if waits else "try_acquire"):
+        with self._around("try_acquire"):
             return super().try_acquire(request, queued=queued, left=left)
+
+    def wait_for(self, request: Request, left: float | None) -> Grant | Busy:
+        with self._around("wait_for"):
+            return super().wait_for(request, left)
 
     def release(self, request: Request) -> Release:
         with self._around("release"):

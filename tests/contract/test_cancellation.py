@@ -103,7 +103,7 @@ async def test_a_task_cancelled_while_it_takes_its_place_in_the_queue_leaves_not
     task = asyncio.create_task(_hold(using, name))
     # A backend without a queue has tried twice by then.
     await aeventually(
-        lambda: faulty.calls["enqueue"] or faulty.calls["wait_acquire"] or total(faulty.calls) > 5
+        lambda: faulty.calls["enqueue"] or faulty.calls["wait_for"] or total(faulty.calls) > 5
     )
 
     await _ends(task)

@@ -69,7 +69,7 @@ def test_ctrl_c_while_waiting_leaves_nothing(
     monkeypatch.setattr(sys, "unraisablehook", lambda told: dropped.append(told.exc_type))
 
     def press() -> float:
-        eventually(lambda: faulty.calls["wait_acquire"] or total(faulty.calls) > asked + 2)
+        eventually(lambda: faulty.calls["wait_for"] or total(faulty.calls) > asked + 2)
         while True:
             dropped.clear()
             signal.pthread_kill(me, signal.SIGINT)

@@ -90,18 +90,30 @@ class SessionBackend(BaseDatabaseBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
+        return self._acquire(request, partial(self._take, left=left), left)
+
+    def wait_for(self, request: Request, left: float | None) -> Grant | Busy:
+        return self._acquire(request, partial(self._wait, wait=Wait(left)), left, to_wait=True)
+
+    def _acquire(
+        self,
+        request: Request,
+        verb: Callable[[DatabaseSession], Grant | Busy],
+        left: float | None,
+        *,
+        to_wait: bool = False,
+    ) -> Grant | Busy:
         known = self._sessions.get(request.owner)
         if known is not None and known.grant is not None:
             return known.grant
-        verb = partial(self._wait, wait=Wait(left)) if queued else partial(self._take, left=left)
         session = DatabaseSession(request)
         try:
-            return self._ask_on(session, verb, left, to_wait=queued)
+            return self._ask_on(session, verb, left, to_wait=to_wait)
         except LockBackendError:
             # An idle connection may have died unseen, or a new one as it was opened; what it did not get it does not hold.
-            if not session.was_cut or (queued and session.is_open):
+            if not session.was_cut or (to_wait and session.is_open):
                 raise
-        return self._ask_on(session, verb, left, to_wait=queued)
+        return self._ask_on(session, verb, left, to_wait=to_wait)
 
     def interrupt(self, request: Request) -> None:
         """End its wait, which may only be about to begin."""
