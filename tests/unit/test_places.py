@@ -12,9 +12,8 @@ import pytest
 
 from django_distlock import LockNotAcquired, distributed_lock, lock, locks
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.registry import registry
-from django_distlock.engine.values import Busy, Grant, first_to_end
+from django_distlock.engine.values import Busy, first_to_end
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import line_key, line_of, place_key, place_of, server_key
 from django_distlock.testing import assert_held, assert_not_held, held_elsewhere
@@ -96,19 +95,6 @@ def test_places_that_come_free_together_let_as_many_in(
         lease = waiter.result(10)
         assert lease
         lease.release()
-
-
-def test_nobody_who_comes_later_takes_the_place_of_a_waiter(memory: LocMemBackend) -> None:
-    holder, waiter, late = (
-        memory.request("a", ttl=20, holder=Holder.current()).with_limit(1) for _ in range(3)
-    )
-    assert isinstance(memory.try_acquire(holder, queued=False), Grant)
-    memory.enqueue(waiter, ThreadBell())
-
-    memory.release(holder)
-
-    assert isinstance(memory.try_acquire(late, queued=False), Busy)
-    assert isinstance(memory.try_acquire(waiter, queued=True), Grant)
 
 
 # The rest is tried on the semaphores of Python too.
@@ -193,11 +179,8 @@ class Two:
 @pytest.fixture(params=["ours", "asyncio's"])
 def two(request: pytest.FixtureRequest, memory: LocMemBackend) -> Two:
     if request.param == "ours":
-        records = memory._memory.records
-        return Two(
-            lambda: lock("a", limit=2, timeout=None),
-            lambda: sum(len(record.waiters) for record in records.copy().values()),
-        )
+        line = memory.request("a", ttl=20, holder=Holder.current()).with_limit(2).line
+        return Two(lambda: lock("a", limit=2, timeout=None), lambda: memory.queue.waiters(line))
     semaphore = asyncio.Semaphore(2)
     return Two(lambda: semaphore, lambda: len(semaphore._waiters or ()))
 
