@@ -293,7 +293,7 @@ def test_connections_that_broke_while_idle_are_replaced_unseen(direct: Redis, na
 def test_connections_that_a_router_forgot_fail_once_for_all(proxy: Proxy, name: str) -> None:
     with ThreadPoolExecutor(3) as crowd:
         for number in range(3):
-            verb = backend()._verbs.listen([f"{name}:{number}"], 0.3)
+            verb = backend()._verbs.listen(f"{name}:{number}", 0.3)
             crowd.submit(backend()._link.converse, verb, 5.0)
     assert proxy.open_connections >= 3
     proxy.forget()

@@ -216,7 +216,8 @@ class RedisBackend(StepsBackend):
         # The server looks ten times a second, so it may be a bit late, unless a deadline is waited for.
         within = seconds + 0.3 if seconds == LISTEN else max(seconds, 0.001)
         try:
-            yield partial(link.converse, self._verbs.listen(request, seconds), within)
+            bell_on_server = keys_of(request.key).bell(request.waiter)
+            yield partial(link.converse, self._verbs.listen(bell_on_server, seconds), within)
         except (Contended, LockOutcomeUnknown):
             # Only the listening failed: the next try shows how the server is.
             yield partial(bell.wait, min(seconds, CUT_OFF))

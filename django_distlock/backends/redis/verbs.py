@@ -251,9 +251,8 @@ class RedisVerbs:
         keys = keys_of(request.key)
         return Call(script, keys.all, (keys.bells, Secret(request.waiter)))
 
-    def listen(self, request: Request, seconds: float) -> Conversation[None]:
-        """Wait on the server for up to *seconds* until the doorbell of this waiter rings."""
-        bell = keys_of(request.key).bell(request.waiter)
+    def listen(self, bell: str, seconds: float) -> Conversation[None]:
+        """Wait on the server for up to *seconds* until the doorbell *bell* rings."""
         try:
             (answer,) = yield (("BLPOP", bell, f"{max(seconds, 0.001):.3f}"),)
         except TimeoutError:  # in our own patience; the connection is given up
