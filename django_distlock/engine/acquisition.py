@@ -69,6 +69,8 @@ _UNKNOWN = Busy()
 GIVE_WAY = 0.1
 #: Seconds for which a caller behind the first one relies on the answer that the first one got.
 YOUNG = 1.0
+#: Callers behind the first one, each of whom looks once a second or two whether that one goes on; more look less often.
+FEW = 32
 #: Seconds within which a task that asks the server goes on, unless its event loop is blocked.
 ASKS = 3.0
 #: Seconds that the last try of a waiting task waits for a thread.
@@ -394,7 +396,9 @@ class Attempt:
                 yield from self._look_without_turn()
                 return
             self._begin_to_wait()
-            seconds = random.uniform(SILENT, 2 * SILENT)  # noqa: S311 - to differ is enough
+            # Somebody looks some dozens of times a second at most, however many wait.
+            share = max(1.0, queue.waiters(line) / FEW)
+            seconds = share * random.uniform(SILENT, 2 * SILENT)  # noqa: S311 - to differ is enough
             yield self._rest(self.bell.wait, self.wait.bounded(seconds))
         queued = queue.queued(line)
         if queued is None:
