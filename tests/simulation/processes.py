@@ -16,7 +16,7 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.redis import connections
 from django_distlock.backends.redlock import servers as redlock_servers
 from django_distlock.conf import BackendSettings
-from django_distlock.engine import background, leaders
+from django_distlock.engine import background
 from django_distlock.engine.deadlocks import wait_graph
 from django_distlock.engine.lease import Lease
 from django_distlock.engine.registry import registry
@@ -98,13 +98,11 @@ def _now() -> float:
 def simulated(here: World, watch: Watch) -> Iterator[None]:
     """Have the package run in *here*: its time, its threads, its network and its random numbers."""
     tokens = partial(_token, here)
-    real_group = leaders._Group
     ours = [
         (mutexes, "_sections", WeakKeyDictionary()),
         (clock, "lease_time", _now),
         (clock, "wait_time", _now),
         (clock, "_wall_time", _now),
-        (leaders, "_Group", lambda: real_group(led_at=_now(), kept_at=_now())),
         (connections, "ConnectionPool", DriverPool),
         (connections, "AsyncConnectionPool", TaskDriverPool),
         (redlock_servers, "ConnectionPool", DriverPool),

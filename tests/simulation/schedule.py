@@ -484,7 +484,6 @@ class Schedule(Watch):
             "lines": process.backend.queue.lines,
             "waiting": wait_graph._waiting,
             "jobs": any(background._lanes.values()),
-            "leaders": getattr(getattr(process.backend, "_leaders", None), "_groups", None),
         }
         if found := {what: each for what, each in left.items() if each}:
             self.world.fail("left-in-process", f"{process.name} has {found}")
