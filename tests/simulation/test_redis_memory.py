@@ -26,13 +26,13 @@ Question = tuple[str, list[str], list[str | int]]
 def redis_question(random: Random, key: str) -> Question:
     owner, other = random.sample(OWNERS, 2)
     lock = [key, f"{key}:h", f"{key}:q", f"{key}:a"]
-    places = [f"{key}{place}" for place in range(2)]
     bells, mode, queued, fair = f"{key}:b:", random.choice("xxs"), *random.choices(("", "1"), k=2)
-    wish: list[str | int] = [bells, owner, mode, TTL, 0, "name", "{}", queued, fair]
+    wish: list[str | int] = [bells, owner, mode, TTL, 0, "name", "{}", queued, fair, owner, ""]
     questions: list[Question] = [
         (scripts.ACQUIRE.text, lock, wish),
         (scripts.ACQUIRE.text, lock, wish),
-        (scripts.ACQUIRE_PLACE.text, [*lock[2:4], *places], [*wish, 1]),
+        (scripts.ACQUIRE.text, [f"{key}0", f"{key}0:h", *lock[2:]], [*wish[:-1], "1"]),
+        (scripts.ENQUEUE.text, lock, [bells, owner]),
         (scripts.RELEASE.text, lock, [bells, owner, random.choice(("", "", "1")), 0]),
         (scripts.EXTEND.text, lock[:1], [owner, 2 * TTL, "x"]),
         (scripts.EXTEND.text, lock[:2], [owner, 2 * TTL, "s"]),
@@ -40,7 +40,6 @@ def redis_question(random: Random, key: str) -> Question:
         (scripts.LOOK.text, [key, f"{key}:h", f"{key}:a"], []),
         (scripts.FORCE.text, lock, [bells, owner, "0"]),
         (scripts.LEAVE.text, lock, [bells, owner]),
-        (scripts.KEEP.text, lock, [bells, f"x{owner}", f"s{other}"]),
     ]
     return random.choice(questions)
 
