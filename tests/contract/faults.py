@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
     from django_distlock.backends.locmem import LocMemBackend
-    from django_distlock.engine.bells import Bell
     from django_distlock.engine.values import Busy, Grant, Release, Request
 
     _Base = LocMemBackend  # stands for whatever this is mixed into
@@ -123,7 +122,7 @@ class Faulty(_Base):
         with self._around("probe"):
             return super().probe_all(requests)
 
-    def enqueue(self, request: Request, bell: Bell) -> None:
+    def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         with self._around("enqueue"):
             super().enqueue(request, _NoBell() if self.is_deaf else bell)
 

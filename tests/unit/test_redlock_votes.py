@@ -179,6 +179,8 @@ class Bell:
 
     rings = 0
 
+    may_stall = False
+
     def ring(self) -> bool:
         self.rings += 1
         return True
