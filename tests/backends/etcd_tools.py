@@ -15,7 +15,7 @@ from tests.fixtures.etcd import options
 if TYPE_CHECKING:
     import pytest
 
-    from django_distlock.backends.etcd.entries import Entry
+    from django_distlock.backends.etcd.keys import Key
     from tests.fixtures.etcd import Cluster, EtcdMember
 
 BACKEND = "django_distlock.backends.etcd.EtcdBackend"
@@ -57,14 +57,15 @@ def line(cluster: Cluster, namespace: str, name: str) -> list[str]:
     return list(keys(cluster.running[0], f"{namespace}/{name}/"))
 
 
-def entries(alias: str = "locks") -> list[Entry]:
-    """Return the entries of this process in all lines."""
-    return list(backend(alias)._recipe.by_owner.values())
+def nodes(alias: str = "locks") -> list[Key]:
+    """Return the keys of this process in all lines."""
+    return list(backend(alias)._verbs.nodes.values())
 
 
 def watched(alias: str = "locks") -> set[str]:
     """Return the keys whose going the waiters of this process wait for."""
-    return {key for entry in entries(alias) for key in entry.watched}
+    waiters = [*nodes(alias), *backend(alias)._verbs.lookouts.values()]
+    return {key for waiter in waiters for key in waiter.watched}
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, only: str = "") -> list[tuple[str, dict[str, Any]]]:
@@ -102,6 +103,6 @@ def said(kv: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def delete(cluster: Cluster, entry: Entry) -> None:
-    """Have an operator delete the key of *entry*."""
-    cluster.running[0].asks("/v3/kv/deleterange", key=encoded(entry.key))
+def delete(cluster: Cluster, node: Key) -> None:
+    """Have an operator delete the key *node*."""
+    cluster.running[0].asks("/v3/kv/deleterange", key=encoded(node.path))

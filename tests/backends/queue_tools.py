@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Counter:
     """A bell that counts."""
 
+    may_stall = False
+
     def __init__(self) -> None:
         self.rung = 0
 

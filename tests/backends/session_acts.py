@@ -8,13 +8,16 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from django.db import connections, transaction
 
 from django_distlock import Lock, LockError, lock, locks, transaction_lock
+from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.registry import registry
+from django_distlock.engine.values import Request
 from tests.contract import acts
 from tests.fixtures.child import hear_word, say
 
@@ -29,6 +32,33 @@ def end_inside(name: str, **terms: Any) -> None:
     assert lock(name, **terms).acquire()
     say("held")
     hear_word("leave")
+
+
+def hold_places(name: str, using: str, limit: int) -> None:
+    """Hold all places until told to leave."""
+    for _ in range(limit):
+        assert lock(name, using=using, limit=limit, reentrant=False, timeout=0).acquire()
+    say("held")
+    hear_word("leave")
+
+
+def wait_patiently(name: str, using: str, limit: int) -> None:
+    """Wait for a place for ever, woken by the server alone, and hold it until told to leave."""
+    backend = locks[using]
+    backend.waiting = replace(backend.waiting, look_again=3600.0)
+    sleep, is_told = backend.sleep, False
+
+    def tell(request: Request, bell: ThreadBell, seconds: float) -> None:
+        nonlocal is_told
+        if not is_told:
+            say("sleeps")
+            is_told = True
+        sleep(request, bell, seconds)
+
+    backend.sleep = tell  # type: ignore[method-assign]  # of this process alone
+    with lock(name, using=using, limit=limit, timeout=None) as lease:
+        say("held", place=lease.place)
+        hear_word("leave")
 
 
 def wait(name: str, using: str) -> None:

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
-from django_distlock.backends.etcd.entries import Entry
-from django_distlock.backends.etcd.gateway import SILENCE, MemberConnection, Reply, below
+from django_distlock.backends.etcd.gateway import SILENCE, Reply, below
+from django_distlock.backends.etcd.keys import Key
 from django_distlock.engine.background import background
 from django_distlock.engine.values import Busy, Release, Request
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
-from tests.contract.crew import start
+from tests.contract.crew import start, waiting_for
 from tests.fixtures.etcd import Cluster, EtcdMember
 from tests.fixtures.eventually import aeventually, eventually, never
 from tests.fixtures.interruption import StopAt, TimeLimit
@@ -32,11 +32,11 @@ from .etcd_tools import (
     aliases,
     backend,
     encoded,
-    entries,
     expire,
     keys,
     line,
     log_in,
+    nodes,
     noted,
     said,
     watched,
@@ -113,28 +113,6 @@ def test_one_look_tells_which_places_are_free(sent: list[Any]) -> None:
         each.release()
 
 
-def test_a_waiter_for_a_place_that_nobody_rings_asks_nothing(sent: list[Any]) -> None:
-    holders, (waiter, next_one) = _places("x", 2, "holder"), _places("x", 2)
-    assert all(stands(holder) for holder in holders)
-    for each in (waiter, next_one, waiter, next_one):
-        assert stands(each) is None
-    holder = backend().try_acquire(next_one, queued=True).holder  # type: ignore[union-attr]  # busy
-    assert holder is not None
-    assert holder.purpose == "holder"
-    sent.clear()
-
-    for _ in range(5):
-        assert stands(waiter) is None
-        assert stands(next_one) is None
-
-    assert sent == []
-
-
-def _places(name: str, limit: int, purpose: str = "rival") -> list[Request]:
-    holder = Holder.current(purpose)
-    return [rival(name, holder=holder).with_limit(limit) for _ in range(limit)]
-
-
 async def test_a_task_sends_the_same(sent: list[Any]) -> None:
     async with lock("warm", using="locks"):
         pass
@@ -153,7 +131,7 @@ def test_a_refusal_leaves_nothing(etcd: Cluster, namespace: str) -> None:
         assert lock("x", using="locks", timeout=0).acquire() is None
 
         assert len(line(etcd, namespace, "x")) == 1
-        assert not entries()
+        assert not nodes()
     assert len(revisions) == 1
 
 
@@ -176,19 +154,6 @@ def test_keys_are_used_again_so_that_deleted_ones_do_not_pile_up(
     assert len({put["key"] for put in puts if "lease" in put}) == 1
 
 
-def test_a_waiter_that_nobody_rings_asks_nothing(sent: list[Any]) -> None:
-    assert stands(rival("x"))
-    waiting = rival("x")
-    assert stands(waiting) is None
-    eventually(lambda: backend()._recipe.watcher._watch)
-    asked = [path for path, _ in sent if path != "/v3/watch"]
-
-    for _ in range(5):
-        assert stands(waiting) is None
-
-    assert [path for path, _ in sent if path != "/v3/watch"] == asked
-
-
 # The line.
 
 
@@ -198,8 +163,8 @@ def test_each_waiter_is_rung_by_the_one_before_it_alone() -> None:
     assert stands(holder)
     for waiter, bell in zip(waiters, bells, strict=True):
         assert stands(waiter) is None
-        assert backend()._is_told(waiter, bell)
-    assert len(watched()) == WAITERS
+        assert backend()._verbs.may_sleep(waiter, bell)
+    assert len(watched()) == WAITERS + 1  # and its own key
 
     tokens = []
     for waiter, bell in zip(waiters, bells, strict=True):
@@ -218,44 +183,15 @@ def _line_of_four() -> tuple[list[Any], list[Counter]]:
     bells = [Counter() for _ in people]
     for person, bell in zip(people, bells, strict=True):
         stands(person)
-        backend()._is_told(person, bell)
+        backend()._verbs.may_sleep(person, bell)
     return people, bells
-
-
-def test_who_leaves_the_middle_of_the_line_wakes_nobody(etcd: Cluster, namespace: str) -> None:
-    people, bells = _line_of_four()
-
-    backend().dequeue(people[1])
-
-    eventually(lambda: len(line(etcd, namespace, "x")) == 3)
-    backend().release(people[0])
-    eventually(lambda: bells[2].rung)
-    assert stands(people[2])
-    assert [bell.rung for bell in bells] == [0, 0, 1, 0]
-
-
-def test_who_leaves_the_middle_of_a_long_line_wakes_the_next_one_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("django_distlock.backends.etcd.recipe.AHEAD", 2)
-    people, bells = _line_of_four()
-
-    backend().dequeue(people[1])
-
-    eventually(lambda: bells[2].rung)
-    assert stands(people[2]) is None
-    assert [bell.rung for bell in bells] == [0, 0, 1, 0]
-    backend()._is_told(people[2], bells[2])
-    backend().release(people[0])
-    eventually(lambda: bells[2].rung == 2)
-    assert stands(people[2])
 
 
 def test_a_waiter_that_the_watch_has_told_asks_once_whether_that_is_so(sent: list[Any]) -> None:
     holder, waiter, bell = rival("x"), rival("x"), Counter()
     assert stands(holder)
     assert stands(waiter) is None
-    backend()._is_told(waiter, bell)
+    backend()._verbs.may_sleep(waiter, bell)
     backend().release(holder)
     eventually(lambda: bell.rung)
     sent.clear()
@@ -270,7 +206,7 @@ def test_a_waiter_that_the_watch_has_told_is_not_granted_what_is_gone(etcd: Clus
     holder, waiter, bell = rival("x"), rival("x", "elsewhere"), Counter()
     assert stands(holder)
     assert stands(waiter, "elsewhere") is None
-    backend("elsewhere")._is_told(waiter, bell)
+    backend("elsewhere")._verbs.may_sleep(waiter, bell)
     backend().release(holder)
     eventually(lambda: bell.rung)
     other = rival("x")
@@ -287,15 +223,15 @@ def test_a_deletion_between_the_look_and_the_watch_is_not_missed() -> None:
     assert stands(other)
     assert stands(rival("y")) is None  # so that the watch runs
     assert stands(waiter) is None
-    [entry] = [each for each in entries() if each.request is waiter]
-    awaited, seen = list(entry.watched), entry.revision
+    [node] = [each for each in nodes() if each.request is waiter]
+    awaited, seen = list(node.watched), node.number
     backend().release(holder)
-    eventually(lambda: not entry.watched)
+    eventually(lambda: not node.watched)
 
-    backend()._recipe.watcher.add(entry, awaited, seen, is_all=True)
+    backend()._server.watcher.add(node, awaited, seen)
 
-    assert not entry.watched
-    assert not backend()._is_told(waiter, Counter())
+    assert not node.watched
+    assert not backend()._verbs.may_sleep(waiter, Counter())
 
 
 def test_an_earlier_key_of_the_same_name_is_not_taken_for_the_one_that_is_awaited() -> None:
@@ -304,13 +240,13 @@ def test_an_earlier_key_of_the_same_name_is_not_taken_for_the_one_that_is_awaite
     holder, waiter = rival("x"), rival("x")
     assert stands(holder)
     assert stands(waiter) is None
-    [entry] = [each for each in entries() if each.request is waiter]
-    [awaited] = entry.watched
+    [node] = [each for each in nodes() if each.request is waiter]
+    awaited, own = node.watched
 
     # Told late, of the one that had this key before.
-    backend()._recipe.watcher._note([(awaited, entry.revision - 1)])
+    backend()._server.watcher._note([(awaited, node.number - 1)])
 
-    assert entry.watched == {awaited}
+    assert node.watched == (awaited, own)
     assert stands(waiter) is None
 
 
@@ -325,29 +261,29 @@ def test_the_deletion_of_a_key_that_was_deleted_before_is_not_forgotten_too_earl
         _give_back(name)
     assert stands(holder)
     assert stands(waiter) is None
-    [entry] = [each for each in entries() if each.request is waiter]
-    awaited, seen = list(entry.watched), entry.revision
+    [node] = [each for each in nodes() if each.request is waiter]
+    awaited, seen = list(node.watched), node.number
     backend().release(holder)
-    eventually(lambda: not entry.watched)
+    eventually(lambda: not node.watched)
     for name in ("b", "c"):
         _give_back(name)
 
-    backend()._recipe.watcher.add(entry, awaited, seen, is_all=True)
+    backend()._server.watcher.add(node, awaited, seen)
 
-    assert not entry.watched
+    assert not node.watched
 
 
 def _give_back(name: str) -> None:
     """Have the watch see that somebody had the lock *name*."""
-    known, request = backend()._recipe.watcher._deleted, rival(name)
+    known, request = backend()._server.watcher._deleted, rival(name)
     assert stands(request)
-    [key] = [each.key for each in entries() if each.request is request]
+    [key] = [each.path for each in nodes() if each.request is request]
     backend().release(request)
     eventually(lambda: key in known)
 
 
 def test_a_long_listing_is_read_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("django_distlock.backends.etcd.recipe.PAGE", 2)
+    monkeypatch.setattr("django_distlock.backends.etcd.keys.PAGE", 2)
     for number in range(5):
         stands(rival(f"x{number}"))
         stands(rival(f"x{number}"))
@@ -355,6 +291,21 @@ def test_a_long_listing_is_read_in_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     listed = [(held.name, held.waiters) for held in backend().held()]
 
     assert listed == [(f"x{number}", 1) for number in range(5)]
+
+
+def test_a_limit_of_a_thousand(member: EtcdMember) -> None:
+    waiter, bell = rival("x").with_limit(1000), Counter()
+    folder = backend()._server.folder(waiter.key)
+    for place in range(1000):
+        member.asks("/v3/kv/put", key=encoded(f"{folder}{place}/w-1-0"), value=encoded("{}"))
+    backend().enqueue(waiter, bell)  # type: ignore[arg-type]  # it counts
+    assert not bell.rung
+
+    member.asks("/v3/kv/deleterange", key=encoded(f"{folder}77/w-1-0"))
+
+    eventually(lambda: bell.rung)
+    found = backend().probe_all(waiter.holdings)
+    assert [place for place, busy in enumerate(found) if busy is None] == [77]
 
 
 # Nothing is left.
@@ -372,11 +323,11 @@ async def test_100_waits_that_time_out_leave_nothing(etcd: Cluster, namespace: s
     for _ in range(2):
         await asyncio.gather(*(wait() for _ in range(50)))
 
-    recipe = backend()._recipe
-    await aeventually(lambda: not recipe._doomed, 10)
+    verbs = backend()._verbs
+    await aeventually(lambda: not verbs.doomed, 10)
     assert len(line(etcd, namespace, "x")) == 1
-    assert list(recipe.by_owner) == [holder.owner]
-    assert len(recipe._slots) == 1
+    assert list(verbs.nodes) == [holder.owner]
+    assert len(backend()._server.slots) == 1
     assert not watched()
 
 
@@ -391,7 +342,8 @@ async def test_200_tasks_that_wait_share_the_threads_of_the_backend() -> None:
             served += 1
 
     tasks = [asyncio.create_task(read()) for _ in range(200)]
-    await aeventually(lambda: sum(entry.bell is not None for entry in entries()) == 200, 20)
+    await aeventually(lambda: waiting_for(backend(), "x") == 200, 20)
+    assert len(nodes()) == 2  # one of them waits for all
     # Four that try, one that watches, the clock and the background.
     assert threading.active_count() <= threads + 7
 
@@ -444,7 +396,7 @@ def test_a_waiter_that_comes_while_the_watch_ends_begins_no_second_one(
     assert stands(holder)
     other = rival("x")
     assert stands(other) is None
-    eventually(lambda: backend()._recipe.watcher._watch)
+    eventually(lambda: backend()._server.watcher._watch)
     backend().abandon_later(other)
     monkeypatch.setattr(MemberConnection, "close", close_late)
     eventually(has_ended)
@@ -492,8 +444,8 @@ def test_however_many_are_given_up_at_once_all_are_deleted(
     requests = [rival(f"x{number}") for number in range(150)]
     for request in requests:
         assert stands(request)
-    for entry in entries():
-        entry.is_late = is_late  # as after a lost reply
+    for node in nodes():
+        node.is_late = is_late  # as after a lost reply
 
     all_are = threading.Event()
     background.submit(("locks", "etcd"), all_are.wait)
@@ -530,10 +482,10 @@ def test_a_request_that_arrives_after_its_lock_was_given_back_makes_no_key(
 
 def test_an_exception_while_a_key_gets_its_name_does_not_keep_others_from_being_deleted() -> None:
     for number in range(1, 10):
-        entry = Entry(Request("job", "job", owner="", ttl=60.0, holder=Holder.current()), "job")
+        key = Key(Request("job", "job", owner="", ttl=60.0, holder=Holder.current()), folder="job")
         with suppress(TimeLimit), StopAt(number):
-            entry.leave("77")
-        assert entry.key or not entry.lease_id
+            key.leave("77")
+        assert key.path or not key.lease_id
 
 
 def test_a_late_deletion_does_not_free_who_has_the_key_now(
@@ -545,7 +497,7 @@ def test_a_late_deletion_does_not_free_who_has_the_key_now(
     waiter = rival("x")
     assert stands(waiter) is None
     backend().dequeue(waiter)
-    eventually(lambda: not backend()._recipe._doomed)
+    eventually(lambda: not backend()._verbs.doomed)
     deletions = [(path, body) for path, body in sent if "delete_range" in json.dumps(body)]
     assert len(deletions) == 2
     locks["elsewhere"].close()
@@ -593,7 +545,7 @@ def test_a_line_that_is_silent_is_an_error_and_soon(
     assert time.monotonic() - began < 10
     proxy.pass_through()
     # The request may arrive all the same: what it made is deleted.
-    eventually(lambda: not backend()._recipe._doomed and not line(etcd, namespace, "x"), 10)
+    eventually(lambda: not backend()._verbs.doomed and not line(etcd, namespace, "x"), 10)
 
 
 def test_connections_that_a_router_swallows_are_replaced_unseen(proxy: Proxy) -> None:
@@ -681,8 +633,8 @@ def test_a_waiter_whose_key_was_deleted_is_served_all_the_same(
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, "x")
         eventually(watched)
-        [entry] = entries()
-        member.asks("/v3/kv/deleterange", key=encoded(entry.key))
+        [node] = nodes()
+        member.asks("/v3/kv/deleterange", key=encoded(node.path))
         eventually(lambda: len(line(etcd, namespace, "x")) == 2)
 
         backend("elsewhere").release(holder)
@@ -701,7 +653,7 @@ def test_a_waiter_is_served_though_what_it_watches_was_compacted(
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, "x", timeout=60)
-        eventually(lambda: backend()._recipe.watcher._watch)
+        eventually(lambda: backend()._server.watcher._watch)
         eventually(watched)
         proxy.cut()
         backend("elsewhere").release(holder)
@@ -733,7 +685,7 @@ def test_a_waiter_whose_watch_was_compacted_is_served_soon_after_it(
         proxy.cut()
         revision = _compact(member)
         proxy.pass_through()
-        eventually(lambda: backend()._recipe.watcher._position == revision)
+        eventually(lambda: backend()._server.watcher._position == revision)
         never(waiting.done, 0.5)  # it has looked again by then
 
         backend("elsewhere").release(holder)
@@ -808,7 +760,7 @@ def test_a_user_needs_the_rights_of_the_namespace_alone(closed: Cluster) -> None
     with lock("x", using="locks", timeout=0):
         holder = rival("x", "elsewhere")
         assert stands(holder, "elsewhere") is None
-        eventually(lambda: backend("elsewhere")._recipe.watcher._watch)
+        eventually(lambda: backend("elsewhere")._server.watcher._watch)
     eventually(lambda: stands(holder, "elsewhere"))
     assert backend().check(["default"]) == []
 
@@ -832,8 +784,8 @@ def test_a_waiter_whose_token_members_have_forgotten_is_woken(closed: Cluster) -
     with ThreadPoolExecutor() as pool:
         with holder:
             got = pool.submit(waiter.acquire)
-            watcher = backend("elsewhere")._recipe.watcher
-            eventually(lambda: watcher._watch and watcher.is_fresh)
+            watcher = backend("elsewhere")._server.watcher
+            eventually(lambda: watcher._watch and watched("elsewhere"))
             before = backend("elsewhere")._gateway._token
 
             for member in closed.members:
@@ -960,7 +912,7 @@ def test_a_deletion_that_is_refused_holds_up_no_other_one(
     alarm = {"memberID": member.status["header"]["member_id"], "alarm": "NOSPACE"}
     for request in requests:
         assert stands(request)
-    entries()[0].is_late = True  # a full database refuses what refuses its late request
+    nodes()[0].is_late = True  # a full database refuses what refuses its late request
     member.asks("/v3/maintenance/alarm", action="ACTIVATE", **alarm)
     try:
         for request in requests:

@@ -175,16 +175,15 @@ def test_a_session_that_ended_by_our_clock_while_it_was_prolonged_does_not_come_
 def test_a_key_that_is_given_up_twice_is_not_taken_from_the_one_that_has_its_name_by_then(
     alias: None,
 ) -> None:
-    recipe = backend()._recipe
+    recipe = backend()._verbs
     ask = partial(backend().request, "x", ttl=20.0, holder=Holder.current())
-    first = recipe._entry(ask())
-    recipe._doomed[first] = None  # by its end, while its release was under way
+    first = recipe._node_of(ask())
     recipe._forget(first)
-    second = recipe._entry(ask())
+    second = recipe._node_of(ask())
 
-    recipe._buried(first)
+    recipe._forget(first)  # by its end, while its release was under way
 
-    assert recipe._entry(ask()).slot != second.slot == first.slot
+    assert recipe._node_of(ask()).slot != second.slot == first.slot
 
 
 # Members that are stopped.

@@ -18,7 +18,6 @@ from django.core.management import call_command
 
 from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
 from django_distlock.backends.queue.backend import QueueBackend
-from django_distlock.engine.background import background
 from django_distlock.engine.values import Release, Request
 from django_distlock.ground import clock
 from testproject.models import Account
@@ -30,13 +29,12 @@ from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
 
 from . import etcd_tools, zookeeper_tools
-from .queue_tools import Counter, held, proxied, rival, stands, take
-from .session_acts import WAITERS
+from .queue_tools import Counter, held, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
     from pytest_django.fixtures import Settings
 
-    from django_distlock.backends.queue.standings import Standing
+    from django_distlock.backends.queue.nodes import Node
 
 Start = Callable[..., Child]
 #: Seconds of the sessions here; a second later at the latest the servers have freed what they held.
@@ -58,7 +56,7 @@ class Side:
     #: Returns what the waiters of an alias wait for.
     watched: Callable[..., set[str]]
     #: Returns what this process has in all lines.
-    standings: Callable[[], Sequence[Standing]]
+    nodes: Callable[[], Sequence[Node]]
     #: Has an operator delete one of them on the server.
     delete: Callable[[Any], None]
     #: Has the servers end the session of "locks".
@@ -89,7 +87,7 @@ class Side:
             "endpoints",
             lambda name: len(etcd_tools.line(servers, namespace, name)),
             etcd_tools.watched,
-            etcd_tools.entries,
+            etcd_tools.nodes,
             partial(etcd_tools.delete, servers),
             partial(etcd_tools.expire, servers),
         )
@@ -140,7 +138,7 @@ def line(side: Side) -> Side:
 def _told(request: Request, bell: Counter) -> bool:
     backend = locks["locks"]
     assert isinstance(backend, QueueBackend)
-    return backend._is_told(request, bell)
+    return backend._verbs.may_sleep(request, bell)
 
 
 @pytest.mark.usefixtures("line")
@@ -170,6 +168,24 @@ def test_readers_hold_together_and_the_order_of_arrival_is_respected() -> None:
 
 
 @pytest.mark.usefixtures("line")
+def test_who_leaves_the_middle_of_the_line_wakes_the_next_one_alone() -> None:
+    people = [rival("x") for _ in range(4)]
+    bells = [Counter() for _ in people]
+    for person, bell in zip(people, bells, strict=True):
+        stands(person)
+        _told(person, bell)
+
+    locks["locks"].dequeue(people[1])
+
+    eventually(lambda: bells[2].rung)
+    assert stands(people[2]) is None
+    assert [bell.rung for bell in bells] == [0, 0, 1, 0]
+    locks["locks"].release(people[0])
+    eventually(lambda: bells[2].rung == 2)
+    assert stands(people[2])
+
+
+@pytest.mark.usefixtures("line")
 def test_a_holder_is_listed_with_those_who_wait() -> None:
     for each in (rival("x", shared=True), rival("x", shared=True), rival("x")):
         stands(each)
@@ -183,12 +199,12 @@ def test_a_holder_is_listed_with_those_who_wait() -> None:
 def test_a_renewal_beside_a_release_takes_no_lock_for_lost(line: Side) -> None:
     holder = rival("x")
     assert stands(holder)
-    [standing] = line.standings()
-    line.delete(standing)
+    [node] = line.nodes()
+    line.delete(node)
 
-    standing.is_ending = True
+    node.is_ending = True
     assert locks["locks"].extend([holder]) == [True]
-    standing.is_ending = False
+    node.is_ending = False
     assert locks["locks"].extend([holder]) == [False]
 
 
@@ -199,8 +215,8 @@ def test_an_owner_that_acquired_again_and_lost_the_lock_is_not_told_that_it_rele
     assert stands(holder)
     assert backend.release(holder) is Release.RELEASED
     assert stands(holder)
-    [standing] = line.standings()
-    line.delete(standing)
+    [node] = line.nodes()
+    line.delete(node)
 
     assert backend.extend([holder]) == [False]
 
@@ -292,7 +308,7 @@ def test_tokens_rise_in_a_line_though_a_session_began_while_it_stood() -> None:
 def test_a_waiter_that_no_watch_tells_looks_for_itself(
     side: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for path in ("zookeeper.nodes.Nodes.changed", "etcd.watcher.KeyWatcher._note"):
+    for path in ("zookeeper.nodes.ZooKeeperServer.changed", "etcd.watcher.KeyWatcher._note"):
         monkeypatch.setattr(f"django_distlock.backends.{path}", lambda *_: None)
     holder = rival("x", "elsewhere")
     assert stands(holder, "elsewhere")
@@ -305,7 +321,33 @@ def test_a_waiter_that_no_watch_tells_looks_for_itself(
         waiting.result(20)
 
 
+def test_who_gives_up_leaves_nothing_that_refuses_a_free_lock(line: Side) -> None:
+    for limit in (None, 1):
+        for _ in range(20):
+            holder = lock("x", using="elsewhere", limit=limit).acquire()
+            assert holder
+            assert lock("x", using="locks", limit=limit, timeout=0.05).acquire() is None
+            holder.release()
+
+            with lock("x", using="elsewhere", limit=limit, timeout=0) as lease:
+                lease.check()
+
+
 # Connections that are cut.
+
+
+def test_a_first_try_that_is_late_does_not_end_a_waiter(side: Side, proxy: Proxy) -> None:
+    set_options(side.settings, io_timeout=0.5, session_timeout=20.0)
+    take()  # the session has begun
+    proxy.hold()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(take, timeout=60)
+        # Longer than two tries.
+        never(waiting.done, 2)
+
+        proxy.pass_through()
+
+        waiting.result(40)
 
 
 def test_a_waiter_goes_on_after_the_line_was_cut(side: Side, proxy: Proxy) -> None:
@@ -364,17 +406,6 @@ def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Prox
         assert (other.fencing_token or 0) > (lease.fencing_token or 0)
 
 
-def test_a_wait_for_a_place_plans_nothing_that_would_never_be_due(side: Side) -> None:
-    holder, waiter = (rival("x", alias).with_limit(1) for alias in ("elsewhere", "locks"))
-    assert stands(holder, "elsewhere")
-
-    assert stands(waiter) is None
-    assert stands(waiter) is None  # as the first in line
-
-    far = clock.lease_time() + 3600
-    assert not [due for due, *_ in background._clock._jobs if due > far]
-
-
 # Processes.
 
 
@@ -422,7 +453,7 @@ def test_a_process_that_ends_well_leaves_no_waiters_behind(
     assert stands(holder, "elsewhere")
     waiting = act("cancel_waiters", name="x", way=way)
     waiting.expect("waits")
-    eventually(lambda: side.length("x") == 1 + WAITERS, 20)
+    eventually(lambda: side.length("x") == 2, 20)  # one of them waits for all
 
     waiting.tell("cancel")
 
@@ -495,6 +526,60 @@ def test_a_process_that_holds_a_lock_at_its_end_leaves_no_socket_open(side: Side
 
     assert "ResourceWarning: unclosed <socket" not in ended.stderr
     assert side.length("x") == 0
+
+
+# Places.
+
+
+def test_all_places_of_a_killed_process_go_to_the_waiters_of_others(act: Start) -> None:
+    holder = act("hold_places", name="x", limit=8)
+    holder.expect("held")
+    waiters = [act("wait_patiently", name="x", limit=8) for _ in range(8)]
+    for waiter in waiters:
+        waiter.expect("sleeps")
+
+    holder.kill()
+
+    places = [waiter.expect("held", 30)["place"] for waiter in waiters]
+    assert sorted(places) == list(range(8))
+
+
+def test_a_frozen_waiter_keeps_no_free_place(act: Start) -> None:
+    leases = [
+        lock("x", using="elsewhere", limit=2, reentrant=False, timeout=0).acquire()
+        for _ in range(2)
+    ]
+    waiter = act("wait_patiently", name="x", limit=2)
+    waiter.expect("sleeps")
+    waiter.stop()
+
+    for lease in leases:
+        assert lease
+        lease.release()
+
+    for _ in range(2):
+        assert lock("x", using="elsewhere", limit=2, reentrant=False, timeout=0).acquire()
+
+
+def test_a_waiter_for_a_place_is_woken_by_the_release_of_any(act: Start) -> None:
+    for number in range(3):
+        leases = [
+            lock("x", using="elsewhere", limit=3, reentrant=False, timeout=0).acquire()
+            for _ in range(3)
+        ]
+        waiter = act("wait_patiently", name="x", limit=3)
+        waiter.expect("sleeps")
+        freed = leases.pop(number)
+        assert freed
+
+        freed.release()
+
+        assert waiter.expect("held")["place"] == freed.place
+        waiter.tell("leave")
+        assert waiter.wait() == 0
+        for lease in leases:
+            assert lease
+            lease.release()
 
 
 # Servers that are stopped.
@@ -612,4 +697,4 @@ def test_tokens_rise_across_a_restart_of_all_servers(frail: Side) -> None:
         tokens.append(lease.fencing_token or 0)
 
     assert tokens == sorted(set(tokens))
-    assert len(frail.standings()) <= 1
+    assert len(frail.nodes()) <= 1

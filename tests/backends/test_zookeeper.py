@@ -17,12 +17,12 @@ from kazoo.exceptions import NoAuthError, NoNodeError
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
 from django_distlock.backends.queue.labels import quoted
-from django_distlock.backends.zookeeper.nodes import Node, Nodes
-from django_distlock.backends.zookeeper.recipe import Recipe
-from django_distlock.engine.values import Busy, Release, Request
+from django_distlock.backends.queue.recipe import Recipe
+from django_distlock.backends.zookeeper.nodes import ZooKeeperNode, ZooKeeperServer
+from django_distlock.engine.values import Busy, Release
 from django_distlock.ground import clock
-from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED
+from tests.contract.crew import waiting_for
 from tests.fixtures.eventually import aeventually, eventually
 from tests.fixtures.proxy import Proxy
 
@@ -139,30 +139,6 @@ def test_a_free_place_costs_three_requests(sent: Callable[[], list[str]]) -> Non
     assert sent() == ["Delete", "reply"]
 
 
-def test_a_waiter_for_a_place_that_nobody_rings_asks_nothing(
-    sent: Callable[[], list[str]],
-) -> None:
-    holders, (waiter, next_one) = _places("x", 2, "holder"), _places("x", 2)
-    assert all(stands(holder) for holder in holders)
-    for each in (waiter, next_one, waiter, next_one):
-        assert stands(each) is None
-    holder = backend().try_acquire(next_one, queued=True).holder  # type: ignore[union-attr]  # busy
-    assert holder is not None
-    assert holder.purpose == "holder"
-    eventually(lambda: not sent())
-
-    for _ in range(5):
-        assert stands(waiter) is None
-        assert stands(next_one) is None
-
-    assert sent() == []
-
-
-def _places(name: str, limit: int, purpose: str = "rival") -> list[Request]:
-    holder = Holder.current(purpose)
-    return [rival(name, holder=holder).with_limit(limit) for _ in range(limit)]
-
-
 async def test_a_task_sends_the_same(sent: Callable[[], list[str]]) -> None:
     async with lock("x", using="locks"):
         pass
@@ -201,18 +177,6 @@ def _extended(found: list[str], more: list[str]) -> list[str]:
     return found
 
 
-def test_a_waiter_that_nobody_rings_asks_nothing(sent: Callable[[], list[str]]) -> None:
-    assert stands(rival("x"))
-    waiting = rival("x", shared=True)
-    stands(waiting)
-    sent()
-
-    for _ in range(5):
-        assert stands(waiting) is None
-
-    assert sent() == []
-
-
 # The line.
 
 
@@ -222,7 +186,7 @@ def test_each_of_200_waiters_watches_the_one_before_it_alone(zookeeper: Ensemble
     assert stands(holder)
     for waiter, bell in zip(waiters, bells, strict=True):
         assert stands(waiter) is None
-        assert backend()._is_told(waiter, bell)
+        assert backend()._verbs.may_sleep(waiter, bell)
 
     watched = [path for path, _ in zookeeper.watches() if f"{backend().options.root}/x" in path]
     assert len(watched) == len(set(watched)) == WAITERS
@@ -240,23 +204,6 @@ def test_each_of_200_waiters_watches_the_one_before_it_alone(zookeeper: Ensemble
     assert None not in tokens
 
 
-def test_who_leaves_the_middle_of_the_line_wakes_the_next_one_alone() -> None:
-    people = [rival("x") for _ in range(4)]
-    bells = [Counter() for _ in people]
-    for person, bell in zip(people, bells, strict=True):
-        stands(person)
-        backend()._is_told(person, bell)
-
-    backend().dequeue(people[1])
-
-    eventually(lambda: bells[2].rung)
-    assert stands(people[2]) is None
-    assert [bell.rung for bell in bells] == [0, 0, 1, 0]
-    backend().release(people[0])
-    eventually(lambda: bells[2].rung == 2)
-    assert stands(people[2])
-
-
 def test_a_reader_and_a_writer_that_both_wait_are_both_served() -> None:
     holder, reader, writer = rival("x"), rival("x", shared=True), rival("x")
     stands(holder)
@@ -268,9 +215,9 @@ def test_a_reader_and_a_writer_that_both_wait_are_both_served() -> None:
 
     with ThreadPoolExecutor() as pool:
         reading = pool.submit(take, "reader", shared=True)
-        eventually(lambda: _waiters("x") == 1)
+        eventually(lambda: waiting_for(backend("elsewhere"), "x") == 1)
         writing = pool.submit(take, "writer", shared=False)
-        eventually(lambda: _waiters("x") == 2)
+        eventually(lambda: waiting_for(backend("elsewhere"), "x") == 2)
         backend().release(holder)
         reading.result(10)
         writing.result(10)
@@ -278,10 +225,6 @@ def test_a_reader_and_a_writer_that_both_wait_are_both_served() -> None:
     assert served == ["reader", "writer"]
     assert stands(reader)
     assert stands(writer) is None
-
-
-def _waiters(name: str) -> int | None:
-    return next((held.waiters for held in backend().held() if held.key == name), None)
 
 
 def test_an_alias_purges_its_own_prefix_alone(settings: Settings) -> None:
@@ -312,10 +255,10 @@ async def test_1000_waits_that_time_out_leave_nothing(
     for _ in range(20):
         await asyncio.gather(*(wait() for _ in range(50)))
 
-    nodes = backend()._nodes
-    await aeventually(lambda: not nodes._doomed, 5)
+    verbs = backend()._verbs
+    await aeventually(lambda: not verbs.doomed, 5)
     assert len(line(client, root, "x")) == 1
-    assert list(nodes.by_owner) == [holder.owner]
+    assert list(verbs.nodes) == [holder.owner]
     assert not watched()
     # All of them watched one node: kazoo and the server know of one watch, beside that of the tokens.
     kazoo = backend()._session.client
@@ -345,18 +288,14 @@ async def test_200_tasks_that_wait_take_no_threads() -> None:
             served += 1
 
     tasks = [asyncio.create_task(read()) for _ in range(WAITERS)]
-    await aeventually(lambda: len(backend()._nodes.by_owner) == WAITERS + 1, 20)
-    await aeventually(lambda: all(p.bell for p in _waiting_nodes()), 20)
+    await aeventually(lambda: waiting_for(backend(), "x") == WAITERS, 20)
+    assert len(nodes()) == 2  # one of them waits for all
     assert threading.active_count() <= threads + 2
 
     await backend().arelease(holder)
     await asyncio.gather(*tasks)
 
     assert served == WAITERS
-
-
-def _waiting_nodes() -> list[Any]:
-    return [node for node in backend()._nodes.by_owner.values() if not node.is_granted]
 
 
 # Replies that are lost.
@@ -382,7 +321,7 @@ def test_a_node_like_ours_that_another_session_made_is_not_ours(client: Any, roo
     with lock("x", using="locks"):
         pass
     ours = rival("x")
-    node = backend()._verbs._open(ours)
+    node = backend()._verbs._node_of(ours)
     node.is_unsure = True
     theirs = client.create(f"{node.folder}/{node.prefix}", ephemeral=True, sequence=True)
 
@@ -435,7 +374,7 @@ def test_a_server_that_hangs_is_an_error_and_soon(
     assert time.monotonic() - began < backend().options.io_timeout + 2.5
     proxy.pass_through()
     # The request arrives all the same: what it made is deleted.
-    eventually(lambda: not backend()._nodes._doomed and not line(client, root, "x"), 10)
+    eventually(lambda: not backend()._verbs.doomed and not line(client, root, "x"), 10)
 
 
 async def test_a_task_is_told_of_a_server_that_hangs(proxy: Proxy, settings: Settings) -> None:
@@ -611,16 +550,16 @@ def test_a_node_that_was_made_while_tokens_were_raised_is_made_again(
 ) -> None:
     with lock("x", using="locks"):
         pass
-    create, raised = Nodes.create, list[int]()
+    create, raised = ZooKeeperServer._begin_to_create, list[int]()
 
-    def create_late(nodes: Nodes, session: Any, node: Node) -> Any:
+    def create_late(server: ZooKeeperServer, session: Any, node: ZooKeeperNode) -> Any:
         if not raised:
             raised.append(int(client.get(f"{root}/%tokens")[0]) + 1_000_000)
             client.set(f"{root}/%tokens", str(raised[0]).encode())
-            eventually(lambda: nodes.offset_changes > node.offset_changes)
-        return create(nodes, session, node)
+            eventually(lambda: server.tokens.changes > node.offset_changes)
+        return create(server, session, node)
 
-    monkeypatch.setattr(Nodes, "create", create_late)
+    monkeypatch.setattr(ZooKeeperServer, "_begin_to_create", create_late)
     with lock("x", using="locks", timeout=0) as lease:
         [own] = line(client, root, "x")
         _, stat = client.get(f"{root}/x/{own}")
@@ -704,9 +643,9 @@ def test_a_place_that_is_granted_has_an_end_already(monkeypatch: pytest.MonkeyPa
     seen: list[float] = []
     grant = Recipe._grant
 
-    def look(recipe: Recipe, node: Node) -> Any:
+    def look(recipe: Recipe[Any], node: ZooKeeperNode, start: float | None) -> Any:
         seen.append(node.ends - clock.lease_time())
-        return grant(recipe, node)
+        return grant(recipe, node, start)
 
     monkeypatch.setattr(Recipe, "_grant", look)
     with lock("x", using="locks", ttl=8):
@@ -744,15 +683,3 @@ async def test_a_crowd_of_one_process_gets_one_lock_in_turn_beside_a_lease(
         lease.check()
 
     assert (most_inside, served) == (1, 500)
-
-
-async def test_a_crowd_that_begins_the_session_and_the_line_lists_that_once(
-    sent: Callable[[], list[str]],
-) -> None:
-    async def work() -> None:
-        async with lock("unused", using="locks", timeout=30):
-            pass
-
-    await asyncio.gather(*(work() for _ in range(WAITERS)))
-
-    assert sent().count("GetChildren") < 10

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import pytest
 from kazoo.client import KazooClient
 
 from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
+from django_distlock.backends.zookeeper import ZooKeeperBackend
 from django_distlock.engine.background import background
 from django_distlock.ground import clock
 from tests.fixtures.certificate import tls_server
@@ -187,12 +189,13 @@ def test_a_reconnect_does_not_extend_what_is_not_renewed(proxy: Proxy) -> None:
 def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("django_distlock.backends.zookeeper.recipe.LOOK_AGAIN", 3600.0)
+    patient = replace(ZooKeeperBackend.waiting, look_again=3600.0)
+    monkeypatch.setattr(ZooKeeperBackend, "waiting", patient)
     holder = rival("x", "elsewhere")
     assert stands(holder, "elsewhere")
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(take, timeout=20)
-        eventually(lambda: any(node.looked_at for node in nodes()))
+        eventually(lambda: any(node.busy for node in nodes()))
         proxy.cut()
         eventually(lambda: not watched())
         proxy.pass_through()
@@ -224,7 +227,7 @@ def test_an_expired_session_is_told_at_once_and_the_next_lock_has_a_new_one(
     assert backend()._session.id != before
     assert (again.fencing_token or 0) > (lease.fencing_token or 0)
     again.release()
-    assert not backend()._nodes.by_owner
+    assert not backend()._verbs.nodes
 
 
 def test_an_expired_session_is_told_as_such_however_late_that_is(alias: None) -> None:
@@ -273,7 +276,7 @@ def test_a_waiter_whose_node_was_deleted_by_hand_is_served_all_the_same(
         waiting = pool.submit(take, timeout=20)
         eventually(lambda: len(line(client, root, "x")) == 2)
         eventually(watched)
-        [node] = backend()._nodes.by_owner.values()
+        [node] = backend()._verbs.nodes.values()
         client.delete(node.path)
 
         backend("elsewhere").release(holder)
@@ -283,7 +286,7 @@ def test_a_waiter_whose_node_was_deleted_by_hand_is_served_all_the_same(
 
 def test_a_node_of_another_session_is_not_ours(alias: None) -> None:
     lease, told = held(ttl=3)
-    [node] = backend()._nodes.granted()
+    [node] = backend()._verbs.granted()
 
     node.session_id = -1
 

@@ -9,7 +9,7 @@ from kazoo.client import KazooClient
 
 from django_distlock import locks
 from django_distlock.backends.zookeeper import ZooKeeperBackend
-from django_distlock.backends.zookeeper.nodes import Node
+from django_distlock.backends.zookeeper.nodes import ZooKeeperNode
 from tests.fixtures.eventually import eventually
 from tests.fixtures.zookeeper import Ensemble, options
 
@@ -59,12 +59,12 @@ def length(ensemble: Ensemble, root: str, name: str) -> int:
 
 def watched(alias: str = "locks") -> set[str]:
     """Return the nodes whose going the waiters of this process wait for."""
-    return {path for node in nodes(alias) for path in node.watched}
+    return {path for waiter in backend(alias)._server._waiters for path in waiter.watched}
 
 
-def nodes(alias: str = "locks") -> list[Node]:
+def nodes(alias: str = "locks") -> list[ZooKeeperNode]:
     """Return the nodes of this process in all lines."""
-    return list(backend(alias)._nodes.by_owner.values())
+    return list(backend(alias)._verbs.nodes.values())
 
 
 def expire(alias: str = "locks") -> None:
@@ -76,7 +76,7 @@ def expire(alias: str = "locks") -> None:
     twin.close()
 
 
-def delete(ensemble: Ensemble, node: Node) -> None:
+def delete(ensemble: Ensemble, node: ZooKeeperNode) -> None:
     """Have an operator delete *node*."""
     with operator(ensemble) as client:
         client.delete(node.path)

@@ -73,9 +73,7 @@ class TestWhileSomebodyElseHoldsIt:
         assert tick <= caught.value.waited < tick + LATE
         is_known = held == "by this process"
         assert (caught.value.holder is not None) is (is_known or profile.names_holder)
-        # Where each waiter has a place on the server, it is the server that says so, if it can.
-        is_end_known = (is_known and "fair" not in profile.traits) or profile.tells_end
-        assert (caught.value.remaining is not None) is is_end_known
+        assert (caught.value.remaining is not None) is (is_known or profile.tells_end)
         assert caught.value.remaining is None or 0 < caught.value.remaining <= 30
 
     async def test_async_with_raises_as_well(
@@ -191,7 +189,8 @@ class TestWhileOtherTasksKeepAllThreadsBusy:
         lease = await taken
 
         assert lease
-        assert lease.remaining > 20
+        # Some servers keep no lease for so long.
+        assert lease.remaining > min(20, lease.request.ttl / 2)
         await lease.arelease()
 
 

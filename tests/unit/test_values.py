@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from django_distlock.backends.queue.places import turn_of
 from django_distlock.engine.values import (
     REMEMBERED,
     Held,
@@ -45,12 +44,10 @@ def test_the_digest_of_a_reservation_is_the_same_in_every_version() -> None:
     assert digest_of_reservation(7) == digest("reserved 7") != digest_of_reservation(8)
 
 
-def test_the_turn_of_a_waiter_for_any_place_is_one_lock() -> None:
+def test_a_request_for_any_place_may_hold_each_of_them() -> None:
     waiter = Request("a", "a", 10, Holder.current()).with_limit(3)
-    turn = turn_of(waiter)
 
     assert [each.place for each in waiter.holdings] == [0, 1, 2]
-    assert turn.holdings == [turn]
 
 
 def test_owners_that_ended_lately_are_remembered_until_they_are_many() -> None:

@@ -15,13 +15,10 @@ from kazoo.protocol.serialization import Exists, GetData
 from kazoo.protocol.states import KeeperState
 
 from django_distlock.backends.zookeeper.ensemble import EnsembleSession, Exchange, _Client, _Handler
-from django_distlock.backends.zookeeper.nodes import Crowd, Node, Nodes
 from django_distlock.backends.zookeeper.options import ZooKeeperOptions
-from django_distlock.backends.zookeeper.recipe import Recipe
+from django_distlock.backends.zookeeper.tokens import Tokens
 from django_distlock.engine.bells import ThreadBell
-from django_distlock.engine.values import Request
 from django_distlock.ground import clock
-from django_distlock.ground.holder import Holder
 
 
 def session() -> EnsembleSession:
@@ -75,10 +72,10 @@ def test_whoever_is_stopped_waits_for_no_reply() -> None:
 def test_the_second_of_two_first_holders_takes_the_offset_of_the_first_and_asks_once() -> None:
     known = session()
     known.id = 7
-    recipe = Recipe("locks", ZooKeeperOptions(), known, Nodes("locks", "/distlock", known))
+    tokens = Tokens("/distlock", known, lambda *_: pytest.fail("the root is there"))
 
     def offset() -> Any:
-        return recipe._present_offset(KazooClient())
+        return tokens.present(KazooClient())
 
     asking = offset()
     assert len(next(asking)) == 2
@@ -117,18 +114,3 @@ def test_looks_at_nodes_are_sent_first_in_each_session() -> None:
         assert [request.path for request, _ in client._queue] == ["/a", "/held", "/b"]
         client._session_callback(KeeperState.EXPIRED_SESSION)
         client._session_callback(KeeperState.CONNECTING)
-
-
-def test_only_the_node_right_before_is_followed_where_the_counter_begins_anew_below_zero() -> None:
-    nodes, crowd, turns = Nodes("locks", "/distlock", session()), Crowd(), list[Any]()
-
-    for number in (2**31 - 2, 2**31 - 1, -(2**31), -(2**31) + 1):
-        request = Request("x", "x", 10.0, Holder.current())
-        node = Node(request, "/x", crowd)
-        node.creating = created = SequentialThreadingHandler().async_result()
-        stat = SimpleNamespace(ephemeralOwner=1, czxid=1, ctime=1)
-        created.set((f"/x/{node.prefix}{number:010d}", stat))
-        nodes.note_created(node, created)
-        turns.append(node.turn)
-
-    assert [turn.ahead for turn in turns] == [None, turns[0], None, turns[2]]

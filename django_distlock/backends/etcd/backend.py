@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from operator import call
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from django.core.checks import CheckMessage, Error
 
-from django_distlock.backends.base import server_error
+from django_distlock.backends.base import BaseLockBackend, server_error
 from django_distlock.backends.queue.backend import QueueBackend
+from django_distlock.backends.queue.recipe import Recipe
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.acquisition import LAST
-from django_distlock.engine.values import Busy, Grant, Held, Release, Request
-from django_distlock.exceptions import LockBackendError
+from django_distlock.engine.steps import Steps, run
+from django_distlock.engine.values import Busy, Grant, Held, Request
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.ground import clock
 
 from .gateway import Gateway, Refused
+from .keys import EtcdServer, Key
 from .options import EtcdOptions
-from .recipe import EtcdRecipe
 from .session import Session
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+_T = TypeVar("_T")
 
 
 class EtcdBackend(QueueBackend):
@@ -27,6 +34,7 @@ class EtcdBackend(QueueBackend):
 
     options_class = EtcdOptions
     options: EtcdOptions
+    _verbs: Recipe[Key]
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -36,58 +44,49 @@ class EtcdBackend(QueueBackend):
     def _begin(self) -> None:
         self._gateway = Gateway(self.alias, self.options)
         self._session = Session(self.alias, self.options, self._gateway, self._session_lost)
-        self._recipe = EtcdRecipe(self.alias, self.options, self._gateway, self._session)
-        self._standings = self._recipe
+        self._server = EtcdServer(self.alias, self.options, self._gateway, self._session)
+        self._verbs = Recipe(self.alias, self._server, self._run, self._threads.after)
+
+    def _run(self, steps: Steps[Any, _T]) -> _T:  # type: ignore[override]  # an attribute of the base
+        return run(steps, call)
+
+    async def _arun(self, steps: Steps[Any, _T]) -> _T:
+        return await self._threads.run_release(partial(self._run, steps))
 
     # The verbs.
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        goes_on, owner = queued and _goes_on(left), self._owner_in_line(request)
         try:
-            self._session.ready()
-            if goes_on and (busy := self._recipe.known_busy(owner)) is not None:
-                return busy
-            return self._recipe.acquire(request, queued=queued)
-        except LockBackendError:
-            # A waiter keeps its place while the session lasts; by its timeout etcd may answer again.
-            entry = self._recipe.get(owner)
-            # Its first try may have put it there, if the answer is late.
-            may_be_in_line = entry is not None and (
-                entry.is_in_line or entry.is_late or owner != request.owner
-            )
-            if goes_on and entry is not None and may_be_in_line:
-                entry.has_failed = True
-                return entry.busy
-            raise
+            return super().try_acquire(request, queued=queued, left=left)
+        except LockBackendError as error:
+            # A waiter tries again after this time, and etcd may answer then.
+            node = self._verbs.nodes.get(request.owner)
+            if node is None or not queued or not (left is None or left > LAST):
+                raise
+            return self._still_waiting(node, error)
 
-    async def atry_acquire(
-        self, request: Request, *, queued: bool, left: float | None = 0.0
-    ) -> Grant | Busy:
-        # Without a thread, because a crowd of tasks asks for this once a second each.
-        goes_on = queued and _goes_on(left)
-        busy = self._recipe.known_busy(self._owner_in_line(request)) if goes_on else None
-        if busy is not None:
-            return busy
-        return await super().atry_acquire(request, queued=queued, left=left)
+    def _still_waiting(self, node: Key, error: LockBackendError) -> Busy:
+        """Return the holder that refused a waiter before this *error*; raise it if nobody did, and etcd is silent for long.
 
-    def release(self, request: Request) -> Release:
-        return self._recipe.release(request)
+        A position in the line is kept while the session lasts; a first try may be late for as long as that.
+        """
+        is_early = clock.lease_time() < node.asked_at + self.options.session_timeout
+        if node.busy is None and not (is_early and isinstance(error, LockOutcomeUnknown)):
+            raise error
+        return node.busy or Busy()
 
-    def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        return self._recipe.extend(requests)
-
-    def probe(self, request: Request) -> Busy | None:
-        return self._recipe.probe(request)
+    atry_acquire = BaseLockBackend.atry_acquire
+    aenqueue = BaseLockBackend.aenqueue
 
     # For operators.
 
     def held(self, key: str | None = None) -> Iterator[Held]:
-        return (held for held in self._recipe.held(key) if self.keeps(held.key))
+        return (held for held in self._server.held(key) if self.keeps(held.key))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        return self._recipe.end_holding(key, owner_digest)
+        return self._server.end_holding(key, owner_digest)
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:
@@ -107,22 +106,17 @@ class EtcdBackend(QueueBackend):
     def close(self) -> None:
         """End the session, which frees its locks at once; their leases are lost."""
         super().close()
-        self._recipe.watcher.close()
+        self._server.watcher.close()
         self._session.end(self.options.io_timeout)
         self._session_lost("its session was closed")
         self._gateway.close()
 
     def close_at_exit(self, seconds: float) -> None:
         """End the session: otherwise keys that were not deleted in time would last until its timeout."""
-        self._recipe.watcher.close()
+        self._server.watcher.close()
         self._session.end(seconds)
         self._gateway.close()
 
     def abandon_after_fork(self) -> None:
         self._gateway.abandon_after_fork()
         self._begin()
-
-
-def _goes_on(left: float | None) -> bool:
-    """Return whether a waiter with so many seconds *left* tries again after this time."""
-    return left is None or left > LAST

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from django_distlock.backends.queue.labels import TOKENS
-from django_distlock.engine.background import NoThreadError, background, start_daemon
-from django_distlock.exceptions import LockBackendError
+from django_distlock.engine.background import NoThreadError, start_daemon
+from django_distlock.exceptions import LockBackendError, NotSent
 from django_distlock.ground import clock
 
 from .gateway import (
@@ -76,7 +76,7 @@ class Session:
         """Return the id of its lease, which has most of its time left."""
         if not self.is_fresh(self.id):
             if not self._mutex.acquire(timeout=self._options.io_timeout):
-                raise LockBackendError(self._alias, "no session has begun in time")
+                raise NotSent(self._alias, "no session has begun in time")
             try:
                 if not self.is_fresh(self.id) and not self.prolong():
                     self._begin()

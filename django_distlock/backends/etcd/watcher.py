@@ -8,13 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from django_distlock.backends.queue.nodes import Waiter
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.values import batches
 from django_distlock.exceptions import LockBackendError
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import section
 
-from .entries import Entry
 from .gateway import OPERATIONS, SHORT, SILENCE, Gateway, Watch, below, decoded, encoded, find, kvs
 
 #: Seconds until another member is asked for the watch.
@@ -57,18 +57,18 @@ class Follower:
 
 
 class KeyWatcher(Follower):
-    """Rings waiters whose awaited keys, or own key, are deleted."""
+    """Rings waiters when one of the keys that they watch is deleted."""
 
     def __init__(
-        self, gateway: Gateway, namespace: str, ring: Callable[[list[Entry]], None]
+        self, gateway: Gateway, namespace: str, ring: Callable[[list[Waiter]], None]
     ) -> None:
         super().__init__(gateway)
         self._range = below(namespace)
         self._ring = ring
         self._mutex = section()
-        #: All waiters; and by key those that wait for it, with the revision in which each has seen it.
-        self._waiters: dict[Entry, None] = {}
-        self._waiting: dict[str, dict[Entry, int]] = {}
+        #: All waiters; and by key those that watch it, with the revision in which each has seen it.
+        self._waiters: dict[Waiter, None] = {}
+        self._waiting: dict[str, dict[Waiter, int]] = {}
         #: The keys that were deleted last, and in which revision.
         self._deleted: OrderedDict[str, int] = OrderedDict()
         #: All deletions from this revision on are seen; the next one is asked for from *_position* on.
@@ -76,35 +76,29 @@ class KeyWatcher(Follower):
         self._is_running = False
         self._wanted_at = self._fresh_until = self._looked_at = 0.0
 
-    @property
-    def is_fresh(self) -> bool:
-        """Whether a deletion of some seconds ago would have been seen by now."""
-        return clock.wait_time() < self._fresh_until
-
-    def add(self, entry: Entry, ahead: Sequence[str], revision: int, *, is_all: bool) -> None:
-        """Ring *entry* when the keys *ahead* are deleted, which existed in this *revision*.
-
-        *is_all*: whether no other key is before its own. ``entry.watched`` is empty if one of them may be gone.
-        """
+    def add(self, waiter: Waiter, keys: Sequence[str], revision: int) -> None:
+        """Ring *waiter* when one of *keys* is deleted, which existed in this *revision*; at once if one may be gone."""
         with self._mutex:
-            self.remove(entry)
+            self.remove(waiter)
             self._wanted_at = clock.wait_time()
             if not self._is_running:
                 self._start(revision + 1)
-            is_deleted = any(self._deleted.get(key, 0) > revision for key in ahead)
-            if self._since <= revision + 1 and not is_deleted:
-                self._waiters[entry] = None
-                entry.watched, entry.watches_all = set(ahead), is_all
-                for each in (*ahead, entry.key):
-                    self._waiting.setdefault(each, {})[entry] = revision
+            is_deleted = any(self._deleted.get(key, 0) > revision for key in keys)
+            if is_deleted or self._since > revision + 1:
+                waiter.is_rung = True
+                return
+            self._waiters[waiter] = None
+            waiter.watched = tuple(keys)
+            for key in keys:
+                self._waiting.setdefault(key, {})[waiter] = revision
 
-    def remove(self, entry: Entry) -> None:
+    def remove(self, waiter: Waiter) -> None:
         with self._mutex:
             # Empty ones stay until their key is deleted: this may have interrupted add() between two steps.
-            for key in (*entry.watched, entry.key):
-                self._waiting.get(key, {}).pop(entry, None)
-            self._waiters.pop(entry, None)
-            entry.watched = set()
+            for key in waiter.watched:
+                self._waiting.get(key, {}).pop(waiter, None)
+            self._waiters.pop(waiter, None)
+            waiter.watched = ()
 
     def close(self) -> None:
         """End the thread; waiters look for themselves from now on."""
@@ -123,7 +117,7 @@ class KeyWatcher(Follower):
             start_daemon(self._run, "distlock-etcd")
             self._is_running = True
         except NoThreadError:
-            self._since = revision + 1  # waiters look for themselves
+            pass  # waiters look for themselves
 
     def _run(self) -> None:
         try:
@@ -203,39 +197,26 @@ class KeyWatcher(Follower):
                 self._position = revision + 1
                 self._deleted[key] = revision
                 self._deleted.move_to_end(key)  # it may have been deleted before
-            rung = [entry for key, revision in deleted for entry in self._told(key, revision)]
+            rung = [each for key, revision in deleted for each in self._told(key, revision)]
             while len(self._deleted) > REMEMBERED:
                 # A look that is older than the forgotten one is taken again.
                 self._since = self._deleted.popitem(last=False)[1] + 1
         self._ring(rung)
 
-    def _told(self, key: str, revision: int) -> list[Entry]:
+    def _told(self, key: str, revision: int) -> list[Waiter]:
         """Return those who are to be rung, as *key* was deleted in this *revision*."""
         waiting = self._waiting.get(key, {})
         # Keys are used again: an earlier one of the same name may have been deleted before the look.
-        told = [entry for entry, seen in waiting.items() if seen < revision]
-        for entry in told:
-            del waiting[entry]
+        told = [waiter for waiter, seen in waiting.items() if seen < revision]
+        for waiter in told:
+            self.remove(waiter)
         if not waiting:
             self._waiting.pop(key, None)
-        return [entry for entry in told if self._is_rung(entry, key)]
-
-    def _is_rung(self, entry: Entry, key: str) -> bool:
-        """Return whether the deletion of *key* concerns this waiter; then it is watched for no longer."""
-        if key != entry.key:
-            entry.watched.discard(key)
-            entry.gone = key
-            if entry.watched and entry.watches_all:
-                return False
-            # Nobody can come before it any more, unless its own key was deleted, too.
-            is_there = self._deleted.get(entry.key, 0) < entry.revision
-            entry.is_next = entry.watches_all and is_there
-        self.remove(entry)
-        return True
+        return told
 
     def _wake_all(self) -> None:
         with self._mutex:
             rung = list(self._waiters)
-            for entry in rung:
-                self.remove(entry)
+            for waiter in rung:
+                self.remove(waiter)
         self._ring(rung)

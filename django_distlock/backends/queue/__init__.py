@@ -1,1 +1,1 @@
-"""The parts that ZooKeeper and etcd share: a queue of holders and waiters on the server, each bound to a session."""
+"""The recipe that ZooKeeper and etcd share: an ordered line of nodes on the server, each of which ends with its session."""

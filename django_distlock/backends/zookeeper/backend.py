@@ -9,21 +9,20 @@ from typing import TYPE_CHECKING, TypeVar
 from django.core.checks import CheckMessage, Error
 from kazoo.exceptions import AuthFailedError, KazooException
 
-from django_distlock.backends.base import StepsBackend, server_error
+from django_distlock.backends.base import server_error
 from django_distlock.backends.queue.backend import QueueBackend
-from django_distlock.backends.queue.places import IN_LINE
+from django_distlock.backends.queue.recipe import Recipe
 from django_distlock.conf import LONGEST, BackendSettings
 from django_distlock.engine.background import background
 from django_distlock.engine.registry import registry
 from django_distlock.engine.steps import arun, run
-from django_distlock.engine.values import Busy, Grant, Held, Purged, Request, batches
+from django_distlock.engine.values import Busy, Grant, Held, Purged, Release, Request, batches
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground import clock
 
-from .ensemble import EnsembleSession, Silence
-from .nodes import Nodes, Steps
+from .ensemble import EnsembleSession, Silence, Steps
+from .nodes import BROKEN, ZooKeeperNode, ZooKeeperServer
 from .options import ZooKeeperOptions
-from .recipe import BROKEN, Recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -36,12 +35,12 @@ _T = TypeVar("_T")
 BATCH = 500
 
 
-class ZooKeeperBackend(QueueBackend, StepsBackend):
+class ZooKeeperBackend(QueueBackend):
     """First come, first served, with readers and writers; a lock ends with the session of its holder."""
 
     options_class = ZooKeeperOptions
     options: ZooKeeperOptions
-    _verbs: Recipe
+    _verbs: Recipe[ZooKeeperNode]
     supports_purge = True
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -53,40 +52,50 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         self._session = EnsembleSession(
             self.options, self._session_began, self._session_suspended, self._session_lost
         )
-        self._nodes = self._standings = Nodes(self.alias, self.options.root, self._session)
-        self._verbs = Recipe(self.alias, self.options, self._session, self._nodes)
+        self._server = ZooKeeperServer(self.alias, self.options, self._session)
+        self._verbs = Recipe(self.alias, self._server, self._run, self._threads.after)
 
     # The verbs.
 
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        ends, last = self._limits(request, left if queued else 0.0)
-        return self._run(self._verbs.acquire(request, queued=queued, ends=ends), ends, last)
+        steps, ends, last = self._acquiring(request, left, queued=queued)
+        return self._run(steps, ends, last)
 
     async def atry_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
+        steps, ends, last = self._acquiring(request, left, queued=queued)
+        return await self._arun(steps, ends, last)
+
+    def _acquiring(
+        self, request: Request, left: float | None, *, queued: bool
+    ) -> tuple[Steps[Grant | Busy], float, float]:
+        """Return the steps of a try, and when it gives up: if the ensemble is silent, and if it answers others."""
+        # A waiter for any place has no position in the line of one.
+        queued = queued and request.limit is None
         ends, last = self._limits(request, left if queued else 0.0)
-        return await self._arun(self._verbs.acquire(request, queued=queued, ends=ends), ends, last)
+        return _again(partial(self._verbs.acquire, request, queued=queued), ends), ends, last
 
-    def has_leader(self, request: Request) -> bool:
-        node = self._nodes.get(self._owner_in_line(request))
-        turn = node.turn if node and node.watched else None
-        return turn is not None and turn.ahead is not None
+    def release(self, request: Request) -> Release:
+        return self._run(self._releasing(request))
 
-    async def aabandon(self, request: Request) -> None:
-        self._leave_line(request)
-        await self.arelease(request)
+    async def arelease(self, request: Request) -> Release:
+        return await self._arun(self._releasing(request))
+
+    def _releasing(self, request: Request) -> Steps[Release]:
+        ends = clock.wait_time() + self.options.io_timeout
+        return _again(partial(self._verbs.release, request), ends)
 
     # For operators.
 
     def held(self, key: str | None = None) -> Iterator[Held]:
         for keys in batches(self._keys(self.keeps) if key is None else [key], BATCH):
-            yield from self._run(self._verbs.holders(keys))
+            yield from self._run(self._server.holders(keys))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        return self._run(self._verbs.end_holding(key, owner_digest))
+        return self._run(self._server.end_holding(key, owner_digest))
 
     def purge(
         self, older_than: float, *, batch_size: int = 1000, dry_run: bool = False
@@ -95,15 +104,15 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
             raise ValueError(f"older_than must be 0 seconds or more, not {older_than!r}.")
         if not batch_size >= 1:
             raise ValueError(f"batch_size must be 1 or more, not {batch_size!r}.")
-        before = self._run(self._verbs.now()) - older_than
+        before = self._run(self._server.now()) - older_than
         keys, looked_at = self._keys(self.may_keep), 0
         for batch in batches(keys, batch_size):
-            deleted = self._run(self._verbs.purge(batch, before, dry_run=dry_run))
+            deleted = self._run(self._server.purge(batch, before, dry_run=dry_run))
             looked_at += len(batch)
             yield Purged(len(batch), deleted, looked_at / len(keys))
 
     def _keys(self, is_ours: Callable[[str], bool]) -> list[str]:
-        return list(filter(is_ours, self._run(self._verbs.keys())))
+        return list(filter(is_ours, self._run(self._server.keys())))
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         if databases is None:
@@ -139,13 +148,13 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
         return now + self.options.io_timeout, now + self.options.session_timeout
 
     def _limits(self, request: Request, left: float | None) -> tuple[float, float]:
-        """Return when a caller with *left* seconds gives up: if the ensemble is silent, and if it answers others.
+        """Return when a caller with *left* seconds gives up; see _acquiring().
 
         A waiter waits for silent servers too, as another server may take over the session. One that was answered
         before, and is in line, waits longest: the ensemble may be without a quorum for long.
         """
-        node = self._nodes.get(self._owner_in_line(request))
-        longest = LONGEST if node and node.looked_at else self.options.session_timeout
+        node = self._verbs.nodes.get(request.owner)
+        longest = LONGEST if node and node.busy else self.options.session_timeout
         patience = LONGEST if left is None else left
         now, soon = clock.wait_time(), self.options.io_timeout
         return now + max(min(patience, longest), soon), now + max(patience, soon)
@@ -182,9 +191,10 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
     # Changes of the session. Kazoo's threads call these, so they must not block.
 
     def _session_began(self) -> None:
-        """Continue interrupted deletions, and confirm the leases that are still held."""
-        self._nodes.go_on()
-        if self._nodes.granted():
+        """Continue interrupted deletions, ring all waiters, and confirm the leases that are still held."""
+        self._verbs.bury_soon()
+        self._server.ring_all()  # kazoo has dropped all watches
+        if self._verbs.granted():
             # Through the clock thread, to run after its pending reports on the session before.
             confirm = partial(background.submit, self.alias, self._confirm)
             background.at(clock.lease_time(), confirm)
@@ -199,9 +209,9 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
     def _confirm(self) -> None:
         """Release the locks whose leases have ended by our own clock meanwhile, and confirm the others."""
         owners = {lease.request.owner for lease in registry.leases() if lease.backend is self}
-        for node in self._nodes.granted():
-            if node.request.owner.removesuffix(IN_LINE) not in owners:
-                self._nodes.drop(node)
+        for node in self._verbs.granted():
+            if node.request.owner not in owners:
+                self._verbs.drop(node)
         asked = [(lease, request) for lease in self._leases() if (request := _renewal(lease))]
         start = clock.lease_time()
         try:
@@ -213,6 +223,16 @@ class ZooKeeperBackend(QueueBackend, StepsBackend):
                 lease.confirm(start, request.ttl)
             elif lease.is_entered:  # otherwise it is being released right now
                 lease.lose("its node is gone")
+
+
+def _again(steps: Callable[[], Steps[_T]], ends: float) -> Steps[_T]:
+    """Take *steps*, and again if the connection breaks until *ends* (wait time)."""
+    while True:
+        try:
+            return (yield from steps())
+        except BROKEN:
+            if clock.wait_time() >= ends:
+                raise
 
 
 def _renewal(lease: Lease) -> Request | None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from kazoo.client import KazooClient
 from kazoo.exceptions import (
@@ -25,14 +25,17 @@ from kazoo.handlers.threading import SequentialThreadingHandler
 from kazoo.protocol.serialization import Close, Connect, Exists, Sync
 from kazoo.protocol.states import KazooState, KeeperState
 
+from django_distlock.engine import steps
 from django_distlock.engine.bells import TaskBell, ThreadBell
-from django_distlock.engine.steps import Steps
 from django_distlock.ground import clock
 
 from .options import ZooKeeperOptions
 
 #: Sends a request; returns kazoo's result, which is set when the reply comes.
 Ask = Callable[[], Any]
+_T = TypeVar("_T")
+#: Yields functions that send requests, is sent their outcomes (errors are not raised), and returns a result.
+Steps: TypeAlias = "steps.Steps[Sequence[Ask], _T]"
 
 #: kazoo tries to connect without end, with short pauses.
 _RETRY = {"max_tries": -1, "delay": 0.05, "max_delay": 1.0}
@@ -262,15 +265,6 @@ class EnsembleSession:
 
     def _note_heard(self) -> None:
         self._heard_at = clock.wait_time()
-
-    def start(self, steps: Steps[Sequence[Ask], Any], last: Exchange | None = None) -> None:
-        """Run *steps* in kazoo's threads without waiting for them; an error ends them."""
-        try:
-            asks = steps.send(last.outcomes() if last else None)
-        except Exception:  # noqa: BLE001 - also StopIteration, at the end of the steps
-            return
-        exchange = Exchange(asks, lambda: self.start(steps, exchange))
-        self.hand_over(exchange.begin)
 
     def hand_over(self, job: Callable[[], None]) -> None:
         """Run *job*, which sends requests, in another thread.

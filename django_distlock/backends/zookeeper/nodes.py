@@ -1,85 +1,56 @@
-"""The nodes that the holders and waiters of this process make."""
+"""The verbs of the recipe on ZooKeeper: ephemeral sequential nodes; EnsembleSession.ask() sends the requests."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any
 
 from kazoo.exceptions import (
     ConnectionLoss,
+    NodeExistsError,
     NoNodeError,
+    NotEmptyError,
     OperationTimeoutError,
     RequestTimeoutError,
+    SessionExpiredError,
     SessionMovedError,
 )
 
-from django_distlock.backends.queue.labels import label
-from django_distlock.backends.queue.standings import Standing, Standings
-from django_distlock.engine import steps
-from django_distlock.engine.values import Busy
-from django_distlock.exceptions import LockBackendError
-from django_distlock.ground.mutexes import section
+from django_distlock.backends.queue.labels import Label, label, unquoted
+from django_distlock.backends.queue.nodes import First, Line, Node, Waiter
+from django_distlock.backends.queue.recipe import Server
+from django_distlock.engine.values import Busy, Held, Recent, Request
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 
-from .children import Children, prefix
-from .ensemble import Ask, EnsembleSession, Silence, value
+from .children import Child, Children, prefix
+from .ensemble import Ask, EnsembleSession, Silence, Steps, value
+from .options import ZooKeeperOptions
+from .tokens import Tokens
 
 #: Errors after which a request may have been carried out.
 UNSURE = (ConnectionLoss, OperationTimeoutError, RequestTimeoutError, SessionMovedError)
-
-_T = TypeVar("_T")
-#: Yields functions that send requests, is sent their outcomes (errors are not raised), and returns a result.
-Steps: TypeAlias = "steps.Steps[Sequence[Ask], _T]"
+#: Errors of a lost connection or session; the request may succeed on the next one.
+BROKEN = (*UNSURE, SessionExpiredError)
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Turn:
-    """The turn of one node; kept after the node is gone, for the nodes of this process that come after it."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class ZooKeeperNode(Node):
+    """The ephemeral node of one holder or waiter; *number* is its czxid, that of the transaction that made it."""
 
-    path: str
-    czxid: int
-    #: The node right before it, if this process made that; None once this node has held the lock.
-    ahead: Turn | None
-    #: Whether it has held the lock exclusively, so that all nodes made before it are gone.
-    has_held: bool = False
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Crowd:
-    """The holders and waiters of this process for one lock."""
-
-    size: int = 0
-    #: Their nodes, by number.
-    turns: WeakValueDictionary[int, Turn] = field(default_factory=WeakValueDictionary)
-    #: The holder that was seen last.
-    busy: Busy = field(default_factory=Busy)
-
-
-@dataclass(eq=False, slots=True)
-class Node(Standing):
-    """The node of one holder or waiter."""
-
-    crowd: Crowd
     #: The id of this attempt: nodes of earlier attempts of the same owner may still exist.
     attempt: str = field(default_factory=partial(secrets.token_hex, 4))
     #: Its name, and the session with which it ends, once they are known.
     name: str = ""
-    turn: Turn | None = None
     session_id: int | None = None
-    #: The number of the transaction that made it.
-    czxid: int = 0
     #: How often the offset of tokens had changed when its own was read; and whether it had not when it was made.
     offset_changes: int = 0
     has_token: bool = False
     #: The request that makes it, until its reply; whether its reply was lost.
     creating: Any = None
     is_unsure: bool = False
-    #: The nodes that it waits for: until one has gone; and when it looked last (wait time).
-    watched: tuple[str, ...] = ()
-    looked_at: float = 0.0
 
     @property
     def prefix(self) -> str:
@@ -89,62 +60,127 @@ class Node(Standing):
     def path(self) -> str:
         return f"{self.folder}/{self.name}"
 
+    @property
+    def may_exist(self) -> bool:
+        return bool(self.name or self.creating or self.is_unsure)
+
     def leave(self) -> None:
-        self.name, self.turn, self.session_id = "", None, None
+        self.name, self.session_id = "", None
         self.is_unsure = self.is_granted = self.is_ending = self.has_token = False
         self.attempt = secrets.token_hex(4)
 
 
-class Nodes(Standings[Node]):
-    """The nodes of one backend by owner, and the steps that make, find and delete them."""
+class ZooKeeperServer(Server[ZooKeeperNode]):
+    """See Server."""
 
-    def __init__(self, alias: str, root: str, session: EnsembleSession) -> None:
-        super().__init__(root)
+    def __init__(self, alias: str, options: ZooKeeperOptions, session: EnsembleSession) -> None:
+        super().__init__(options.root)
         self._alias = alias
+        self._options = options
         self._session = session
-        self.mutex = section()
-        self.crowds = WeakValueDictionary[str, Crowd]()
-        self._doomed: set[Node] = set()
-        #: How often the offset of tokens has changed, or may have while the connection was lost.
-        self.offset_changes = 0
+        self.tokens = Tokens(options.root, session, self._make_folder)
+        #: All that watch nodes.
+        self._waiters: dict[Waiter, None] = {}
+        #: The folders in which somebody was in the way of the last try that did not wait.
+        self._crowded = Recent()
 
-    def is_over(self, node: Node) -> bool:
+    def node(self, request: Request, folder: str) -> ZooKeeperNode:
+        return ZooKeeperNode(request, folder=folder)
+
+    def is_over(self, node: ZooKeeperNode) -> bool:
         return bool(node.name) and node.session_id != self._session.id
 
-    def forget_owner(self, node: Node, *, is_released: bool = False) -> bool:
-        node.watched = ()
-        with self.mutex:
-            was_known = super().forget_owner(node, is_released=is_released)
-            node.crowd.size -= was_known
-        return was_known
+    def connected(self) -> Steps[Any]:
+        """Return the client when it is connected; LockBackendError if it is not in time."""
+        if (client := self._session.client) is None:
+            [client] = yield [self._session.ready]
+            if isinstance(client, Exception):
+                self._session.give_up()
+                servers, error = self._options.servers, client
+                problem = f"there is no session with {servers}: {type(error).__name__}"
+                if isinstance(error, Silence):
+                    problem = f"no server of {servers} has answered in time"
+                raise LockBackendError(self._alias, problem) from error
+        if self._session.problem:
+            raise LockBackendError(self._alias, self._session.problem)
+        return client
 
-    # Waiting for another node to go.
+    # Making a node.
 
-    def may_sleep(self, node: Node) -> bool:
-        return bool(node.watched)
+    def put(self, node: ZooKeeperNode, *, waits: bool) -> Steps[Line | None]:
+        client = yield from self._connected_for(node)
+        if node.may_exist:
+            yield from self._know(client, node)
+        elif not waits and (first := (yield from self._first_in_the_way(node))):
+            return Line(first.path, first)
+        children = yield from self._stand(client, node)
+        if children is None:
+            return None
+        ahead = children.before(node.name)
+        if ahead is None:
+            self._crowded.pop(node.folder, None)
+            return Line()
+        first = First(f"{node.folder}/{children.all[0].name}")
+        if not waits:
+            first = yield from self._withdraw(client, node, first)
+        return Line(f"{node.folder}/{ahead.name}", first)
 
-    def changed(self, event: Any) -> None:
-        """Ring the waiters of the node in *event*. Kazoo calls this once for each node, however many watch it."""
-        # The path is None if the connection was lost: kazoo has then dropped all watches.
-        watching = [node for node in list(self.by_owner.values()) if node.watched]
-        waiting = [node for node in watching if event.path in {None, *node.watched}]
-        for node in waiting:
-            # Before the bell, because a waiter checks this right before it waits for the bell.
-            node.watched, node.gone = (), event.path or ""
-        self._ring(waiting)
+    def _connected_for(self, node: ZooKeeperNode) -> Steps[Any]:
+        """Return the client; LockOutcomeUnknown if it is not connected and may have made *node*."""
+        try:
+            return (yield from self.connected())
+        except LockBackendError as error:
+            if node.may_exist:
+                raise LockOutcomeUnknown(*error.args) from error.__cause__
+            raise
 
-    def _ring(self, nodes: Iterable[Node]) -> None:
-        for node in nodes:
-            if node.bell is not None and not node.bell.ring():
-                self.drop(node)  # its event loop has ended
+    def _stand(self, client: Any, node: ZooKeeperNode) -> Steps[Children | None]:
+        """Make *node* unless it exists; return its line, None if it is not in it."""
+        if node.name:
+            [listed] = yield [partial(client.get_children_async, node.folder)]
+        else:
+            listed = yield from self._create(client, node)
+        children = Children(() if isinstance(listed, NoNodeError) else value(listed))
+        if not any(child.name == node.name for child in children.all):
+            node.leave()  # another client has deleted it
+            return None
+        return children if (yield from self._has_token(client, node)) else None
 
-    def note_offset_changed(self, _: Any) -> None:
-        """Note that the offset of tokens must be read again. Kazoo calls this as it does changed()."""
-        self.offset_changes += 1
+    def _withdraw(self, client: Any, node: ZooKeeperNode, first: First) -> Steps[First]:
+        """Delete *node*, which was refused and does not wait; return *first* with its holder."""
+        self._crowded.add(node.folder)
+        deleted, found = yield [
+            partial(client.delete_async, node.path),
+            partial(client.get_async, first.path),
+        ]
+        _is_deleted(deleted)
+        node.leave()
+        return First(first.path, _busy(found))
 
-    # Making a node, and the outcome.
+    def _first_in_the_way(self, node: ZooKeeperNode) -> Steps[First | None]:
+        """Return the first node of the line for a single try, if somebody was in the way of the last one.
 
-    def create(self, client: Any, node: Node) -> Any:
+        Otherwise the nodes of many such tries, which are deleted at once, would refuse one another a free lock.
+        """
+        if node.folder not in self._crowded or node.request.shared:
+            return None
+        [first] = yield from self.firsts([node.folder])
+        return first
+
+    def _create(self, client: Any, node: ZooKeeperNode) -> Steps[Any]:
+        """Make the node, and list the line; return the outcome of the list, which is a NoNodeError without a folder."""
+        _, node.offset_changes, node.offset = yield from self.tokens.present(client)
+        created, listed = yield [
+            partial(self._begin_to_create, client, node),
+            partial(client.get_children_async, node.folder),
+        ]
+        if isinstance(created, NoNodeError):
+            yield from self._make_folder(client, node.folder)
+            return created
+        value(created)
+        return listed
+
+    def _begin_to_create(self, client: Any, node: ZooKeeperNode) -> Any:
         node.creating = creating = client.create_async(
             f"{node.folder}/{node.prefix}",
             label(node.request, offset=node.offset),
@@ -155,25 +191,22 @@ class Nodes(Standings[Node]):
         creating.rawlink(partial(self.note_created, node))
         return creating
 
-    def note_created(self, node: Node, result: Any) -> None:
-        """Note the outcome of create(); further calls do nothing."""
+    def note_created(self, node: ZooKeeperNode, result: Any) -> None:
+        """Note the outcome of a request that makes *node*; further calls do nothing."""
         if node.creating is not result:
             return
         if result.successful():
             path, stat = result.value
             node.name = path.rpartition("/")[2]
-            node.session_id, node.czxid = stat.ephemeralOwner, stat.czxid
-            turns, number = node.crowd.turns, Children([node.name]).all[0].number
-            # Only the one whose number is one less is right before it; below zero the counter begins again.
-            # Its watch is told of each change before a reply to what was asked after it.
-            node.has_token = node.offset_changes == self.offset_changes
-            node.turn = turns[number] = Turn(node.path, stat.czxid, turns.get(number - 1))
+            node.session_id, node.number = stat.ephemeralOwner, stat.czxid
+            # The watch of the offset is told of each change before a reply to what was asked after it.
+            node.has_token = node.offset_changes == self.tokens.changes
         else:
             node.is_unsure = isinstance(result.exception, UNSURE)
         # Last, because readers use the other fields as soon as this is None.
         node.creating = None
 
-    def know(self, client: Any, node: Node) -> Steps[None]:
+    def _know(self, client: Any, node: ZooKeeperNode) -> Steps[None]:
         """Find out the outcome of a create whose reply was late or lost; a node of another session does not count."""
         if (creating := node.creating) is not None:
             [outcome] = yield [lambda: creating]
@@ -183,62 +216,226 @@ class Nodes(Standings[Node]):
             node.leave()
         if not node.is_unsure:
             return
-        names = yield from self.names(client, node.folder, newest=True)
+        names = yield from self._names(client, node.folder)
         own = next((name for name in names if name.startswith(node.prefix)), None)
         if own is not None:
             [outcome] = yield [partial(client.exists_async, f"{node.folder}/{own}")]
             stat = value(outcome)
             if stat is not None and stat.ephemeralOwner == self._session.id:
-                node.name, node.session_id, node.czxid = own, stat.ephemeralOwner, stat.czxid
+                node.name, node.session_id, node.number = own, stat.ephemeralOwner, stat.czxid
                 node.is_unsure = False
                 return
         node.leave()
 
-    def names(self, client: Any, folder: str, *, newest: bool = False) -> Steps[list[str]]:
-        """Return the children of *folder*; *newest*: after this server has caught up with the leader."""
-        asks = [partial(client.get_children_async, folder)]
-        [*_, outcome] = yield [partial(client.sync_async, folder), *asks] if newest else asks
-        if not isinstance(outcome, NoNodeError):
-            names: list[str] = value(outcome)
-            return names
-        if client.chroot:
-            [chroot] = yield [partial(client.exists_async, "/")]
-            if value(chroot) is None:
-                raise self.no_chroot(client) from outcome
-        return []
+    def _has_token(self, client: Any, node: ZooKeeperNode) -> Steps[bool]:
+        """Return True if the token of *node* is known; otherwise delete it, as tokens might not rise."""
+        if not node.has_token:
+            node.has_token = yield from self.tokens.confirms(client, node.offset, node.number)
+        if not node.has_token:
+            _is_deleted(*(yield [partial(client.delete_async, node.path)]))
+            node.leave()
+        return bool(node.name)
 
-    def no_chroot(self, client: Any) -> LockBackendError:
+    def _make_folder(self, client: Any, folder: str) -> Steps[None]:
+        parts = folder.split("/")
+        paths = ["/".join(parts[:length]) for length in range(2, len(parts) + 1)]
+        for outcome in (yield [partial(client.create_async, path) for path in paths]):
+            if isinstance(outcome, NoNodeError):
+                raise self._no_chroot(client) from outcome
+            if not isinstance(outcome, NodeExistsError):
+                value(outcome)
+
+    def _no_chroot(self, client: Any) -> LockBackendError:
         problem = f"the chroot {client.chroot!r} of OPTIONS 'hosts' does not exist: create it"
         return LockBackendError(self._alias, problem)
 
-    # Deleting nodes.
+    # Watching and listing.
 
-    def delete(self, client: Any, node: Node) -> Steps[bool]:
-        was_held = node.is_granted
-        yield from self.know(client, node)
-        if not node.name:
-            self.forget_owner(node)
-            self._doomed.discard(node)
-            return False
-        was_ending, node.is_ending = node.is_ending, True
-        [outcome] = yield [partial(client.delete_async, node.path)]
-        if isinstance(outcome, NoNodeError):
-            was_held &= was_ending  # otherwise another client has deleted it
+    def watch(self, node: ZooKeeperNode, line: Line) -> Steps[Busy | None]:
+        client = yield from self.connected()
+        asks = self._watching(client, node, [line.ahead])
+        if line.first.path != line.ahead:
+            asks.append(partial(client.get_async, line.first.path))
+        outcomes = yield asks
+        if isinstance(outcomes[0], NoNodeError):
+            self.unwatch(node)
+            return None
+        value(outcomes[0])
+        return _busy(outcomes[-1])
+
+    def _watching(self, client: Any, waiter: Waiter, paths: Sequence[str]) -> list[Ask]:
+        # Before the requests, because a watch may fire at once.
+        waiter.watched = tuple(paths)
+        self._waiters[waiter] = None
+        return [partial(client.get_async, path, self.changed) for path in paths]
+
+    def unwatch(self, waiter: Waiter) -> None:
+        waiter.watched = ()
+        self._waiters.pop(waiter, None)
+
+    def changed(self, event: Any) -> None:
+        """Ring the waiters of the node in *event*. Kazoo calls this once for each node, however many watch it."""
+        # The path is None if the connection was lost: kazoo has then dropped all watches.
+        self.ring_all(event.path)
+
+    def ring_all(self, path: str | None = None) -> None:
+        """Ring the waiters of the node *path*; None: all."""
+        rung = [each for each in list(self._waiters) if path is None or path in each.watched]
+        for waiter in rung:
+            self.unwatch(waiter)
+        self.ring(rung)
+
+    def firsts(
+        self, folders: Sequence[str], waiter: Waiter | None = None
+    ) -> Steps[list[First | None]]:
+        client = yield from self.connected()
+        # After this server has caught up with the leader.
+        _, *lines = yield [
+            partial(client.sync_async, self._options.root),
+            *(partial(client.get_children_async, folder) for folder in folders),
+        ]
+        paths: dict[str, str] = {}
+        for folder, line in zip(folders, lines, strict=True):
+            names = yield from self._listed(client, line)
+            if children := Children(names).all:
+                paths[folder] = f"{folder}/{children[0].name}"
+        if len(paths) < len(folders) > 1:
+            # Nobody asks who has the others.
+            return [First(paths[each]) if each in paths else None for each in folders]
+        if waiter is None:
+            asks: list[Ask] = [partial(client.get_async, path) for path in paths.values()]
         else:
-            value(outcome)
-        self.forget_owner(node, is_released=was_held)
-        self._doomed.discard(node)
-        return was_held
+            asks = self._watching(client, waiter, [*paths.values()])
+        outcomes = dict(zip(paths, (yield asks), strict=True)) if asks else {}
+        return [
+            First(paths[each], _busy(outcomes[each]))
+            if each in outcomes and not isinstance(outcomes[each], NoNodeError)
+            else None
+            for each in folders
+        ]
 
-    def drop(self, node: Node) -> None:
-        self._doomed.add(node)
-        self.forget_owner(node)
-        node.is_granted = False
-        if (client := self._session.client) is not None:  # otherwise go_on() will be called
-            self._session.hand_over(partial(self._session.start, self.delete(client, node)))
+    def _names(self, client: Any, folder: str) -> Steps[list[str]]:
+        """Return the children of *folder*, after this server has caught up with the leader."""
+        asks = [partial(client.sync_async, folder), partial(client.get_children_async, folder)]
+        _, outcome = yield asks
+        return (yield from self._listed(client, outcome))
 
-    def go_on(self) -> None:
-        """Continue after a lost connection: delete nodes again, and ring waiters, as kazoo has dropped all watches."""
-        for node in list(self._doomed):
-            self.drop(node)
-        self._ring([node for node in list(self.by_owner.values()) if not node.is_granted])
+    def _listed(self, client: Any, outcome: Any) -> Steps[list[str]]:
+        """Return the names in *outcome*; none if the folder does not exist."""
+        if isinstance(outcome, NoNodeError):
+            if client.chroot and value(*(yield [partial(client.exists_async, "/")])) is None:
+                raise self._no_chroot(client) from outcome
+            return []
+        names: list[str] = value(outcome)
+        return names
+
+    # Deleting, and the session.
+
+    def delete(self, node: ZooKeeperNode) -> Steps[bool]:
+        client = yield from self.connected()
+        yield from self._know(client, node)
+        return bool(node.name) and _is_deleted(*(yield [partial(client.delete_async, node.path)]))
+
+    def kept(self, nodes: Sequence[ZooKeeperNode]) -> Steps[set[ZooKeeperNode]]:
+        client = yield from self.connected()
+        # A server that is cut off from the leader answers for a while, when the session may be over already.
+        [synced] = yield [partial(client.sync_async, self._options.root)]
+        value(synced)
+        outcomes = yield [partial(client.exists_async, node.path) for node in nodes]
+        stats = dict(zip(nodes, map(value, outcomes), strict=True))
+        mine = self._session.id
+        return {node for node, stat in stats.items() if stat and stat.ephemeralOwner == mine}
+
+    # For operators.
+
+    def keys(self) -> Steps[list[str]]:
+        client = yield from self.connected()
+        names = yield from self._names(client, self._options.root)
+        return sorted(key for key in map(unquoted, names) if key is not None)
+
+    def holders(self, keys: Sequence[str]) -> Steps[list[Held]]:
+        client = yield from self.connected()
+        folders = [self.folder(key) for key in keys]
+        outcomes = yield [partial(client.get_children_async, folder) for folder in folders]
+        shown: list[tuple[str, str, Child, int]] = []
+        for key, folder, outcome in zip(keys, folders, outcomes, strict=True):
+            if not isinstance(outcome, NoNodeError):
+                children = Children(value(outcome))
+                waiters = len(children.all) - len(children.holders)
+                shown += [
+                    (key, f"{folder}/{child.name}", child, waiters) for child in children.holders
+                ]
+        if not shown:
+            return []
+        # A write returns the time of the ensemble's clock.
+        *outcomes, root = yield [
+            *(partial(client.get_async, path) for _, path, _, _ in shown),
+            partial(client.set_async, self._options.root, b""),
+        ]
+        now = None if isinstance(root, Exception) else root.mtime
+        found: list[Held] = []
+        for (key, _, child, waiters), outcome in zip(shown, outcomes, strict=True):
+            if isinstance(outcome, NoNodeError):
+                continue  # it was released meanwhile
+            data, stat = value(outcome)
+            said = Label.read(data)
+            held = Held(
+                name=said.name or key,
+                key=key,
+                holder=said.holder,
+                remaining=None,
+                token=said.token(stat.czxid),
+                owner_digest=child.owner_digest,
+                shared=child.shared,
+                waiters=waiters,
+                age=now and max(0.0, (now - stat.ctime) / 1000),
+            )
+            found.append(held)
+        return found
+
+    def end_holding(self, key: str, owner_digest: str) -> Steps[bool]:
+        client = yield from self.connected()
+        folder = self.folder(key)
+        children = Children((yield from self._names(client, folder)))
+        paths = [
+            f"{folder}/{child.name}"
+            for child in children.holders
+            if child.owner_digest == owner_digest
+        ]
+        return any(map(_is_deleted, (yield [partial(client.delete_async, path) for path in paths])))
+
+    def now(self) -> Steps[float]:
+        """Return the time of the ensemble's clock, which a write returns; 0 before the first lock."""
+        client = yield from self.connected()
+        [outcome] = yield [partial(client.set_async, self._options.root, b"")]
+        return 0.0 if isinstance(outcome, NoNodeError) else value(outcome).mtime / 1000
+
+    def purge(self, keys: Sequence[str], before: float, *, dry_run: bool) -> Steps[int]:
+        """Delete the nodes of *keys* that are older than *before*, without holders and waiters; return how many."""
+        client = yield from self.connected()
+        folders = [self.folder(key) for key in keys]
+        outcomes = yield [partial(client.exists_async, folder) for folder in folders]
+        empty = [
+            folder
+            for folder, stat in zip(folders, map(value, outcomes), strict=True)
+            if stat is not None and not stat.numChildren and stat.ctime / 1000 < before
+        ]
+        if dry_run:
+            return len(empty)
+        outcomes = yield [partial(client.delete_async, folder) for folder in empty]
+        return sum(map(_is_deleted, outcomes))
+
+
+def _busy(outcome: Any) -> Busy:
+    """Return the holder in the data of its node; a Busy without holder if the node is gone."""
+    if isinstance(outcome, NoNodeError):
+        return Busy()
+    data, _ = value(outcome)
+    return Busy(Label.read(data).holder)
+
+
+def _is_deleted(outcome: Any) -> bool:
+    if isinstance(outcome, (NoNodeError, NotEmptyError)):
+        return False
+    value(outcome)
+    return True

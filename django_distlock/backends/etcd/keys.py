@@ -1,0 +1,349 @@
+"""The verbs of the recipe on etcd: keys that go with the lease of a session, in the order of their create revisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, groupby
+from typing import Any
+
+from django_distlock.backends.queue.labels import Label, label, unquoted
+from django_distlock.backends.queue.nodes import First, Line, Node, Waiter
+from django_distlock.backends.queue.recipe import Server
+from django_distlock.engine.steps import Steps
+from django_distlock.engine.values import Busy, Held, Request, batches, digest
+from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
+from django_distlock.ground import clock
+
+from .gateway import (
+    OPERATIONS,
+    Gateway,
+    LeaseGone,
+    Reply,
+    below,
+    compare,
+    decoded,
+    delete,
+    encoded,
+    find,
+    kvs,
+    put,
+)
+from .options import EtcdOptions
+from .session import Session
+from .watcher import KeyWatcher
+
+#: The folder of the keys that refuse late requests of an owner; no lock's folder has this name.
+REVOKED = "%revoked"
+#: How many keys are listed at once.
+PAGE = 1000
+
+_Json = dict[str, Any]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Key(Node):
+    """The key of one holder or waiter; *number* is its create revision, its position in the line.
+
+    Keys are used again: etcd keeps deleted ones until its next compaction, and would pass over all of them
+    to find the first one of a lock. So its name is that of the session, and of its *slot* there.
+    """
+
+    slot: int = 0
+    #: Its lease and its path, once the session is known.
+    lease_id: str = ""
+    path: str = ""
+    #: Whether a request to make it may still be carried out, and so make it again after it was deleted.
+    is_late: bool = False
+    #: When it was asked for first (``clock.lease_time()``).
+    asked_at: float = field(default_factory=clock.lease_time)
+
+    @property
+    def may_exist(self) -> bool:
+        return bool(self.number or self.is_late)
+
+    def leave(self, lease_id: str) -> None:
+        """Begin again at the end of the line, with this lease: its key is gone."""
+        kind = "r" if self.request.shared else "w"
+        self.path = f"{self.folder}/{kind}-{int(lease_id):x}-{self.slot}"
+        self.number = 0
+        self.is_granted = self.is_ending = False
+        # Last, as an exception may come between two lines: without a path, etcd would refuse to delete it.
+        self.lease_id = lease_id
+
+
+class EtcdServer(Server[Key]):
+    """See Server."""
+
+    def __init__(
+        self, alias: str, options: EtcdOptions, gateway: Gateway, session: Session
+    ) -> None:
+        super().__init__(options.namespace)
+        self._alias = alias
+        self._options = options
+        self._session = session
+        self.watcher = KeyWatcher(gateway, options.namespace, self._ring)
+        #: By folder and number.
+        self.slots: dict[tuple[str, int], Key] = {}
+        self._ask = gateway.transaction
+
+    def node(self, request: Request, folder: str) -> Key:
+        key = Key(request, folder=folder)
+        # In one step, as a signal handler may take a lock between two.
+        key.slot = next(
+            slot for slot in count() if self.slots.setdefault((folder, slot), key) is key
+        )
+        return key
+
+    def forget(self, node: Key) -> None:
+        """Free its slot for others, unless a late request might make its key again."""
+        slot = node.folder, node.slot
+        # Once: by its end and by its release, for one, and another key may have the slot by then.
+        if not node.is_late and self.slots.get(slot) is node:
+            del self.slots[slot]
+
+    def is_over(self, node: Key) -> bool:
+        return self._session.is_over(node.lease_id)
+
+    # Making a key.
+
+    def put(self, node: Key, *, waits: bool) -> Steps[Any, Line | None]:
+        began = clock.lease_time()
+        lease_id = yield self._session.ready
+        if node.lease_id != lease_id:
+            self.unwatch(node)
+            node.leave(lease_id)
+        try:
+            reply = yield from self._look(node) if node.number else self._make(node, waits=waits)
+        except LeaseGone:
+            self._session.forget(lease_id)
+            return None
+        own, first, last = (kvs(each) for each in reply.body["responses"][-3:])
+        refusal = _first(first) or First("")
+        if not own and node.number:
+            node.number = 0  # somebody has deleted it
+            return None
+        if not own and last and not waits:
+            return Line(refusal.path, refusal)
+        if not own:
+            raise LockBackendError(self._alias, "this request was given up before")
+        node.number = int(own[0]["create_revision"])
+        node.offset = Label.read(decoded(own[0]["value"])).offset or 0
+        others = [kv for kv in last if kv["key"] != own[0]["key"]]
+        ahead = [kv for kv in others if int(kv["create_revision"]) < node.number]
+        if len(ahead) < len(others):
+            # An earlier request has made it, and others came after it.
+            return (yield from self.put(node, waits=waits))
+        if ahead:
+            return Line(decoded(ahead[0]["key"]), refusal, reply.revision)
+        # The lock ends with the session, which may have been prolonged a while ago.
+        latest = self._session.ends - node.request.ttl
+        return Line(start=latest if latest < began else None)
+
+    def _look(self, node: Key) -> Steps[Any, Reply]:
+        reply: Reply = yield partial(self._ask, *_own_line(node))
+        return reply
+
+    def _make(self, node: Key, *, waits: bool) -> Steps[Any, Reply]:
+        """Make the key, if *waits* or if none is in its way, and look at its line."""
+        looks = _own_line(node)
+        while True:
+            offset = self._session.offset
+            said = label(node.request, owner=digest(node.request.owner), offset=offset)
+            conditions = [
+                compare(self._tombstone(node), "EQUAL", 0),
+                compare(node.path, "EQUAL", 0),
+                self._session.has_offset(offset),
+            ]
+            if not waits:
+                conditions.append({**compare("", "EQUAL", 0), **_in_the_way(node)})
+            ask = partial(
+                self._ask,
+                put(node.path, said.decode(), lease=node.lease_id),
+                *looks,
+                compare=conditions,
+                failure=[self._session.find_offset, *looks],
+            )
+            reply = yield from self._ask_once(node, ask)
+            is_made = bool(reply.body.get("succeeded"))
+            if is_made or not self._session.learn(kvs(reply.body["responses"][0]), offset):
+                return reply
+
+    def _ask_once(self, node: Key, ask: Callable[[], Reply]) -> Steps[Any, Reply]:
+        """Ask to make the key, and note whether that may still be carried out later."""
+        # Before it is asked, as an asynchronous exception may end this at any moment.
+        was_late, node.is_late = node.is_late, True
+        try:
+            reply: Reply = yield ask
+        except LockBackendError as error:
+            node.is_late = was_late or isinstance(error, LockOutcomeUnknown)
+            raise
+        node.is_late = was_late or not reply.is_sure
+        return reply
+
+    # Watching and listing.
+
+    def watch(self, node: Key, line: Line) -> Steps[Any, Busy | None]:
+        # Its own key, too: it goes with the session, or an operator deletes it.
+        self.watcher.add(node, [line.ahead, node.path], line.revision)
+        return line.first.busy
+        yield
+
+    def unwatch(self, waiter: Waiter) -> None:
+        self.watcher.remove(waiter)
+
+    def _ring(self, waiters: Sequence[Waiter]) -> None:
+        self.ring(waiters)
+
+    def firsts(
+        self, folders: Sequence[str], waiter: Waiter | None = None
+    ) -> Steps[Any, list[First | None]]:
+        found: list[First | None] = []
+        revision = 0
+        for some in batches(folders, OPERATIONS):
+            looks = [find(below(folder), limit=1, **_FIRST) for folder in some]
+            reply = yield partial(self._ask, *looks)
+            revision = revision or reply.revision
+            found += [_first(kvs(each)) for each in reply.body["responses"]]
+        if waiter is not None:
+            self.watcher.add(waiter, [first.path for first in found if first], revision)
+        return found
+
+    # Deleting, and the session.
+
+    def delete(self, node: Key) -> Steps[Any, bool]:
+        if not node.path:
+            return False
+        # Refuses requests that may still arrive to make it again.
+        is_refused = node.is_late and not self.is_over(node)
+        refusal = [put(self._tombstone(node), "", lease=node.lease_id)] if is_refused else []
+        # By its own revision: when this arrives late, others may have this key.
+        is_ours = compare(node.path, "EQUAL" if node.number else "GREATER", node.number)
+        ask = partial(self._ask, delete(node.path), *refusal, compare=[is_ours], failure=refusal)
+        try:
+            reply: Reply = yield ask
+        except LeaseGone:
+            self._session.forget(node.lease_id)
+            return (yield from self.delete(node))
+        return bool(reply.body.get("succeeded")) or not reply.is_sure
+
+    def _tombstone(self, node: Key) -> str:
+        """Return the key that tells that this one was given up."""
+        name = node.path.removeprefix(f"{self._options.namespace}/")
+        return f"{self._options.namespace}/{REVOKED}/{name}"
+
+    def kept(self, nodes: Sequence[Key]) -> Steps[Any, set[Key]]:
+        kept: set[Key] = set()
+        is_prolonged = yield self._session.prolong
+        for some in batches(nodes, OPERATIONS) if is_prolonged else ():
+            looks = [find({"key": encoded(node.path)}, keys_only=True) for node in some]
+            reply = yield partial(self._ask, *looks)
+            for node, found in zip(some, map(kvs, reply.body["responses"]), strict=True):
+                if found and int(found[0]["create_revision"]) == node.number:
+                    kept.add(node)
+        return kept
+
+    # For operators.
+
+    def held(self, key: str | None) -> Iterator[Held]:
+        """Return the holders of the lock *key*, or of all locks."""
+        namespace = f"{self._options.namespace}/"
+        folder = namespace.rstrip("/") if key is None else self.folder(key)
+        for quoted_key, some in groupby(self._pages(folder), lambda kv: _folder_of(kv, namespace)):
+            if (name := unquoted(quoted_key)) is not None:
+                yield from self._shown(name, [*some])
+
+    def _pages(self, folder: str) -> Iterator[_Json]:
+        area = below(folder)
+        while True:
+            found = kvs(self._ask(find(area, limit=PAGE)).body["responses"][0])
+            yield from found
+            if len(found) < PAGE:
+                return
+            area = {**area, "key": encoded(decoded(found[-1]["key"]) + "\0")}
+
+    def _shown(self, key: str, line: list[_Json]) -> Iterator[Held]:
+        holders = _holders(line)
+        for kv in holders:
+            said = Label.read(decoded(kv["value"]))
+            yield Held(
+                name=said.name or key,
+                key=key,
+                holder=said.holder,
+                remaining=None,
+                token=said.token(int(kv["create_revision"])),
+                owner_digest=_owner_digest(kv),
+                shared=_child_of(kv).startswith("r-"),
+                waiters=len(line) - len(holders),
+            )
+
+    def end_holding(self, key: str, owner_digest: str) -> bool:
+        for kv in _holders([*self._pages(self.folder(key))]):
+            if _owner_digest(kv) == owner_digest:
+                path = decoded(kv["key"])
+                is_same = compare(path, "EQUAL", int(kv["create_revision"]))
+                reply = self._ask(delete(path), compare=[is_same])
+                return bool(reply.body.get("succeeded")) or not reply.is_sure
+        return False
+
+
+# What it asks for.
+
+_FIRST = {"sort_order": "ASCEND", "sort_target": "CREATE"}
+_LAST = {"sort_order": "DESCEND", "sort_target": "CREATE"}
+
+
+def _own_line(node: Key) -> list[_Json]:
+    """Return the looks at the key itself, at the first one of its line, and at the last ones in its way."""
+    until = {"max_create_revision": str(node.number)} if node.number else {}
+    return [
+        find({"key": encoded(node.path)}),
+        find(below(node.folder), limit=1, **_FIRST),
+        # One of the two may be the key itself.
+        find(_in_the_way(node), limit=2, keys_only=True, **_LAST, **until),
+    ]
+
+
+def _in_the_way(node: Key) -> dict[str, str]:
+    """Return the range of the keys that refuse it: a reader is refused by writers alone."""
+    if not node.request.shared:
+        return below(node.folder)
+    return {"key": encoded(f"{node.folder}/w-"), "range_end": encoded(f"{node.folder}/w.")}
+
+
+# Answers.
+
+
+def _first(found: list[_Json]) -> First | None:
+    if not found:
+        return None
+    holder = Label.read(decoded(found[0].get("value", ""))).holder
+    return First(decoded(found[0]["key"]), Busy(holder))
+
+
+def _folder_of(kv: _Json, namespace: str) -> str:
+    """Return the name of its lock; for a key that belongs to none, a name that no lock has."""
+    key = decoded(kv["key"])
+    is_child = key.startswith(namespace) and _child_of(kv)[:2] in {"r-", "w-"}
+    return key[len(namespace) :].rpartition("/")[0] if is_child else "%"
+
+
+def _child_of(kv: _Json) -> str:
+    return decoded(kv["key"]).rpartition("/")[2]
+
+
+def _owner_digest(kv: _Json) -> str:
+    try:
+        return str(json.loads(decoded(kv["value"]))["owner"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return ""  # another program has written it
+
+
+def _holders(line: list[_Json]) -> list[_Json]:
+    """Return the holders in *line*: the first one, or all readers before the first writer."""
+    line = sorted(line, key=lambda kv: int(kv["create_revision"]))
+    writers = (index for index, kv in enumerate(line) if _child_of(kv).startswith("w-"))
+    first_writer = next(writers, len(line))
+    return line[: first_writer or 1]

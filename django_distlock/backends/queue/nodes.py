@@ -1,0 +1,73 @@
+"""What this process has on a server for its holders and waiters. No I/O."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from django_distlock.engine.values import Busy
+
+if TYPE_CHECKING:
+    from django_distlock.engine.bells import Bell
+    from django_distlock.engine.values import Request
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    """A caller that sleeps until one of the nodes that it watches has gone."""
+
+    request: Request
+    _: KW_ONLY
+    bell: Bell | None = None
+    #: The paths of these nodes; empty once one of them has gone.
+    watched: tuple[str, ...] = ()
+    #: Whether one has gone since the caller looked.
+    is_rung: bool = False
+
+    def ring(self) -> bool:
+        """Wake the caller; return False if it no longer exists."""
+        # Before the bell, because the caller looks at these right before it sleeps.
+        self.watched, self.is_rung = (), True
+        return self.bell is None or self.bell.ring()
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Node(Waiter):
+    """The node of one holder or waiter: kept from before it is asked for until it is certainly gone."""
+
+    #: The path of its lock, below which it is.
+    folder: str
+    #: The end of its hold (``clock.lease_time()``), unless it is extended.
+    ends: float = 0.0
+    #: The fencing token is the sum of the server's own number of the node and this offset, which its label says, too.
+    number: int = 0
+    offset: int = 0
+    is_granted: bool = False
+    #: Whether a request to delete it may have been carried out.
+    is_ending: bool = False
+    #: The holder that refused it; None before the first refusal.
+    busy: Busy | None = None
+
+    @property
+    def may_exist(self) -> bool:
+        """Whether the server may have made it, or may yet make it."""
+        raise NotImplementedError
+
+
+class First(NamedTuple):
+    """The first node in the line of a lock; *busy* names its holder, if that was read."""
+
+    path: str
+    busy: Busy = Busy()
+
+
+class Line(NamedTuple):
+    """The answer to Server.put(): *ahead* is the path of the node that the new one waits for, empty if there is none.
+
+    *first* is the first node of the line, *revision* that of the server's data. *start*: see Grant.
+    """
+
+    ahead: str = ""
+    first: First = First("")
+    revision: int = 0
+    start: float | None = None
