@@ -466,10 +466,14 @@ def test_a_request_that_arrives_after_its_lock_was_given_back_makes_no_key(
 ) -> None:
     with lock("x", using="locks"):
         pass
-    sent.clear()
-    proxy.drop_reply()
-    with lock("x", using="locks", timeout=0):
-        pass
+    for _ in range(5):
+        sent.clear()
+        proxy.drop_reply()
+        with lock("x", using="locks", timeout=0):
+            pass
+        if len(sent) == 3:
+            break  # else another reply was lost: that of the session's own watch
+    assert len(sent) == 3
 
     for path, body in sent:
         member.asks(path, **body)

@@ -120,55 +120,63 @@ class EtcdServer(Server[Key]):
         except LeaseGone:
             self._session.forget(lease_id)
             return None
+        line = Line() if reply is None else self._line(node, reply, waits=waits)
+        if line is None or line.ahead:
+            return line
+        # The lock ends with the session, which may have been prolonged a while ago.
+        latest = self._session.ends - node.request.ttl
+        return Line(start=latest if latest < began else None)
+
+    def _line(self, node: Key, reply: Reply, *, waits: bool) -> Line | None:
+        """Return what *reply* tells of the line of *node*; None: look again."""
         own, first, last = (kvs(each) for each in reply.body["responses"][-3:])
         refusal = _first(first) or First("")
-        if not own and node.number:
-            node.number = 0  # somebody has deleted it
-            return None
-        if not own and last and not waits:
-            return Line(refusal.path, refusal)
         if not own:
+            was_there, node.number = node.number, 0
+            if was_there:
+                return None  # somebody has deleted it
+            if last and not waits:
+                return Line(refusal.path, refusal)
             raise LockBackendError(self._alias, "this request was given up before")
         node.number = int(own[0]["create_revision"])
         node.offset = Label.read(decoded(own[0]["value"])).offset or 0
         others = [kv for kv in last if kv["key"] != own[0]["key"]]
         ahead = [kv for kv in others if int(kv["create_revision"]) < node.number]
         if len(ahead) < len(others):
-            # An earlier request has made it, and others came after it.
-            return (yield from self.put(node, waits=waits))
-        if ahead:
-            return Line(decoded(ahead[0]["key"]), refusal, reply.revision)
-        # The lock ends with the session, which may have been prolonged a while ago.
-        latest = self._session.ends - node.request.ttl
-        return Line(start=latest if latest < began else None)
+            return None  # an earlier request has made it, and others came after it
+        return Line(decoded(ahead[0]["key"]) if ahead else "", refusal, reply.revision)
 
-    def _look(self, node: Key) -> Steps[Any, Reply]:
+    def _look(self, node: Key) -> Steps[Any, Reply | None]:
         reply: Reply = yield partial(self._ask, *_own_line(node))
         return reply
 
-    def _make(self, node: Key, *, waits: bool) -> Steps[Any, Reply]:
-        """Make the key, if *waits* or if none is in its way, and look at its line."""
-        looks = _own_line(node)
+    def _make(self, node: Key, *, waits: bool) -> Steps[Any, Reply | None]:
+        """Make the key if none is in its way, and return None; else make it only if it *waits*, and look at its line.
+
+        In one transaction. The common case reads nothing: that would cost all members time.
+        """
+        is_free = {**compare("", "EQUAL", 0), **_in_the_way(node)}
         while True:
             offset = self._session.offset
             said = label(node.request, owner=digest(node.request.owner), offset=offset)
-            conditions = [
+            act = put(node.path, said.decode(), lease=node.lease_id)
+            is_wanted = [
                 compare(self._tombstone(node), "EQUAL", 0),
                 compare(node.path, "EQUAL", 0),
                 self._session.has_offset(offset),
             ]
-            if not waits:
-                conditions.append({**compare("", "EQUAL", 0), **_in_the_way(node)})
+            joining = [{"request_txn": {"compare": is_wanted, "success": [act]}}] if waits else []
             ask = partial(
                 self._ask,
-                put(node.path, said.decode(), lease=node.lease_id),
-                *looks,
-                compare=conditions,
-                failure=[self._session.find_offset, *looks],
+                act,
+                compare=[*is_wanted, is_free],
+                failure=[self._session.find_offset, *joining, *_own_line(node)],
             )
             reply = yield from self._ask_once(node, ask)
-            is_made = bool(reply.body.get("succeeded"))
-            if is_made or not self._session.learn(kvs(reply.body["responses"][0]), offset):
+            if reply.body.get("succeeded"):
+                node.number, node.offset = reply.revision, offset
+                return None
+            if not self._session.learn(kvs(reply.body["responses"][0]), offset):
                 return reply
 
     def _ask_once(self, node: Key, ask: Callable[[], Reply]) -> Steps[Any, Reply]:
