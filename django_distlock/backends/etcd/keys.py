@@ -10,7 +10,7 @@ from itertools import count, groupby
 from typing import Any
 
 from django_distlock.backends.queue.labels import Label, label, unquoted
-from django_distlock.backends.queue.nodes import First, Line, Node, Waiter
+from django_distlock.backends.queue.nodes import First, Node, Sleeper, Standing
 from django_distlock.backends.queue.recipe import Server
 from django_distlock.engine.steps import Steps
 from django_distlock.engine.values import Busy, Held, Request, batches, digest
@@ -109,7 +109,7 @@ class EtcdServer(Server[Key]):
 
     # Making a key.
 
-    def put(self, node: Key, *, waits: bool) -> Steps[Any, Line | None]:
+    def put(self, node: Key, *, waits: bool) -> Steps[Any, Standing | None]:
         began = clock.lease_time()
         lease_id = yield self._session.ready
         if node.lease_id != lease_id:
@@ -120,14 +120,14 @@ class EtcdServer(Server[Key]):
         except LeaseGone:
             self._session.forget(lease_id)
             return None
-        line = Line() if reply is None else self._line(node, reply, waits=waits)
+        line = Standing() if reply is None else self._line(node, reply, waits=waits)
         if line is None or line.ahead:
             return line
         # The lock ends with the session, which may have been prolonged a while ago.
         latest = self._session.ends - node.request.ttl
-        return Line(start=latest if latest < began else None)
+        return Standing(start=latest if latest < began else None)
 
-    def _line(self, node: Key, reply: Reply, *, waits: bool) -> Line | None:
+    def _line(self, node: Key, reply: Reply, *, waits: bool) -> Standing | None:
         """Return what *reply* tells of the line of *node*; None: look again."""
         own, first, last = (kvs(each) for each in reply.body["responses"][-3:])
         refusal = _first(first) or First("")
@@ -136,7 +136,7 @@ class EtcdServer(Server[Key]):
             if was_there:
                 return None  # somebody has deleted it
             if last and not waits:
-                return Line(refusal.path, refusal)
+                return Standing(refusal.path, refusal)
             raise LockBackendError(self._alias, "this request was given up before")
         node.number = int(own[0]["create_revision"])
         node.offset = Label.read(decoded(own[0]["value"])).offset or 0
@@ -144,7 +144,7 @@ class EtcdServer(Server[Key]):
         ahead = [kv for kv in others if int(kv["create_revision"]) < node.number]
         if len(ahead) < len(others):
             return None  # an earlier request has made it, and others came after it
-        return Line(decoded(ahead[0]["key"]) if ahead else "", refusal, reply.revision)
+        return Standing(decoded(ahead[0]["key"]) if ahead else "", refusal, reply.revision)
 
     def _look(self, node: Key) -> Steps[Any, Reply | None]:
         reply: Reply = yield partial(self._ask, *_own_line(node))
@@ -193,20 +193,20 @@ class EtcdServer(Server[Key]):
 
     # Watching and listing.
 
-    def watch(self, node: Key, line: Line) -> Steps[Any, Busy | None]:
+    def watch(self, node: Key, line: Standing) -> Steps[Any, Busy | None]:
         # Its own key, too: it goes with the session, or an operator deletes it.
         self.watcher.add(node, [line.ahead, node.path], line.revision)
         return line.first.busy
         yield
 
-    def unwatch(self, waiter: Waiter) -> None:
+    def unwatch(self, waiter: Sleeper) -> None:
         self.watcher.remove(waiter)
 
-    def _ring(self, waiters: Sequence[Waiter]) -> None:
+    def _ring(self, waiters: Sequence[Sleeper]) -> None:
         self.ring(waiters)
 
     def firsts(
-        self, folders: Sequence[str], waiter: Waiter | None = None
+        self, folders: Sequence[str], waiter: Sleeper | None = None
     ) -> Steps[Any, list[First | None]]:
         found: list[First | None] = []
         revision = 0

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from django_distlock.backends.queue.nodes import Waiter
+from django_distlock.backends.queue.nodes import Sleeper
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.values import batches
 from django_distlock.exceptions import LockBackendError
@@ -60,15 +60,15 @@ class KeyWatcher(Follower):
     """Rings waiters when one of the keys that they watch is deleted."""
 
     def __init__(
-        self, gateway: Gateway, namespace: str, ring: Callable[[list[Waiter]], None]
+        self, gateway: Gateway, namespace: str, ring: Callable[[list[Sleeper]], None]
     ) -> None:
         super().__init__(gateway)
         self._range = below(namespace)
         self._ring = ring
         self._mutex = section()
         #: All waiters; and by key those that watch it, with the revision in which each has seen it.
-        self._waiters: dict[Waiter, None] = {}
-        self._waiting: dict[str, dict[Waiter, int]] = {}
+        self._waiters: dict[Sleeper, None] = {}
+        self._waiting: dict[str, dict[Sleeper, int]] = {}
         #: The keys that were deleted last, and in which revision.
         self._deleted: OrderedDict[str, int] = OrderedDict()
         #: All deletions from this revision on are seen; the next one is asked for from *_position* on.
@@ -76,7 +76,7 @@ class KeyWatcher(Follower):
         self._is_running = False
         self._wanted_at = self._fresh_until = self._looked_at = 0.0
 
-    def add(self, waiter: Waiter, keys: Sequence[str], revision: int) -> None:
+    def add(self, waiter: Sleeper, keys: Sequence[str], revision: int) -> None:
         """Ring *waiter* when one of *keys* is deleted, which existed in this *revision*; at once if one may be gone."""
         with self._mutex:
             self.remove(waiter)
@@ -92,7 +92,7 @@ class KeyWatcher(Follower):
             for key in keys:
                 self._waiting.setdefault(key, {})[waiter] = revision
 
-    def remove(self, waiter: Waiter) -> None:
+    def remove(self, waiter: Sleeper) -> None:
         with self._mutex:
             # Empty ones stay until their key is deleted: this may have interrupted add() between two steps.
             for key in waiter.watched:
@@ -203,7 +203,7 @@ class KeyWatcher(Follower):
                 self._since = self._deleted.popitem(last=False)[1] + 1
         self._ring(rung)
 
-    def _told(self, key: str, revision: int) -> list[Waiter]:
+    def _told(self, key: str, revision: int) -> list[Sleeper]:
         """Return those who are to be rung, as *key* was deleted in this *revision*."""
         waiting = self._waiting.get(key, {})
         # Keys are used again: an earlier one of the same name may have been deleted before the look.

@@ -1,4 +1,4 @@
-"""What this process has on a server for its holders and waiters. No I/O."""
+"""The nodes of holders and waiters of this process on a server, as far as it knows them. No I/O."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Waiter:
+class Sleeper:
     """A caller that sleeps until one of the nodes that it watches has gone."""
 
     request: Request
@@ -32,7 +32,7 @@ class Waiter:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Node(Waiter):
+class Node(Sleeper):
     """The node of one holder or waiter: kept from before it is asked for until it is certainly gone."""
 
     #: The path of its lock, below which it is.
@@ -61,7 +61,7 @@ class First(NamedTuple):
     busy: Busy = Busy()
 
 
-class Line(NamedTuple):
+class Standing(NamedTuple):
     """The answer to Server.put(): *ahead* is the path of the node that the new one waits for, empty if there is none.
 
     *first* is the first node of the line, *revision* that of the server's data. *start*: see Grant.

@@ -22,7 +22,7 @@ from django_distlock.exceptions import LockBackendError, NotSupported
 from django_distlock.ground import clock
 
 from .labels import quoted, wished_ttl
-from .nodes import First, Line, Node, Waiter
+from .nodes import First, Node, Sleeper, Standing
 
 if TYPE_CHECKING:
     from django_distlock.engine.bells import Bell
@@ -41,7 +41,7 @@ class Server(ABC, Generic[_N]):
     """
 
     #: Rings waiters; the recipe sets it.
-    ring: Callable[[Sequence[Waiter]], None]
+    ring: Callable[[Sequence[Sleeper]], None]
 
     def __init__(self, root: str) -> None:
         #: Returns the path of a lock below *root*; the paths of its nodes are below that.
@@ -52,19 +52,19 @@ class Server(ABC, Generic[_N]):
         """Return a node that is yet to be made."""
 
     @abstractmethod
-    def put(self, node: _N, *, waits: bool) -> Steps[Any, Line | None]:
+    def put(self, node: _N, *, waits: bool) -> Steps[Any, Standing | None]:
         """Make *node* unless it exists, and return its line; leave none that another one refuses, unless it *waits*.
 
         None: it was deleted meanwhile, or its session has ended. Begins a session if there is none.
         """
 
     @abstractmethod
-    def watch(self, node: _N, line: Line) -> Steps[Any, Busy | None]:
+    def watch(self, node: _N, line: Standing) -> Steps[Any, Busy | None]:
         """Ring *node* once the node ahead of it has gone; return the holder, None if that one has gone already."""
 
     @abstractmethod
     def firsts(
-        self, folders: Sequence[str], waiter: Waiter | None = None
+        self, folders: Sequence[str], waiter: Sleeper | None = None
     ) -> Steps[Any, list[First | None]]:
         """Return the first node in each of *folders*, and ring *waiter* once one of them has gone."""
 
@@ -80,7 +80,7 @@ class Server(ABC, Generic[_N]):
     def is_over(self, node: _N) -> bool:
         """Return True if its session has ended."""
 
-    def unwatch(self, waiter: Waiter) -> None:
+    def unwatch(self, waiter: Sleeper) -> None:
         """Ring *waiter* no more. No I/O."""
         waiter.watched = ()
 
@@ -106,7 +106,7 @@ class Recipe(Generic[_N]):
         self._after = after
         self.nodes: dict[str, _N] = {}
         #: Those that wait for any place of a lock with a limit, by owner.
-        self.lookouts: dict[str, Waiter] = {}
+        self.lookouts: dict[str, Sleeper] = {}
         self.released = Recent()
         self.doomed: dict[_N, None] = {}
         self._retry = Alarm(self.bury_soon)
@@ -165,7 +165,7 @@ class Recipe(Generic[_N]):
     def enqueue(self, request: Request, bell: Bell) -> Steps[Any, None]:
         """Ring *bell* once the first node of any place of *request* has gone, which may be its holder's."""
         self.forget_bell(request)
-        self.lookouts[request.owner] = waiter = Waiter(request, bell=bell)
+        self.lookouts[request.owner] = waiter = Sleeper(request, bell=bell)
         folders = [self._server.folder(each.key) for each in request.holdings]
         if None in (yield from self._server.firsts(folders, waiter)):
             waiter.ring()
@@ -190,7 +190,7 @@ class Recipe(Generic[_N]):
         if (node := self.nodes.get(request.owner)) is not None:
             node.bell = None
 
-    def ring(self, waiters: Sequence[Waiter]) -> None:
+    def ring(self, waiters: Sequence[Sleeper]) -> None:
         """Ring *waiters*; delete the node of one whose event loop has ended. Does not block."""
         for waiter in waiters:
             if not waiter.ring():

@@ -20,7 +20,7 @@ from kazoo.exceptions import (
 )
 
 from django_distlock.backends.queue.labels import Label, label, unquoted
-from django_distlock.backends.queue.nodes import First, Line, Node, Waiter
+from django_distlock.backends.queue.nodes import First, Node, Sleeper, Standing
 from django_distlock.backends.queue.recipe import Server
 from django_distlock.engine.values import Busy, Held, Recent, Request
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
@@ -80,7 +80,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         self._session = session
         self.tokens = Tokens(options.root, session, self._make_folder)
         #: All that watch nodes.
-        self._waiters: dict[Waiter, None] = {}
+        self._waiters: dict[Sleeper, None] = {}
         #: The folders in which somebody was in the way of the last try that did not wait.
         self._crowded = Recent()
 
@@ -107,23 +107,23 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
 
     # Making a node.
 
-    def put(self, node: ZooKeeperNode, *, waits: bool) -> Steps[Line | None]:
+    def put(self, node: ZooKeeperNode, *, waits: bool) -> Steps[Standing | None]:
         client = yield from self._connected_for(node)
         if node.may_exist:
             yield from self._know(client, node)
         elif not waits and (first := (yield from self._first_in_the_way(node))):
-            return Line(first.path, first)
+            return Standing(first.path, first)
         children = yield from self._stand(client, node)
         if children is None:
             return None
         ahead = children.before(node.name)
         if ahead is None:
             self._crowded.pop(node.folder, None)
-            return Line()
+            return Standing()
         first = First(f"{node.folder}/{children.all[0].name}")
         if not waits:
             first = yield from self._withdraw(client, node, first)
-        return Line(f"{node.folder}/{ahead.name}", first)
+        return Standing(f"{node.folder}/{ahead.name}", first)
 
     def _connected_for(self, node: ZooKeeperNode) -> Steps[Any]:
         """Return the client; LockOutcomeUnknown if it is not connected and may have made *node*."""
@@ -251,7 +251,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
 
     # Watching and listing.
 
-    def watch(self, node: ZooKeeperNode, line: Line) -> Steps[Busy | None]:
+    def watch(self, node: ZooKeeperNode, line: Standing) -> Steps[Busy | None]:
         client = yield from self.connected()
         asks = self._watching(client, node, [line.ahead])
         if line.first.path != line.ahead:
@@ -263,13 +263,13 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         value(outcomes[0])
         return _busy(outcomes[-1])
 
-    def _watching(self, client: Any, waiter: Waiter, paths: Sequence[str]) -> list[Ask]:
+    def _watching(self, client: Any, waiter: Sleeper, paths: Sequence[str]) -> list[Ask]:
         # Before the requests, because a watch may fire at once.
         waiter.watched = tuple(paths)
         self._waiters[waiter] = None
         return [partial(client.get_async, path, self.changed) for path in paths]
 
-    def unwatch(self, waiter: Waiter) -> None:
+    def unwatch(self, waiter: Sleeper) -> None:
         waiter.watched = ()
         self._waiters.pop(waiter, None)
 
@@ -286,7 +286,7 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
         self.ring(rung)
 
     def firsts(
-        self, folders: Sequence[str], waiter: Waiter | None = None
+        self, folders: Sequence[str], waiter: Sleeper | None = None
     ) -> Steps[list[First | None]]:
         client = yield from self.connected()
         # After this server has caught up with the leader.
