@@ -24,6 +24,7 @@ from testproject.models import Account
 from tests.contract.crew import waiting_for
 from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
+from tests.fixtures.interruption import StopAt, TimeLimit
 from tests.fixtures.processes import Child, Spawn
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
@@ -331,6 +332,25 @@ def test_who_gives_up_leaves_nothing_that_refuses_a_free_lock(line: Side) -> Non
 
             with lock("x", using="elsewhere", limit=limit, timeout=0) as lease:
                 lease.check()
+
+
+def test_an_exception_at_any_step_of_a_waiter_leaves_nothing(
+    line: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", id)  # one may hit a generator that is closed
+    holder = rival("x", "elsewhere")
+    assert stands(holder, "elsewhere")
+    number, is_over = 0, False
+    while not is_over:
+        number += 1
+        waiter = rival("x")
+        with suppress(TimeLimit), StopAt(number) as stop:
+            stands(waiter)
+        is_over = stop.calls < number
+        locks["locks"].abandon_later(waiter)
+
+    assert number > 20
+    eventually(lambda: line.length("x") == 1)
 
 
 # Connections that are cut.
