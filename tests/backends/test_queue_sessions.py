@@ -338,19 +338,20 @@ def test_an_exception_at_any_step_of_a_waiter_leaves_nothing(
     line: Side, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "unraisablehook", id)  # one may hit a generator that is closed
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
     number, is_over = 0, False
     while not is_over:
         number += 1
-        waiter = rival("x")
+        # What a waiter has left, the next one for the same lock would find.
+        name = f"x{number}"
+        assert stands(rival(name, "elsewhere"), "elsewhere")
+        waiter = rival(name)
         with suppress(TimeLimit), StopAt(number) as stop:
             stands(waiter)
         is_over = stop.calls < number
         locks["locks"].abandon_later(waiter)
 
     assert number > 20
-    eventually(lambda: line.length("x") == 1)
+    eventually(lambda: {each.waiters for each in locks["elsewhere"].held()} == {0})
 
 
 # Connections that are cut.

@@ -115,12 +115,15 @@ class EtcdServer(Server[Key]):
         if node.lease_id != lease_id:
             self.unwatch(node)
             node.leave(lease_id)
+        is_made, was_late = bool(node.number), node.is_late
         try:
-            reply = yield from self._look(node) if node.number else self._make(node, waits=waits)
+            reply = yield from (self._look(node) if is_made else self._make(node, waits=waits))
         except LeaseGone:
             self._session.forget(lease_id)
             return None
-        line = Standing() if reply is None else self._line(node, reply, waits=waits)
+        line = self._line(node, reply, waits=waits)
+        # Once its number is known: an asynchronous exception may come between two lines.
+        node.is_late = was_late or not (is_made or reply.is_sure)
         if line is None or line.ahead:
             return line
         # The lock ends with the session, which may have been prolonged a while ago.
@@ -129,6 +132,9 @@ class EtcdServer(Server[Key]):
 
     def _line(self, node: Key, reply: Reply, *, waits: bool) -> Standing | None:
         """Return what *reply* tells of the line of *node*; None: look again."""
+        if len(reply.body["responses"]) == 1:
+            node.number = reply.revision  # nobody was in its way
+            return Standing()
         own, first, last = (kvs(each) for each in reply.body["responses"][-3:])
         refusal = _first(first) or First("")
         if not own:
@@ -146,18 +152,18 @@ class EtcdServer(Server[Key]):
             return None  # an earlier request has made it, and others came after it
         return Standing(decoded(ahead[0]["key"]) if ahead else "", refusal, reply.revision)
 
-    def _look(self, node: Key) -> Steps[Any, Reply | None]:
+    def _look(self, node: Key) -> Steps[Any, Reply]:
         reply: Reply = yield partial(self._ask, *_own_line(node))
         return reply
 
-    def _make(self, node: Key, *, waits: bool) -> Steps[Any, Reply | None]:
-        """Make the key if none is in its way, and return None; else make it only if it *waits*, and look at its line.
+    def _make(self, node: Key, *, waits: bool) -> Steps[Any, Reply]:
+        """Make the key if none is in its way; else make it only if it *waits*, and look at its line.
 
         In one transaction. The common case reads nothing: that would cost all members time.
         """
         is_free = {**compare("", "EQUAL", 0), **_in_the_way(node)}
         while True:
-            offset = self._session.offset
+            node.offset = offset = self._session.offset
             said = label(node.request, owner=digest(node.request.owner), offset=offset)
             act = put(node.path, said.decode(), lease=node.lease_id)
             is_wanted = [
@@ -172,23 +178,18 @@ class EtcdServer(Server[Key]):
                 compare=[*is_wanted, is_free],
                 failure=[self._session.find_offset, *joining, *_own_line(node)],
             )
-            reply = yield from self._ask_once(node, ask)
-            if reply.body.get("succeeded"):
-                node.number, node.offset = reply.revision, offset
-                return None
-            if not self._session.learn(kvs(reply.body["responses"][0]), offset):
+            reply = yield from self._ask_to_make(node, ask)
+            is_done = reply.body.get("succeeded")
+            if is_done or not self._session.learn(kvs(reply.body["responses"][0]), offset):
                 return reply
 
-    def _ask_once(self, node: Key, ask: Callable[[], Reply]) -> Steps[Any, Reply]:
-        """Ask to make the key, and note whether that may still be carried out later."""
-        # Before it is asked, as an asynchronous exception may end this at any moment.
+    def _ask_to_make(self, node: Key, ask: Callable[[], Reply]) -> Steps[Any, Reply]:
         was_late, node.is_late = node.is_late, True
         try:
             reply: Reply = yield ask
         except LockBackendError as error:
             node.is_late = was_late or isinstance(error, LockOutcomeUnknown)
             raise
-        node.is_late = was_late or not reply.is_sure
         return reply
 
     # Watching and listing.
