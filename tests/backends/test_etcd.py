@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
-from django_distlock.backends.etcd.gateway import SILENCE, Reply, below
+from django_distlock.backends.etcd.gateway import SILENCE, MemberConnection, Reply, below
 from django_distlock.backends.etcd.keys import Key
 from django_distlock.engine.background import background
 from django_distlock.engine.values import Busy, Release, Request

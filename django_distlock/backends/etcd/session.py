@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from django_distlock.backends.queue.labels import TOKENS
-from django_distlock.engine.background import NoThreadError, start_daemon
+from django_distlock.engine.background import NoThreadError, background, start_daemon
 from django_distlock.exceptions import LockBackendError, NotSent
 from django_distlock.ground import clock
 

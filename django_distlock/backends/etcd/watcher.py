@@ -74,7 +74,7 @@ class KeyWatcher(Follower):
         #: All deletions from this revision on are seen; the next one is asked for from *_position* on.
         self._since = self._position = 0
         self._is_running = False
-        self._wanted_at = self._fresh_until = self._looked_at = 0.0
+        self._wanted_at = self._looked_at = 0.0
 
     def add(self, waiter: Sleeper, keys: Sequence[str], revision: int) -> None:
         """Ring *waiter* when one of *keys* is deleted, which existed in this *revision*; at once if one may be gone."""
@@ -111,8 +111,6 @@ class KeyWatcher(Follower):
         self._waiting.clear()
         self._ended.clear()
         self._looked_at = clock.wait_time()
-        # Its first words are waited for.
-        self._fresh_until = self._looked_at + 2 * SHORT
         try:
             start_daemon(self._run, "distlock-etcd")
             self._is_running = True
@@ -142,7 +140,6 @@ class KeyWatcher(Follower):
 
     def _hear(self, result: dict[str, Any]) -> bool:
         now = clock.wait_time()
-        self._fresh_until = now + 2 * SILENCE
         goes_on = self._take(result) and self._is_wanted
         # Sooner where it begins again, as after a connection that broke.
         if goes_on and now - self._looked_at >= (SHORT if result.get("created") else SILENCE):
