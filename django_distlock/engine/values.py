@@ -130,13 +130,11 @@ class Grant:
     """The lock is ours; *token* is None where the backend has no fencing.
 
     *start* (``clock.lease_time()``): the earliest start of its ttl, if that is later than the request:
-    a server that lets the request wait starts the ttl at the end of the wait. *place*: the one that was found
-    for a request with a limit.
+    a server that lets the request wait starts the ttl at the end of the wait.
     """
 
     token: int | None
     start: float | None = None
-    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
