@@ -168,11 +168,6 @@ class Release(enum.Enum):
     TAKEN = "taken"
 
 
-def of_all(released: Sequence[Release]) -> Release:
-    """Return the result for a request that may have had any of several places, which were all released."""
-    return Release.RELEASED if Release.RELEASED in released else released[0]
-
-
 class LockState(TextChoices):
     """The state of a lock in a listing, by the clock of the server."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import uuid
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +11,6 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from django_distlock import lock, locks
-from django_distlock.engine.values import Grant
 from django_distlock.ground.holder import Holder
 from tests.backends.conftest import counted_statements
 from tests.fixtures.pages import DOCS, table
@@ -69,7 +67,8 @@ def statements_of_each_verb(using: str) -> dict[str, int]:
         "acquire, free": count(lambda: locked.try_acquire(again, queued=False)),
     }
     locked.release(again)
-    counted |= statements_of_places(f"{name}:places")
+    places = locked.request(f"{name}:places", ttl=30, holder=Holder.current()).with_limit(4)
+    counted["look at all places"] = count(lambda: locked.probe_all(places.holdings))
     with lock(name) as held, transaction.atomic(using=using):
         counted["re-entry"] = count(lock(name).acquire)
         with CaptureQueriesContext(connections[using]) as queries:
@@ -77,25 +76,6 @@ def statements_of_each_verb(using: str) -> dict[str, int]:
         counted["guard()"] = len(queries)
         held.release()
     return counted
-
-
-def statements_of_places(name: str) -> dict[str, int]:
-    """Count for a lock with a limit whose places have been used before."""
-    locked = locks["default"]
-    *holders, other = (
-        locked.request(name, ttl=30, holder=Holder.current()).with_limit(4) for _ in range(5)
-    )
-    for each in holders[1:]:
-        locked.try_acquire(each, queued=False)
-    granted = locked.try_acquire(holders[0], queued=False)
-    counted = {
-        "acquire, all places busy": count(lambda: locked.try_acquire(other, queued=False)),
-        "look at all places again": count(lambda: locked.probe(other)),
-    }
-    assert isinstance(granted, Grant)
-    locked.release(holders[0].at(granted.place or 0))
-    take = partial(locked.try_acquire, other, queued=False)
-    return {"acquire, one place free": count(take), **counted}
 
 
 def count(verb: Callable[[], object]) -> int:

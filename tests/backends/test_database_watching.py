@@ -46,9 +46,11 @@ def rival(using: str, name: str, limit: int | None = None) -> Request:
     request = locks[using].request(name, ttl=60, holder=Holder.current("rival"))
     if limit is not None:
         request = request.with_limit(limit)
-    granted = locks[using].try_acquire(request, queued=False)
-    assert isinstance(granted, Grant)
-    return request if granted.place is None else request.at(granted.place)
+    return next(
+        each
+        for each in request.holdings
+        if isinstance(locks[using].try_acquire(each, queued=False), Grant)
+    )
 
 
 def take(using: str, name: str, limit: int | None = None) -> float:
