@@ -113,7 +113,7 @@ def test_each_reader_is_shown_and_one_alone_is_freed(
 
     assert [row.state for row in rows] == ["held, shared"] * 2
     assert told == ["1 lock was released."]
-    eventually(lambda: len(shown(operator, using, name)) == 1, 5, "one of them is gone")
+    eventually(lambda: len(shown(operator, using, name)) == 1, 20, "one of them is gone")
     assert [one.holds, two.holds].count(True) == 1
 
 
