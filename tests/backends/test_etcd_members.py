@@ -77,7 +77,8 @@ def test_threads_share_a_login(
     with ThreadPoolExecutor(20) as pool:
         list(pool.map(take, [f"x{number}" for number in range(20)]))
 
-    assert len(logins) == 1
+    # None, if a login that had begun before brought the new token.
+    assert len(logins) <= 1
 
 
 def test_members_that_are_restarted_one_by_one_are_not_noticed(

@@ -68,6 +68,9 @@ def take_away(system: str) -> None:
     sys.platform = PLATFORMS[system]
     for module in (os, select, selectors, signal, socket, time):
         strip(module, system)
+    if (parser := sys.modules.get("redis._parsers.hiredis")) is not None:
+        # It has looked once, as it was imported.
+        vars(parser)["_HAS_POLL"] = hasattr(select, "poll")
     find = importlib.util.find_spec
 
     def find_without(name: str, package: str | None = None) -> Any:
