@@ -366,7 +366,7 @@ class BaseLockBackend(ABC):
         """Return the answer to a task: its wait for this thread counts against its timeout, but not against the lease."""
         start = clock.lease_time()
         answer = verb(request, left=wait.left)
-        self.queue.heard(self.line_of(request))
+        self.queue.heard(self.line_of(request), request.owner)
         if isinstance(answer, Grant) and answer.start is None:
             return replace(answer, start=start)
         return answer

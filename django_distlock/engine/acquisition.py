@@ -33,7 +33,7 @@ from .announcements import announce
 from .background import background
 from .bells import TaskBell, ThreadBell
 from .deadlocks import LockId, Waiter, wait_graph
-from .local_queue import SILENT
+from .local_queue import ASKS, SILENT
 from .registry import registry
 from .steps import SETTLE, Steps, arun, asking_again, is_worth_asking_again, run
 from .values import Busy, Grant, Request, first_place, first_to_end
@@ -71,8 +71,6 @@ GIVE_WAY = 0.1
 YOUNG = 1.0
 #: Callers behind the first one, each of whom looks once a second or two whether that one goes on; more look less often.
 FEW = 32
-#: Seconds within which a task that asks the server goes on, unless its event loop is blocked.
-ASKS = 3.0
 #: Seconds that the last try of a waiting task waits for a thread.
 LAST = 0.25
 
@@ -156,7 +154,11 @@ async def aacquire(lease: Lease, timeout: float | None) -> None:
             except LockBackendError as error:
                 # With its frames, which have the lease, it would keep that alive.
                 answer = error.with_traceback(None)
-        is_granted = isinstance(answer, Grant) and lease.grant(answer, start)
+        is_granted = (
+            isinstance(answer, Grant)
+            and (lease.in_line_as is None or backend.queue.keeps_turn(lease.line, lease.ref))
+            and lease.grant(answer, start)
+        )
         if not is_granted:
             calls = Calls(
                 backend.atry_acquire,
@@ -314,6 +316,7 @@ class Attempt:
         self._came = wait_graph.arrive() if lease.request.shared else 0
         self._waiter: Waiter | None = None
         self._has_waited = False
+        self._was_first = lease.in_line_as is lease.ref
 
     @property
     def request(self) -> Request:
@@ -359,9 +362,10 @@ class Attempt:
         try:
             if (yield from self._try(this, answer)):
                 return True
-            if not self._was_passed_over():
+            if not (is_passed := self._was_passed_over()):
                 yield from self._wait()
-            if self._was_passed_over():
+                is_passed = self._was_passed_over()
+            if is_passed:
                 yield from self._stand_behind()
         except (Contended, NotSent) as error:
             yield self._give_others_time(error, this)
@@ -378,7 +382,8 @@ class Attempt:
         queue, line = self.backend.queue, self._line
         is_in_order = self._waiting.is_in_order
         # A single try stands in nobody's way.
-        stands = not self.wait.is_over or queue.held_by(line) is not None or is_in_order
+        waits = is_in_order and queue.waiters(line) > 0
+        stands = not self.wait.is_over or queue.held_by(line) is not None or waits
         if stands:
             self.lease.in_line_as = self.bell
         if stands and not queue.join(line, self.bell):
@@ -411,7 +416,10 @@ class Attempt:
             self.on_server = OnServer.PLACE
             if self._waiting.queueing is Queueing.ENQUEUE:
                 self.requests += 1
-                yield partial(self.calls.enqueue, self.request, self.bell)
+                try:
+                    yield partial(self.calls.enqueue, self.request, self.bell)
+                except (Contended, NotSent):
+                    self.on_server = OnServer.NOTHING  # after a try, it is enqueued again
 
     def _has_turn(self) -> bool:
         """Return whether to ask the server; LockBackendError if those who asked before were told that it fails."""
@@ -423,8 +431,14 @@ class Attempt:
     def _was_passed_over(self) -> bool:
         """Return whether another caller of this process has taken our turn, as we were silent for too long."""
         is_in_line = self.lease.in_line_as is not None
-        if not is_in_line or self.backend.queue.has_turn(self._line, self.bell):
+        if not is_in_line or not self.backend.queue.was_passed_over(self._line, self.bell):
             return False
+        if self._waiting.position_is_grant and self.on_server is not OnServer.NOTHING:
+            self.backend.dequeue_later(
+                self.request
+            )  # who passed it over may have come before its place
+        self.backend.forget_bell(self.request)
+        self.lease.change_owner()  # the old one may yet be given up, in the background
         self.on_server = OnServer.NOTHING
         return True
 
@@ -443,6 +457,7 @@ class Attempt:
         if busy is not None or self._waiting.is_in_order:
             self.busy = busy or self.busy
             self._refuse()
+        self.lease.leave_line()  # it asks without the turn
 
     def _leave_queues(self) -> Steps[Act, None]:
         """Leave nothing that others would take for a waiter, before the caller is told that its time is over."""
@@ -473,12 +488,14 @@ class Attempt:
     def _expect(self, seconds: float) -> None:
         """Note for the others in the line how many seconds this caller may be silent for."""
         if self.bell.may_stall and self.lease.in_line_as is not None:
-            self.backend.queue.expect(self._line, self.bell, seconds)
+            self.backend.queue.expect(self._line, self.bell, seconds, self.request.owner)
 
     def _try(self, this: Try, answer: Answer | None) -> Steps[Act, bool]:
         """Return whether the lease is granted; LockNotAcquired if there was time for this try only."""
         by_trying = self._limit is None and self._waiting.queueing is Queueing.BY_TRYING
         queued = (by_trying and not this.is_last) or self.on_server is OnServer.PLACE
+        if by_trying and queued and self.lease.in_line_as is not None:
+            self.backend.queue.note_queued(self._line, self.request)
         if not isinstance(answer, Grant) and self._limit is not None:
             answer = yield from self._ask_places(this, answer)
         elif not isinstance(answer, (Grant, Busy)):
@@ -505,7 +522,9 @@ class Attempt:
     def _accepts(self, granted: Grant, this: Try) -> bool:
         """Become held, unless the lease is past its deadline already, or was passed over."""
         queue, line = self.backend.queue, self._line
-        if self.lease.in_line_as is not None and not queue.keeps_turn(line, self.bell):
+        if self.lease.in_line_as is None:
+            return self.lease.grant(granted, this.start)
+        if not queue.keeps_turn(line, self.bell):
             return False
         queue.note_queued(line, None)  # the server has ended its position with the grant
         return self.lease.grant(granted, this.start)
@@ -622,7 +641,7 @@ class Attempt:
             self.requests += 1
             try:
                 yield partial(self.calls.enqueue, self.request, self.bell)
-            except Contended:
+            except (Contended, NotSent):
                 self.on_server = OnServer.NOTHING
                 raise
             if not had_place:
@@ -649,9 +668,10 @@ class Attempt:
                 self.wait,
                 self._came,
             )
-            wait_graph.begin(self._waiter)
             if self._waiting.writers_first:
-                self._waiter.stand_before_readers()
+                # Before begin(), which looks for cycles. All readers in a line that it began are behind it.
+                self._waiter.stand_before_readers(0 if self._was_first else None)
+            wait_graph.begin(self._waiter)
 
     def _wait_no_more(self) -> None:
         if self._waiter is not None:
@@ -703,11 +723,14 @@ class Attempt:
             self._wait_no_more()
             backend.interrupt(request)
             backend.forget_bell(request)
-            if self._waiting.position_is_grant and self.on_server is not OnServer.NOTHING:
+            queued = backend.queue.queued(self._line)
+            is_ours = queued is not None and queued.owner == request.owner
+            if self._waiting.position_is_grant and is_ours:
                 backend.queue.note_queued(self._line, None)
             if self.on_server is OnServer.UNKNOWN:
                 backend.abandon_later(request)
-                if not self._waiting.position_is_grant and _queues_by_trying(self.lease):
+                may_be_queued = _queues_by_trying(self.lease) and self.lease.in_line_as is not None
+                if may_be_queued and queued is None and not self._waiting.position_is_grant:
                     backend.queue.note_queued(self._line, request)
             elif self.on_server is OnServer.PLACE and self._waiting.position_is_grant:
                 backend.dequeue_later(request)

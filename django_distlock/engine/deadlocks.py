@@ -51,10 +51,10 @@ class Waiter:
     #: The number from arrive() of a writer: readers with later numbers are served after it.
     ahead_since: int | None = None
 
-    def stand_before_readers(self) -> None:
-        """Note for a writer that readers that come from now on are served after it."""
+    def stand_before_readers(self, since: int | None = None) -> None:
+        """Note for a writer that readers that came after *since*, by default from now on, are served after it."""
         if not self.shared and self.ahead_since is None:
-            self.ahead_since = wait_graph.arrive()
+            self.ahead_since = wait_graph.arrive() if since is None else since
 
 
 class WaitGraph:

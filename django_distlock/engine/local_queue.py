@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Hand-offs inside a process before it lets another process that wants the lock go first.
 IN_A_ROW = 16
+#: Seconds within which a task that asks the server goes on, unless its event loop is blocked.
+ASKS = 3.0
 #: Seconds after which a first caller that should have asked the server is passed over: its event loop may be blocked.
 SILENT = 1.0
 
@@ -41,12 +43,14 @@ class _Line:
 
     __slots__ = (
         "answer",
+        "asker",
         "callers",
         "expected",
         "has_failed",
         "holding",
         "in_a_row",
         "is_contested",
+        "passed",
         "queued",
         "turn",
     )
@@ -64,6 +68,10 @@ class _Line:
         self.answer: Answer | None = None
         self.in_a_row = 0
         self.is_contested = False
+        #: Callers that were passed over, and have not noticed it yet.
+        self.passed: set[LocalCaller] = set()
+        #: The owner of the request that the caller with the turn has sent.
+        self.asker = ""
         #: Whether the last answer to one of them was an error of the server.
         self.has_failed = False
 
@@ -72,11 +80,16 @@ class _Line:
         while self.callers and (first := self.callers[0]) is not self.turn:
             # A caller without a bell was the first from the beginning, and has the turn.
             if not isinstance(first, ref) and first.ring():
-                self.turn, self.holding = first, None
-                self.expected = clock.wait_time() + SILENT if first.may_stall else math.inf
+                self.turn, self.holding, self.asker = first, None, ""
+                self.expected = _heard_until(first)
                 self.in_a_row += 1
             else:
                 self.callers.popleft()
+
+
+def _heard_until(bell: Bell) -> float:
+    """Return when a caller that has just got the turn is heard of at the latest."""
+    return clock.wait_time() + SILENT if bell.may_stall else math.inf
 
 
 class LocalQueue:
@@ -100,40 +113,59 @@ class LocalQueue:
             line.callers.append(bell)
             if line.callers[0] is not bell:
                 return False
-            line.turn = bell
+            line.turn, line.expected = bell, _heard_until(bell)
             return True
 
     def stay(self, key: str, lease: ref[Lease], bell: Bell) -> None:
         """Note the bell of a caller that came first and was refused; *lease* stood for it until now."""
         with self._mutex:
             line = self._line(key)
-            if line.callers and line.callers[0] is lease:
+            if line.callers and line.callers[0] is lease is line.turn:
                 line.callers[0] = line.turn = bell
-                line.holding = None
+                line.holding, line.expected = None, _heard_until(bell)
+                return
+            # It was passed over during its first try.
+            with suppress(ValueError):
+                line.callers.remove(lease)
+            line.callers.append(bell)
+            line.passed.discard(lease)
+            line.passed.add(bell)
+            line.pass_on()
 
     def has_turn(self, key: str, bell: Bell) -> bool:
         with self._mutex:
-            return self._first(key) is bell
+            if self._first(key) is not bell:
+                return False
+            self._line(key).passed.discard(bell)
+            return True
 
-    def expect(self, key: str, bell: Bell, seconds: float) -> None:
+    def was_passed_over(self, key: str, bell: Bell) -> bool:
+        """Return whether another one has got the turn of *bell* since has_turn(), even if *bell* has it again by now."""
+        with self._mutex:
+            line = self.lines.get(key)
+            return isinstance(line, _Line) and (line.turn is not bell or bell in line.passed)
+
+    def expect(self, key: str, bell: Bell, seconds: float, asker: str = "") -> None:
         """Note that *bell*, which has the turn, is heard of again within so many *seconds*."""
         with self._mutex:
             line = self.lines.get(key)
             if isinstance(line, _Line) and line.turn is bell:
-                line.expected = clock.wait_time() + seconds + SILENT
+                line.expected, line.asker = clock.wait_time() + seconds + SILENT, asker
 
-    def heard(self, key: str) -> None:
+    def heard(self, key: str, owner: str) -> None:
         """Note that a thread has got the answer for the caller with the turn, a task, which should go on now."""
         with self._mutex:
             line = self.lines.get(key)
-            if isinstance(line, _Line) and line.holding is None:
+            if isinstance(line, _Line) and line.holding is None and line.asker == owner:
                 line.expected = clock.wait_time() + SILENT
 
-    def keeps_turn(self, key: str, bell: Bell) -> bool:
+    def keeps_turn(self, key: str, bell: LocalCaller) -> bool:
         """Return whether *bell* still has the turn; it is not passed over any more then."""
         with self._mutex:
             line = self.lines.get(key)
-            if not isinstance(line, _Line) or line.turn is not bell:
+            if line is bell:
+                return True
+            if not isinstance(line, _Line) or line.turn is not bell or bell in line.passed:
                 return False
             line.expected = math.inf
             return True
@@ -144,10 +176,13 @@ class LocalQueue:
             line = self.lines.get(key)
             if not isinstance(line, _Line) or clock.wait_time() < line.expected:
                 return False
+            if line.turn is not None:
+                line.passed.add(line.turn)
             with suppress(ValueError):
                 line.callers.remove(bell)
             line.callers.appendleft(bell)
-            line.turn, line.holding, line.expected = bell, None, math.inf
+            line.turn, line.holding, line.asker = bell, None, ""
+            line.expected = math.inf
             return True
 
     def leave(self, key: str, caller: LocalCaller) -> Request | None:
@@ -165,6 +200,7 @@ class LocalQueue:
                     self._failures.pop(caller, None)
                 with suppress(ValueError):
                     line.callers.remove(caller)
+                line.passed.discard(caller)
                 line.pass_on()
                 if not line.callers:
                     self.lines.pop(key, None)
@@ -228,8 +264,11 @@ class LocalQueue:
     def note_queued(self, key: str, request: Request | None) -> None:
         """Note that *request* has got a position in the server's queue; None: the position has ended."""
         with self._mutex:
-            if isinstance(line := self.lines.get(key), _Line):
-                line.queued = request
+            if request is None:
+                if isinstance(line := self.lines.get(key), _Line):
+                    line.queued = None
+            elif key in self.lines:
+                self._line(key).queued = request
 
     def failure(self, bell: Bell) -> LockBackendError | None:
         """Return the error with which *bell* must give up; None if it need not."""
@@ -272,5 +311,8 @@ class LocalQueue:
         # Callers without the mutex only use setdefault(), which finds the entry; it stays until it leaves.
         new.callers.append(line)
         new.turn, new.holding = line, line if isinstance(line, ref) else None
+        lease = line() if isinstance(line, ref) else None
+        if lease is not None and not lease.is_granted and lease.caller and lease.caller.task:
+            new.expected = clock.wait_time() + ASKS + SILENT  # its loop may be blocked
         self.lines[key] = new
         return new

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from django_distlock import lock
+from django_distlock import lock, locks
 from django_distlock.backends.base import BaseLockBackend
+from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
 from tests.fixtures.processes import Child
 
@@ -42,7 +43,9 @@ class Loop:
     def take(self, using: str, name: str, *, shared: bool = False) -> Future[bool]:
         async def take() -> bool:
             async with lock(name, using=using, timeout=60, shared=shared) as lease:
-                return lease.held
+                lease.check()
+                other = locks[using].request(name, ttl=20, holder=Holder.current())
+                return await locks[using].aprobe(other) is not None
 
         return asyncio.run_coroutine_threadsafe(take(), self.loop)
 

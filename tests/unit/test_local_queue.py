@@ -296,6 +296,32 @@ class TestASilentFirstCaller:
         queue.leave("a", third)
         assert queue.has_turn("a", task)
 
+    def test_one_that_has_the_turn_again_before_it_goes_on_was_passed_over_all_the_same(
+        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The grant that it has perhaps got meanwhile was given back by the one that passed it over."""
+        task, other = Bell(may_stall=True), Bell()
+        queue.join("a", task)
+        queue.join("a", other)
+        _let_pass(monkeypatch, SILENT)
+        assert queue.pass_over("a", other)
+        queue.leave("a", other)
+
+        assert not queue.keeps_turn("a", task)
+        assert queue.was_passed_over("a", task)
+        assert queue.has_turn("a", task)
+        assert queue.keeps_turn("a", task)
+
+    def test_an_answer_for_another_caller_makes_a_thread_no_silent_one(
+        self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, second = _line(queue, 2)
+
+        queue.heard("a", "another")
+        _let_pass(monkeypatch, 2 * SILENT)
+
+        assert not queue.pass_over("a", second)
+
     def test_one_that_may_be_silent_for_longer_is_not(
         self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -316,12 +342,14 @@ class TestASilentFirstCaller:
         task, other, lease = Bell(may_stall=True), Bell(), cast("Lease", Lent())
         queue.join("a", task)
         queue.join("a", other)
-        queue.heard("a")
+        queue.expect("a", task, 60.0, "owner")
+        queue.heard("a", "another")
+        queue.heard("a", "owner")
         assert queue.keeps_turn("a", task)
         queue.hold("a", task, ref(lease))
 
         _let_pass(monkeypatch, 2 * SILENT)
-        queue.heard("a")
+        queue.heard("a", "owner")
 
         assert not queue.pass_over("a", other)
 
