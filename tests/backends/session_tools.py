@@ -92,7 +92,7 @@ def hunt(database: str, name: str, waits: int) -> int:
         hunter, number = backend(site), 0
         for _ in range(waits // 8):
             request = hunter.request(name, ttl=60.0, holder=Holder.current())
-            answer = hunter.try_acquire(request, queued=True, left=random.uniform(0.001, 0.003))
+            answer = hunter.wait_for(request, random.uniform(0.001, 0.003))
             if isinstance(answer, Grant):
                 number += 1
                 assert hunter.release(request) is Release.RELEASED

@@ -99,7 +99,7 @@ def test_a_wait_that_an_operator_ends_is_an_error_of_the_alias(
     with lock(name, using="locks"), ThreadPoolExecutor() as threads:
         ended = threads.submit(end_the_wait)
         with pytest.raises(LockBackendError, match=r"^DISTLOCK\['site0'\].*GET_LOCK failed"):
-            backend("site0").try_acquire(request, queued=True, left=30)
+            backend("site0").wait_for(request, 30)
         ended.result()
     locks.close()
 

@@ -757,7 +757,7 @@ def test_a_guard_of_the_old_token_makes_the_lock_busy_and_nothing_hangs(
 
             began = time.monotonic()
             eventually(lambda: isinstance(locks["site0"].try_acquire(late, queued=False), Busy))
-            assert isinstance(locks["site0"].try_acquire(late, queued=True, left=0.3), Busy)
+            assert isinstance(locks["site0"].wait_for(late, 0.3), Busy)
             assert time.monotonic() - began < 4
             # What was had without a token was given back.
             assert locks["site1"].probe(late) is None
@@ -868,7 +868,7 @@ def _wait_until_free(using: str, request: Request) -> None:
 def test_an_interrupted_wait_returns_at_once_and_keeps_no_place(database: str, name: str) -> None:
     request = rival(name)
     with lock(name, using="locks"):
-        waiting = start(partial(locks["site0"].try_acquire, request, queued=True, left=None))
+        waiting = start(partial(locks["site0"].wait_for, request, None))
         eventually(lambda: waiters(database) == 1)
 
         locks["site0"].interrupt(request)
@@ -887,7 +887,7 @@ def test_a_wait_that_is_interrupted_before_it_begins_ends_as_well(database: str,
 
         # Its time over, it would say that it was busy.
         with pytest.raises(LockBackendError):
-            locks["site0"].try_acquire(request, queued=True, left=4.0)
+            locks["site0"].wait_for(request, 4.0)
 
     with lock(name, using="locks", timeout=5):
         pass
@@ -986,7 +986,7 @@ def test_a_session_that_has_only_asked_is_neither_a_holder_nor_a_waiter(
         assert isinstance(locked.try_acquire(holder, queued=False), Grant)
     assert locked.extend(holders) == [True] * len(holders)
     waits = rival(name)
-    waiter = start(lambda: backend("site0").try_acquire(waits, queued=True, left=20))
+    waiter = start(lambda: backend("site0").wait_for(waits, 20))
     eventually(lambda: waiters(database) == 1)
 
     # A waiter has its label before it blocks, and a refused one until its ROLLBACK.

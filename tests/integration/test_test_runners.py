@@ -304,6 +304,7 @@ def test_of_a_database():
 
 #: For aliases that keep their real backends.
 REAL = """
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -317,6 +318,8 @@ from .models import Account
 from .tests import is_free
 
 REAL = [alias for alias in settings.DISTLOCK if alias != "default"]
+# Tests that run side by side share a real server.
+X = f"x:{os.getpid()}"
 
 
 class Real:
@@ -329,16 +332,16 @@ class Real:
 
     def test_lock_excludes_others_and_is_freed(self):
         for alias in REAL:
-            with lock("x", using=alias) as lease:
+            with lock(X, using=alias) as lease:
                 lease.claim(self.account)
-                assert not is_free("x", using=alias)
-            assert is_free("x", using=alias)
+                assert not is_free(X, using=alias)
+            assert is_free(X, using=alias)
 
     def test_z_others_wait(self):
         for alias in REAL:
             with ThreadPoolExecutor(1) as other:
-                lease = lock("x", using=alias).acquire()
-                waiting = other.submit(lambda: lock("x", using=alias, timeout=5).__enter__().release())
+                lease = lock(X, using=alias).acquire()
+                waiting = other.submit(lambda: lock(X, using=alias, timeout=5).__enter__().release())
                 time.sleep(0.5)
                 assert "distlock-listen" not in str(threading.enumerate())  # on a connection
                 lease.release()
@@ -354,7 +357,7 @@ class Real:
 
     def test_guard(self):
         if "leases" in REAL:
-            with lock("x", using="leases") as lease, transaction.atomic():
+            with lock(X, using="leases") as lease, transaction.atomic():
                 lease.guard()
 
 class RealTransactionTests(Real, TransactionTestCase):
@@ -369,7 +372,7 @@ elif connection.vendor == "sqlite":
         def test_error_says_what_works(self):
             Account.objects.create(balance=1)
             with self.assertRaisesRegex(LockBackendError, "TransactionTestCase"):
-                lock("x", using="leases").acquire()
+                lock(X, using="leases").acquire()
 else:
     class RealTests(Real, TestCase):
         pass

@@ -22,11 +22,10 @@ from django_distlock import (
 )
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine import waiting
-from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.values import Request
 from django_distlock.signals import lock_busy
-from tests.contract.crew import elsewhere, held_in_thread, start
-from tests.fixtures.eventually import aeventually, eventually
+from tests.contract.crew import elsewhere, held_in_thread, start, waiting_for
+from tests.fixtures.eventually import aeventually, eventually, never
 from tests.fixtures.interruption import StopAt, TimeLimit
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -75,12 +74,6 @@ def test_while_it_waits_it_keeps_its_place_and_is_not_refused(
 ) -> None:
     monkeypatch.setattr(waiting, "LOOK", 0.05)
     refused: list[str] = []
-    looks: list[float] = []
-    sleep = memory.sleep
-
-    def look(request: Request, bell: ThreadBell, seconds: float) -> None:
-        looks.append(seconds)
-        sleep(request, bell, seconds)
 
     def note(name: str, **_: object) -> None:
         refused.append(name)
@@ -89,17 +82,16 @@ def test_while_it_waits_it_keeps_its_place_and_is_not_refused(
         with lock("poller", timeout=None):
             order.append("waited")
 
-    monkeypatch.setattr(memory, "sleep", look)
     lock_busy.connect(note)
     order: list[str] = []
     with held_in_thread(lock("poller")):
         leading = start(
             lambda: lead("poller", lambda _: order.append("led"), stop=threading.Event())
         )
-        eventually(lambda: looks)
+        eventually(lambda: waiting_for(memory, "poller") == 1)
         waits = start(wait)
-        seen = len(looks)
-        eventually(lambda: len(looks) > seen + 5)
+        eventually(lambda: waiting_for(memory, "poller") == 2)
+        never(leading.done, 0.3)
     leading.result(20)
     waits.result(20)
     lock_busy.disconnect(note)
