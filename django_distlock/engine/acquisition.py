@@ -465,6 +465,7 @@ class Attempt:
         queued: Request | None = None
         if self._waiting.position_is_grant and self.on_server is OnServer.PLACE:
             queued = self.request
+            self.backend.queue.note_queued(line, None)
         elif lease.in_line_as is not None:
             queued, lease.in_line_as = self.backend.queue.leave(line, lease.in_line_as), None
         if queued is None:
@@ -562,6 +563,8 @@ class Attempt:
             if not isinstance(error, LockOutcomeUnknown):
                 # It did not reach the server, which has what it had before.
                 self.on_server = OnServer.PLACE if had_place else OnServer.NOTHING
+                if self.lease.in_line_as is not None and not had_place:
+                    self.backend.queue.note_queued(self._line, None)
             if self.lease.in_line_as is not None and not isinstance(error, (Contended, NotSent)):
                 self.backend.queue.failed(self._line, error)
             raise

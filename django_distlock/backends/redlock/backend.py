@@ -50,7 +50,7 @@ class RedlockBackend(StepsBackend):
     supports_listing = True
     supports_detach = True
     kind = "redlock"
-    waiting = _RandomPauses(way=Way.LISTEN, queueing=Queueing.ENQUEUE)
+    waiting = _RandomPauses(way=Way.LISTEN, queueing=Queueing.ENQUEUE, position_is_grant=True)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
