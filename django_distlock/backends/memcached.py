@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from django.core.cache import caches
 from django.core.checks import CheckMessage
-from pymemcache.client.base import Client
+from pymemcache.client.base import PooledClient
 from pymemcache.exceptions import (
     MemcacheError,
     MemcacheUnexpectedCloseError,
@@ -207,6 +207,10 @@ class CacheMemcachedBackend(CacheKeyBackend):
 
     def _restless(self) -> LockBackendError:
         return LockBackendError(self.alias, f"its value changed at each of {LOOKS} looks")
+
+
+#: The client itself: a monitoring agent may have put a proxy in its place in the module.
+Client: Any = PooledClient.client_class
 
 
 class MemcachedConnection(Client):  # type: ignore[misc]  # pymemcache has no types
