@@ -354,19 +354,22 @@ class AsyncPoolLink(_Link):
 
     async def _connected(self) -> TaskConnection:
         born = self._closings
-        driver = self._pool.connection_class(**self._pool.connection_kwargs)
+        driver: Any = None
+
+        async def connect() -> None:
+            nonlocal driver
+            if driver is not None:  # its event loop was late
+                await driver.disconnect(nowait=True)
+            driver = self._pool.connection_class(**self._pool.connection_kwargs)
+            await driver.connect()
+
         try:
-            await _in_time(self._source.connects_within, partial(_connect, driver))
+            await _in_time(self._source.connects_within, connect)
         except BaseException as error:  # noqa: BLE001 - raised by _fail()
             await driver.disconnect(nowait=True)
             self._fail(unreachable, error)
         self._follow_master()
         return TaskConnection(driver, born)
-
-
-async def _connect(driver: Any) -> None:
-    await driver.disconnect(nowait=True)  # what an earlier attempt has left
-    await driver.connect()
 
 
 async def _in_time(seconds: float, connect: Callable[[], Awaitable[Any]]) -> None:
