@@ -75,21 +75,24 @@ class _Line:
         #: Whether the last answer to one of them was an error of the server.
         self.has_failed = False
 
+    @property
+    def first(self) -> LocalCaller | None:
+        return self.callers[0] if self.callers else None
+
     def pass_on(self) -> None:
         """Ring the first caller that can take the turn, unless it has the turn already."""
         while self.callers and (first := self.callers[0]) is not self.turn:
             # A caller without a bell was the first from the beginning, and has the turn.
             if not isinstance(first, ref) and first.ring():
-                self.turn, self.holding, self.asker = first, None, ""
-                self.expected = _heard_until(first)
+                self.give_turn(first)
                 self.in_a_row += 1
             else:
                 self.callers.popleft()
 
-
-def _heard_until(bell: Bell) -> float:
-    """Return when a caller that has just got the turn is heard of at the latest."""
-    return clock.wait_time() + SILENT if bell.may_stall else math.inf
+    def give_turn(self, bell: Bell) -> None:
+        """Note that *bell* has the turn from now on, and is heard of soon if other code may stall it."""
+        self.turn, self.holding, self.asker = bell, None, ""
+        self.expected = clock.wait_time() + SILENT if bell.may_stall else math.inf
 
 
 class LocalQueue:
@@ -100,7 +103,7 @@ class LocalQueue:
     """
 
     def __init__(self) -> None:
-        self.lines: dict[str, LocalCaller | _Line] = {}
+        self.lines: dict[str, ref[Lease] | _Line] = {}
         #: The locks that other processes want too, for backends that do not wake waiters.
         self.turns = Turns()
         self._failures: dict[Bell, LockBackendError] = {}
@@ -113,16 +116,16 @@ class LocalQueue:
             line.callers.append(bell)
             if line.callers[0] is not bell:
                 return False
-            line.turn, line.expected = bell, _heard_until(bell)
+            line.give_turn(bell)
             return True
 
     def stay(self, key: str, lease: ref[Lease], bell: Bell) -> None:
         """Note the bell of a caller that came first and was refused; *lease* stood for it until now."""
         with self._mutex:
             line = self._line(key)
-            if line.callers and line.callers[0] is lease is line.turn:
-                line.callers[0] = line.turn = bell
-                line.holding, line.expected = None, _heard_until(bell)
+            if line.first is lease is line.turn:
+                line.callers[0] = bell
+                line.give_turn(bell)
                 return
             # It was passed over during its first try.
             with suppress(ValueError):
@@ -133,39 +136,41 @@ class LocalQueue:
             line.pass_on()
 
     def has_turn(self, key: str, bell: Bell) -> bool:
+        """Return whether it is the turn of *bell*; it begins anew then, if it was passed over."""
         with self._mutex:
-            if self._first(key) is not bell:
+            line = self._found(key)
+            if line is None or line.first is not bell:
                 return False
-            self._line(key).passed.discard(bell)
+            line.passed.discard(bell)
             return True
 
     def was_passed_over(self, key: str, bell: Bell) -> bool:
         """Return whether another one has got the turn of *bell* since has_turn(), even if *bell* has it again by now."""
         with self._mutex:
-            line = self.lines.get(key)
-            return isinstance(line, _Line) and (line.turn is not bell or bell in line.passed)
+            line = self._found(key)
+            return line is not None and (line.turn is not bell or bell in line.passed)
 
     def expect(self, key: str, bell: Bell, seconds: float, asker: str = "") -> None:
         """Note that *bell*, which has the turn, is heard of again within so many *seconds*."""
         with self._mutex:
-            line = self.lines.get(key)
-            if isinstance(line, _Line) and line.turn is bell:
+            line = self._found(key)
+            if line is not None and line.turn is bell:
                 line.expected, line.asker = clock.wait_time() + seconds + SILENT, asker
 
     def heard(self, key: str, owner: str) -> None:
         """Note that a thread has got the answer for the caller with the turn, a task, which should go on now."""
         with self._mutex:
-            line = self.lines.get(key)
-            if isinstance(line, _Line) and line.holding is None and line.asker == owner:
+            line = self._found(key)
+            if line is not None and line.holding is None and line.asker == owner:
                 line.expected = clock.wait_time() + SILENT
 
     def keeps_turn(self, key: str, bell: LocalCaller) -> bool:
         """Return whether *bell* still has the turn; it is not passed over any more then."""
+        if self.lines.get(key) is bell:
+            return True  # nobody is behind it
         with self._mutex:
-            line = self.lines.get(key)
-            if line is bell:
-                return True
-            if not isinstance(line, _Line) or line.turn is not bell or bell in line.passed:
+            line = self._found(key)
+            if line is None or line.turn is not bell or bell in line.passed:
                 return False
             line.expected = math.inf
             return True
@@ -173,16 +178,15 @@ class LocalQueue:
     def pass_over(self, key: str, bell: Bell) -> bool:
         """Give *bell* the turn if the first caller, which is now behind it, has been silent; return whether it has."""
         with self._mutex:
-            line = self.lines.get(key)
-            if not isinstance(line, _Line) or clock.wait_time() < line.expected:
+            line = self._found(key)
+            if line is None or clock.wait_time() < line.expected:
                 return False
             if line.turn is not None:
                 line.passed.add(line.turn)
             with suppress(ValueError):
                 line.callers.remove(bell)
             line.callers.appendleft(bell)
-            line.turn, line.holding, line.asker = bell, None, ""
-            line.expected = math.inf
+            line.give_turn(bell)
             return True
 
     def leave(self, key: str, caller: LocalCaller) -> Request | None:
@@ -194,7 +198,7 @@ class LocalQueue:
         with self._mutex:
             line = self.lines.get(key)
             if isinstance(line, _Line):
-                if self.turns.wanted and line.callers and line.callers[0] is caller:
+                if self.turns.wanted and line.first is caller:
                     self.turns.released(key, clock.wait_time())
                 if not isinstance(caller, ref):
                     self._failures.pop(caller, None)
@@ -213,21 +217,21 @@ class LocalQueue:
         """Ring the first in the line of a lock that others may hold too: one of them has released it."""
         with self._mutex:
             self.turns.released(key, clock.wait_time())
-            first = self._first(key)
-            if first is not None and not isinstance(first, ref):
-                first.ring()
+            line = self._found(key)
+            if line is not None and line.first is not None and not isinstance(line.first, ref):
+                line.first.ring()
 
     def hold(self, key: str, bell: Bell, lease: ref[Lease]) -> None:
         """Note that *bell*, which has the turn, holds the lock by *lease*; do nothing if it has left already."""
         with self._mutex:
-            line = self.lines.get(key)
-            if isinstance(line, _Line) and line.callers and line.callers[0] is bell:
+            line = self._found(key)
+            if line is not None and line.first is bell:
                 line.holding, line.has_failed, line.expected = lease, False, math.inf
 
     def waiters(self, key: str) -> int:
         """Return how many callers wait in the line."""
         with self._mutex:
-            if not isinstance(line := self.lines.get(key), _Line):
+            if (line := self._found(key)) is None:
                 return 0
             return len(line.callers) - (line.holding is not None)
 
@@ -235,7 +239,7 @@ class LocalQueue:
         with self._mutex:
             line = self.lines.get(key)
             holding = line.holding if isinstance(line, _Line) else line
-            lease = holding() if isinstance(holding, ref) else None
+            lease = None if holding is None else holding()
             return lease if lease is not None and lease.is_granted else None
 
     # What the caller with the turn tells those behind it.
@@ -243,32 +247,33 @@ class LocalQueue:
     def refused(self, key: str, busy: Busy) -> None:
         """Note that another process has the lock, as the server answered just now."""
         with self._mutex:
-            if isinstance(line := self.lines.get(key), _Line):
+            if (line := self._found(key)) is not None:
                 line.is_contested, line.has_failed = True, False
                 line.answer = Answer(busy, clock.wait_time())
 
     def answer(self, key: str, within: float) -> Busy | None:
         """Return the last answer to the first caller, if it is younger than *within* seconds."""
         with self._mutex:
-            line = self.lines.get(key)
-            found = line.answer if isinstance(line, _Line) else None
-            is_young = found is not None and clock.wait_time() - found.time < within
-            return found.busy if found is not None and is_young else None
+            line = self._found(key)
+            if line is None or line.answer is None:
+                return None
+            busy, time = line.answer
+            return busy if clock.wait_time() - time < within else None
 
     def queued(self, key: str) -> Request | None:
         """Return the request whose position in the server's queue the callers of this line have, if they have one."""
         with self._mutex:
-            line = self.lines.get(key)
-            return line.queued if isinstance(line, _Line) else None
+            line = self._found(key)
+            return None if line is None else line.queued
 
     def note_queued(self, key: str, request: Request | None) -> None:
         """Note that *request* has got a position in the server's queue; None: the position has ended."""
         with self._mutex:
-            if request is None:
-                if isinstance(line := self.lines.get(key), _Line):
-                    line.queued = None
-            elif key in self.lines:
-                self._line(key).queued = request
+            line = self._found(key)
+            if line is None and request is not None and key in self.lines:
+                line = self._line(key)  # of a single caller
+            if line is not None:
+                line.queued = request
 
     def failure(self, bell: Bell) -> LockBackendError | None:
         """Return the error with which *bell* must give up; None if it need not."""
@@ -280,8 +285,7 @@ class LocalQueue:
         A single failure may be that of one connection, such as one that was idle for long and had died.
         """
         with self._mutex:
-            line = self.lines.get(key)
-            if not isinstance(line, _Line):
+            if (line := self._found(key)) is None:
                 return
             if line.has_failed:
                 for caller in line.callers:
@@ -299,9 +303,10 @@ class LocalQueue:
             line.in_a_row, line.is_contested = 0, False
             return True
 
-    def _first(self, key: str) -> LocalCaller | None:
+    def _found(self, key: str) -> _Line | None:
+        """Return the line for *key*; None if there is none, or only a single caller that has not waited."""
         line = self.lines.get(key)
-        return line.callers[0] if isinstance(line, _Line) and line.callers else None
+        return line if isinstance(line, _Line) else None
 
     def _line(self, key: str) -> _Line:
         """Return the line for *key*; make one if there is none, or only a single caller."""
@@ -310,8 +315,8 @@ class LocalQueue:
             return line
         # Callers without the mutex only use setdefault(), which finds the entry; it stays until it leaves.
         new.callers.append(line)
-        new.turn, new.holding = line, line if isinstance(line, ref) else None
-        lease = line() if isinstance(line, ref) else None
+        new.turn = new.holding = line
+        lease = line()
         if lease is not None and not lease.is_granted and lease.caller and lease.caller.task:
             new.expected = clock.wait_time() + ASKS + SILENT  # its loop may be blocked
         self.lines[key] = new

@@ -300,9 +300,7 @@ class TestASilentFirstCaller:
         self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The grant that it has perhaps got meanwhile was given back by the one that passed it over."""
-        task, other = Bell(may_stall=True), Bell()
-        queue.join("a", task)
-        queue.join("a", other)
+        task, other = _behind_a_task(queue)
         _let_pass(monkeypatch, SILENT)
         assert queue.pass_over("a", other)
         queue.leave("a", other)
@@ -325,9 +323,7 @@ class TestASilentFirstCaller:
     def test_one_that_may_be_silent_for_longer_is_not(
         self, queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        task, other = Bell(may_stall=True), Bell()
-        queue.join("a", task)
-        queue.join("a", other)
+        task, other = _behind_a_task(queue)
         queue.expect("a", task, 60.0)
 
         _let_pass(monkeypatch, SILENT)
@@ -363,6 +359,14 @@ class TestASilentFirstCaller:
 
         assert not queue.pass_over("a", third)
         assert queue.has_turn("a", second)
+
+
+def _behind_a_task(queue: LocalQueue) -> tuple[Bell, Bell]:
+    """Return a task, which has the turn, and one behind it."""
+    task, other = Bell(may_stall=True), Bell()
+    queue.join("a", task)
+    queue.join("a", other)
+    return task, other
 
 
 def _let_pass(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
