@@ -517,8 +517,6 @@ class Attempt:
         self.waited_for = busy.holder or self.waited_for
         if self.lease.in_line_as is not None:
             self.backend.queue.refused(self._line, busy)
-            if queued:
-                self.backend.queue.note_queued(self._line, self.request)
 
     def _accepts(self, granted: Grant, this: Try) -> bool:
         """Become held, unless the lease is past its deadline already, or was passed over."""
