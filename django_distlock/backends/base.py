@@ -449,6 +449,7 @@ class VerbSteps(Protocol):
     def extend(self, requests: Sequence[Request]) -> Steps[Any, list[bool]]: ...
     def take_over(self, request: Request, former: str) -> Steps[Any, bool]: ...
     def probe(self, request: Request) -> Steps[Any, Busy | None]: ...
+    def probe_all(self, requests: Sequence[Request]) -> Steps[Any, list[Busy | None]]: ...
 
 
 class StepsBackend(BaseLockBackend):
@@ -495,5 +496,11 @@ class StepsBackend(BaseLockBackend):
     async def aprobe(self, request: Request) -> Busy | None:
         return await self._arun(self._verbs.probe(request))
 
+    def probe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
+        return self._run(self._verbs.probe_all(requests))
+
     async def aprobe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
-        return [await self.aprobe(each) for each in requests]
+        return await self._arun(self._verbs.probe_all(requests))
+
+    async def aabandon(self, request: Request) -> None:
+        await self.arelease(request)

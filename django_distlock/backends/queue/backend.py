@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,15 +50,6 @@ class QueueBackend(StepsBackend):
     ) -> Grant | Busy:
         # A waiter for any place has no position in the line of one.
         return self._run(self._verbs.acquire(request, queued=queued and request.limit is None))
-
-    def probe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
-        return self._run(self._verbs.probe_all(requests))
-
-    async def aprobe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
-        return await self._arun(self._verbs.probe_all(requests))
-
-    async def aabandon(self, request: Request) -> None:
-        await self.arelease(request)
 
     # Waiting.
 

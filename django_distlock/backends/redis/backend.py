@@ -118,9 +118,6 @@ class RedisBackend(StepsBackend):
     def server_of(self, request: Request) -> Hashable:
         return self._link.server_of(keys_of(request.key).record)
 
-    def probe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
-        return self._run(self._verbs.probe_all(requests))
-
     def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         if request.limit is not None:  # else a try does it
             self._run(self._verbs.enqueue(request))
@@ -184,12 +181,6 @@ class RedisBackend(StepsBackend):
         finally:
             link.gate_of_tries.release()
         return replace(answer, start=start) if isinstance(answer, Grant) else answer
-
-    async def aprobe_all(self, requests: Sequence[Request]) -> list[Busy | None]:
-        return await self._arun(self._verbs.probe_all(requests))
-
-    async def aabandon(self, request: Request) -> None:
-        await self.arelease(request)
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         if request.limit is not None:

@@ -21,7 +21,7 @@ from django_distlock.backends.redis.verbs import PROBE, MakeKey, joint_label, la
 from django_distlock.conf import BackendSettings
 from django_distlock.engine.bells import TaskBell, ThreadBell
 from django_distlock.engine.steps import arun, run
-from django_distlock.engine.values import Busy, Held, Release, Request
+from django_distlock.engine.values import Busy, Held, Request
 from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
 from django_distlock.exceptions import LockBackendError
 
@@ -91,10 +91,6 @@ class RedlockBackend(StepsBackend):
 
     # The verbs.
 
-    def abandon(self, request: Request) -> Release:
-        """Release the lock, which also leaves the queue."""
-        return self.release(request)
-
     def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         """Register *bell*; the next try tells the servers about the waiter."""
         self._servers.listen(request.owner, bell)
@@ -137,9 +133,6 @@ class RedlockBackend(StepsBackend):
         self._open()
 
     # Their twins for asyncio.
-
-    async def aabandon(self, request: Request) -> None:
-        await self.arelease(request)
 
     async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
         self._servers.listen(request.owner, bell)

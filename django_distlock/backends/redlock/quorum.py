@@ -191,6 +191,13 @@ class RedlockVerbs:
             return None
         return Busy(Holder.from_json(seen[0][2]), max(answer[1] for answer in seen) / 1e6)
 
+    def probe_all(self, requests: Sequence[Request]) -> Verb[list[Busy | None]]:
+        found: list[Busy | None] = []
+        for each in requests:
+            busy = yield from self.probe(each)
+            found.append(busy)
+        return found
+
     def force(self, key: str, owner_digest: str) -> Verb[bool]:
         count: Count = yield self._question(self._calls(self._everybody, LOOK, [key]))
         owners = {answer[0] for (answer,) in count.answers.values() if answer}
