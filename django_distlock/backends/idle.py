@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from django_distlock.ground import clock
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 #: Seconds after which an idle connection is not used again: routers forget it after some minutes, often silently
 #: (Azure after 4, the balancers of AWS after 6).
@@ -45,14 +45,21 @@ class IdleStack(deque[Any]):
 
         It is not sound if the server has closed it, or has sent something without a request.
         """
-        while self:
-            with suppress(IndexError):  # another thread has taken the last one
-                connection = self.pop()
-                is_fresh = clock.wait_time() - connection.used_at < IDLE
-                if is_fresh and not connection.has_news():
-                    return connection
-                connection.close()
+        for connection in self.fresh():
+            if not connection.has_news():
+                return connection
+            connection.close()
         return None
+
+    def fresh(self) -> Iterator[Any]:
+        """Take those that were used within IDLE seconds, one by one, and close the others."""
+        with suppress(IndexError):
+            while True:
+                connection = self.pop()
+                if clock.wait_time() - connection.used_at < IDLE:
+                    yield connection
+                else:
+                    connection.close()
 
     def close_all(self, close: Callable[[Any], object]) -> None:
         with suppress(IndexError):

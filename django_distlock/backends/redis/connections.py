@@ -47,7 +47,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError as NoMaster, Sentinel, SentinelConnectionPool
 
-from django_distlock.backends.idle import IDLE, IdleStack
+from django_distlock.backends.idle import IdleStack
 from django_distlock.engine.bells import timeout
 from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.engine.waiting import Wait
@@ -337,10 +337,9 @@ class AsyncPoolLink(_Link):
 
     async def _fit_one(self) -> TaskConnection | None:
         """Return an idle connection as IdleStack.fit_one() does."""
-        while self._idle:
-            connection: TaskConnection = self._idle.pop()
-            is_fresh = clock.wait_time() - connection.used_at < IDLE
-            if is_fresh and not await connection.has_news():
+        connection: TaskConnection
+        for connection in self._idle.fresh():
+            if not await connection.has_news():
                 return connection
             connection.close()
         return None
