@@ -69,10 +69,10 @@ WHERE method_name = %(key)s AND owner = %(former)s AND expires_at > {{now}}
 """
 
 # For each row: the holder if the lease is valid, seconds until others can acquire it.
-_LOOK = f"SELECT CASE WHEN expires_at > {{now}} THEN holder END, {{left}} FROM {LOCK} WHERE"
-LOOK = f"{_LOOK} method_name = %(key)s"
-# A list of keys follows.
-_PROBE = f"{_LOOK.replace('SELECT', 'SELECT method_name,', 1)} available_at > {{now}} AND method_name IN "
+_STATE = f"CASE WHEN expires_at > {{now}} THEN holder END, {{left}} FROM {LOCK} WHERE"
+LOOK = f"SELECT {_STATE} method_name = %(key)s"
+# The key comes before these. A list of keys follows.
+_PROBE = f"SELECT method_name, {_STATE} available_at > {{now}} AND method_name IN "
 
 _ENQUEUE = f"""
 INSERT INTO {WAITER} (method_name, owner, channel, expires_at)
