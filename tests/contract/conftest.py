@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from django_distlock import locks
+from django_distlock import locks, operators
 from django_distlock.conf import read_alias, read_settings
 from django_distlock.engine.registry import registry
 from tests.fixtures import tenancy
@@ -83,6 +83,7 @@ def using(profile: Profile, request: pytest.FixtureRequest, settings: Settings) 
         eventually(lambda: not registry.leases(), 15, "all leases of the test have ended")
     finally:
         _forget_leases()
+        operators.forget_late(settings.DISTLOCK)
         locks.close()
 
 

@@ -118,9 +118,8 @@ def test_each_reader_is_shown_and_one_alone_is_freed(
 
 
 def test_an_alias_that_cannot_list_is_not_the_end_of_the_others(
-    using: str, name: str, operator: Client, settings: Any, monkeypatch: pytest.MonkeyPatch
+    using: str, name: str, operator: Client, settings: Any
 ) -> None:
-    monkeypatch.setattr("django_distlock.operators.PATIENCE", 20.0)  # on a busy machine
     down = "django_distlock.backends.redis.RedisBackend"
     settings.DISTLOCK = {
         **settings.DISTLOCK,

@@ -185,16 +185,18 @@ class MySQLRows(MySQLSessions):
         return False
 
     def held(self, cursor: Any, known: dict[str, Counted]) -> Iterator[Held]:
-        """Try to lock each row for a moment; a reader holds the lock as long as its session exists."""
+        """Try to lock, each for a moment, the rows that a living session has acquired last: it has one lock at a time."""
         cursor.execute("SELECT id FROM information_schema.processlist")
-        sessions = {number for (number,) in cursor.fetchall()}
+        newest = {number: 0 for (number,) in cursor.fetchall()}
+        for occupant in [one for counted in known.values() for one in counted.occupants]:
+            if occupant.session in newest:
+                newest[occupant.session] = max(newest[occupant.session], occupant.token or 0)
         waiters = Counter(_waiting(cursor))
         for key, counted in known.items():
-            if (last := counted.last) is None or not self.is_held(cursor, key):
-                continue
-            readers = counted.readers.values() if last.shared else ()
-            for occupant in [one for one in readers if one.session in sessions] or [last]:
-                yield as_held(counted, occupant.owner_digest, waiters[key], shared=occupant.shared)
+            found = [one for one in counted.occupants if newest.get(one.session) == one.token]
+            if found and self.is_held(cursor, key):
+                for one in found:
+                    yield as_held(counted, one.owner_digest, waiters[key], shared=one.shared)
 
     def _try(self, session: DatabaseSession, seconds: float) -> Grant | Busy | None:
         """Lock the row; after a refusal, which is an error, end the transaction."""

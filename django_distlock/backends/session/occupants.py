@@ -56,6 +56,13 @@ class Counted(NamedTuple):
     last: Occupant | None
     readers: dict[str, Occupant]
 
+    @property
+    def occupants(self) -> list[Occupant]:
+        """Who may hold the lock now: the recorded readers if the last occupant was one of them, else that one alone."""
+        if self.last is None:
+            return []
+        return ([*self.readers.values()] if self.last.shared else []) or [self.last]
+
     def by(self, owner_digest: str) -> Occupant | None:
         """Return the occupant with this *owner_digest*; None if there is none."""
         is_last = self.last is not None and self.last.owner_digest == owner_digest
