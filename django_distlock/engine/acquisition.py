@@ -8,6 +8,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from operator import call
@@ -415,11 +416,8 @@ class Attempt:
             self.lease.queue_as(queued.waiter)
             self.on_server = OnServer.PLACE
             if self._waiting.queueing is Queueing.ENQUEUE:
-                self.requests += 1
-                try:
-                    yield partial(self.calls.enqueue, self.request, self.bell)
-                except (Contended, NotSent):
-                    self.on_server = OnServer.NOTHING  # after a try, it is enqueued again
+                with suppress(Contended, NotSent):  # after a try, it is enqueued again
+                    yield from self._enqueue()
 
     def _has_turn(self) -> bool:
         """Return whether to ask the server; LockBackendError if those who asked before were told that it fails."""
@@ -637,14 +635,8 @@ class Attempt:
         had_place = self.on_server is OnServer.PLACE
         # A place in the queue for any place of a lock is kept by this alone, and of one lock by trying.
         if waiting.queueing is not Queueing.NONE and (not had_place or self._limit is not None):
-            self.on_server = OnServer.PLACE
             queue.note_queued(self._line, self.request)
-            self.requests += 1
-            try:
-                yield partial(self.calls.enqueue, self.request, self.bell)
-            except (Contended, NotSent):
-                self.on_server = OnServer.NOTHING
-                raise
+            yield from self._enqueue()
             if not had_place:
                 return  # The next try follows at once: a release may have slipped in.
         self._begin_to_wait()
@@ -652,6 +644,15 @@ class Attempt:
             seconds = waiting.pause(self.wait, self.busy)
             self._expect(seconds)
             yield self._rest(self.calls.sleep, self.request, self.bell, seconds)
+
+    def _enqueue(self) -> Steps[Act, None]:
+        """Stand in the server's queue, or stay there; Contended or NotSent if we do not."""
+        self.on_server = OnServer.PLACE
+        try:
+            yield from self._settled(partial(self.calls.enqueue, self.request, self.bell))
+        except (Contended, NotSent):
+            self.on_server = OnServer.NOTHING
+            raise
 
     def _begin_to_wait(self) -> None:
         """Be known to wait; LockDeadlock if it would be for ourselves."""

@@ -138,6 +138,7 @@ class Lease(metaclass=_Shown):
         self.caller: Caller | None = here.caller if _get_running_loop() is None else Caller()
         #: For those that must not keep it alive.
         self.ref = weakref.ref(self)
+        hash(self.ref)  # it keeps the result: once its object is gone, it has no other
         self._max_hold = max_hold
         self._mutex = threading.RLock()
         #: The transactions that it was taken in.
