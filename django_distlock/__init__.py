@@ -23,7 +23,7 @@ from .exceptions import (
 from .ground.holder import Holder
 from .handler import locks
 from .leading import alead, lead
-from .lock import Lock, LockTerms, current_lease, distributed_lock, lock
+from .lock import Lock, LockTerms, current_lease, distributed_lock, lock, try_lock
 from .lock_set import lock_all
 from .objects import locked
 from .operators import force_release
@@ -64,6 +64,7 @@ __all__ = [
     "retry",
     "skip",
     "transaction_lock",
+    "try_lock",
 ]
 
 

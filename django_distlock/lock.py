@@ -1,4 +1,4 @@
-"""lock(), distributed_lock() and Lock: what stands after ``with`` and ``async with``, or decorates."""
+"""lock(), try_lock(), distributed_lock() and Lock: what stands after ``with`` and ``async with``, or decorates."""
 
 from __future__ import annotations
 
@@ -657,6 +657,36 @@ class Lock:
                 registry.let_go(block.lease)
 
 
+class TryLock:
+    """What try_lock() returns: it stands after one ``with`` or ``async with``."""
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        self._is_busy = False
+
+    def __enter__(self) -> Lease | None:
+        try:
+            return self._lock.__enter__()
+        except LockNotAcquired:
+            self._is_busy = True
+            return None
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._is_busy:
+            self._lock.__exit__(*error)
+
+    async def __aenter__(self) -> Lease | None:
+        try:
+            return await self._lock.__aenter__()
+        except LockNotAcquired:
+            self._is_busy = True
+            return None
+
+    async def __aexit__(self, *error: Any) -> None:
+        if not self._is_busy:
+            await self._lock.__aexit__(*error)
+
+
 @lists_terms
 def lock(name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> Lock:
     """Return the lock called *name*, or that of a saved model instance, for ``with``, ``async with`` or acquire().
@@ -664,6 +694,16 @@ def lock(name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> Lock:
     See LockTerms for *terms*. TypeError or ValueError for wrong ones; nothing is opened yet.
     """
     return Lock(name, *extra, **terms)
+
+
+@lists_terms
+def try_lock(name: str | Model, *extra: Never, **terms: Unpack[LockTerms]) -> TryLock:
+    """Return the lock called *name* for one ``with`` or ``async with``, which gets a lease, or None if the lock is busy.
+
+    The block runs in both cases. It tries once, or waits as *timeout* says. See lock() for the rest.
+    """
+    terms.setdefault("timeout", 0)
+    return TryLock(lock(name, *extra, **terms))
 
 
 def current_lease(name: str | Model | None = None) -> Lease | None:

@@ -12,7 +12,7 @@ import freezegun
 import pytest
 import time_machine
 
-from django_distlock import Lock, LockBackendError, LockNotAcquired, lock
+from django_distlock import Lock, LockBackendError, LockNotAcquired, lock, try_lock
 from django_distlock.engine.background import TRIES
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import aeventually, eventually, never
@@ -48,6 +48,12 @@ class TestWhileSomebodyElseHoldsIt:
         assert lock(name, using=using).acquire(blocking=False) is None
         assert lock(name, using=using).acquire(timeout=0) is None
         assert time.monotonic() - began < LATE
+
+    async def test_the_block_of_try_lock_runs_without_a_lease(self, using: str, name: str) -> None:
+        with try_lock(name, using=using) as lease:
+            assert lease is None
+        async with try_lock(name, using=using) as lease:
+            assert lease is None
 
     def test_a_timeout_is_kept_and_never_early(self, using: str, name: str, tick: float) -> None:
         began = time.monotonic()
