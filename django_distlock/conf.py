@@ -13,6 +13,7 @@ from typing import Any
 from django.conf import settings
 from django.utils.module_loading import import_string
 
+from .addresses import from_url
 from .exceptions import InvalidLockBackend
 from .ground.naming import MOST_PLACES
 
@@ -72,7 +73,7 @@ def read_settings() -> dict[str, Any]:
     """Return the unchecked settings by alias, for read_alias(); InvalidLockBackend if they are no dict."""
     written = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
     if not isinstance(written, dict):
-        msg = f"DISTLOCK must be a dict of aliases, not {type(written).__name__}."
+        msg = f"DISTLOCK must be a dict of aliases, like {{'default': 'redis://cache:6379'}}, not {type(written).__name__}."
         raise InvalidLockBackend(msg)
     for alias in written:
         if not isinstance(alias, str) or not alias:
@@ -175,8 +176,7 @@ def check_values(options: Any) -> None:
 def read_alias(alias: str, values: object) -> BackendSettings:
     """Return the settings of *alias*; InvalidLockBackend names the alias and the key."""
     where = f"DISTLOCK[{alias!r}]"
-    if not isinstance(values, dict):
-        raise InvalidLockBackend(f"{where} must be a dict, not {type(values).__name__}.")
+    values = _written(where, values)
     for key in values:
         if key not in KEYS:
             hint = f" It takes {', '.join(KEYS)}"
@@ -198,6 +198,18 @@ def read_alias(alias: str, values: object) -> BackendSettings:
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidLockBackend(str(error)) from error
+
+
+def _written(where: str, values: object) -> dict[str, Any]:
+    """Return the keys of an alias, which may be written as a URL."""
+    try:
+        values = from_url(values) if isinstance(values, str) else values
+    except ValueError as error:
+        # Without the other error: it may show the password.
+        raise InvalidLockBackend(f"{where} {error}") from None
+    if not isinstance(values, dict):
+        raise InvalidLockBackend(f"{where} must be a dict or a URL, not {type(values).__name__}.")
+    return values
 
 
 def _test(where: str, values: object) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from django.conf import settings
 from django.test.utils import override_settings
 
+from .addresses import from_url
 from .backends.dummy import DummyBackend
 from .conf import DEFAULT_ALIAS, checked_limit
 from .engine.registry import registry
@@ -58,7 +59,8 @@ class override_locks(override_settings):  # noqa: N801 - as Django's override_se
         written: dict[str, Any] = getattr(settings, "DISTLOCK", {DEFAULT_ALIAS: {}})
         aliases = {
             alias: {key: terms[key] for key in terms.keys() & _TERMS} | instead
-            for alias, terms in written.items()
+            for alias, given in written.items()
+            for terms in [from_url(given) if isinstance(given, str) else given]
         }
         super().__init__(DISTLOCK=aliases)
 

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
 
 from django.core.cache import caches
+from django.core.cache.backends.memcached import PyMemcacheCache
 from django.core.checks import CheckMessage
 from pymemcache.client.base import PooledClient
 from pymemcache.exceptions import (
@@ -61,12 +62,12 @@ _record = lru_cache(64)(Record.unpack)
 
 @dataclass(frozen=True, slots=True)
 class MemcachedOptions:
-    """The OPTIONS for an alias of CACHES on memcached.
+    """The OPTIONS for an alias of CACHES on memcached; *cache* None: for a server that CACHES does not name.
 
     *server*: the server that keeps the locks, written as in LOCATION; required if that names several.
     """
 
-    cache: str = "default"
+    cache: str | None = "default"
     server: str | None = None
     connect_timeout: float = 0.25
     io_timeout: float = 1.0
@@ -83,17 +84,25 @@ class CacheMemcachedBackend(CacheKeyBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        options, kind = self.options, cache_class(self.options.cache)
+        options = self.options
+        if options.cache is None:
+            self._use(PyMemcacheCache(str(options.server), {}), {})
+            return
+        kind = cache_class(options.cache)
         if MEMCACHED not in paths(kind):
             msg = f"'cache' names {options.cache!r}, a {kind.__name__}, which is not on memcached."
             raise ValueError(msg)
-        self._cache = cast("Any", own_instance(options.cache))  # django-stubs lacks its attributes
         given: dict[str, Any] = caches.settings[options.cache].get("OPTIONS") or {}
         if PYLIBMC in paths(kind) and (given.get("binary") or given.get("username")):
             raise ValueError(
                 "the cache uses pylibmc with the binary protocol, which locks do not speak. "
                 "Give locks an alias without 'binary' and 'username', or pymemcache."
             )
+        self._use(cast("Any", own_instance(options.cache)), given)
+
+    def _use(self, cache: Any, given: dict[str, Any]) -> None:
+        """Keep the locks on the server of *cache*, which has *given* as its OPTIONS."""
+        options, self._cache = self.options, cache
         prefix = given.get("key_prefix") or (given.get("behaviors") or {}).get("namespace") or ""
         self._prefix = prefix.decode("latin-1") if isinstance(prefix, bytes) else str(prefix)
         servers = self._cache.client_servers
@@ -158,8 +167,11 @@ class CacheMemcachedBackend(CacheKeyBackend):
         return record.busy if record else None
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
+        options = self.options
         if databases is None:
-            return check_clearing(self.alias, self.options.cache, server=self.options.server)
+            if options.cache is None:
+                return []
+            return check_clearing(self.alias, options.cache, server=options.server)
         return self.check_server(str(self._server))
 
     def close(self) -> None:

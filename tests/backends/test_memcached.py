@@ -83,6 +83,21 @@ def proxy(server: Memcached, settings: Settings) -> Iterator[Proxy]:
         locks.close()
 
 
+def test_a_url_needs_no_alias_in_caches(
+    memcached: Memcached, settings: Settings, name: str
+) -> None:
+    settings.DISTLOCK = {
+        using: f"memcached://127.0.0.1:{memcached.port}?ttl=20" for using in ("one", "two")
+    }
+
+    with lock(name, using="one") as lease:
+        assert 15 < (lease.remaining or 0) <= 20
+        assert lock(name, using="two", timeout=0, reentrant=False).acquire() is None
+    assert locks["one"].check() == []
+    assert not lock(name, using="two").locked()
+    locks.close()
+
+
 def test_tls(server: Memcached, settings: Settings, certificate: Path, name: str) -> None:
     trusting = ssl.create_default_context(cafile=str(certificate))
     with Proxy(server.port, tls=tls_server(certificate)) as proxy:

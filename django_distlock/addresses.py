@@ -1,0 +1,168 @@
+"""An alias of DISTLOCK that is written as a URL, such as ``"redis://cache:6379/0?ttl=60"``."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import parse_qsl, unquote, urlencode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: The keys of an alias that a query may have; all other words are options of the backend.
+_TERMS = {"ttl", "timeout", "key_prefix", "strict"}
+#: The options of Redis that are not redis-py's, which may be in the query of its URL, too.
+REDIS_OPTIONS = {
+    "fair", "scripting", "wait_replicas", "wait_disk", "cluster", "allow_eviction",
+    "connect_timeout", "io_timeout",
+}  # fmt: skip
+#: By other names of servers: what to write.
+_MEANT = {
+    "database": "postgres postgresql postgis mysql mariadb sqlite sqlite3 db pgsql psycopg",
+    "etcd": "http etcd3",
+    "etcds": "https",
+    "zookeeper": "zk kazoo",
+    "memcached": "memcache pymemcache",
+    "redlock+redis": "redlock",
+    "cache": "caches django-redis",
+}
+_WORDS = {"true": True, "false": False, "none": None}
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+# Several hosts with commas between them, which urlsplit() takes for one.
+_URL = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+]*)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)(/(?P<path>[^?#]*))?(\?(?P<query>[^#]*))?",
+    re.IGNORECASE,
+)
+
+
+class Address(NamedTuple):
+    """The parts of a URL, quoted as they were written, but for *query*."""
+
+    scheme: str
+    login: str
+    hosts: str
+    path: str
+    query: dict[str, str]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the backend in the query."""
+        return {word: _value(text) for word, text in self.query.items() if word not in _TERMS}
+
+    @property
+    def user(self) -> tuple[str, str]:
+        """The user and the password."""
+        user, _colon, password = self.login.partition(":")
+        return unquote(user), unquote(password)
+
+    def server(self, scheme: str, host: str) -> str:
+        """Return the URL of one server, with the login and the path of this one."""
+        login, path = f"{self.login}@" if self.login else "", f"/{self.path}" if self.path else ""
+        return f"{scheme}://{login}{host}{path}"
+
+
+def from_url(text: str) -> dict[str, Any]:
+    """Return the keys of the alias that *text* names; ValueError, without its password, if it names none."""
+    known = _URL.fullmatch(text)
+    if known is None and "://" in text:
+        quoted = "%23 stands for #, %2F for /, %3F for ?"
+        raise ValueError(f"is a URL with a character that must be quoted: {quoted}.")
+    if known is None:
+        [begin] = re.findall(r"^[\w+.]+", text) or [""]
+        raise ValueError(f"must be a dict or a URL. {_advice(begin)}")
+    scheme = known["scheme"].lower()
+    if scheme not in _MAKE:
+        raise ValueError(f"has a URL that begins with {scheme}://. {_advice(scheme)}")
+    query = {word.lower(): value for word, value in parse_qsl(known["query"] or "", True)}
+    address = Address(scheme, known["login"] or "", known["hosts"], known["path"] or "", query)
+    backend, make = _MAKE[scheme]
+    terms = {word.upper(): _value(query[word]) for word in _TERMS & query.keys()}
+    if "key_prefix" in query:
+        terms["KEY_PREFIX"] = query["key_prefix"]
+    return {"BACKEND": f"django_distlock.backends.{backend}", "OPTIONS": make(address), **terms}
+
+
+def _advice(scheme: str) -> str:
+    """Return what to write in place of *scheme*, or of a text that is no URL."""
+    if "." in scheme:
+        return f'Write a class as {{"BACKEND": "{scheme}"}}.'
+    meant = next((right for right, wrong in _MEANT.items() if scheme.lower() in wrong.split()), "")
+    for near in [meant] if meant else get_close_matches(scheme.lower(), _MAKE, 1):
+        what = ", with an alias of DATABASES behind it" if near == "database" else ""
+        return f"Write {near}://{what}."
+    begins = ", ".join(f"{known}://" for known in _MAKE)
+    return f"One begins with {begins}."
+
+
+def _value(text: str) -> Any:
+    if _NUMBER.fullmatch(text):
+        return float(text) if "." in text else int(text)
+    return _WORDS.get(text.lower(), text)
+
+
+def _redis(url: Address) -> dict[str, Any]:
+    ours = {word: value for word, value in url.options.items() if word in REDIS_OPTIONS}
+    others = {word: url.query[word] for word in url.options if word not in REDIS_OPTIONS}
+    location = url.server(url.scheme, url.hosts)
+    return {"location": f"{location}?{urlencode(others)}" if others else location, **ours}
+
+
+def _redlock(url: Address) -> dict[str, Any]:
+    scheme = url.scheme.partition("+")[2]
+    servers = [url.server(scheme, host) for host in url.hosts.split(",")]
+    return {"servers": servers, **url.options}
+
+
+def _memcached(url: Address) -> dict[str, Any]:
+    if "," in url.hosts:
+        raise ValueError(
+            "has several servers of memcached, which do not know each other's locks. Name one."
+        )
+    server = url.hosts or (f"unix:/{unquote(url.path)}" if url.path else "127.0.0.1:11211")
+    return {"cache": None, "server": server, **url.options}
+
+
+def _etcd(url: Address) -> dict[str, Any]:
+    scheme = "https" if url.scheme == "etcds" else "http"
+    found: dict[str, Any] = {}
+    if url.hosts:
+        found["endpoints"] = [f"{scheme}://{host}" for host in url.hosts.split(",")]
+    if url.login:
+        found["user"], found["password"] = url.user
+    if url.path:
+        found["namespace"] = unquote(url.path)
+    return {**found, **url.options}
+
+
+def _zookeeper(url: Address) -> dict[str, Any]:
+    found: dict[str, Any] = {"hosts": url.hosts} if url.hosts else {}
+    if url.login:
+        found["auth"] = [("digest", unquote(url.login))]
+    if url.path:
+        found["root"] = f"/{unquote(url.path)}"
+    return {**found, **url.options}
+
+
+def _alias(option: str) -> Callable[[Address], dict[str, Any]]:
+    def make(url: Address) -> dict[str, Any]:
+        return {**({option: unquote(url.hosts)} if url.hosts else {}), **url.options}
+
+    return make
+
+
+#: By the begin of a URL: the backend, and what makes its options.
+_MAKE: dict[str, tuple[str, Callable[[Address], dict[str, Any]]]] = {
+    **dict.fromkeys(
+        ("redis", "rediss", "valkey", "valkeys", "unix"), ("redis.RedisBackend", _redis)
+    ),
+    **dict.fromkeys(("redlock+redis", "redlock+rediss"), ("redlock.RedlockBackend", _redlock)),
+    "memcached": ("memcached.CacheMemcachedBackend", _memcached),
+    **dict.fromkeys(("etcd", "etcds"), ("etcd.EtcdBackend", _etcd)),
+    "zookeeper": ("zookeeper.ZooKeeperBackend", _zookeeper),
+    "database": ("database.DatabaseBackend", _alias("using")),
+    "rowlock": ("rowlock.RowLockBackend", _alias("using")),
+    "advisory": ("advisory.AdvisoryBackend", _alias("using")),
+    "cache": ("cache.CacheBackend", _alias("cache")),
+    "memory": ("locmem.LocMemBackend", lambda url: url.options),
+}
