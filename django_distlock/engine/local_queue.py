@@ -136,7 +136,7 @@ class LocalQueue:
             line.pass_on()
 
     def has_turn(self, key: str, bell: Bell) -> bool:
-        """Return whether it is the turn of *bell*; it begins anew then, if it was passed over."""
+        """Return whether it is the turn of *bell*; it begins again then, if it was passed over."""
         with self._mutex:
             line = self._found(key)
             if line is None or line.first is not bell:

@@ -86,9 +86,9 @@ def proxy(server: Memcached, settings: Settings) -> Iterator[Proxy]:
 def test_a_url_needs_no_alias_in_caches(
     memcached: Memcached, settings: Settings, name: str
 ) -> None:
-    settings.DISTLOCK = {
-        using: f"memcached://127.0.0.1:{memcached.port}?ttl=20" for using in ("one", "two")
-    }
+    settings.DISTLOCK = dict.fromkeys(
+        ("one", "two"), f"memcached://127.0.0.1:{memcached.port}?ttl=20"
+    )
 
     with lock(name, using="one") as lease:
         assert 15 < (lease.remaining or 0) <= 20

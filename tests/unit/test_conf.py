@@ -49,7 +49,10 @@ DUMMY = "django_distlock.backends.dummy.DummyBackend"
 REDIS = "django_distlock.backends.redis.RedisBackend"
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "no dict": ([], "DISTLOCK must be a dict of aliases, like {'default': 'redis://cache:6379'}, not list."),
+    "no dict": (
+        [],
+        "DISTLOCK must be a dict of aliases, like {'default': 'redis://cache:6379'}, not list.",
+    ),
     "an alias that is no text": ({1: {}}, "DISTLOCK[1]: an alias must be a str that is not empty."),
     "an empty alias": ({"": {}}, "DISTLOCK['']: an alias must be a str that is not empty."),
     "an alias that is no dict": ({"a": "x"}, "DISTLOCK['a'] must be a dict or a URL."),
