@@ -131,7 +131,19 @@ class LockOutcomeUnknown(LockBackendError):
     """The reply to a request was lost, and so was the reply to its repetition.
 
     The lock is released in the background; at the latest it comes free with its ttl.
+    *was_idle*: the connection was not a new one, and the request may have been lost on its way.
     """
+
+    def __init__(
+        self,
+        alias: str,
+        problem: str,
+        causes: Mapping[str, str] | None = None,
+        *,
+        was_idle: bool = False,
+    ) -> None:
+        super().__init__(alias, problem, causes)
+        self.was_idle = was_idle
 
 
 class Contended(LockBackendError):

@@ -322,7 +322,9 @@ class Pool:
         except (OSError, ValueError, MemcacheUnexpectedCloseError, MemcacheUnknownError) as error:
             # The idle ones are probably broken too: a router that forgot one has forgotten all of them.
             self.close()
-            raise LockOutcomeUnknown(self._alias, self._told(error)) from root_cause(error)
+            was_idle = connection.used_at > 0
+            problem = LockOutcomeUnknown(self._alias, self._told(error), was_idle=was_idle)
+            raise problem from root_cause(error)
         except MemcacheError as error:
             raise LockBackendError(self._alias, self._told(error)) from root_cause(error)
         if len(self._idle) < KEPT:

@@ -56,9 +56,14 @@ async def arun(steps: Steps[_Ask, _T], carry_out: Callable[[_Ask], Awaitable[Any
 def is_worth_asking_again(
     failed: LockBackendError, began: float, within: float | None = None
 ) -> bool:
-    """Return True if the reply was lost soon enough after the request *began* (lease time). *within*: see settled()."""
+    """Return True if the reply was lost soon enough after the request *began* (lease time), or on an idle connection.
+
+    *within*: see settled().
+    """
     longest = SETTLE if within is None else within
-    return isinstance(failed, LockOutcomeUnknown) and clock.lease_time() - began <= longest
+    return isinstance(failed, LockOutcomeUnknown) and (
+        failed.was_idle or clock.lease_time() - began <= longest
+    )
 
 
 def asking_again(ask: _Ask, failed: LockBackendError) -> Steps[_Ask, Any]:
@@ -73,7 +78,7 @@ def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
     """Call *ask*, a verb that may be carried out twice, and repeat it if its reply is lost.
 
     Raise LockOutcomeUnknown if both replies are lost. *within*: there is no repetition if the first call
-    took more seconds than that; SETTLE by default.
+    took more seconds than that, on a new connection; SETTLE by default.
     """
     began = clock.lease_time()
     try:

@@ -493,15 +493,18 @@ def test_a_connection_that_was_cut_while_it_was_idle_is_not_noticed(
         lease.extend()
 
 
-def test_connections_that_a_router_swallows_are_replaced_within_the_timeout(
-    proxy: Proxy, name: str
+@pytest.mark.parametrize("timeout", [0, 10])
+def test_connections_that_a_router_swallows_are_replaced_unseen(
+    proxy: Proxy, name: str, timeout: float
 ) -> None:
     with lock(name, using="locks"):
         pass
     proxy.swallow()
 
-    with lock(name, using="locks", timeout=10) as lease:
+    with lock(name, using="locks", timeout=timeout) as lease:
+        proxy.swallow()
         lease.extend()
+        proxy.swallow()
 
 
 def test_a_server_that_hangs_is_an_error_and_never_busy_held_or_free(

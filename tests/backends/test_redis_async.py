@@ -241,21 +241,24 @@ async def test_connections_that_a_router_forgot_fail_once_for_all(proxy: Proxy, 
         await lease.aextend()
 
 
-async def test_connections_that_a_router_swallows_are_replaced_within_the_timeout(
-    proxy: Proxy, server: Redis, settings: Settings, name: str
+@pytest.mark.parametrize("timeout", [0, 10])
+async def test_connections_that_a_router_swallows_are_replaced_unseen(
+    proxy: Proxy, server: Redis, settings: Settings, name: str, timeout: float
 ) -> None:
     configure(settings, server, proxy.port, io_timeout=1.0)
     await be_a_crowd(name)
     proxy.swallow()
 
-    async with lock(name, timeout=10) as lease:
-        lease.check()
+    async with lock(name, timeout=timeout) as lease:
+        proxy.swallow()
+        await lease.aextend()
+        proxy.swallow()
 
 
 async def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(
     server: Redis, settings: Settings, name: str
 ) -> None:
-    configure(settings, server, io_timeout=3.0)
+    configure(settings, server, io_timeout=2.0)
     await hold(name)
     server.pause()
     try:

@@ -302,13 +302,15 @@ def test_connections_that_a_router_forgot_fail_once_for_all(proxy: Proxy, name: 
         lease.extend()
 
 
-def test_connections_that_a_router_swallows_are_replaced_within_the_timeout(
-    proxy: Proxy, name: str
+@pytest.mark.parametrize("timeout", [0, 10])
+def test_connections_that_a_router_swallows_are_replaced_unseen(
+    proxy: Proxy, name: str, timeout: float
 ) -> None:
     proxy.swallow()
-
-    with lock(name, timeout=10) as lease:
+    with lock(name, timeout=timeout) as lease:
+        proxy.swallow()
         lease.extend()
+        proxy.swallow()
 
 
 def test_a_waiter_whose_connection_breaks_goes_on_waiting(direct: Redis, name: str) -> None:
@@ -424,7 +426,8 @@ def test_a_frozen_server_is_an_error_in_time_and_nothing_is_left(direct: Redis, 
         finally:
             direct.resume()
 
-    in_time(ask, 0.9, 1.5)
+    # Its connection had been idle, and might have died: it is asked twice.
+    in_time(ask, 1.9, 2.5)
 
     eventually(lambda: not holders(name) and not left_behind(direct), 5)
     never(lambda: holders(name), 0.3)

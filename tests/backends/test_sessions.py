@@ -430,6 +430,19 @@ def test_a_server_that_is_cut_off_is_an_error_within_four_seconds(
     in_time(ask, 1.0, 4.0)
 
 
+@pytest.mark.parametrize("kind", BOTH[::2], indirect=True)
+def test_connections_of_leases_that_a_router_swallows_are_replaced_unseen(
+    proxy: Proxy, name: str
+) -> None:
+    with lock(f"{name}:warm", using="leases"):
+        pass
+    proxy.swallow()
+    with lock(name, using="leases", timeout=0) as lease:
+        proxy.swallow()
+        lease.extend()
+        proxy.swallow()
+
+
 @pytest.mark.parametrize("of", ["rowlock", "advisory"])
 def test_who_waits_over_tls_is_told_at_once(
     mariadb: MariaDB, certificate: Path, settings: Settings, name: str, of: str

@@ -112,6 +112,9 @@ class OwnConnections:
             except Contended:
                 is_sound = connection.get_autocommit()
                 raise
+            except LockOutcomeUnknown as lost:
+                lost.was_idle = hasattr(connection, "used_at")
+                raise
             finally:
                 self.give_back(connection, is_sound=is_sound)
         self.give_back(connection, is_sound=True)

@@ -99,7 +99,9 @@ def _words(command: Command) -> tuple[str | int | bytes, ...]:
     return command.by_sha if isinstance(command, Call) else command
 
 
-def problem(alias: str, where: str, error: BaseException) -> LockBackendError:
+def problem(
+    alias: str, where: str, error: BaseException, *, was_idle: bool = False
+) -> LockBackendError:
     """Return the error to raise for an *error* of the driver after a request was sent."""
     text = first_line(error)
     if isinstance(error, BusyLoadingError):
@@ -107,7 +109,7 @@ def problem(alias: str, where: str, error: BaseException) -> LockBackendError:
     if isinstance(error, (RedisConnectionError, RedisTimeoutError, OSError)) and not isinstance(
         error, AuthenticationError
     ):
-        return LockOutcomeUnknown(alias, f"{where} did not answer: {text}")
+        return LockOutcomeUnknown(alias, f"{where} did not answer: {text}", was_idle=was_idle)
     if _is_on_the_move(error):
         return Contended(alias, f"{where} is moving the lock to another server: {text}")
     return LockBackendError(alias, f"{where} refused: {text}")
@@ -268,7 +270,7 @@ class PoolLink(_Link):
         except BaseException as error:  # noqa: BLE001 - raised by _fail()
             # An answer may still come: the next request must not read it.
             connection.close()
-            self._fail(problem, error)
+            self._fail(partial(problem, was_idle=connection.used_at > 0), error)
         self._keep(connection)
         return answer
 
@@ -331,7 +333,7 @@ class AsyncPoolLink(_Link):
                 answer = await arun(conversation, partial(connection.exchange, within=limit))
             except BaseException as error:  # noqa: BLE001 - raised by _fail()
                 connection.close()
-                self._fail(problem, error)
+                self._fail(partial(problem, was_idle=connection.used_at > 0), error)
             self._keep(connection)
             return answer
 
