@@ -29,7 +29,8 @@ class LockNotAcquired(LockError, TimeoutError, CommandError):
 
     *waited* and *remaining* (the rest of the holder's lease, if known) are seconds. With *reserved_until*
     nobody holds the lock, but its min_hold refuses it to others until that time. With a *limit* all its
-    places were held or reserved; the rest is of the one that is known to end first.
+    places were held or reserved; the rest is of the one that is known to end first. It is the limit of the
+    caller before this one in the line if that is lower, and keeps this one from a free place.
     It ends a management command with one line, as any CommandError does.
     """
 

@@ -448,14 +448,20 @@ class Attempt:
             self.busy = Busy(holder.holder, holder.remaining)
             self._refuse()
         self.busy = Busy()  # others of this process are before us
-        busy = queue.answer(line, YOUNG)
-        if busy is None:
+        answer, busy = queue.answer(line, YOUNG), None
+        if answer is not None and answer.limit == self._limit:
+            busy = answer.busy
+        else:
             ask = partial(self.calls.probe_all, self.request.holdings)
             busy = first_to_end((yield from self._settled(ask)))
-        if busy is not None or self._waiting.is_in_order:
-            self.busy = busy or self.busy
-            self._refuse()
-        self.lease.leave_line()  # it asks without the turn
+        if busy is None and not self._waiting.is_in_order:
+            self.lease.leave_line()  # it asks without the turn
+            return
+        if busy is None and answer is not None:
+            # A place is free that the first caller does not want: its limit is lower.
+            busy, self._limit = answer.busy, answer.limit
+        self.busy = busy or self.busy
+        self._refuse()
 
     def _leave_queues(self) -> Steps[Act, None]:
         """Leave nothing that others would take for a waiter, before the caller is told that its time is over."""
@@ -514,7 +520,7 @@ class Attempt:
         self.on_server, self.busy = OnServer.PLACE if queued else OnServer.NOTHING, busy
         self.waited_for = busy.holder or self.waited_for
         if self.lease.in_line_as is not None:
-            self.backend.queue.refused(self._line, busy)
+            self.backend.queue.refused(self._line, busy, self._limit)
 
     def _accepts(self, granted: Grant, this: Try) -> bool:
         """Become held, unless the lease is past its deadline already, or was passed over."""

@@ -119,6 +119,27 @@ def test_a_lower_limit_takes_only_places_below_it(take: Taker) -> None:
     assert again.place == 0
 
 
+def test_whoever_waits_behind_a_lower_limit_is_told_that_limit_or_gets_a_place_above_it(
+    using: str, name: str, take: Taker, rival: Callable[..., Rival]
+) -> None:
+    holders = [rival(limit=2), rival(limit=2)]
+    for holder in holders:
+        holder.takes()
+    first = start(lambda: take(2, timeout=60))
+    eventually(lambda: _waits(using, name))
+
+    if locks[using].waiting.for_places().is_in_order:
+        with pytest.raises(LockNotAcquired, match=r"taken at all of its 2 places") as caught:
+            take.lock(5, timeout=0.5).__enter__()
+        assert caught.value.limit == 2
+    else:
+        with take.lock(5, timeout=0.5) as lease:
+            assert lease.place in {2, 3, 4}
+
+    holders[0].leaves()
+    assert first.result(30)
+
+
 def test_the_caller_enters_its_place_again(using: str, name: str) -> None:
     with lock(name, using=using, limit=2) as outer, lock(name, using=using, limit=2) as inner:
         assert inner is outer

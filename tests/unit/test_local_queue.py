@@ -391,8 +391,10 @@ def test_those_behind_rely_on_the_last_answer_while_it_is_young(
     _line(queue, 2)
     assert queue.answer("a", 1.0) is None
 
-    queue.refused("a", busy := Busy(remaining=3.0))
-    assert queue.answer("a", 1.0) is busy
+    queue.refused("a", Busy(remaining=3.0), 2)
+    answer = queue.answer("a", 1.0)
+    assert answer is not None
+    assert (answer.busy, answer.limit) == (Busy(remaining=3.0), 2)
 
     _let_pass(monkeypatch, 1.0)
     assert queue.answer("a", 1.0) is None
