@@ -21,7 +21,7 @@ from .exceptions import (
     StaleFencingToken,
 )
 from .ground.holder import Holder
-from .handler import locks
+from .handler import locks, preload
 from .leading import alead, lead
 from .lock import Lock, LockTerms, current_lease, distributed_lock, lock, try_lock
 from .lock_set import lock_all
@@ -60,6 +60,7 @@ __all__ = [
     "lock_all",
     "locked",
     "locks",
+    "preload",
     "respond",
     "retry",
     "skip",

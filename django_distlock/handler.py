@@ -208,6 +208,15 @@ def _meant(path: str) -> str:
 locks = LockHandler()
 
 
+def preload() -> None:
+    """Load the modules of all aliases, also their drivers, so that no request has to; connects to nothing.
+
+    Call it where a server process begins, such as in wsgi.py or asgi.py; InvalidLockBackend for wrong settings.
+    """
+    for alias in locks:
+        locks[alias]
+
+
 def _running_test() -> object:
     """Return the identity of the running test: its name in pytest, or its TestCase."""
     if named := os.environ.get("PYTEST_CURRENT_TEST"):

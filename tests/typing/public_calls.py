@@ -46,6 +46,7 @@ from django_distlock import (
     lock_all,
     locked,
     locks,
+    preload,
     respond,
     retry,
     skip,
@@ -473,6 +474,7 @@ def look_after_locks() -> None:
     assert_type(force_release("a"), int)
     assert_type(force_release("a", using="default"), int)
     locks.close()
+    preload()
 
 
 def receive(sender: type[BaseLockBackend], *, name: str, using: str, **facts: Any) -> None: ...

@@ -60,6 +60,7 @@ def test_the_public_names_are_these() -> None:
             "lock_all",
             "locked",
             "locks",
+            "preload",
             "respond",
             "retry",
             "skip",
