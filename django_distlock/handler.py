@@ -263,7 +263,7 @@ def check_threads() -> None:
     """Raise InvalidLockBackend if locks would hang, and warn once if leases would be extended late."""
     if type(threading.Lock()) is not _MUTEX:
         raise InvalidLockBackend(
-            "gevent or eventlet took the place of threads after django_distlock was imported, and locks would "
+            "gevent took the place of threads after django_distlock was imported, and locks would "
             "hang. Patch first of all: gunicorn without --preload, uWSGI with --gevent-early-monkey-patch."
         )
     _warn_of_no_threads(os.getpid())

@@ -242,7 +242,7 @@ class MemcachedConnection(Client):  # type: ignore[misc]  # pymemcache has no ty
         self._open()
         #: The time of its last use.
         self.used_at = 0.0
-        #: Returns whether the server has closed the connection; never under eventlet, which has no poll().
+        #: Returns whether the server has closed the connection; never on Windows, which has no poll().
         self.has_news: Callable[[], object] = bool
         if hasattr(select, "poll"):
             poll = select.poll()

@@ -84,11 +84,6 @@ ALL = combinations(
     ("daphne", "redis"),
     ("uwsgi-threads", "postgres"),
     ("uwsgi-gevent", "redis"),
-    ("eventlet", "redlock"),
-    ("eventlet", "postgres"),
-    ("eventlet", "zookeeper"),
-    ("eventlet", "etcd"),
-    ("eventlet", "mariadb-advisory"),
 )
 
 StartSite = Callable[..., Site]
@@ -240,7 +235,7 @@ def test_requests_that_nobody_waits_for_any_more_leave_no_lock(
     site.close()
 
 
-@over(("gunicorn-gthread", "sqlite"), ("eventlet", "postgres-rowlock"))
+@over(("gunicorn-gthread", "sqlite"), ("gunicorn-gevent", "postgres-rowlock"))
 def test_the_lock_of_killed_workers_comes_free_with_its_ttl(
     start_site: StartSite, name: str, combination: Combination
 ) -> None:
@@ -275,7 +270,7 @@ def test_a_site_that_is_stopped_ends_its_requests_and_leaves_no_lock(
     assert free_within(f"{name}:kept", 5)
 
 
-@over(("gunicorn-gevent", "postgres-rowlock"), ("eventlet", "postgres-rowlock"))
+@over(("gunicorn-gevent", "postgres-rowlock"))
 def test_greenlets_learn_at_once_that_the_server_has_ended_their_session(
     start_site: StartSite, name: str, combination: Combination, postgres: PostgreSQL
 ) -> None:
@@ -324,7 +319,7 @@ def test_threads_that_became_greenlets_too_late_are_refused_in_words(
     site.close()
 
 
-@pytest.mark.parametrize("pool", ["solo", "threads", "gevent", "eventlet"])
+@pytest.mark.parametrize("pool", ["solo", "threads", "gevent"])
 @pytest.mark.usefixtures("celery_connections")
 @over(("celery", "redis"))
 def test_tasks_of_every_pool_renew_wait_and_exclude(
@@ -334,7 +329,6 @@ def test_tasks_of_every_pool_renew_wait_and_exclude(
     environment = {
         "DJANGO_SETTINGS_MODULE": "tests.integration.worker_settings",
         "DISTLOCK_WORKERS_ALIAS": settings,
-        "PYTHONWARNINGS": "ignore",  # eventlet announces its end
     }
     include = worker_tasks.__name__
     [worker] = start_workers(children=4, include=include, pool=pool, environment=environment)

@@ -8,7 +8,6 @@ import importlib.util
 import select
 import selectors
 import socket
-import sys
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinFunctionType
@@ -35,7 +34,7 @@ def _own_copy(name: str) -> Any:
     return copy
 
 
-# The unpatched module: poll() of gevent does not report a hang-up, and eventlet has none.
+# The unpatched module: poll() of gevent does not report a hang-up.
 # A call that does not wait does not need theirs.
 _select = _own_copy("select")
 #: None on Windows.
@@ -193,7 +192,7 @@ def keep_alive(connection: BaseDatabaseWrapper) -> None:
 
 @contextmanager
 def _line(number: int) -> Iterator[_socket.socket]:
-    # Not socket.socket, which gevent and eventlet replace: theirs makes the driver's descriptor non-blocking.
+    # Not socket.socket, which gevent replaces: its own makes the driver's descriptor non-blocking.
     line = _socket.socket(fileno=_socket.dup(number))
     try:
         yield line
@@ -202,7 +201,7 @@ def _line(number: int) -> Iterator[_socket.socket]:
 
 
 def _bound_psycopg(raw: Any, seconds: float | None) -> None:
-    #: poll() of this connection's socket, with a timeout in milliseconds; None with gevent or eventlet.
+    #: poll() of this connection's socket, with a timeout in milliseconds; None with gevent.
     if not hasattr(raw, "distlock_poll"):
         raw.distlock_poll = None
         if _poll is not None and isinstance(select.select, BuiltinFunctionType):
@@ -215,24 +214,9 @@ def _bound_psycopg(raw: Any, seconds: float | None) -> None:
 
 def _wait(raw: Any, work: Generator[Any, Any, Any], *args: Any, **kwargs: Any) -> Any:
     """Wait as psycopg does, but no longer than *raw* is bound to."""
-    wait = _wait_in_turn if _is_eventlet_at_work() else raw.__class__.wait
     if raw.distlock_bound is not None:
         work = _bounded(work, clock.wait_time() + raw.distlock_bound)
-    return wait(raw, work, *args, **kwargs)
-
-
-def _is_eventlet_at_work() -> bool:
-    eventlet = sys.modules.get("eventlet.patcher")
-    return eventlet is not None and bool(eventlet.is_monkey_patched("select"))
-
-
-def _wait_in_turn(
-    raw: Any, work: Generator[Any, Any, Any], interval: float = 0.1, **kwargs: Any
-) -> Any:
-    """Wait as psycopg does, but let other greenlets run: psycopg's own wait, in C, supports only gevent."""
-    from psycopg import waiting
-
-    return waiting.wait_selector(work, raw.pgconn.socket, interval, **kwargs)
+    return raw.__class__.wait(raw, work, *args, **kwargs)
 
 
 def _bounded(work: Generator[Any, Any, Any], ends: float) -> Generator[Any, Any, Any]:

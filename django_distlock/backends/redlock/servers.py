@@ -436,7 +436,7 @@ class Servers:
 
 
 def _selector() -> selectors.BaseSelector:
-    """Return a selector that lets other greenlets run: eventlet and gevent replace poll()."""
+    """Return a selector that lets other greenlets run: gevent replaces poll()."""
     if selectors.DefaultSelector is getattr(selectors, "EpollSelector", None):
         # Not epoll: forked children would share it.
         return selectors.PollSelector()

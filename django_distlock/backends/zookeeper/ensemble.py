@@ -110,14 +110,7 @@ class _Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has n
                 [each for each in writes if each.fileno() in found],
                 [],
             )
-        ends = clock.wait_time() + timeout
-        while True:
-            left = max(0.0, ends - clock.wait_time())
-            # eventlet's select() returns early and empty for sockets of the call before. kazoo would
-            # take this for a silent server, and connect again.
-            ready = super().select(reads, writes, [], left)
-            if any(ready) or left == 0:
-                return ready
+        return super().select(reads, writes, [], max(0.0, timeout))
 
 
 class _Queue(deque[Any]):
