@@ -174,9 +174,9 @@ class Terms:
     def check_against(self, backend: BaseLockBackend) -> None:
         """Raise NotSupported if *backend* cannot do what is wanted here."""
         if self.shared and not backend.supports_shared:
-            raise NotSupported(backend.alias, "shared locks")
+            raise NotSupported(backend.alias, "shared locks", backend.instead)
         if self.min_hold and not backend.supports_min_hold:
-            raise NotSupported(backend.alias, "min_hold")
+            raise NotSupported(backend.alias, "min_hold", backend.instead)
 
     def lock(self, name: str | Model) -> Lock:
         """Return the lock *name* on these terms."""

@@ -69,8 +69,10 @@ class BaseLockBackend(ABC):
     supports_fair: ClassVar[bool] = False
     supports_listing: bool = False
     supports_purge: bool = False
-    supports_detach: ClassVar[bool] = False
-    supports_min_hold: ClassVar[bool] = False
+    supports_detach: bool = False
+    supports_min_hold: bool = False
+    #: What to do to have a feature that it does not support, if there is something.
+    instead: str = ""
     #: Whether extend() prolongs a lease; otherwise it only returns whether the lease is still held.
     supports_extend: ClassVar[bool] = True
     #: Whether a lock ends with the connection or session that holds it, not with a ttl alone.
@@ -188,7 +190,7 @@ class BaseLockBackend(ABC):
 
     def held(self, key: str | None = None) -> Iterable[Held]:
         """Return the held locks of this alias, for operators: all of them, or the one with this *key*."""
-        raise NotSupported(self.alias, "listing")
+        raise NotSupported(self.alias, "listing", self.instead)
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding with this *owner_digest*, and no other; return whether there was one."""
@@ -283,7 +285,7 @@ class BaseLockBackend(ABC):
         writes. *by* is named in the log.
         """
         if not self.supports_listing:
-            raise NotSupported(self.alias, "force_release()")
+            raise NotSupported(self.alias, "force_release()", self.instead)
         if not self.keeps(key):
             return False
         # Read the whole result: an open query blocks writers.

@@ -118,7 +118,9 @@ class Once:
     def check_against(self, backend: BaseLockBackend) -> None:
         """Raise NotSupported if the lease cannot be sent in a message."""
         if not backend.supports_detach:
-            raise NotSupported(self.using, "unique_task()", "Its locks cannot be handed over.")
+            raise NotSupported(
+                self.using, "unique_task()", backend.instead or "Its locks cannot be handed over."
+            )
 
     def name_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return the name of the lock for one call."""

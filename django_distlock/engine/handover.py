@@ -41,7 +41,8 @@ class TakeOver(NamedTuple):
 
 def detaching(lease: Lease, ttl: float | timedelta | None) -> Steps[list[Request], str]:
     if not lease.backend.supports_detach:
-        raise NotSupported(lease.using, "detach()", "The lock is bound to this process.")
+        instead = lease.backend.instead or "The lock is bound to this process."
+        raise NotSupported(lease.using, "detach()", instead)
     own_ttl = lease.request.ttl
     yield from lease.extending(ttl)
     lease.end_here()

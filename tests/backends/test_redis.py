@@ -771,11 +771,10 @@ def test_other_databases_and_masters_are_other_places(settings: Settings) -> Non
     assert len(places) == 5
 
 
-@pytest.mark.parametrize("scripting", [True, False])
 def test_a_min_hold_is_remembered_for_as_long_as_it_lasts(
-    redis: Redis, configure: Configure, name: str, *, scripting: bool
+    redis: Redis, configure: Configure, name: str
 ) -> None:
-    configure(redis, scripting=scripting)
+    configure(redis)
     with lock(name, min_hold=timedelta(hours=6)):
         pass
 

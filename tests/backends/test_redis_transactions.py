@@ -25,7 +25,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from django_distlock import LockBackendError
+from django_distlock import LockBackendError, NotSupported
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.backends.redis.connections import PoolLink
 from django_distlock.backends.redis.scripts import (
@@ -44,6 +44,7 @@ from django_distlock.conf import BackendSettings
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground.holder import Holder
 from django_distlock.handler import make_backend
+from django_distlock.lock import Terms
 from tests.fixtures.redis import Redis
 
 if TYPE_CHECKING:
@@ -193,25 +194,17 @@ def contents(client: driver.Redis, keys: Keys) -> tuple[Any, ...]:
 owners = some.sampled_from([*OWNERS[:4] * 3, *OWNERS])
 rarely = some.sampled_from(["", "", "", "", "1"])
 times = some.sampled_from([SECOND, 5 * SECOND, 300 * SECOND, 700 * SECOND, 2 * HOUR])
-min_holds = some.sampled_from([0, 0, 0, 0, 3 * SECOND, HOUR])
 holders = some.sampled_from(["{}", '{"a\n": 1}'])
-exclusive, shared = (
-    some.tuples(
-        some.just("acquire"),
-        *(owners, some.just(mode), times, min_holds, some.just("é"), holders),
-        *(some.just(""), some.just("")),
-    )
-    for mode in "xs"
+fixed = some.just
+exclusive = some.tuples(
+    *(fixed("acquire"), owners, fixed("x"), times, fixed(0), fixed("é"), holders),
+    *(fixed(""), fixed("")),
 )
 calls = some.one_of(
     *[exclusive] * 4,
-    *[some.tuples(some.just("release"), owners, rarely, min_holds)] * 2,
-    some.tuples(some.just("extend"), owners, times, some.sampled_from("xs")),
-    some.tuples(some.just("take_over"), owners, owners, times, holders),
-    some.tuples(some.just("look")),
-    some.tuples(
-        some.just("force"), some.sampled_from(["", "", *OWNERS[:4]]), some.sampled_from(["", "7"])
-    ),
+    *[some.tuples(fixed("release"), owners, rarely, fixed(0))] * 2,
+    some.tuples(fixed("extend"), owners, times, fixed("x")),
+    some.tuples(fixed("look")),
 )
 #: Microseconds until the next call; the server's clock may be set back too.
 pauses = some.sampled_from(
@@ -226,32 +219,24 @@ def call_of(step: tuple[Any, ...], keys: Keys) -> Call:
         return look(keys)
     if script is not EXTEND:
         return call(script, keys, *args)
-    return Call(EXTEND, keys.all[: 2 if args[2] == "s" else 1], tuple(args))
+    return Call(EXTEND, keys.all[:1], tuple(args))
 
 
 def compare(redis: Redis, link: PoolLink, steps: list[Any]) -> None:
     """Take the same steps with scripts and without: answers and keys must be equal after each."""
-    now, name, spared = NOW, uuid.uuid4().hex, 60_000
+    now, name = NOW, uuid.uuid4().hex
     by_script, by_transaction = keys_of(f"{name}:1"), keys_of(f"{name}:2")
     with redis.client(db=3) as client:
         for step, pause in steps:
-            asked = step
-            if step[0] == "force" and not step[2]:
-                # The last token that was given, by which a reservation is known.
-                asked = *step[:2], client.hget(by_script.record, "token") or ""
-            wanted = link.converse(script_at(now, call_of(asked, by_script)))
-            # Only scripts let readers in.
-            at = transaction_at
-            if step[0] == "acquire" and "s" in step:
-                at, spared = script_at, 660_000
-            answer = link.converse(at(now, call_of(asked, by_transaction)))
+            wanted = link.converse(script_at(now, call_of(step, by_script)))
+            answer = link.converse(transaction_at(now, call_of(step, by_transaction)))
             if step[0] == "look" and wanted[0][0]:
                 wanted[0][0][3] = None  # the waiters, of which only scripts know
             assert answer == wanted
             assert contents(client, by_transaction) == contents(client, by_script)
-            for key, other in zip(by_transaction.all[:2], by_script.all[:2], strict=True):
-                # Scripts spare a write if the key lives nearly long enough.
-                assert client.pttl(key) > client.pttl(other) - spared
+            # Scripts spare a write if the key lives nearly long enough.
+            spared = client.pttl(by_script.record) - 60_000
+            assert client.pttl(by_transaction.record) > spared
             now += pause
 
 
@@ -311,12 +296,30 @@ def test_whatever_is_asked_the_answers_and_the_keys_are_those_of_the_scripts(
     compare(redis, link, steps)
 
 
-@random_steps
-@given(steps=some.lists(some.tuples(calls | shared, pauses), min_size=25, max_size=60))
-def test_so_they_are_where_others_share_the_lock(
-    redis: Redis, link: PoolLink, steps: list[Any]
+def test_what_scripts_share_or_reserve_is_refused_until_it_has_ended(
+    link: PoolLink, keys: Keys
 ) -> None:
-    compare(redis, link, steps)
+    reader, other, late, writer = OWNERS[:4]
+    for owner, seconds in (reader, 5), (other, 9):
+        link.converse(script_at(NOW, acquire(keys, owner, "s", seconds * SECOND)))
+
+    asked = acquire(keys, writer)
+    assert link.converse(transaction_at(NOW, asked)) == [[b"{}", 9 * SECOND]]
+    [[shown]] = link.converse(transaction_at(NOW, look(keys)))
+    assert shown[4:] == [
+        *(b"s", reader.encode(), 5 * SECOND, 0, b"{}"),
+        *(other.encode(), 9 * SECOND, 0, b"{}"),
+    ]
+    (token,) = link.converse(transaction_at(NOW + 9 * SECOND, asked))
+    assert token.isdigit()
+
+    link.converse(transaction_at(NOW + 9 * SECOND, call(RELEASE, keys, writer, "", 0)))
+    reserving = keys.bells, late, "x", SECOND, 20 * SECOND, "a name", "{}", "", ""
+    link.converse(script_at(NOW + 10 * SECOND, Call(ACQUIRE, keys.all, reserving)))
+    later = acquire(keys, other)
+    assert link.converse(transaction_at(NOW + 12 * SECOND, later)) == [[b"", 18 * SECOND]]
+    (token,) = link.converse(transaction_at(NOW + 30 * SECOND, later))
+    assert token.isdigit()
 
 
 def test_a_lock_that_is_told_nothing_of_is_free_to_all(link: PoolLink, keys: Keys) -> None:
@@ -445,12 +448,11 @@ def test_with_and_without_scripts_they_keep_each_other_out(
 
 
 @pytest.mark.parametrize("scripting", [True, False])
-def test_what_the_one_has_taken_the_other_extends_shows_and_frees(
+def test_what_the_one_has_taken_the_other_extends_and_frees(
     make: Callable[..., RedisBackend], scripting: bool
 ) -> None:
     one, other = make(scripting=scripting), make(scripting=not scripting)
     request = one.request(uuid.uuid4().hex, ttl=30, holder=Holder.current("to be seen"))
-    heir = one.request(request.name, ttl=30, holder=Holder.current("the heir"))
 
     grant = one.try_acquire(request, queued=False)
     assert isinstance(grant, Grant)
@@ -459,11 +461,23 @@ def test_what_the_one_has_taken_the_other_extends_shows_and_frees(
     busy = other.probe(request)
     assert busy
     assert busy.holder == request.holder
-    assert other.take_over(heir, request.owner)
-    assert [held.token for held in one.held() if held.key == request.key] == [grant.token]
-    assert one.release(request) is Release.TAKEN
-    assert one.release(heir) is Release.RELEASED
-    assert other.release(heir) is Release.RELEASED
+    assert other.release(request) is Release.RELEASED
+    assert one.release(request) is Release.RELEASED
+
+
+def test_what_only_scripts_do_is_refused_in_words(make: Callable[..., RedisBackend]) -> None:
+    backend = make(scripting=False)
+    request = backend.request(uuid.uuid4().hex, ttl=30, holder=Holder.current())
+
+    for act in (
+        lambda: Terms.of({"shared": True}).check_against(backend),
+        lambda: Terms.of({"min_hold": 1}).check_against(backend),
+        lambda: backend.take_over(request, OWNERS[0]),
+        lambda: list(backend.held()),
+        lambda: backend.force_release(request.key, "digest"),
+    ):
+        with pytest.raises(NotSupported, match="leave out OPTIONS 'scripting'"):
+            act()
 
 
 # What Redis refuses.
@@ -506,12 +520,11 @@ def is_clean(link: PoolLink, client: driver.Redis, keys: Keys) -> bool:
     return link.converse(ask(("MULTI",), ("PING",), ("EXEC",)))[0::2] == [b"OK", [b"PONG"]]
 
 
-@pytest.mark.parametrize("scripting", [True, False])
 def test_when_the_memory_is_full_nothing_new_is_locked_and_scripts_free_what_is_held(
-    make: Callable[..., RedisBackend], scripting: bool
+    make: Callable[..., RedisBackend],
 ) -> None:
     with Redis() as server, server.client() as client:
-        backend = make(server=server, scripting=scripting)
+        backend = make(server=server)
         name = uuid.uuid4().hex
         requests = [
             backend.request(f"{name}{i}", ttl=30, holder=Holder.current()) for i in range(4)
@@ -528,10 +541,6 @@ def test_when_the_memory_is_full_nothing_new_is_locked_and_scripts_free_what_is_
             backend.try_acquire(requests[3], queued=False)
         assert isinstance(caught.value.__cause__, OutOfMemoryError)
         assert [backend.probe(request) is None for request in requests] == [False] * 3 + [True]
-        if not scripting:  # nothing is queued for a transaction
-            with pytest.raises(LockBackendError, match="memory is full"):
-                backend.release(requests[0])
-            client.config_set("maxmemory", "0")
         assert backend.release(requests[0]) is Release.RELEASED
         assert backend.revoke_all(requests[1:2]) == [Release.RELEASED]
         (held,) = [held for held in backend.held() if held.key == requests[2].key]
@@ -546,6 +555,22 @@ def test_when_the_memory_is_full_nothing_new_is_locked_and_scripts_free_what_is_
         assert shown.reserved
         assert backend.end_holding(shown.key, shown.owner_digest)
         assert backend.probe(reserved) is None
+
+
+def test_when_the_memory_is_full_a_transaction_frees_nothing(
+    make: Callable[..., RedisBackend],
+) -> None:
+    with Redis() as server, server.client() as client:
+        backend = make(server=server, scripting=False)
+        request = backend.request(uuid.uuid4().hex, ttl=30, holder=Holder.current())
+        backend.try_acquire(request, queued=False)
+        client.config_set("maxmemory", "1")
+
+        with pytest.raises(LockBackendError, match="memory is full"):
+            backend.release(request)
+        assert backend.probe(request) is not None
+        client.config_set("maxmemory", "0")
+        assert backend.release(request) is Release.RELEASED
 
 
 def test_a_release_that_is_refused_leaves_the_lock_held(redis: Redis, keys: Keys) -> None:

@@ -105,6 +105,7 @@ QUEUED = ROWS | {"counts_waiters"}
 NOTIFIED = QUEUED | {"wakes_waiters"}
 MEMCACHED = frozenset({"cross_process", "leased", "names_holder", "hides_end", "whole_seconds"})
 REDIS = LEASED | READERS | {"cross_process", "wakes_waiters", "counts_waiters"}
+TRANSACTIONS = frozenset({"fencing", "leased", "cross_process", "names_holder"})
 MAJORITY = frozenset(
     {"listing", "detach", "leased", "cross_process", "wakes_waiters", "counts_waiters"}
 )
@@ -206,7 +207,7 @@ PROFILES = (
     _session("mariadb-advisory", ADVISORY, "mariadb", SESSION),
     _redis("redis", "django_redis"),
     _redis("redis-fair", "redis_cache", REDIS | {"fair", "variant"}, fair=True),
-    _redis("redis-transactions", "redis_cache", LEASED | {"cross_process"}, scripting=False),
+    _redis("redis-transactions", "redis_cache", TRANSACTIONS, scripting=False),
     _redis("redis-sentinel", "redis_sentinel", REDIS | {"variant"}, "redis_sentinel"),
     _redis("redis-cluster", "redis_cluster", REDIS | {"variant"}, "redis_cluster", cluster=True),
     _memcached("pymemcache", MEMCACHED),

@@ -19,7 +19,13 @@ from django_distlock.engine.bells import TaskBell, ThreadBell, timeout
 from django_distlock.engine.steps import Steps, arun, run
 from django_distlock.engine.values import Busy, Grant, Held, Release, Request, batches
 from django_distlock.engine.waiting import Queueing, Waiting, Way
-from django_distlock.exceptions import Contended, LockBackendError, LockOutcomeUnknown, NotSent
+from django_distlock.exceptions import (
+    Contended,
+    LockBackendError,
+    LockOutcomeUnknown,
+    NotSent,
+    NotSupported,
+)
 from django_distlock.ground import clock
 from django_distlock.ground.naming import printable, with_label
 
@@ -39,7 +45,7 @@ from .sources import (
     source_of_cache,
     source_of_url,
 )
-from .verbs import BATCH, PROBE, RedisVerbs, key_space, keys_of, label_of
+from .verbs import BATCH, PROBE, WITHOUT_SCRIPTS, RedisVerbs, key_space, keys_of, label_of
 
 Act = Callable[[], Any]
 #: What a server says of itself (INFO), or the error by which it refuses to.
@@ -80,7 +86,10 @@ class RedisBackend(StepsBackend):
                 look_again=LISTEN,
                 writers_first=True,
             )
-        self.supports_shared = self.options.scripting
+        else:
+            self.supports_shared = self.supports_listing = False
+            self.supports_detach = self.supports_min_hold = False
+            self.instead = WITHOUT_SCRIPTS
         self.source = self.make_source()
         self.location = ("redis", self.source.identity)
         # The locks of one script must be on one server.
@@ -129,6 +138,8 @@ class RedisBackend(StepsBackend):
         run(self._sleep(self._link, request, bell, seconds), call)
 
     def held(self, key: str | None = None) -> Iterator[Held]:
+        if not self.supports_listing:
+            raise NotSupported(self.alias, "listing", self.instead)
         keys = [] if key is None else [key]
         if key is None:
             # Those of free locks too. SCAN may return a key twice.

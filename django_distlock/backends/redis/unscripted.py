@@ -1,13 +1,14 @@
 """Exclusive locks without scripts: WATCH, read, decide here, and write if nobody wrote meanwhile (MULTI, EXEC).
 
-No I/O. The keys and the answers are those of the scripts, but there are no readers, queues or doorbells.
+No I/O. Acquires, releases, extends and looks. The keys are those of the scripts, so what processes with scripts hold,
+share or reserve by min_hold is respected.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from redis.exceptions import ResponseError
@@ -16,13 +17,11 @@ from .connections import Command, Conversation
 from .scripts import (
     ACQUIRE,
     EXTEND,
-    FORCE,
     LAST,
     LOOK,
     MARK,
     RELEASE,
     RETENTION,
-    TAKE_OVER,
     Call,
     Script,
 )
@@ -80,8 +79,9 @@ def _parts(call: Call) -> Iterator[tuple[tuple[str, ...], tuple[Any, ...]]]:
     if call.script is LOOK:
         yield from ((each[:2], ()) for each in zip(keys, keys, keys, strict=True))
     elif call.script is EXTEND:
-        for owner, ttl, mode in zip(args, args, args, strict=True):
-            yield tuple(islice(keys, 2 if mode == "s" else 1)), (owner, ttl)
+        yield from (
+            ((next(keys),), (owner, ttl)) for owner, ttl, _ in zip(*[args] * 3, strict=True)
+        )
     else:
         yield call.keys[:2], call.args[1:]  # the first one is for doorbells
 
@@ -97,13 +97,11 @@ class _LockRecord:
         kept: int,
         readers: Sequence[bytes] = (),
     ) -> None:
-        self.keys, self.record, self.readers = keys, keys[0], keys[-1]
+        self.record = keys[0]
         self.now = int(time[0]) * 1_000_000 + int(time[1])
         self.fields = dict(_pairs(fields))
         self.is_shared = self.fields.get(b"mode") == b"s"
         ends = {owner.decode(): int(float(end)) for owner, end in _pairs(readers)}
-        #: Readers who have their end behind them.
-        self.expired = [owner for owner, end in ends.items() if end <= self.now]
         if not self.is_shared:
             owner = self.fields.get(b"owner", b"").decode()
             ends = {owner: self.number("since") + self.number("lasts")}
@@ -113,8 +111,7 @@ class _LockRecord:
         self.writes: list[Command] = []
 
     def acquire(self, owner: str, mode: str, ttl: int, *more: Any) -> bytes | list[Any] | None:
-        min_hold, name, holder, *_ = more
-        self.forget(*self.expired)
+        _, name, holder, *_ = more
         if owner in self.holders:
             self.hold(owner, ttl)
             return b"%d" % self.described(owner)[0]
@@ -126,23 +123,14 @@ class _LockRecord:
             ends = max(self.holders.get(last, 0), available)
             return [self.described(last)[2], ends - self.now if ends > self.now else -1]
         token = max(self.number("token") + 1, self.now)
-        if self.fields.get(b"mode") != mode.encode():
-            self.set(mode=mode, name=name)
-            self.is_shared = False
-        self.set(token=token)
+        self.set(mode=mode, name=name, token=token, holder=f"{token} {self.now} {holder}")
         self.hold(owner, ttl)
-        self.describe(owner, token, self.now, holder)
-        self.hold_back(self.now + min_hold)
         return b"%d" % token
 
-    def release(self, owner: str, is_final: str, min_hold: int) -> int:
+    def release(self, owner: str, is_final: str, _min_hold: int) -> int:
         if was_held := owner in self.holders:
-            if min_hold:
-                self.hold_back(self.described(owner)[1] + min_hold)
-            self.forget(owner)
+            self.writes.append(("HDEL", self.record, "since"))
             self.note("ended", owner)
-        else:
-            self.forget(*self.expired)
         if is_final and not self.is_noted("revoked", owner):
             self.note("revoked", owner)
             self.keep(self.now)
@@ -154,21 +142,6 @@ class _LockRecord:
         self.hold(owner, ttl)
         return 1
 
-    def take_over(self, owner: str, former: str, ttl: int, holder: str) -> int:
-        if self.is_noted("revoked", owner):
-            return 0
-        self.forget(*self.expired)
-        if owner in self.holders:
-            self.hold(owner, ttl)
-            return 1
-        if former not in self.holders:
-            return 0
-        token, acquired, _ = self.described(former)
-        self.forget(former)
-        self.hold(owner, ttl)
-        self.describe(owner, token, acquired, holder)
-        return 1
-
     def look(self) -> list[Any] | None:
         mode, available = self.fields.get(b"mode", b"x"), self.number("available") - self.now
         answer = [self.fields.get(b"name", b""), self.number("token"), available, None, mode]
@@ -177,67 +150,29 @@ class _LockRecord:
             answer += owner.encode(), ends - self.now, self.now - acquired, holder
         return answer if self.holders or available > 0 else None
 
-    def force(self, owner: str, token: str) -> int:
-        self.forget(*self.expired)
-        is_reserved = not (owner or self.holders) and f"{self.number('token')}" == token
-        if not is_reserved and owner not in self.holders:
-            return 0
-        self.forget(owner)
-        self.set(token=max(self.number("token") + 1, self.now))
-        if not self.holders:
-            self.writes.append(("HDEL", self.record, "available"))
-        self.keep(self.now)
-        return 1
-
     # The parts of the verbs.
 
     def number(self, name: str) -> int:
         return int(self.fields.get(name.encode(), b"0"))
 
-    def field_of(self, owner: str) -> str:
-        """Return the name of the field that describes a holder."""
-        return f"h:{owner}" if self.is_shared else "holder"
-
     def described(self, owner: str) -> tuple[int, int, bytes]:
-        found = _HOLDING.fullmatch(self.fields.get(self.field_of(owner).encode(), b""))
+        field = f"h:{owner}" if self.is_shared else "holder"
+        found = _HOLDING.fullmatch(self.fields.get(field.encode(), b""))
         return (int(found[1]), int(found[2]), found[3]) if found and owner else (0, 0, b"")
 
-    def describe(self, owner: str, token: int, acquired: int, holder: str) -> None:
-        self.set(**{self.field_of(owner): f"{token} {acquired} {holder}"})
-
     def set(self, **fields: str | int) -> None:
-        for name, value in fields.items():
-            self.fields[name.encode()] = str(value).encode()
-            self.writes.append(("HSET", self.record, name, value))
+        self.writes.append(("HSET", self.record, *chain(*fields.items())))
 
     def hold(self, owner: str, ttl: int) -> None:
         """Extend the holding until *ttl* from now, and never shorten it."""
-        ends = self.holders[owner] = max(self.holders.get(owner, 0), self.now + ttl)
-        if self.is_shared:
-            self.writes.append(("ZADD", self.readers, ends, owner))
-        else:
-            self.set(owner=owner, since=self.now, lasts=ends - self.now)
+        ends = max(self.holders.get(owner, 0), self.now + ttl)
+        self.set(owner=owner, since=self.now, lasts=ends - self.now)
         self.keep(ends)
 
-    def hold_back(self, instant: int) -> None:
-        """Reserve the lock until *instant*, if it is not yet: ``min_hold``."""
-        if instant > max(self.now, self.number("available")):
-            self.set(available=instant)
-            self.keep(instant)
-
     def keep(self, ends: int) -> None:
-        """Keep the keys until *ends* and RETENTION after it, or longer."""
+        """Keep the record until *ends* and RETENTION after it, or longer."""
         self.kept = max(self.kept, -((self.now - ends) // 1000) + RETENTION * 1000)
-        self.writes += [("PEXPIRE", key, self.kept) for key in self.keys]
-
-    def forget(self, *owners: str) -> None:
-        for owner in owners:
-            self.holders.pop(owner, None)
-            if self.is_shared:
-                field = self.field_of(owner)
-                self.writes += ("ZREM", self.readers, owner), ("HDEL", self.record, field)
-            else:
-                self.writes.append(("HDEL", self.record, "since"))
+        self.writes.append(("PEXPIRE", self.record, self.kept))
 
     def note(self, place: str, owner: str) -> None:
         """Remember *owner* among the last eight."""
@@ -252,9 +187,7 @@ _VERBS: dict[Script, Callable[..., Any]] = {
     ACQUIRE: _LockRecord.acquire,
     RELEASE: _LockRecord.release,
     EXTEND: _LockRecord.extend,
-    TAKE_OVER: _LockRecord.take_over,
     LOOK: _LockRecord.look,
-    FORCE: _LockRecord.force,
 }
 
 

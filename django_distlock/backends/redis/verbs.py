@@ -22,7 +22,7 @@ from django_distlock.engine.values import (
     Secret,
     batches,
 )
-from django_distlock.exceptions import Contended, LockBackendError
+from django_distlock.exceptions import Contended, LockBackendError, NotSupported
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import LONGEST_LISTED, key_label, line_of, place_of, printable
 
@@ -44,6 +44,8 @@ _HINTS = (
     (exceptions.ReadOnlyError, "READONLY", "it is a replica: name the master"),
     (exceptions.AuthenticationError, "unauthenticated", "it wants a password"),
 )  # fmt: skip
+#: What to do for that which only scripts do.
+WITHOUT_SCRIPTS = "Only scripts do it: let its user run them, and leave out OPTIONS 'scripting'."
 _RELEASES = {0: Release.GONE, 1: Release.RELEASED, 2: Release.TAKEN}
 
 #: Makes a key of the cache, with its prefix and version.
@@ -208,6 +210,8 @@ class RedisVerbs:
         return kept
 
     def take_over(self, request: Request, former: str) -> Conversation[bool]:
+        if not self._has_scripts:
+            raise NotSupported(self._alias, "Lease.attach()", WITHOUT_SCRIPTS)
         args = former, microseconds(request.ttl), request.holder.to_json()
         call = self._call(scripts.TAKE_OVER, request, *args)
         answer, *replicas = yield from self._answers(call, *self._after)

@@ -244,7 +244,8 @@ class EditLock:
         A page that is not *is_editor* is told who has it.
         """
         if not self.backend.supports_detach:
-            raise NotSupported(self.ticket.using, "edit_lock()", "Its locks end with a process.")
+            instead = self.backend.instead or "Its locks end with a process."
+            raise NotSupported(self.ticket.using, "edit_lock()", instead)
         self.backend.check_ttl(self.ticket.ttl)
         sent = read_ticket(self.request)
         if sent is not None and sent.key == self.ticket.key:
