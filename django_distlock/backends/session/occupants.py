@@ -58,7 +58,7 @@ class Counted(NamedTuple):
 
     @property
     def occupants(self) -> list[Occupant]:
-        """Who may hold the lock now: the recorded readers if the last occupant was one of them, else that one alone."""
+        """The occupants that may hold the lock now: the recorded readers if the last occupant was one of them, else that one alone."""
         if self.last is None:
             return []
         return ([*self.readers.values()] if self.last.shared else []) or [self.last]
