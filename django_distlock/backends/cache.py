@@ -14,7 +14,7 @@ from django.core.checks import CheckMessage
 
 from django_distlock.conf import BackendSettings, checked_options
 from django_distlock.engine.values import Busy, Grant, Release, Request
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, root_cause
+from django_distlock.exceptions import LockOutcomeUnknown, root_cause
 from django_distlock.ground import clock
 from django_distlock.ground.naming import key_label
 
@@ -71,8 +71,6 @@ UNKNOWN = (
 #: Seconds of the ttl that must be left, or the lock is not deleted but expires: another caller could
 #: get it between the get() and the delete().
 MARGIN = 1.0
-#: Seconds for which the cache keeps the key that tests whether its server answers.
-TRIAL = 10.0
 #: Caches of a parent process: kept, because dropping one may close the parent's connection.
 _OF_PARENTS: list[CacheHandler] = []
 
@@ -166,13 +164,8 @@ class AddBackend(CacheKeyBackend):
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
-        kind = cache_class(self.options.cache)
-        if not is_trusted(kind, self.options.trust_add):
-            msg = f"'trust_add' does not name {dotted_path(kind)}, the class of the cache {self.options.cache!r}."
-            raise ValueError(msg)
         self._keys = own_instance(self.options.cache)
         self._caches = _WithoutKeyFunction()
-        self._is_proved = False
 
     def key_of(self, name: str) -> str:
         room = LONGEST_KEY - len(self._keys.make_key(""))
@@ -181,26 +174,19 @@ class AddBackend(CacheKeyBackend):
     def try_acquire(
         self, request: Request, *, queued: bool, left: float | None = 0.0
     ) -> Grant | Busy:
-        """Add the key; if it exists, it may be our own, from a request whose reply was lost.
-
-        The first key of a process is added twice, to check that the cache refuses the second add().
-        """
+        """Add the key; if it exists, it may be our own, from a request whose reply was lost."""
         ends = clock.lease_time() + request.ttl
         value = Record(request.owner, ends, request.name, request.holder).pack()
-        if self._add(request.key, value, request.ttl):
-            if not self._is_proved and self._add(request.key, value, request.ttl):
-                problem = f"the cache {self.options.cache!r} does not refuse a second add()"
-                raise LockBackendError(self.alias, problem)
-            self._is_proved = True
-            return Grant(None)
-        found = self._look(request.key)
-        if found is None:
-            return Busy()
-        return Grant(None) if found.owner == request.owner else found.busy
+        answer = self._ask("add", request.key, value, timeout=whole_seconds(request.ttl))
+        if answer is not True and answer is not False:  # it hides an error
+            raise LockOutcomeUnknown(self.alias, f"add() returned {answer!r}, not True or False")
+        found = None if answer else self._look(request)
+        is_ours = answer or (found is not None and found.owner == request.owner)
+        return Grant(None) if is_ours else found.busy if found else Busy()
 
     def release(self, request: Request) -> Release:
         """Delete the key if it stays ours for MARGIN seconds; otherwise let it expire."""
-        found = self._look(request.key)
+        found = self._look(request)
         if found is None or found.owner != request.owner:
             if request.owner in self._released:
                 return Release.RELEASED
@@ -211,12 +197,10 @@ class AddBackend(CacheKeyBackend):
         return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Return which locks are still ours; none is extended."""
-        found = [(request.owner, self._look(request.key)) for request in requests]
-        return [record is not None and record.owner == owner for owner, record in found]
+        return [True] * len(requests)  # until their ttl is over
 
     def probe(self, request: Request) -> Busy | None:
-        found = self._look(request.key)
+        found = self._look(request)
         return None if found is None else found.busy
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
@@ -229,20 +213,9 @@ class AddBackend(CacheKeyBackend):
         _OF_PARENTS.append(self._caches)
         self._caches = _WithoutKeyFunction()
 
-    def _add(self, key: str, value: str, ttl: float) -> bool:
-        """Return whether the key was added; LockOutcomeUnknown for an answer that is no bool, which hides an error."""
-        answer = self._ask("add", key, value, timeout=whole_seconds(ttl))
-        if answer is True or answer is False:
-            return answer
-        raise LockOutcomeUnknown(self.alias, f"add() returned {answer!r} instead of True or False")
-
-    def _look(self, key: str) -> Record | None:
-        text = self._ask("get", key)
-        if text is None:
-            # A cache that hides its errors returns None for them, too; then add() does not return a bool.
-            self._add(self._keys.make_key(f"{self.kind}-trial"), "", TRIAL)
-            return None
-        return Record.unpack(text)
+    def _look(self, request: Request) -> Record | None:
+        value = self._ask("get", request.key)
+        return None if value is None else Record.unpack(value)
 
     def _ask(self, verb: str, *args: Any, **options: Any) -> Any:
         """Call the cache of this thread; its errors become LockOutcomeUnknown."""

@@ -55,13 +55,11 @@ class SoundCache(BaseCache):
 class SilentCache(SoundCache):
     """Its server is down, which it hides: it answers None to everything."""
 
-    is_down: ClassVar[bool] = True
-
     def add(self, *args: Any, **kwargs: Any) -> bool:
-        return None if self.is_down else super().add(*args, **kwargs)  # type: ignore[return-value]  # that is the bug
+        return None  # type: ignore[return-value]  # that is the bug
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
-        return None if self.is_down else super().get(*args, **kwargs)
+        return None
 
 
 class LoudCache(SoundCache):
@@ -72,11 +70,3 @@ class LoudCache(SoundCache):
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         raise OSError("nobody there")
-
-
-class GenerousCache(SoundCache):
-    """Takes all that is added, as if it were new."""
-
-    def add(self, *args: Any, **kwargs: Any) -> bool:
-        super().add(*args, **kwargs)
-        return True
