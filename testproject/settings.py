@@ -146,9 +146,10 @@ if port := os.environ.get("DISTLOCK_REDIS_PORT"):
     }
 
 if port := os.environ.get("DISTLOCK_MEMCACHED_PORT"):
-    for alias, driver in {"pymemcache": "PyMemcacheCache", "pylibmc": "PyLibMCCache"}.items():
+    drivers = {"pymemcache": "PyMemcacheCache", "pylibmc": "PyLibMCCache"}
+    for alias in filter(find_spec, drivers):  # pylibmc has no binary for the newest Pythons
         CACHES[alias] = {
-            "BACKEND": f"django.core.cache.backends.memcached.{driver}",
+            "BACKEND": f"django.core.cache.backends.memcached.{drivers[alias]}",
             "LOCATION": f"127.0.0.1:{port}",
         }
     DISTLOCK["memcached"] = {

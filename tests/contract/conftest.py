@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 #: The alias that the tests use, and others of the same settings: other servers of one application.
 ALIAS = "contract"
 SITES = 12
+#: The names of the profiles to run; all, if there are none.
+CHOSEN = os.environ.get("DISTLOCK_PROFILES", "").split()
 _numbers = itertools.count(1)
 
 
@@ -43,10 +45,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marked = metafunc.definition.iter_markers
         needed = {trait for mark in marked("needs") for trait in mark.args}
         lacked = {trait for mark in marked("lacks") for trait in mark.args}
+        chapter = metafunc.definition.path.stem.removeprefix("test_")
         suitable = [
             profile
             for profile in PROFILES
             if needed <= profile.traits and not lacked & profile.traits
+            if not profile.chapters or chapter in profile.chapters
+            if not CHOSEN or profile.name in CHOSEN
         ]
         metafunc.parametrize("profile", [_parameter(profile) for profile in suitable])
 

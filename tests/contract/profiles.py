@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ TOY = {
     "BACKEND": "testproject.directory.DirectoryBackend",
     "OPTIONS": {"directory": own_folder()},
 }
+
+FOLDER = Path(__file__).parent
 
 #: Traits that are flags of the backend: test_traits.py compares what is declared here with them.
 FLAGS = {
@@ -57,6 +60,7 @@ class Profile:
 
     *settings* is an alias of DISTLOCK. *fixtures* start what it needs. *tick* is the shortest time
     in seconds that can be told apart on it: every wait and every ttl of the tests is a multiple.
+    A variant of another profile runs the *chapters* that its option changes: `test_*.py` of this folder.
     """
 
     name: str
@@ -66,10 +70,13 @@ class Profile:
     needs_server: bool = False
     tick: float = 0.1
     marks: tuple[pytest.MarkDecorator, ...] = field(default=())
+    chapters: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         unknown = self.traits - TRAITS
         assert not unknown, f"profile {self.name}: unknown traits {unknown}"
+        absent = [one for one in self.chapters if not (FOLDER / f"test_{one}.py").exists()]
+        assert not absent, f"profile {self.name}: unknown chapters {absent}"
 
     @property
     def names_holder(self) -> bool:
@@ -170,6 +177,18 @@ def _etcd() -> Profile:
     return Profile("etcd", settings, traits, ("etcd",), needs_server=True, tick=0.4)
 
 
+def _variant(profile: Profile, chapters: str) -> Profile:
+    traits = profile.traits | {"variant"}
+    return replace(profile, traits=traits, chapters=frozenset(chapters.split()))
+
+
+FAIR = (
+    "exclusion order waiting wake_up first_caller timeouts cancellation death shared limit traits"
+)
+POOLED = "exclusion release timeouts fencing errors death listing traits"
+KEYED = "exclusion release names errors fencing shared limit wake_up traits"
+OTHER_DRIVER = "exclusion release names errors timeouts interruption traits"
+
 PROFILES = (
     Profile(
         "locmem",
@@ -177,12 +196,14 @@ PROFILES = (
         LEASED | READERS | {"fair", "wakes_waiters", "counts_waiters"},
     ),
     _database("sqlite", "default", ROWS),
-    _database("sqlite-fair", "default", QUEUED | {"fair", "variant"}, fair=True),
+    _variant(_database("sqlite-fair", "default", QUEUED | {"fair"}, fair=True), FAIR),
     _database("postgres", "postgres", NOTIFIED, "postgres"),
-    _database("postgres-fair", "postgres", NOTIFIED | {"fair", "variant"}, "postgres", fair=True),
-    _database("postgres-pgbouncer", "pgbouncer", ROWS | {"variant"}, "pgbouncer", listen=False),
+    _variant(
+        _database("postgres-fair", "postgres", NOTIFIED | {"fair"}, "postgres", fair=True), FAIR
+    ),
+    _variant(_database("postgres-pgbouncer", "pgbouncer", ROWS, "pgbouncer", listen=False), POOLED),
     _database("mariadb", "mariadb", ROWS, "mariadb"),
-    _database("mariadb-fair", "mariadb", QUEUED | {"fair", "variant"}, "mariadb", fair=True),
+    _variant(_database("mariadb-fair", "mariadb", QUEUED | {"fair"}, "mariadb", fair=True), FAIR),
     _session("postgres-rowlock", ROWLOCK, "postgres", SESSION | {"shared", "lists_readers"}),
     _session(
         "mariadb-rowlock",
@@ -206,14 +227,17 @@ PROFILES = (
     ),
     _session("mariadb-advisory", ADVISORY, "mariadb", SESSION),
     _redis("redis", "django_redis"),
-    _redis("redis-fair", "redis_cache", REDIS | {"fair", "variant"}, fair=True),
+    _variant(_redis("redis-fair", "redis_cache", REDIS | {"fair"}, fair=True), FAIR),
     _redis("redis-transactions", "redis_cache", TRANSACTIONS, scripting=False),
-    _redis("redis-sentinel", "redis_sentinel", REDIS | {"variant"}, "redis_sentinel"),
-    _redis("redis-cluster", "redis_cluster", REDIS | {"variant"}, "redis_cluster", cluster=True),
+    _variant(_redis("redis-sentinel", "redis_sentinel", REDIS, "redis_sentinel"), KEYED),
+    _variant(_redis("redis-cluster", "redis_cluster", REDIS, "redis_cluster", cluster=True), KEYED),
     _memcached("pymemcache", MEMCACHED),
-    _memcached("pylibmc", MEMCACHED | {"variant"}),
+    _variant(_memcached("pylibmc", MEMCACHED), OTHER_DRIVER),
     _redlock("redlock", MAJORITY),
-    _redlock("redlock-fencing", MAJORITY | {"fencing", "variant"}, fencing=True),
+    _variant(
+        _redlock("redlock-fencing", MAJORITY | {"fencing"}, fencing=True),
+        "exclusion release fencing traits",
+    ),
     _zookeeper(),
     _etcd(),
     # The example of docs/howto/write-a-backend.md.

@@ -17,10 +17,10 @@ from django_distlock.backends.base import BaseLockBackend
 from django_distlock.operators import Row
 from tests.fixtures.eventually import eventually
 
-from .profiles import Profile, lacks, needs
+from .profiles import Profile, needs
 from .rivals import Rival
 
-pytestmark = [needs("listing"), lacks("variant")]
+pytestmark = needs("listing")
 Rivals = Callable[..., Rival]
 
 LIST = reverse("admin:django_distlock_heldlock_changelist")

@@ -17,7 +17,7 @@ from .crew import start
 from .faults import Faulty
 from .profiles import lacks, needs
 
-pytestmark = [needs("leased"), lacks("variant")]
+pytestmark = needs("leased")
 
 
 @pytest.fixture

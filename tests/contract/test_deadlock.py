@@ -18,9 +18,8 @@ from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import aeventually, eventually
 
 from .crew import elsewhere, held_in_thread, start, waiting_for
-from .profiles import lacks, needs
+from .profiles import needs
 
-pytestmark = lacks("variant")
 #: Seconds that nobody waits for in vain: whoever is in a circle is told long before.
 PATIENCE = 20.0
 

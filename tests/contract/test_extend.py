@@ -18,8 +18,6 @@ from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
 
-pytestmark = lacks("variant")
-
 
 @lacks("whole_seconds")
 @needs("leased")

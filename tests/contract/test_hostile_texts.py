@@ -16,8 +16,6 @@ from tests.fixtures.eventually import eventually
 from .faults import Faulty
 from .profiles import lacks, needs
 
-pytestmark = lacks("variant")
-
 Logged = Callable[[], list[str]]
 
 #: Controls, line breaks, bidi marks, a tag, a lone surrogate: a terminal or a reader is led astray by each.

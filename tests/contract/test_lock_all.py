@@ -18,10 +18,9 @@ from tests.fixtures.processes import Child
 
 from .crew import start, together, waiting_for
 from .faults import Faulty
-from .profiles import lacks, needs
+from .profiles import needs
 from .rivals import Rival
 
-pytestmark = lacks("variant")
 Rivals = Callable[..., Rival]
 
 

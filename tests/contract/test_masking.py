@@ -13,7 +13,7 @@ from tests.fixtures.eventually import aeventually, eventually
 from .profiles import lacks, needs
 from .rivals import Rival
 
-pytestmark = [needs("leased"), lacks("variant")]
+pytestmark = needs("leased")
 
 
 class BodyError(Exception):

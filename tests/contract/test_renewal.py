@@ -16,7 +16,7 @@ from .faults import Faulty
 from .profiles import lacks, needs
 from .rivals import Rival
 
-pytestmark = [needs("leased"), lacks("variant")]
+pytestmark = needs("leased")
 
 
 @pytest.mark.slow

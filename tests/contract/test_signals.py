@@ -47,7 +47,6 @@ from .faults import Faulty
 from .profiles import Profile, lacks, needs
 from .rivals import Rival
 
-pytestmark = lacks("variant")
 Rivals = Callable[..., Rival]
 SIGNALS = {
     "acquired": lock_acquired,

@@ -18,12 +18,12 @@ from django_distlock.operators import holdings, look_up, survey
 from tests.fixtures.tenancy import prefix, tenant
 
 from .crew import elsewhere
-from .profiles import Profile, lacks, needs
+from .profiles import Profile, needs
 
 #: The alias of the same settings whose prefix is that of the tenant.
 USING = "tenants"
 
-pytestmark = [lacks("variant"), pytest.mark.usefixtures("using")]
+pytestmark = pytest.mark.usefixtures("using")
 
 
 def _is_free(name: str) -> bool:
