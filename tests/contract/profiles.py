@@ -51,6 +51,7 @@ TRAITS = {
     "hides_age",
     "whole_seconds",
     "variant",
+    "typical",
 }
 
 
@@ -166,7 +167,7 @@ def _zookeeper() -> Profile:
     # Three servers and all clients share one machine, which may be busy.
     options = {"hosts": zookeeper_hosts(), "session_timeout": 6.0, "io_timeout": 5.0}
     settings = {"BACKEND": ZOOKEEPER, "OPTIONS": options}
-    traits = SESSION | READERS | {"fair", "purge", "wakes_waiters"}
+    traits = SESSION | READERS | {"fair", "purge", "wakes_waiters", "typical"}
     return Profile("zookeeper", settings, traits, ("zookeeper",), needs_server=True, tick=0.4)
 
 
@@ -193,18 +194,23 @@ PROFILES = (
     Profile(
         "locmem",
         {"BACKEND": LOCMEM},
-        LEASED | READERS | {"fair", "wakes_waiters", "counts_waiters"},
+        LEASED | READERS | {"fair", "wakes_waiters", "counts_waiters", "typical"},
     ),
     _database("sqlite", "default", ROWS),
     _variant(_database("sqlite-fair", "default", QUEUED | {"fair"}, fair=True), FAIR),
-    _database("postgres", "postgres", NOTIFIED, "postgres"),
+    _database("postgres", "postgres", NOTIFIED | {"typical"}, "postgres"),
     _variant(
         _database("postgres-fair", "postgres", NOTIFIED | {"fair"}, "postgres", fair=True), FAIR
     ),
     _variant(_database("postgres-pgbouncer", "pgbouncer", ROWS, "pgbouncer", listen=False), POOLED),
     _database("mariadb", "mariadb", ROWS, "mariadb"),
     _variant(_database("mariadb-fair", "mariadb", QUEUED | {"fair"}, "mariadb", fair=True), FAIR),
-    _session("postgres-rowlock", ROWLOCK, "postgres", SESSION | {"shared", "lists_readers"}),
+    _session(
+        "postgres-rowlock",
+        ROWLOCK,
+        "postgres",
+        SESSION | {"shared", "lists_readers", "typical"},
+    ),
     _session(
         "mariadb-rowlock",
         ROWLOCK,
@@ -226,7 +232,7 @@ PROFILES = (
         fencing=False,
     ),
     _session("mariadb-advisory", ADVISORY, "mariadb", SESSION),
-    _redis("redis", "django_redis"),
+    _redis("redis", "django_redis", REDIS | {"typical"}),
     _variant(_redis("redis-fair", "redis_cache", REDIS | {"fair"}, fair=True), FAIR),
     _redis("redis-transactions", "redis_cache", TRANSACTIONS, scripting=False),
     _variant(_redis("redis-sentinel", "redis_sentinel", REDIS, "redis_sentinel"), KEYED),

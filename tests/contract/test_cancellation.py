@@ -17,6 +17,7 @@ from tests.fixtures.eventually import aeventually
 
 from .crew import waiting_for
 from .faults import Faulty, total
+from .profiles import needs
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
@@ -114,6 +115,7 @@ async def test_a_task_cancelled_while_it_takes_its_place_in_the_queue_leaves_not
     await _becomes_free(other)
 
 
+@needs("typical")
 async def test_a_timeout_of_asyncio_around_an_acquire_leaves_nothing(
     using: str, name: str, rival: Rivals
 ) -> None:
@@ -149,6 +151,7 @@ async def test_a_task_cancelled_while_it_releases_has_released(
     await _becomes_free(other)
 
 
+@needs("typical")
 async def test_a_release_that_fails_after_its_task_was_cancelled_is_a_warning(
     faulty: Faulty, using: str, name: str, rival: Rivals, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,6 +174,7 @@ async def test_a_release_that_fails_after_its_task_was_cancelled_is_a_warning(
     await _becomes_free(other)
 
 
+@needs("typical")
 def test_a_loop_that_ends_in_the_middle_of_everything_leaves_nothing(
     using: str, name: str, rival: Rivals
 ) -> None:
@@ -186,27 +190,6 @@ def test_a_loop_that_ends_in_the_middle_of_everything_leaves_nothing(
 
     for each in names:
         rival(of=each).takes(within=SOON)
-
-
-def test_a_loop_that_is_closed_in_the_middle_of_a_release_leaves_nothing(
-    faulty: Faulty, using: str, name: str, rival: Rivals
-) -> None:
-    faulty.hang("release")
-    loop = asyncio.new_event_loop()
-
-    async def begin_to_release() -> asyncio.Task[None]:
-        lease = await lock(name, using=using).aacquire()
-        assert lease
-        task = asyncio.create_task(lease.arelease())
-        await aeventually(lambda: faulty.calls["release"])
-        return task
-
-    cut_short = loop.run_until_complete(begin_to_release())
-    loop.close()
-    faulty.heal()
-
-    rival().takes(within=15)
-    assert not cut_short.done()
 
 
 def test_a_release_that_fails_is_tried_until_it_works(

@@ -17,7 +17,7 @@ from .crew import start
 from .faults import Faulty
 from .profiles import lacks, needs
 
-pytestmark = needs("leased")
+pytestmark = needs("leased", "typical")
 
 
 @pytest.fixture
@@ -190,18 +190,6 @@ def test_the_holder_is_told_once_and_why(
 
     assert told == [lease.reason]
     assert "deadline" in lease.reason
-
-
-@lacks("whole_seconds")
-def test_who_asks_late_is_told_at_once(using: str, name: str, tick: float) -> None:
-    lease = lock(name, using=using, ttl=2 * tick, renew=False).acquire()
-    assert lease
-    eventually(lambda: lease.lost)
-    told: list[str] = []
-
-    lease.on_lost(told.append)
-
-    assert told == [lease.reason]
 
 
 @lacks("whole_seconds")

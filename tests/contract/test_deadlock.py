@@ -7,18 +7,18 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 import pytest
-from asgiref.sync import sync_to_async
 
 from django_distlock import LockDeadlock, LockNotAcquired, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
-from tests.fixtures.eventually import aeventually, eventually
+from tests.fixtures.eventually import eventually
 
 from .crew import elsewhere, held_in_thread, start, waiting_for
 from .profiles import needs
+
+pytestmark = needs("typical")
 
 #: Seconds that nobody waits for in vain: whoever is in a circle is told long before.
 PATIENCE = 20.0
@@ -144,17 +144,6 @@ class TestCircles:
 
         crossing.add(by_thread, one, other)
         crossing.add(by_thread, other, one)
-
-        assert crossing.outcomes() == ["held", "LockDeadlock"]
-
-    @needs("cross_process")
-    def test_by_one_lock_that_has_several_aliases(
-        self, backend: BaseLockBackend, sites: list[str], name: str
-    ) -> None:
-        crossing = Crossing(backend, 2)
-
-        crossing.add(by_thread, {"name": f"{name}:a"}, {"name": f"{name}:b", "using": sites[1]})
-        crossing.add(by_thread, {"name": f"{name}:b"}, {"name": f"{name}:a", "using": sites[2]})
 
         assert crossing.outcomes() == ["held", "LockDeadlock"]
 
@@ -292,36 +281,6 @@ class TestNoCircle:
 
         impatient.result(PATIENCE)
 
-    async def test_who_left_before_the_thread_that_it_let_in_does_not_hold_it_any_more(
-        self, backend: BaseLockBackend, name: str
-    ) -> None:
-        using, one, other = backend.alias, f"{name}:a", f"{name}:b"
-        entered, may_leave = threading.Event(), threading.Event()
-
-        def stay() -> None:
-            with lock(one, using=using):
-                entered.set()
-                assert may_leave.wait(PATIENCE)
-
-        async def let_in_and_wait() -> bool:
-            with suppress(asyncio.CancelledError):
-                async with lock(one, using=using):
-                    await sync_to_async(stay, thread_sensitive=False)()
-            async with lock(other, using=using, timeout=PATIENCE) as lease:
-                return lease.held
-
-        async with lock(other, using=using):
-            task = asyncio.create_task(let_in_and_wait())
-            # A task that ends early has failed; awaiting it says why.
-            await aeventually(lambda: task.done() or entered.is_set(), PATIENCE)
-            task.cancel()
-            await aeventually(lambda: task.done() or waiting_for(backend, other))
-            asyncio.get_running_loop().call_later(0.2, may_leave.set)
-            async with lock(one, using=using, timeout=PATIENCE) as lease:
-                lease.check()
-
-        assert await task
-
     def test_a_lease_that_was_handed_on_is_released_by_another_thread(
         self, backend: BaseLockBackend, name: str
     ) -> None:
@@ -348,22 +307,6 @@ class TestNoCircle:
 
         assert waiting.result(PATIENCE)
         releasing.result(PATIENCE)
-
-    def test_callers_that_keep_to_one_order_are_never_told_of_one(
-        self, using: str, name: str
-    ) -> None:
-        names = [f"{name}:{number}" for number in range(3)]
-
-        def work(number: int) -> int:
-            for turn in range(6):
-                wanted = names[(number + turn) % 2 :]
-                with lock_all(*wanted, using=using, timeout=40):
-                    pass
-            return number
-
-        workers = [start(lambda number=number: work(number)) for number in range(6)]  # type: ignore[misc]
-
-        assert [worker.result(60) for worker in workers] == list(range(6))
 
 
 def test_callers_in_any_order_are_served_or_told_and_never_stuck(using: str, name: str) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 import pytest
 from asgiref.sync import async_to_sync
 
-from django_distlock import Lease, LockNotHeld, lock, lock_all
+from django_distlock import Lease, LockNotHeld, lock
 from django_distlock.engine.registry import registry
 from tests.contract.faults import Faulty
 from tests.fixtures.eventually import eventually, never
@@ -128,6 +128,7 @@ def test_a_process_that_ends_gives_back_what_it_holds(
 
 
 @needs("cross_process")
+@needs("typical")
 def test_a_process_that_ends_while_daemon_threads_work_leaves_nothing(
     child: Children, using: str, name: str, rival: Rivals
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_process_that_ends_while_daemon_threads_work_leaves_nothing(
         rival(of=each).takes(within=20)
 
 
+@needs("typical")
 def test_a_try_that_is_under_way_as_the_process_ends_is_waited_for(
     faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +164,7 @@ def test_a_try_that_is_under_way_as_the_process_ends_is_waited_for(
     rival().takes()
 
 
+@needs("typical")
 def test_a_grant_that_comes_once_its_lease_was_given_up_at_the_end_is_none(
     faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,19 +190,6 @@ def test_a_child_of_multiprocessing_that_ends_gives_back_what_it_holds(
     assert ended.result() == 0
 
     rival().takes(within=20)
-
-
-@needs("cross_process")
-def test_a_process_that_cancels_its_acquires_and_ends_leaves_nothing(
-    child: Children, using: str, name: str, rival: Rivals
-) -> None:
-    names = [f"{name}:{number}" for number in range(20)]
-
-    child("cancel_and_end", names=names, using=using, ttl=60).result()
-
-    # Long before the ttl; a server that was too busy to see the connection close ends the session by itself.
-    for each in names:
-        rival(of=each).takes(within=20)
 
 
 @needs("cross_process")
@@ -244,17 +234,7 @@ def test_the_lock_of_a_dead_thread_comes_free_soon(using: str, name: str, rival:
     assert "ended without releasing" in reason
 
 
-def test_the_lock_of_a_dead_thread_comes_free_though_its_recipe_is_kept(
-    using: str, name: str, rival: Rivals
-) -> None:
-    other, kept = rival(), lock(name, using=using, ttl=30)
-    both = lock_all(name, f"{name}:2", using=using, ttl=30)
-
-    elsewhere(lambda: kept.acquire() is not None and both.acquire() is not None)
-
-    other.takes(within=15)
-
-
+@needs("typical")
 def test_the_lock_of_a_finished_task_comes_free_soon(using: str, name: str, rival: Rivals) -> None:
     told: list[str] = []
 
@@ -270,6 +250,7 @@ def test_the_lock_of_a_finished_task_comes_free_soon(using: str, name: str, riva
     assert "ended without releasing" in reason
 
 
+@needs("typical")
 def test_the_lock_of_a_task_that_was_destroyed_in_its_block_comes_free(
     using: str, name: str, rival: Rivals
 ) -> None:
@@ -293,6 +274,7 @@ def test_the_lock_of_a_task_that_was_destroyed_in_its_block_comes_free(
     rival().takes(within=15)
 
 
+@needs("typical")
 def test_a_context_that_outlives_the_task_keeps_no_lock(
     using: str, name: str, rival: Rivals
 ) -> None:
@@ -308,6 +290,7 @@ def test_a_context_that_outlives_the_task_keeps_no_lock(
     assert kept
 
 
+@needs("typical")
 class TestALeaseInSomebodysHands:
     """Its thread or task has ended, and it lives on: who has it uses, extends and releases it."""
 
@@ -350,21 +333,6 @@ class TestALeaseInSomebodysHands:
             await lease.arelease()
         assert await asyncio.to_thread(other.tries)
 
-    async def test_of_an_inner_task_is_released_by_its_recipe_too(
-        self, using: str, name: str, rival: Rivals
-    ) -> None:
-        recipe = lock(name, using=using, ttl=30)
-        both = lock_all(f"{name}:2", f"{name}:3", using=using, ttl=30)
-
-        for each in (recipe, both):
-            assert await asyncio.create_task(each.aacquire())
-
-        other = rival()
-        await asyncio.to_thread(never, other.tries, LOOKS)
-        for each in (recipe, both):
-            await asyncio.create_task(each.arelease())
-        assert await asyncio.to_thread(other.tries)
-
     def test_is_given_back_when_nobody_has_it_any_more(
         self, using: str, name: str, rival: Rivals
     ) -> None:
@@ -389,6 +357,7 @@ class TestALeaseInSomebodysHands:
         assert other.tries()
 
 
+@needs("typical")
 class TestThreadsThatThreadingDidNotStart:
     def _run(self, act: Callable[[], object]) -> int:
         """Run *act* in such a thread; return the ident it had."""

@@ -55,13 +55,7 @@ def test_an_acquire_raises_the_error_at_once(
     assert not isinstance(caught.value, LockNotAcquired | TimeoutError)
 
 
-async def test_an_acquire_of_a_task_raises_it_too(faulty: Faulty, using: str, name: str) -> None:
-    faulty.fail("try_acquire")
-
-    with pytest.raises(LockBackendError):
-        await lock(name, using=using).aacquire()
-
-
+@needs("typical")
 def test_lock_all_and_the_decorator_raise_it_too(faulty: Faulty, using: str, name: str) -> None:
     @distributed_lock(name, using=using, on_busy=skip("skipped"))
     def work() -> str:
@@ -92,6 +86,7 @@ def test_a_failure_while_waiting_is_raised_and_nothing_is_left(
     other.takes(within=15)
 
 
+@needs("typical")
 def test_outside_asyncio_the_error_says_what_to_use(using: str, name: str) -> None:
     async def work() -> None:
         async with lock(name, using=using):
@@ -109,6 +104,7 @@ def test_outside_asyncio_the_error_says_what_to_use(using: str, name: str) -> No
 
 
 @lacks("fair")  # there each asks the server
+@needs("typical")
 class TestThoseWhoWaitBehindOneAnother:
     """Only the first of a process asks; a server that hangs costs each question a second."""
 
@@ -168,13 +164,6 @@ class TestThoseWhoWaitBehindOneAnother:
         errors = [waiter.exception(20) for waiter in waiters]
         assert len([error for error in errors if isinstance(error, LockBackendError)]) == 1
         assert errors.count(None) == self.CROWD - 1
-
-
-def test_a_question_that_fails_is_not_answered(faulty: Faulty, using: str, name: str) -> None:
-    faulty.fail("probe")
-
-    with pytest.raises(LockBackendError):
-        lock(name, using=using).locked()
 
 
 def test_an_extension_that_fails_leaves_the_lease_as_it_is(

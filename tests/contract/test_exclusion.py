@@ -76,14 +76,6 @@ def test_threads_with_a_lock_lose_nothing(using: str, name: str) -> None:
     assert account.most_inside == 1
 
 
-def test_one_lock_object_may_be_shared_by_threads(using: str, name: str) -> None:
-    shared = lock(name, using=using, timeout=30)
-
-    account = _raise_by_threads([lambda: shared] * WORKERS)
-
-    assert account.balance == WORKERS * ROUNDS
-
-
 def test_servers_of_one_application_lose_nothing(sites: list[str], name: str) -> None:
     for site in sites[:WORKERS]:
         with lock(f"{name}:another", using=site):
@@ -172,11 +164,6 @@ def test_processes_with_a_lock_lose_nothing(
     spawned = [child("raise_balance", **raising) for _ in range(3)]
 
     assert _raise_by_processes(spawned, balance) == 3 * 15
-
-
-def test_different_names_are_held_at_once(using: str, name: str) -> None:
-    with lock(f"{name}:a", using=using, timeout=0), lock(f"{name}:b", using=using, timeout=0):
-        pass
 
 
 @needs("cross_process")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
-from asgiref.sync import sync_to_async
 
 from django_distlock import LockLost, LockNotAcquired, LockNotHeld, lock
 from django_distlock.lock import LockTerms
@@ -36,6 +35,7 @@ def test_extend_lets_it_live_longer_here_and_on_the_server(
 
 @lacks("whole_seconds")
 @needs("leased")
+@needs("typical")
 async def test_aextend_does_the_same(using: str, name: str, tick: float) -> None:
     async with lock(name, using=using, ttl=40 * tick, renew=False) as lease:
         await lease.aextend(200 * tick)
@@ -61,6 +61,7 @@ def test_extend_never_shortens(
 
 @needs("leased")
 @pytest.mark.parametrize("ttl", [0, -1, float("nan"), float("inf"), "5", True])
+@needs("typical")
 def test_extend_refuses_what_is_no_time(using: str, name: str, ttl: float) -> None:
     with lock(name, using=using) as lease:
         before = lease.ttl, lease.deadline
@@ -99,16 +100,7 @@ def test_nobody_is_told_of_the_lost_reply_of_an_extension(
         lease.check()
 
 
-@pytest.mark.usefixtures("is_never_hung")
-async def test_nor_is_a_task(faulty: Faulty, using: str, name: str) -> None:
-    async with lock(name, using=using, ttl=30) as lease:
-        faulty.lose_replies("extend")
-
-        await lease.aextend()
-
-        lease.check()
-
-
+@needs("typical")
 def test_extend_after_the_release_is_an_error(using: str, name: str) -> None:
     with lock(name, using=using) as lease:
         pass
@@ -163,17 +155,6 @@ def _refusals(name: str, using: str) -> list[LockNotAcquired]:
 
 
 @needs("min_hold")
-def test_min_hold_that_is_over_at_the_release_refuses_nobody(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    with lock(name, using=using, min_hold=tick):
-        over = time.monotonic() + 1.1 * tick
-        eventually(lambda: time.monotonic() > over)
-
-    assert rival().tries()
-
-
-@needs("min_hold")
 def test_free_on_error_reserves_only_what_was_done(
     using: str, name: str, rival: Callable[..., Rival]
 ) -> None:
@@ -190,22 +171,6 @@ def test_free_on_error_reserves_only_what_was_done(
     assert other.refused.reserved
     assert other.refused.remaining is not None
     assert 90 < other.refused.remaining <= 100.001
-
-
-@needs("min_hold")
-async def test_free_on_error_does_so_in_a_task_too(
-    using: str, name: str, rival: Callable[..., Rival]
-) -> None:
-    terms: LockTerms = {"using": using, "min_hold": 100, "free_on_error": True}
-
-    with pytest.raises(ZeroDivisionError):
-        async with lock(name, **terms):
-            raise ZeroDivisionError
-    async with lock(f"{name}:done", **terms):
-        pass
-
-    assert await sync_to_async(rival().tries)()
-    assert not await sync_to_async(rival(of=f"{name}:done").tries)()
 
 
 @needs("min_hold")

@@ -75,12 +75,6 @@ def test_it_rises_over_a_forced_release(
     assert before < forced.token < after
 
 
-def test_it_rises_from_one_server_of_an_application_to_the_next(
-    sites: list[str], name: str
-) -> None:
-    assert _rises([_one_holding(site, name) for site in sites])
-
-
 def test_it_rises_in_the_order_of_the_holdings_of_many_threads(sites: list[str], name: str) -> None:
     tokens: list[int] = []
 
@@ -115,10 +109,3 @@ def test_a_hand_over_keeps_it(using: str, name: str) -> None:
 
     assert elsewhere(go_on) == lease.fencing_token
     assert _one_holding(using, name) > _token(lease)
-
-
-def test_tokens_of_two_locks_taken_in_turn_rise_for_each(using: str, name: str) -> None:
-    turns = [[_one_holding(using, f"{name}:{which}") for which in "ab"] for _ in range(3)]
-
-    for tokens in zip(*turns, strict=True):
-        assert _rises(list(tokens))

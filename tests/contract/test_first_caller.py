@@ -76,6 +76,7 @@ def loop() -> Iterator[Loop]:
     loop.close()
 
 
+@needs("typical")
 def test_a_task_whose_loop_is_blocked_holds_up_nobody(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_task_whose_loop_is_blocked_holds_up_nobody(
 
 
 @needs("shared")
+@needs("typical")
 def test_a_task_whose_loop_is_blocked_holds_up_no_reader(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
 ) -> None:
@@ -119,6 +121,7 @@ def test_a_task_whose_loop_is_blocked_holds_up_no_reader(
     assert task.result(30)
 
 
+@needs("typical")
 def test_code_that_blocks_the_loop_of_the_first_caller_gets_the_lock_itself(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals, loop: Loop
 ) -> None:

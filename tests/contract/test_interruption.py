@@ -28,7 +28,7 @@ from tests.fixtures.interruption import StopAt, TimeLimit, is_ours
 
 from .crew import held_in_thread, length_of_line, start
 from .faults import Faulty, total
-from .profiles import Profile
+from .profiles import Profile, needs
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
@@ -93,6 +93,7 @@ def test_ctrl_c_while_waiting_leaves_nothing(
     other.takes(within=SOON)
 
 
+@needs("typical")
 def test_ctrl_c_while_waiting_in_the_line_of_the_process_holds_up_nobody(
     using: str, name: str, rival: Rivals, backend: BaseLockBackend
 ) -> None:
@@ -114,6 +115,7 @@ def test_ctrl_c_while_waiting_in_the_line_of_the_process_holds_up_nobody(
     assert other.tries()
 
 
+@needs("typical")
 def test_an_exception_set_on_a_thread_that_stands_in_line_holds_up_nobody(
     using: str, name: str, rival: Rivals, backend: BaseLockBackend
 ) -> None:
@@ -143,6 +145,7 @@ def test_an_exception_set_on_a_thread_that_stands_in_line_holds_up_nobody(
     other.takes(within=SOON)
 
 
+@needs("typical")
 def test_the_clean_up_of_a_refused_acquire_is_finished_though_an_exception_breaks_it_off(
     using: str, name: str, rival: Rivals
 ) -> None:
@@ -170,6 +173,7 @@ def test_the_clean_up_of_a_refused_acquire_is_finished_though_an_exception_break
     eventually(lambda: not registry.leases(), SOON)
 
 
+@needs("typical")
 def test_a_time_limit_by_a_signal_goes_up_as_it_is_and_leaves_nothing(
     using: str, name: str, rival: Rivals
 ) -> None:
@@ -240,30 +244,6 @@ def test_an_exception_at_any_step_of_an_acquire_goes_up_and_leaves_nothing(
         other = rival(of=f"{name}:at:{number}")
         other.takes(within=SOON)
         other.leaves()
-
-
-def test_an_exception_at_any_last_step_of_acquiring_several_leaves_nothing(
-    using: str, name: str, rival: Rivals
-) -> None:
-    def names(number: int) -> list[str]:
-        return [f"{name}:{number}:{each}" for each in "ab"]
-
-    def calls_until(number: int, turn: int) -> int:
-        both = lock_all(*names(turn), using=using, timeout=0)
-        with StopAt(number) as step:
-            assert both.acquire()
-        both.release()
-        return step.calls
-
-    # The first ones may have to connect.
-    fewest = min(calls_until(0, -turn) for turn in range(1, 4))
-    numbers = range(fewest - LAST, fewest + 1)
-    for number in numbers:
-        with suppress(TimeLimit):
-            calls_until(number, number)
-
-    for each in [each for number in numbers for each in names(number)]:
-        rival(of=each).takes(within=SOON)
 
 
 @pytest.mark.parametrize("kind", [*LEFT, *LEFT_BY_A_TASK])

@@ -21,7 +21,6 @@ from django_distlock import (
     LockNotOwned,
     NotSupported,
     lock,
-    lock_all,
     locks,
 )
 from django_distlock.engine.registry import registry
@@ -32,7 +31,6 @@ from tests.fixtures.processes import Child
 from .acts import WIDTH
 from .crew import elsewhere, start
 from .profiles import lacks, needs
-from .rivals import Rival
 
 LIMIT = 3
 
@@ -101,6 +99,7 @@ def test_a_place_is_held_by_its_own_lease(take: Taker) -> None:
     assert take() is None
 
 
+@needs("typical")
 def test_a_name_with_a_limit_is_another_name(using: str, name: str, take: Taker) -> None:
     with lock(name, using=using, timeout=0) as alone:
         take.all()
@@ -140,20 +139,12 @@ def test_whoever_waits_behind_a_lower_limit_is_told_that_limit_or_gets_a_place_a
     assert first.result(30)
 
 
+@needs("typical")
 def test_the_caller_enters_its_place_again(using: str, name: str) -> None:
     with lock(name, using=using, limit=2) as outer, lock(name, using=using, limit=2) as inner:
         assert inner is outer
         with lock(name, using=using) as alone:
             assert alone is not outer
-
-
-def test_it_is_locked_once_all_places_are_held(take: Taker) -> None:
-    recipe = take.lock()
-    first, *_ = take.all()
-
-    assert recipe.locked()
-    first.release()
-    assert not recipe.locked()
 
 
 def test_a_waiter_gets_the_place_that_comes_free(using: str, name: str, take: Taker) -> None:
@@ -198,6 +189,7 @@ def _asleep(name: str) -> int:
     return sum(not lease.is_granted and not lease.is_asking for lease in leases)
 
 
+@needs("typical")
 def test_who_gives_up_lets_the_next_one_in(using: str, name: str, take: Taker, tick: float) -> None:
     leases = take.all(2)
     first = start(lambda: take(2, timeout=10 * tick))
@@ -210,6 +202,7 @@ def test_who_gives_up_lets_the_next_one_in(using: str, name: str, take: Taker, t
     assert second.result(20)
 
 
+@needs("typical")
 def test_a_holder_that_waits_for_us_is_no_deadlock_as_another_may_leave(
     using: str, name: str, take: Taker
 ) -> None:
@@ -269,6 +262,7 @@ def test_many_threads_are_never_more_than_the_limit(using: str, name: str) -> No
     assert max(most) <= LIMIT
 
 
+@needs("typical")
 async def test_many_tasks_are_never_more_than_the_limit(using: str, name: str) -> None:
     inside, most = 0, 0
 
@@ -381,17 +375,6 @@ def _counts_seconds(using: str) -> bool:
     return False
 
 
-def test_two_owners_never_have_one_place(take: Taker, rival: Callable[..., Rival]) -> None:
-    lease = take(1)
-    assert lease is not None
-    other = rival(limit=1)
-
-    assert not other.tries()
-    lease.release()
-    other.takes()
-    assert take(1) is None
-
-
 @lacks("variant")
 @needs("min_hold")
 def test_a_rate_is_a_limit_with_min_hold(take: Taker, tick: float) -> None:
@@ -425,13 +408,6 @@ def release_quietly(leases: list[Lease]) -> None:
             lease.release()
 
 
-@needs("listing", "leased")
-def test_a_listing_tells_the_limit(using: str, name: str, take: Taker) -> None:
-    with take.lock(4):
-        [held] = holdings(using, name)
-        assert held.limit == 4
-
-
 @needs("detach")
 def test_a_place_is_handed_to_another_process(take: Taker) -> None:
     first, second = take.all(2)
@@ -445,22 +421,9 @@ def test_a_place_is_handed_to_another_process(take: Taker) -> None:
     second.release()
 
 
+@needs("typical")
 def test_data_is_not_fenced_by_one_of_several(using: str, name: str, take: Taker) -> None:
     with take.lock() as lease, pytest.raises(NotSupported, match="with a limit"):
         lease.checked_token()
     with pytest.raises(NotSupported, match="shared=True with a limit"):
         lock(name, using=using, shared=True, limit=2)
-
-
-def test_several_names_with_a_limit(using: str, name: str) -> None:
-    names = [f"{name}:a", f"{name}:b"]
-    with lock_all(*names, using=using, limit=2) as leases:
-        assert [lease.name for lease in leases] == names
-        assert all(lease.place in {0, 1} for lease in leases)
-
-
-@lacks("session_bound")
-def test_nobody_else_has_a_place_that_is_kept(using: str, take: Taker, tick: float) -> None:
-    take.all(2, ttl=15 * tick if not _counts_seconds(using) else 2)
-
-    never(lambda: elsewhere(lambda: take(2)), 20 * tick)

@@ -48,16 +48,6 @@ def test_a_held_lock_is_listed_with_its_facts(
     assert record.remaining is None or 25 < record.remaining < 30.01
 
 
-def test_a_released_lock_is_not_listed(backend: BaseLockBackend, rival: Rivals) -> None:
-    holder = rival()
-    holder.takes()
-    assert _records(backend, holder)
-
-    holder.leaves()
-
-    assert not _records(backend, holder)
-
-
 def test_force_frees_the_lock_for_others_at_once(backend: BaseLockBackend, rival: Rivals) -> None:
     stuck, other = rival(), rival()
     stuck.takes()
@@ -94,14 +84,6 @@ def test_an_alias_shows_and_frees_no_locks_of_other_prefixes(using: str, name: s
         for alias, [record] in zip(aliases, shown, strict=True):
             for other in set(aliases) - {alias}:
                 assert locks[other].force_release(record.key, record.owner_digest) is False
-
-
-def test_one_lock_can_be_asked_for(backend: BaseLockBackend, name: str, rival: Rivals) -> None:
-    wanted, other = rival(), rival(of=f"{name}:another")
-    wanted.takes()
-    other.takes()
-
-    assert [record.name for record in backend.held(wanted.request.key)] == [name]
 
 
 @needs("min_hold")
@@ -152,26 +134,6 @@ def test_what_min_hold_reserves_is_listed_as_that_and_can_be_freed(
 
 
 @needs("min_hold")
-def test_what_the_next_holder_reserves_is_not_freed_for_that_of_the_last(
-    using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
-) -> None:
-    watcher = rival()
-
-    def reserved() -> list[Held]:
-        with lock(name, using=using, timeout=100 * tick, min_hold=3 * tick):
-            pass
-        return _records(backend, watcher)
-
-    [shown] = eventually(reserved)  # a machine may well stall for as long as it is reserved
-    with lock(name, using=using, timeout=100 * tick, min_hold=600):
-        pass
-
-    assert backend.force_release(shown.key, shown.owner_digest) is False
-
-    assert not rival().tries()
-
-
-@needs("min_hold")
 def test_what_the_min_hold_of_a_dead_holder_reserves_can_be_freed(
     using: str, name: str, backend: BaseLockBackend, rival: Rivals, tick: float
 ) -> None:
@@ -193,10 +155,6 @@ def test_what_the_min_hold_of_a_dead_holder_reserves_can_be_freed(
     assert other.tries()
     with pytest.raises(LockNotHeld):
         lease.release()
-
-
-def test_force_of_what_is_not_there_does_nothing(backend: BaseLockBackend, name: str) -> None:
-    assert backend.force_release(name, "no digest") is False
 
 
 @pytest.mark.usefixtures("is_never_hung")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from django_distlock import Lease, Lock, LockNotAcquired, LockNotHeld, lock, lock_all
+from django_distlock import Lease, Lock, LockNotAcquired, LockNotHeld, lock_all
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually
@@ -20,6 +20,8 @@ from .crew import start, together, waiting_for
 from .faults import Faulty
 from .profiles import needs
 from .rivals import Rival
+
+pytestmark = needs("typical")
 
 Rivals = Callable[..., Rival]
 
@@ -62,17 +64,6 @@ def test_one_that_is_busy_leaves_none_taken(
         assert rival(of=names[number]).tries()
 
 
-async def test_one_that_is_busy_leaves_a_task_none(using: str, names: list[str]) -> None:
-    last = await lock(names[2], using=using, reentrant=False).aacquire()
-    assert last
-
-    assert await lock_all(*names, using=using, reentrant=False, timeout=0).aacquire() is None
-
-    assert not await lock(names[0], using=using).alocked()
-    assert not await lock(names[1], using=using).alocked()
-    await last.arelease()
-
-
 def test_they_share_one_timeout(
     using: str, names: list[str], rival: Rivals, tick: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,17 +90,6 @@ def test_they_share_one_timeout(
         assert timeout <= max(0.0, 8 * tick - before) + 0.001  # what is left, not the whole again
 
 
-def test_acquire_gives_the_leases_and_release_gives_them_back(using: str, names: list[str]) -> None:
-    both = lock_all(*names, using=using)
-
-    leases = both.acquire()
-
-    assert leases
-    assert [lease.name for lease in leases] == names
-    both.release()
-    assert not any(lease.held for lease in leases)
-
-
 def test_of_locks_that_are_not_all_held_release_gives_back_the_others(
     using: str, names: list[str]
 ) -> None:
@@ -120,18 +100,6 @@ def test_of_locks_that_are_not_all_held_release_gives_back_the_others(
 
     with pytest.raises(LockNotHeld):
         both.release()
-
-    assert not any(lease.held for lease in leases)
-
-
-async def test_a_task_gives_them_back_too(using: str, names: list[str]) -> None:
-    both = lock_all(*names, using=using)
-    leases = await both.aacquire()
-    assert leases
-    await leases[1].arelease()
-
-    with pytest.raises(LockNotHeld):
-        await both.arelease()
 
     assert not any(lease.held for lease in leases)
 
@@ -186,13 +154,6 @@ def test_processes_that_want_them_in_opposite_orders_do_not_deadlock(
         each.tell("go")
 
     assert [each.result(40) for each in children] == [rounds] * 2
-
-
-def test_they_are_reentrant_one_by_one(using: str, names: list[str]) -> None:
-    with lock(names[1], using=using) as outer:
-        with lock_all(*names, using=using, timeout=0) as leases:
-            assert leases[1] is outer
-        outer.check()
 
 
 @needs("leased")

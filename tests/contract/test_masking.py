@@ -13,7 +13,7 @@ from tests.fixtures.eventually import aeventually, eventually
 from .profiles import lacks, needs
 from .rivals import Rival
 
-pytestmark = needs("leased")
+pytestmark = needs("leased", "typical")
 
 
 class BodyError(Exception):
@@ -39,14 +39,6 @@ def terms(using: str, tick: float) -> LockTerms:
 
 def _note_of(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", []))
-
-
-def test_held_and_an_error_raises_just_the_error(using: str, name: str) -> None:
-    with pytest.raises(BodyError) as caught, lock(name, using=using):
-        raise BodyError
-
-    assert not _note_of(caught.value)
-    assert not lock(name, using=using).locked()
 
 
 @lacks("whole_seconds")

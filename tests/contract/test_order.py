@@ -80,6 +80,7 @@ def _another_process_waits(
 
 @needs("shared")
 @pytest.mark.parametrize("wait", [by_thread, by_task])
+@needs("typical")
 def test_a_reader_does_not_overtake_a_writer_of_the_holders_process(
     backend: BaseLockBackend, name: str, wait: Wait
 ) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextvars
 import gc
 import threading
-import weakref
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
@@ -18,14 +17,14 @@ from asgiref.sync import async_to_sync, sync_to_async
 
 from django_distlock import Lease, LockLost, current_lease, lock, lock_all
 from django_distlock.engine.registry import registry
-from tests.fixtures.eventually import aeventually, eventually, never
+from tests.fixtures.eventually import aeventually, never
 
 from .crew import elsewhere
 from .faults import Faulty, total
-from .profiles import lacks
+from .profiles import needs
 from .rivals import Rival
 
-pytestmark = lacks("variant")
+pytestmark = needs("typical")
 
 
 def _try(using: str, name: str) -> bool:
@@ -255,10 +254,6 @@ class TestOverTheBridgesOfAsgiref:
         await sync_to_async(async_to_sync(recipe.arelease))()
         assert not await recipe.alocked()
 
-    async def test_whoever_crossed_has_the_lease_at_hand(self, using: str, name: str) -> None:
-        async with lock(name, using=using) as lease:
-            assert await sync_to_async(current_lease)() is lease
-
     async def test_a_task_beside_the_one_that_waits_is_excluded(
         self, using: str, name: str
     ) -> None:
@@ -402,19 +397,6 @@ class TestOverTheBridgesOfAsgiref:
         may_leave.set()
 
         assert await asyncio.wrap_future(left)
-
-    def test_nothing_is_left_of_the_look(self, using: str, name: str) -> None:
-        gc.collect()
-        gc.disable()
-        try:
-            with lock(name, using=using) as lease:
-                assert async_to_sync(_atry)(using, name)
-            seen = weakref.ref(lease)
-            del lease
-            # The renewing thread may be looking at it.
-            eventually(lambda: seen() is None)
-        finally:
-            gc.enable()
 
 
 async def test_a_thread_that_outlives_the_task_it_was_started_by_is_excluded(

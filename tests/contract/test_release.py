@@ -63,13 +63,6 @@ def test_who_holds_it_is_told_without_trying(
     assert (found is not None) is profile.names_holder
 
 
-async def test_a_task_is_told_who_holds_it(using: str, name: str, profile: Profile) -> None:
-    async with lock(name, using=using, purpose="the yearly report") as lease:
-        found = await lock(name, using=using).aholder()
-        assert found == (lease.holder if profile.names_holder else None)
-    assert await lock(name, using=using).aholder() is None
-
-
 def test_leaving_the_with_releases(using: str, name: str) -> None:
     with lock(name, using=using) as lease:
         assert lock(name, using=using).locked()
@@ -78,14 +71,7 @@ def test_leaving_the_with_releases(using: str, name: str) -> None:
     assert not lock(name, using=using).locked()
 
 
-async def test_leaving_the_async_with_releases(using: str, name: str) -> None:
-    async with lock(name, using=using) as lease:
-        assert await lock(name, using=using).alocked()
-
-    assert not lease.held
-    assert not await lock(name, using=using).alocked()
-
-
+@needs("typical")
 def test_after_a_rollback_its_caller_takes_it_again_at_once(using: str, name: str) -> None:
     for _ in range(3):
         with (
@@ -136,22 +122,6 @@ def test_releasing_what_somebody_else_holds_by_now_frees_nobody(
         lease.release()
 
     assert other.holds
-
-
-@lacks("whole_seconds")
-@needs("leased")
-async def test_a_task_is_told_the_same(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    other = rival()
-    lease = await lock(name, using=using, ttl=2 * tick, renew=False).aacquire()
-    assert lease
-    await asyncio.to_thread(other.takes)
-
-    with pytest.raises(LockNotOwned):
-        await lease.arelease()
-
-    assert await asyncio.to_thread(lambda: other.holds)
 
 
 def test_the_owner_is_compared_on_the_server(
@@ -285,18 +255,6 @@ class TestWhenTheReplyIsLost:
         assert lease.state is State.RELEASED
         assert await asyncio.to_thread(rival().tries)
 
-    @pytest.mark.usefixtures("is_never_hung")
-    def test_nor_of_a_look(self, faulty: Faulty, using: str, name: str) -> None:
-        faulty.lose_replies("probe")
-
-        assert not lock(name, using=using).locked()
-
-    @pytest.mark.usefixtures("is_never_hung")
-    async def test_nor_is_a_task_that_looks(self, faulty: Faulty, using: str, name: str) -> None:
-        faulty.lose_replies("probe")
-
-        assert not await lock(name, using=using).alocked()
-
     def test_a_release_whose_replies_are_all_lost_is_an_error_and_finished_in_the_background(
         self, faulty: Faulty, using: str, name: str, rival: Callable[..., Rival]
     ) -> None:
@@ -306,6 +264,7 @@ class TestWhenTheReplyIsLost:
         rival().takes(within=15)
 
 
+@needs("typical")
 def test_a_lease_may_be_released_by_another_thread_than_took_it(using: str, name: str) -> None:
     lease = lock(name, using=using).acquire()
     assert lease
@@ -315,6 +274,7 @@ def test_a_lease_may_be_released_by_another_thread_than_took_it(using: str, name
     assert not lock(name, using=using).locked()
 
 
+@needs("typical")
 def test_a_thread_that_failed_to_take_a_lock_cannot_release_it(using: str, name: str) -> None:
     shared = lock(name, using=using)
     lease = shared.acquire()

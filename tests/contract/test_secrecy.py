@@ -29,6 +29,7 @@ Rivals = Callable[..., Rival]
 IMPATIENT = {"io_timeout": 0.5, "server_timeout": 0.5}
 
 
+@needs("typical")
 def test_every_holding_has_an_owner_of_its_own(using: str, name: str) -> None:
     owners = set()
     for _ in range(5):
@@ -40,6 +41,7 @@ def test_every_holding_has_an_owner_of_its_own(using: str, name: str) -> None:
     assert {len(owner) for owner in owners} == {32}
 
 
+@needs("typical")
 def test_it_is_shown_nowhere(using: str, name: str) -> None:
     with lock(name, using=using) as lease:
         shown = (

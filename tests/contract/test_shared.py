@@ -10,7 +10,7 @@ import pytest
 
 from django_distlock import Lease, Lock, LockDeadlock, current_lease, lock, lock_all
 from django_distlock.lock_set import LockSet
-from tests.fixtures.eventually import eventually, never
+from tests.fixtures.eventually import eventually
 
 from .crew import elsewhere, start, together
 from .profiles import needs
@@ -113,30 +113,6 @@ def test_a_writer_may_read_and_a_reader_may_read_again(using: str, name: str) ->
         assert inner is outer
 
 
-async def test_tasks_read_at_once(using: str, name: str) -> None:
-    all_inside = asyncio.Barrier(4)
-
-    async def read() -> None:
-        async with lock(name, using=using, shared=True):
-            await asyncio.wait_for(all_inside.wait(), 10)
-
-    await asyncio.gather(read(), read(), read(), read())
-
-
-def test_each_reader_has_its_own_end(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    writer, short, long = rival(), rival(shared=True, ttl=tick), rival(shared=True)
-    short.takes()
-    long.takes()
-
-    never(writer.tries, 3 * tick)
-
-    assert long.holds
-    long.leaves()
-    writer.takes()
-
-
 def test_a_retried_shared_acquire_counts_once(rival: Callable[..., Rival]) -> None:
     writer, reader = rival(), rival(shared=True)
     reader.takes()
@@ -149,6 +125,7 @@ def test_a_retried_shared_acquire_counts_once(rival: Callable[..., Rival]) -> No
 
 @pytest.mark.parametrize("closer_reads", [False, True])
 @pytest.mark.parametrize("of", [lock, lock_all])
+@needs("typical")
 def test_a_generator_closed_by_another_thread_releases_its_own_lease_only(
     using: str, name: str, of: Callable[..., Lock | LockSet], closer_reads: bool
 ) -> None:
@@ -176,6 +153,7 @@ def test_a_generator_closed_by_another_thread_releases_its_own_lease_only(
     assert not lock(name, using=using).locked()
 
 
+@needs("typical")
 async def test_an_asynchronous_generator_closed_by_another_task_releases_its_own_lease_only(
     using: str, name: str
 ) -> None:

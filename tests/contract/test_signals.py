@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,7 +24,6 @@ from django_distlock import (
     LockNotHeld,
     distributed_lock,
     lock,
-    lock_all,
     locks,
 )
 from django_distlock.backends.base import BaseLockBackend
@@ -46,6 +45,8 @@ from .crew import start, waiting_for
 from .faults import Faulty
 from .profiles import Profile, lacks, needs
 from .rivals import Rival
+
+pytestmark = needs("typical")
 
 Rivals = Callable[..., Rival]
 SIGNALS = {
@@ -110,15 +111,6 @@ def test_a_holding_is_told_from_its_begin_to_its_end(
     assert 0 <= released.pop("took") < 20
     assert 0 < released.pop("held") < 20
     assert acquired == extended == released == facts
-
-
-async def test_a_holding_of_a_task_is_told_as_well(using: str, name: str, told: Told) -> None:
-    async with lock(name, using=using, renew=False) as lease:
-        await lease.aextend()
-
-    await aeventually(lambda: len(told) == 3)
-    assert [word for word, _ in told] == ["acquired", "extended", "released"]
-    assert all(facts["lease"] is lease for _, facts in told)
 
 
 def test_a_reentry_tells_nothing(using: str, name: str, told: Told) -> None:
@@ -359,59 +351,6 @@ def test_no_body_begins_on_a_lease_that_outlived_a_slow_receiver_no_more(
         mine.acquire()
 
     eventually(lambda: not mine.locked())
-
-
-@needs("leased")
-def test_lock_all_tells_of_a_loss_if_no_time_is_left_to_begin_again(
-    using: str, name: str, connect: Connect, put_forward: PutForward
-) -> None:
-    ends = iter([60, 120])
-    connect(lock_acquired, lambda **facts: put_forward(next(ends)))
-    both = lock_all(f"{name}:a", f"{name}:b", using=using, ttl=100, renew=False, timeout=0)
-
-    with pytest.raises(LockLost) as caught:
-        both.acquire()
-
-    assert caught.value.name == f"{name}:a"
-    assert not lock(f"{name}:a", using=using).locked()
-    assert not lock(f"{name}:b", using=using).locked()
-
-
-@needs("leased")
-async def test_no_body_of_a_task_begins_on_a_lease_that_has_ended(
-    using: str, name: str, put_forward: PutForward
-) -> None:
-    ends = iter(range(150, 1500, 150))
-    mine = lock(name, using=using, ttl=100, renew=False)
-
-    with _called_when_acquired(lambda: put_forward(next(ends))):
-        with pytest.raises(LockLost):
-            async with mine:
-                pytest.fail("the lease has ended")
-        with pytest.raises(LockLost):
-            await mine.aacquire()
-
-    await asyncio.to_thread(eventually, lambda: not mine.locked())
-
-
-@contextmanager
-def _called_when_acquired(callback: Callable[[], None]) -> Iterator[None]:
-    """Call *callback* by the log, which tells of a grant in the event loop too."""
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "acquired" in record.getMessage():
-                callback()
-
-    logger, handler = logging.getLogger("django_distlock"), Handler()
-    before = logger.level
-    logger.setLevel(logging.DEBUG)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 def test_no_body_begins_on_a_lease_that_a_receiver_has_released(

@@ -23,7 +23,7 @@ from .profiles import Profile, needs
 #: The alias of the same settings whose prefix is that of the tenant.
 USING = "tenants"
 
-pytestmark = pytest.mark.usefixtures("using")
+pytestmark = [needs("typical"), pytest.mark.usefixtures("using")]
 
 
 def _is_free(name: str) -> bool:
@@ -105,25 +105,6 @@ def test_a_lease_stays_what_it_is_wherever_it_is_extended_and_released(
 
     with tenant("a"):
         assert _is_free(name)
-
-
-def test_places_are_those_of_the_tenant(name: str) -> None:
-    with tenant("a"), lock(name, using=USING, limit=1, timeout=0) as of_a:
-        with tenant("b"), lock(name, using=USING, limit=1, timeout=0) as of_b:
-            assert of_b is not of_a
-            assert current_lease(name) is of_b
-        with lock(name, using=USING, limit=1, timeout=0) as again:
-            assert again is of_a
-
-
-def test_sets_of_locks_are_those_of_the_tenant(name: str) -> None:
-    both = lock_all(name, f"{name}:2", using=USING, timeout=0)
-    with tenant("a"), both as of_a:
-        with tenant("b"), both as of_b:
-            assert not {*of_a} & {*of_b}
-        assert all(lease.held for lease in of_a)
-        with both as again:
-            assert again == of_a
 
 
 @needs("detach")

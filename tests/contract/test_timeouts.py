@@ -102,6 +102,7 @@ def _stopped(how: str) -> AbstractContextManager[object]:
 
 
 @lacks("variant")
+@needs("typical")
 class TestWhileTheTestsStopTheClock:
     """What waits goes on by clocks that freezegun and time-machine do not replace."""
 
@@ -118,11 +119,6 @@ class TestWhileTheTestsStopTheClock:
 
     def test_a_timeout_is_kept(self, using: str, name: str, tick: float) -> None:
         waiting = start(lambda: lock(name, using=using).acquire(timeout=4 * tick))
-
-        assert waiting.result(4 * tick + 15) is None
-
-    def test_a_timeout_of_a_task_is_kept(self, using: str, name: str, tick: float) -> None:
-        waiting = start(lambda: asyncio.run(lock(name, using=using).aacquire(timeout=4 * tick)))
 
         assert waiting.result(4 * tick + 15) is None
 
@@ -152,6 +148,7 @@ class TestWhileTheTestsStopTheClock:
         lasting.release()
 
 
+@needs("typical")
 class TestWhileOtherTasksKeepAllThreadsBusy:
     """Where a backend has no asyncio of its own, a few threads take the locks of all tasks."""
 
@@ -201,6 +198,7 @@ class TestWhileOtherTasksKeepAllThreadsBusy:
 
 
 @needs("cross_process")
+@needs("typical")
 def test_without_a_timeout_the_setting_of_the_alias_holds(
     name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
@@ -212,6 +210,7 @@ def test_without_a_timeout_the_setting_of_the_alias_holds(
 
 
 @lacks("variant")
+@needs("typical")
 def test_a_timeout_of_none_waits_until_it_is_free(
     using: str, name: str, tick: float, rival: Callable[..., Rival]
 ) -> None:
@@ -225,37 +224,9 @@ def test_a_timeout_of_none_waits_until_it_is_free(
     assert waiting.result(10)
 
 
-@lacks("variant")
-def test_the_longest_timeout_waits_until_it_is_free_too(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    holder, longest = rival(), threading.TIMEOUT_MAX
-    recipe = lock(name, using=using, timeout=longest)
-    holder.takes()
-    waiting = [
-        start(lambda: take_and_release(using, name, longest)),
-        start(lambda: asyncio.run(_atake_and_release(recipe))),
-    ]
-
-    never(lambda: any(each.done() for each in waiting), 5 * tick)
-    holder.leaves()
-
-    assert all(each.result(20) for each in waiting)
-
-
 async def _atake_and_release(recipe: Lock) -> float:
     async with recipe:
         return time.monotonic()
-
-
-def test_a_wait_that_began_in_time_is_granted_before_its_end(
-    using: str, name: str, tick: float, rival: Callable[..., Rival]
-) -> None:
-    holder = rival(ttl=3 * tick)
-    holder.takes()
-
-    with lock(name, using=using, timeout=50 * tick) as lease:
-        assert lease.held
 
 
 def test_a_single_try_is_one_request(

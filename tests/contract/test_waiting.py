@@ -15,12 +15,14 @@ from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.eventually import aeventually, eventually
 
 from .crew import held_in_thread, length_of_line, start, take_and_release
+from .profiles import needs
 from .rivals import Rival
 
 Rivals = Callable[..., Rival]
 
 
 class TestInOneProcess:
+    @needs("typical")
     def test_threads_are_served_in_the_order_they_came(
         self, using: str, name: str, backend: BaseLockBackend
     ) -> None:
@@ -60,6 +62,7 @@ class TestInOneProcess:
         assert patient.result(10)
         assert length_of_line(backend, name) == 0
 
+    @needs("typical")
     def test_a_waiter_whose_event_loop_is_gone_holds_up_nobody(
         self, using: str, name: str, backend: BaseLockBackend
     ) -> None:
@@ -112,6 +115,7 @@ class TestInOneProcess:
         # One blocking wait for the lock would be longer.
         assert max(gaps) < 10
 
+    @needs("typical")
     async def test_tasks_wait_in_no_thread_that_others_need(self, using: str, name: str) -> None:
         async with lock(name, using=using):
             waiters = [asyncio.create_task(lock(name, using=using).aacquire()) for _ in range(60)]
