@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +12,7 @@ from functools import partial
 import pytest
 
 from django_distlock.engine import background as module
-from django_distlock.engine.background import WORKERS, Alarm, Background
+from django_distlock.engine.background import WORKERS, Background
 from django_distlock.ground import clock
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.threads import refuse_first_thread
@@ -59,21 +58,6 @@ def test_a_lane_that_hangs_holds_up_no_other(background: Background) -> None:
 
     background.submit("hung", lambda: over.wait(10))
     background.submit("hung", lambda: None)
-    background.submit("other", done.set)
-
-    assert done.wait(8)
-    over.set()
-
-
-def test_two_lanes_given_work_at_once_do_not_share_one_idle_thread(
-    background: Background, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "LINGER", 2.0)
-    over, done = threading.Event(), threading.Event()
-    background.submit("warm up", lambda: None)
-    eventually(lambda: background._idle == 1)
-
-    background.submit("hung", lambda: over.wait(10))
     background.submit("other", done.set)
 
     assert done.wait(8)
@@ -137,21 +121,6 @@ def test_drain_runs_what_is_left_here_and_now(background: Background) -> None:
     over.set()
 
 
-def test_drain_runs_what_is_due(background: Background) -> None:
-    over, ran = threading.Event(), list[str]()
-    background.at(clock.lease_time(), lambda: over.wait(10))
-    eventually(lambda: not background._clock._jobs, what="its thread is busy")
-    background.at(clock.lease_time(), partial(background.submit, "a", lambda: ran.append("due")))
-    background.at(clock.lease_time() + 60, lambda: ran.append("not due"))
-
-    background.drain(5)
-
-    assert ran == ["due"]
-    over.set()
-    background._clock._jobs.clear()
-    background._clock._bell.ring()
-
-
 def test_a_finalizer_may_add_a_job_wherever_it_runs(background: Background) -> None:
     done = threading.Event()
 
@@ -203,20 +172,6 @@ def test_a_job_that_found_no_thread_is_tried_again_by_itself(
     assert asked
 
 
-def test_an_alarm_that_found_no_thread_is_set_again_by_the_next_one(
-    background: Background, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, rung = refuse_first_thread(monkeypatch, "distlock-clock"), threading.Event()
-    monkeypatch.setattr(module, "background", background)
-    alarm, now = Alarm(rung.set), clock.lease_time()
-
-    alarm.at(now)
-    alarm.at(now + 0.01)
-
-    assert rung.wait(8)
-    assert asked
-
-
 def test_the_exit_of_the_interpreter_waits_for_what_is_under_way() -> None:
     program = """
 import time
@@ -246,19 +201,6 @@ def test_nothing_that_a_job_raises_ends_a_thread_and_it_is_logged(
     assert all(each.wait(8) for each in done)
     logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
     assert logged.count(error) == 1 + 2 * WORKERS
-
-
-def test_a_lane_that_was_made_for_nothing_harms_nobody(background: Background) -> None:
-    # As an exception from outside would leave it: the lane is there, and its job is not.
-    background._lanes["a"] = deque()
-    other, done = threading.Event(), threading.Event()
-
-    background.submit("b", other.set)
-    assert other.wait(8)
-    background.submit("a", done.set)
-
-    assert done.wait(8)
-    background.drain(0)
 
 
 def test_drain_waits_for_what_is_under_way_but_not_for_long(background: Background) -> None:

@@ -15,7 +15,6 @@ from django.test import AsyncRequestFactory
 from django_distlock import (
     Lease,
     LockLost,
-    LockNotAcquired,
     distributed_lock,
     force_release,
     lock,
@@ -23,7 +22,6 @@ from django_distlock import (
     skip,
 )
 from django_distlock.backends.locmem import LocMemBackend
-from tests.contract.crew import held_in_thread
 from tests.fixtures.eventually import aeventually
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -195,18 +193,6 @@ async def test_of_two_locks_the_lost_one_ends_its_own_block() -> None:
     assert not lock("inner").locked()
 
 
-async def test_an_inner_block_of_the_same_lock_ends_too() -> None:
-    reached: list[str] = []
-    with pytest.raises(LockLost):
-        async with lock("a"):
-            async with lock("a", cancel_when_lost=True):
-                losing = asyncio.create_task(lose())
-                await for_ever()
-            reached.append("after the inner block")
-    await losing
-    assert not reached
-
-
 async def test_a_block_that_has_ended_cancels_nothing_more() -> None:
     loop, told, errors = asyncio.get_running_loop(), asyncio.Event(), list[object]()
     loop.set_exception_handler(lambda _, error: errors.append(error))
@@ -227,12 +213,6 @@ async def test_several_locks_are_cancelled_by_the_loss_of_any() -> None:
             await for_ever()
     await losing
     assert not any(lock(name).locked() for name in "abc")
-
-
-async def test_a_busy_lock_is_refused_as_ever() -> None:
-    with held_in_thread(lock("a")), pytest.raises(LockNotAcquired):
-        async with lock("a", timeout=0, cancel_when_lost=True):
-            pytest.fail("the lock is held by somebody else")
 
 
 async def test_a_coroutine_function_is_cancelled_as_well() -> None:

@@ -147,12 +147,6 @@ def test_no_default_alias_is_a_warning(settings: Settings) -> None:
     ]
 
 
-def test_a_setting_that_is_no_dict_is_told_once(settings: Settings) -> None:
-    settings.DISTLOCK = ["default"]
-
-    assert [error.id for error in run_checks(databases=["default"])] == ["distlock.E001"]
-
-
 # Short names, and drivers that are missing.
 
 
@@ -187,18 +181,6 @@ def test_a_short_or_wrong_name_of_a_backend_is_answered_with_its_dotted_path(
             locks[name]
         assert str(caught.value).startswith(f"DISTLOCK[{name!r}]: BACKEND {name!r} ")
         assert str(caught.value).endswith(f". Use 'django_distlock.backends.{meant}'.")
-
-
-@pytest.mark.parametrize("written", ["shop.redis.Backend", "nowhere.database", "Backend"])
-def test_what_is_not_ours_is_answered_with_the_error_alone(
-    settings: Settings, written: str
-) -> None:
-    settings.DISTLOCK = {"default": {"BACKEND": written}}
-
-    with pytest.raises(InvalidLockBackend) as caught:
-        locks["default"]
-
-    assert " Use " not in str(caught.value)
 
 
 @pytest.mark.parametrize("path", BACKENDS)
@@ -377,13 +359,6 @@ def test_a_database_that_cannot_be_opened_is_told_and_stops_no_other(
     for alias in SQLITE:
         del connections[alias]
     collect_garbage()  # here, where its complaint is expected
-
-
-def test_databases_that_are_not_named_are_not_asked(settings: Settings, down: None) -> None:
-    settings.DISTLOCK = {"default": {"OPTIONS": {"using": "pg"}}}
-
-    assert check_servers(databases=["default"]) == []
-    assert check_servers(databases=[]) == check_servers() == []
 
 
 class Deploy(migrate.Command):

@@ -27,7 +27,6 @@ from django_distlock import (
     locks,
     transaction_lock,
 )
-from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.dummy import DummyBackend
 from django_distlock.backends.locmem import LocMemBackend
@@ -205,13 +204,6 @@ def test_an_unknown_alias_is_told_with_those_that_are_known(settings: Settings) 
         lock("x", using="c").acquire()
 
 
-def test_no_alias_at_all_is_told_too(settings: Settings) -> None:
-    settings.DISTLOCK = {}
-
-    with pytest.raises(InvalidLockBackend, match="it has none"):
-        locks["default"]
-
-
 def test_what_is_set_is_what_the_backend_has(settings: Settings) -> None:
     settings.DISTLOCK = {
         "a": {
@@ -271,16 +263,6 @@ def test_there_is_one_backend_for_each_alias(settings: Settings) -> None:
     assert locks["a"] is not locks["b"]
 
 
-def test_threads_that_ask_at_once_get_the_same_backend(settings: Settings) -> None:
-    from tests.contract.crew import together
-
-    settings.DISTLOCK = {"a": {"BACKEND": LOCMEM}}
-
-    backends: list[BaseLockBackend] = together(*[lambda: locks["a"]] * 8)
-
-    assert len(set(map(id, backends))) == 1
-
-
 def test_changed_settings_make_new_backends() -> None:
     with override_settings(DISTLOCK={"default": {"BACKEND": LOCMEM}}):
         inside = locks["default"]
@@ -289,16 +271,6 @@ def test_changed_settings_make_new_backends() -> None:
             assert locks["default"].ttl == 5
 
     assert not isinstance(locks["default"], DummyBackend | LocMemBackend)
-
-
-def test_wrong_settings_can_be_put_right(settings: Settings) -> None:
-    settings.DISTLOCK = {"default": {"TTL": 0}}
-    with pytest.raises(InvalidLockBackend):
-        locks["default"]
-
-    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
-
-    assert isinstance(locks["default"], LocMemBackend)
 
 
 @pytest.mark.parametrize(

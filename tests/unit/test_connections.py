@@ -138,21 +138,6 @@ def test_a_connection_is_waited_for_as_long_as_its_caller_has_time(left: float |
     own.give_back(borrowing.result(10), is_sound=False)
 
 
-@pytest.mark.django_db
-def test_a_connection_that_nobody_has_any_more_takes_no_place() -> None:
-    """An exception from outside may come at any step: where the connection is in nobody's hands."""
-    own = OwnConnections("locks", "default", SQLite(fair=False), limit=1, io_timeout=0.1)
-    lost = own.borrow()
-    with pytest.raises(LockBackendError, match="all 1 own connections are in use"):
-        own.borrow()
-    lost.connection.close()
-
-    del lost
-    gc.collect()
-
-    own.give_back(own.borrow(), is_sound=False)
-
-
 @contextmanager
 def interrupted_at(step: int) -> Iterator[None]:
     """Raise KeyboardInterrupt as this call of the pool's, or of its locks', begins or ends."""
@@ -256,12 +241,3 @@ def with_driver(raw: Raw) -> BaseDatabaseWrapper:
 def test_a_driver_may_say_that_its_connection_is_closed(error: Exception) -> None:
     assert is_cut(with_driver(Raw(error)))
     _close_quietly(with_driver(Raw(error)))
-
-
-def test_what_comes_from_outside_is_not_taken_for_the_drivers_word() -> None:
-    class TimeLimit(Exception):
-        pass
-
-    for ask in (is_cut, _close_quietly):
-        with pytest.raises(TimeLimit):
-            ask(with_driver(Raw(TimeLimit())))

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-import pickle
-import re
-from copy import deepcopy
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import django
 import pytest
 from django.core import signing
 from django.core.exceptions import SynchronousOnlyOperation
@@ -30,9 +26,8 @@ from django_distlock import (
     locks,
     skip,
 )
-from tests.contract.crew import held_in_thread, start, together
+from tests.contract.crew import held_in_thread, start
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.pages import ROOT
 
 if TYPE_CHECKING:
     from pytest_django import Settings
@@ -203,14 +198,6 @@ def test_a_unique_task_holds_its_lock_and_gives_it_back(task: Any) -> None:
     assert task.enqueue(7).return_value is True
 
 
-async def test_so_it_does_in_async_code() -> None:
-    assert (await once.aenqueue(7)).return_value is True
-    assert (await aonce.aenqueue(7)).return_value is True
-    assert await once.acall(7) is await aonce.acall(7) is await aonce.func(7) is True
-
-    assert not await lock("once:7").alocked()
-
-
 def test_called_as_a_function_it_is_locked_too() -> None:
     assert once.call(7) is once.func(7) is aonce.call(7) is True
     assert not lock("once:7").locked()
@@ -233,24 +220,6 @@ def test_while_it_waits_it_is_not_sent_again(caplog: pytest.LogCaptureFixture) -
     assert f"({__name__}.once): not sent" in caplog.text
     assert run(queued()[0]) is True
     assert task.enqueue(7)
-
-
-async def test_nor_is_it_in_async_code() -> None:
-    task = aonce.using(backend="queue")
-
-    assert await task.aenqueue(7)
-
-    assert await task.aenqueue(7) is await aonce.aenqueue(7) is None
-    [message] = queued()
-    assert await message.task.acall(*message.args, **message.kwargs) is True
-    assert not await lock("once:7").alocked()
-
-
-def test_while_it_runs_it_is_not_sent_by_itself_either() -> None:
-    result = once.enqueue(7, again=True)
-
-    assert result.status == "SUCCESSFUL"
-    assert result.return_value is None
 
 
 @pytest.mark.parametrize(
@@ -299,18 +268,6 @@ def test_the_holder_is_the_task_and_when_it_runs_its_id(task: Any) -> None:
     assert held.holder.purpose == task.module_path
 
 
-def test_of_many_that_enqueue_it_at_once_one_does() -> None:
-    task = once.using(backend="queue")
-
-    results = together(*[lambda: task.enqueue(7)] * 16)
-
-    assert len([result for result in results if result]) == 1
-
-
-def test_a_function_makes_the_name_and_the_lease_is_no_argument_of_it() -> None:
-    assert named_by_a_function.enqueue(7, day="Monday").return_value == {"day": "Monday"}
-
-
 def test_a_task_gets_its_context() -> None:
     result = with_context.enqueue(7)
 
@@ -332,12 +289,6 @@ def test_a_lock_that_no_such_task_holds_is_no_silence() -> None:
             once.enqueue(7)
 
 
-async def test_nor_is_it_in_async_code_either() -> None:
-    async with lock("once:7"):
-        with pytest.raises(LockNotAcquired):
-            await once.aenqueue(7)
-
-
 async def test_a_task_that_could_not_be_sent_is_free() -> None:
     with pytest.raises(OSError, match="the queue is gone"):
         once.using(backend="broken").enqueue(7)
@@ -345,16 +296,6 @@ async def test_a_task_that_could_not_be_sent_is_free() -> None:
     with pytest.raises(OSError, match="the queue is gone"):
         await once.using(backend="broken").aenqueue(8)
     assert not lock("once:8").locked()
-
-
-@pytest.mark.django_db(transaction=True)
-def test_nor_does_it_leave_out_the_next_one_in_a_database(settings: Settings) -> None:
-    settings.DISTLOCK = {"default": {}}
-    for _ in range(30):
-        with pytest.raises(OSError, match="the queue is gone"):
-            once.using(backend="broken").enqueue(7)
-
-    assert once.using(backend="queue").enqueue(7)
 
 
 async def test_in_async_code_a_lock_in_a_database_says_what_to_write(settings: Settings) -> None:
@@ -468,22 +409,6 @@ def test_what_is_rolled_back_is_free_and_what_is_committed_is_not() -> None:
     never(lambda: not lock("once:8").locked(), 0.5)
 
 
-def test_what_an_inner_block_has_rolled_back_is_free_and_the_rest_is_not() -> None:
-    task = once.using(backend="queue")
-    with transaction.atomic():
-        task.enqueue(6)
-        with pytest.raises(OSError), transaction.atomic():  # noqa: PT011 - as above
-            with transaction.atomic():
-                task.enqueue(7)
-            raise OSError
-        assert not lock("once:7").locked()
-        with transaction.atomic():
-            task.enqueue(8)
-
-    assert not lock("once:7").locked()
-    never(lambda: not (lock("once:6").locked() and lock("once:8").locked()), 0.5)
-
-
 def savepoint() -> str:
     sid = connection.savepoint()
     assert sid
@@ -515,15 +440,6 @@ def test_what_a_savepoint_has_rolled_back_is_free_and_the_rest_is_not() -> None:
     assert lock("once:9").locked()
 
 
-def test_savepoints_outside_a_transaction_do_nothing() -> None:
-    with transaction.atomic():
-        once.using(backend="queue").enqueue(7)
-
-    transaction.savepoint_rollback(connection.savepoint())  # type: ignore[arg-type]  # it is None
-
-    assert lock("once:7").locked()
-
-
 def test_what_is_committed_is_not_free_though_a_function_for_the_commit_fails() -> None:
     def fail() -> None:
         raise ZeroDivisionError
@@ -551,39 +467,6 @@ def test_without_autocommit_too_what_is_rolled_back_is_free_and_what_is_committe
     assert lock("once:8").locked()
 
 
-@pytest.mark.parametrize("task", [once, aonce])
-def test_a_message_of_another_key_fails_while_its_lease_keeps_the_name(
-    task: Any, settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert task.using(backend="queue").enqueue(7)
-    settings.SECRET_KEY = "a new one"
-
-    with pytest.raises(LockNotAcquired):
-        run(queued()[0])
-
-    assert "that cannot be read, and counts as ended" in caplog.text
-    assert task.enqueue(7) is None
-
-
-@pytest.mark.skipif(django.VERSION < (6, 1), reason="task() takes no other arguments")
-def test_it_is_a_task_of_the_class_that_its_queue_has() -> None:
-    own = unique_task("once:{number}", backend="own", color="blue")(once.func.__wrapped__)
-
-    assert isinstance(own, OwnTask)
-    assert own.using(priority=3).color == "blue"
-    assert own.enqueue(7)
-    assert own.enqueue(7) is None
-
-
-@pytest.mark.skipif(django.VERSION < (6, 1), reason="no task can be pickled")
-def test_it_can_be_copied_and_pickled() -> None:
-    task = named_by_a_function.using(priority=3)
-
-    for copy in (deepcopy(task), pickle.loads(pickle.dumps(task))):
-        assert copy == task
-        assert copy.enqueue(7).status == "SUCCESSFUL"
-
-
 def test_what_unique_task_cannot_use_is_refused() -> None:
     plain = once.func.__wrapped__
     with pytest.raises(TypeError, match="leave @task out"):
@@ -600,20 +483,6 @@ def test_what_unique_task_cannot_use_is_refused() -> None:
         once.enqueue()
     with pytest.raises(TypeError, match="has no 'ttl'; use lease"):
         unique_task("x", ttl=60)
-
-
-def test_the_examples_of_the_guide_run() -> None:
-    guide = ROOT / "docs" / "howto" / "tasks.md"
-    known: dict[str, Any] = {"__name__": __name__}
-    for example in re.findall(r"```py\n(.*?)```", guide.read_text(), re.DOTALL):
-        exec(example.replace("django.tasks", PACKAGE), known)
-
-    assert known["start_export"](7) == "started"
-    assert known["check_and_export"](7).return_value == "orders of shop 7"
-    assert known["import_orders"].enqueue(7).return_value == "orders of shop 7"
-    with held_in_thread(lock("export:7", purpose=f"{__name__}.export_orders")):
-        assert known["start_export"](7) == "under way already"
-        assert known["check_and_export"](7) is None
 
 
 def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> None:

@@ -77,10 +77,6 @@ def test_wrong_options_are_named(options: dict[str, Any], text: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_password_is_not_shown() -> None:
-    assert "hush" not in repr(EtcdOptions(user="shop", password="hush"))
-
-
 def test_a_session_lasts_at_least_as_long_as_is_wished() -> None:
     assert EtcdOptions(session_timeout=2.1).lease_ttl == 3
 

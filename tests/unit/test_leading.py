@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from contextlib import suppress
 from typing import Any, Never
@@ -26,7 +25,6 @@ from django_distlock.engine.values import Request
 from django_distlock.signals import lock_busy
 from tests.contract.crew import elsewhere, held_in_thread, start, waiting_for
 from tests.fixtures.eventually import aeventually, eventually, never
-from tests.fixtures.interruption import StopAt, TimeLimit
 
 pytestmark = pytest.mark.usefixtures("memory")
 
@@ -182,20 +180,6 @@ def test_after_a_loss_it_leads_again_though_its_server_could_not_be_told(
     assert asyncio.run(alead("poller", awork, ttl=0.2, renew=False)) == "done"
 
 
-def test_an_exception_at_any_step_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "unraisablehook", id)  # it may come in a finalizer
-
-    def calls_until(number: int) -> int:
-        with StopAt(number) as step:
-            lead("poller", lambda lease: None, stop=threading.Event())
-        return step.calls
-
-    for number in range(1, calls_until(0) + 1):
-        with suppress(TimeLimit):
-            calls_until(number)
-        eventually(lambda: not lock("poller").locked(), what=f"free after step {number}")
-
-
 async def test_a_task_is_cancelled_at_a_loss_and_leads_again() -> None:
     led: list[Lease] = []
 
@@ -301,16 +285,6 @@ def test_the_result_is_kept_if_only_the_release_fails(
 
     told = [each.getMessage() for each in caplog.records if "Leaving lock" in each.getMessage()]
     assert [text.split(":")[0] for text in told] == ["Leaving lock poller", "Leaving lock consumer"]
-
-
-async def test_each_takes_its_own_kind_of_function() -> None:
-    async def awork(lease: Lease) -> None:
-        """Do nothing."""
-
-    with pytest.raises(TypeError, match=r"write await alead\(\.\.\.\)"):
-        lead("poller", awork)
-    with pytest.raises(TypeError, match=r"write lead\(\.\.\.\)"):
-        await alead("poller", lambda lease: None)  # type: ignore[arg-type, return-value]  # that is the point
 
 
 async def test_it_waits_for_ever_so_a_timeout_is_an_error() -> None:

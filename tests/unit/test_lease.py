@@ -25,7 +25,6 @@ from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Release, Request
 from django_distlock.ground import clock
 from django_distlock.ground.clock import drift
-from django_distlock.ground.holder import Holder
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually
 
@@ -164,20 +163,6 @@ class Line(LocalQueue):
         super().leave(key, place)
 
 
-def test_it_leaves_its_line_once_however_it_ends(memory: LocMemBackend) -> None:
-    line = memory.queue = Line()
-    released, lost = _taken("a"), _taken("b")
-    released.in_line_as, lost.in_line_as = released.ref, lost.ref
-
-    released.release()
-    lost.lose("a reason")
-    lost.lose("another")
-    lost.leave_line()
-
-    assert line.left == ["a", "b"]
-    assert lost.reason == "a reason"
-
-
 class TimeLimit(BaseException):
     """Comes from outside, at any moment."""
 
@@ -237,16 +222,6 @@ def test_extend_counts_from_before_the_request(
     lease.release()
 
 
-def test_extend_to_another_ttl_is_kept_for_renewals(memory: LocMemBackend) -> None:
-    lease = _taken(ttl=10)
-
-    lease.extend(60)
-
-    assert lease.ttl == 60
-    assert lease.remaining > 50
-    lease.release()
-
-
 def test_a_ttl_that_the_server_did_not_take_is_not_kept(
     memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,19 +252,6 @@ def test_max_hold_cuts_extensions_short(memory: LocMemBackend, put_forward: PutF
     put_forward(151)
     with pytest.raises(LockLost):
         lease.extend()
-
-
-def test_what_it_is_can_be_asked(memory: LocMemBackend) -> None:
-    lease = _taken("a", purpose="a test")
-
-    assert (lease.name, lease.using, lease.ttl, lease.shared) == ("a", "default", 100, False)
-    assert lease.backend is memory
-    assert lease.holder == Holder.current("a test")
-    assert lease.state is State.HELD
-    assert lease.reason == ""
-    assert repr(lease) == f"<Lease 'a' using='default' held token={lease.fencing_token}>"
-    lease.release()
-    assert repr(lease) == f"<Lease 'a' using='default' released token={lease.fencing_token}>"
 
 
 def test_once_released_it_cannot_be_entered(memory: LocMemBackend) -> None:
@@ -335,12 +297,3 @@ def test_what_it_protects_is_not_touched_once_it_is_lost(
 
     with pytest.raises(LockLost):
         getattr(lease, operation)(*([] if operation == "guard" else [None]))
-
-
-def test_release_later_releases_in_the_background(memory: LocMemBackend) -> None:
-    lease = _taken()
-
-    lease.release_later()
-
-    eventually(lambda: lease.state is State.RELEASED)
-    assert not lock("a").locked()

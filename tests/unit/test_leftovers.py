@@ -104,15 +104,6 @@ def test_what_failed_is_not_tried_for_longer_than_its_ttl(
     eventually(has_stopped)
 
 
-def test_what_was_not_there_is_looked_for_once_more(server: Server) -> None:
-    server.answer = lambda _: Release.GONE
-
-    server.leftovers.add(request("a"))
-
-    eventually(lambda: len(server.asked) == 2)
-    never(lambda: len(server.asked) > 2, 0.1)
-
-
 def test_a_job_is_tried_until_the_server_has_answered(server: Server) -> None:
     tries = list[float]()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any, cast
 from weakref import ref
 
@@ -13,7 +12,6 @@ from django_distlock.engine.local_queue import IN_A_ROW, SILENT, LocalQueue
 from django_distlock.engine.values import Busy, Request
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
-from tests.fixtures.eventually import eventually
 
 
 class Bell:
@@ -120,10 +118,6 @@ def test_who_gives_up_in_the_middle_changes_no_turn(queue: LocalQueue) -> None:
     assert queue.has_turn("a", third)
 
 
-def test_leaving_a_line_that_was_never_joined_does_no_harm(queue: LocalQueue) -> None:
-    queue.leave("a", Bell())
-
-
 def test_who_cannot_hear_is_passed_over(queue: LocalQueue) -> None:
     first, deaf, third = Bell(), Bell(is_heard=False), Bell()
     for bell in (first, deaf, third):
@@ -133,16 +127,6 @@ def test_who_cannot_hear_is_passed_over(queue: LocalQueue) -> None:
 
     assert queue.has_turn("a", third)
     assert third.rings == 1
-
-
-def test_a_line_of_deaf_ones_is_no_line(queue: LocalQueue) -> None:
-    first, deaf = Bell(), Bell(is_heard=False)
-    queue.join("a", first)
-    queue.join("a", deaf)
-
-    queue.leave("a", first)
-
-    assert queue.join("a", Bell()) is True
 
 
 class Lent:
@@ -186,43 +170,6 @@ def test_it_gives_way_to_nobody_if_nobody_else_wants_the_lock(queue: LocalQueue)
     for bell in _line(queue, 3 * IN_A_ROW):
         assert not queue.gives_way("a")
         queue.leave("a", bell)
-
-
-def test_threads_that_join_and_leave_at_once_have_one_turn_at_a_time(queue: LocalQueue) -> None:
-    at_once, most, mutex = 0, 0, threading.Lock()
-
-    class Event(threading.Event):
-        may_stall = False
-
-        def ring(self) -> bool:
-            self.set()
-            return True
-
-    def work() -> None:
-        nonlocal at_once, most
-        for _ in range(50):
-            bell = Event()
-            if not queue.join("a", bell):
-                assert bell.wait(20)
-            with mutex:
-                at_once += 1
-                most = max(most, at_once)
-            with mutex:
-                at_once -= 1
-            queue.leave("a", bell)
-
-    first = Bell()
-    queue.join("a", first)
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: len(cast("Any", queue.lines["a"]).callers) == 9)
-    queue.leave("a", first)
-    for thread in threads:
-        thread.join(30)
-
-    assert most == 1
-    assert not queue.lines
 
 
 def test_who_found_nobody_has_the_turn_when_others_come(queue: LocalQueue) -> None:

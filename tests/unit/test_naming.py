@@ -6,7 +6,6 @@ import enum
 import functools
 import random
 import re
-import unicodedata
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -54,12 +53,6 @@ def test_a_member_of_a_text_enum_is_its_value() -> None:
     assert (name, printable(name), stored(name)) == ("report",) * 3
 
 
-def test_different_names_have_different_keys() -> None:
-    names = {checked_name(word) for word in _words(3_000)}
-
-    assert len({server_key(name) for name in names}) == len(names)
-
-
 def test_different_kinds_and_prefixes_and_names_have_different_keys() -> None:
     words = [checked_name(word) for word in _words(40)]
     triples = {(kind, prefix, name) for kind in KINDS for prefix in ["", *words] for name in words}
@@ -74,13 +67,6 @@ def test_a_key_is_short_plain_ascii_that_no_collation_folds() -> None:
         for prefix in ("", word):
             key = server_key(checked_name(word), prefix=prefix, kind="row")
             assert re.fullmatch(r"[a-z0-9._:@=/|#-]{1,255}", key), ascii(word)
-
-
-def test_keys_are_different_even_when_case_accents_and_trailing_spaces_are_ignored() -> None:
-    names = {checked_name(word) for word in _words(2_000)}
-    folded = {unicodedata.normalize("NFKD", server_key(name)).casefold().rstrip() for name in names}
-
-    assert len(folded) == len(names)
 
 
 def test_the_key_of_a_name_is_the_same_in_every_version() -> None:
@@ -228,12 +214,6 @@ def test_a_field_without_a_value_names_no_lock(text: str, account: object) -> No
     assert "charge() is None, empty or not saved" in str(caught.value)
 
 
-def test_zero_and_false_are_values() -> None:
-    def charge(number: object) -> None: ...
-
-    assert [_template("{number}", charge)(n) for n in (0, False, 0.0)] == ["0", "False", "0.0"]
-
-
 def test_a_keyword_argument_that_is_not_given_has_no_value() -> None:
     def work(**kwargs: int) -> None: ...
 
@@ -250,15 +230,6 @@ def test_what_each_process_calls_otherwise_names_no_lock(text: str) -> None:
 
     with pytest.raises(ValueError, match="the same in every process; use an attribute such as pk"):
         _template(text, charge)(Plain())
-
-
-def test_self_is_an_argument_like_others() -> None:
-    class Account:
-        pk = 7
-
-        def charge(self, month: str) -> None: ...
-
-    assert _template("{self.pk}:{month}", Account.charge)(Account(), "May") == "7:May"
 
 
 def test_keyword_arguments_of_any_name_can_be_fields() -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
-from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,6 @@ from django_distlock.engine.waiting import (
     LONGEST_POLL as LONGEST,
     MOST_KNOWN,
     SHORTEST_POLL as SHORTEST,
-    TURNS,
     Turns,
     Wait,
     poll_pause,
@@ -98,55 +94,6 @@ def test_the_time_since_the_release_counts() -> None:
     hold(turns, 1.0, 3.0)
 
     assert turns.first_pause("key", 3.2) == 0.0
-
-
-def test_it_does_so_for_some_turns_and_anew_when_it_is_refused_again() -> None:
-    turns = Turns()
-    for _ in range(2):
-        turns.refused("key")
-        for _ in range(TURNS - 1):
-            hold(turns, 1.0, 3.0)
-            assert turns.first_pause("key", 3.0) > 0.0
-    hold(turns, 1.0, 3.0)
-    assert turns.first_pause("key", 3.0) > 0.0
-
-    assert "key" not in turns.wanted
-
-
-def test_while_it_is_held_here_there_is_nobody_to_let_go_first() -> None:
-    turns = Turns()
-    turns.refused("key")
-    hold(turns, 1.0, 3.0)
-    turns.granted("key", 4.0)
-
-    assert turns.first_pause("key", 5.0) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("turn", "place", "act"), [(TURNS, "get", "first_pause"), (1, "uniform", "granted")]
-)
-def test_other_threads_may_have_their_turns_meanwhile(turn: int, place: str, act: str) -> None:
-    turns = Turns()
-    turns.refused("key")
-    for _ in range(turn - 1):
-        hold(turns, 1.0, 3.0)
-        turns.first_pause("key", 3.0)
-    hold(turns, 1.0, 3.0)
-    others = [getattr(turns, act)]
-
-    def let_others(frame: FrameType, event: str, called: Any) -> None:
-        name = called.__name__ if event.startswith("c_") else frame.f_code.co_name
-        if others and name == place and event != "c_call":
-            others.pop()("key", 3.0)
-
-    sys.setprofile(let_others)
-    try:
-        pause = turns.first_pause("key", 3.0)
-    finally:
-        sys.setprofile(None)
-
-    assert others == []
-    assert 0.1 <= pause <= 0.2
 
 
 def test_not_more_locks_are_known_than_a_process_can_bear() -> None:

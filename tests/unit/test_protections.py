@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from functools import cache
 
 from tests.protections.listed import ROOT, places, protections
@@ -19,20 +18,6 @@ def test_each_is_guarded_by_tests_that_there_are() -> None:
     assert [one.title for one in protections() if not one.red] == []
     missing = {test for one in protections() for test in one.red if not _stands(test)}
     assert missing == set()
-
-
-def test_there_are_few_for_each_promise_and_kind_of_backend() -> None:
-    """Each pins a text of the code: what needs no server and no race is for `make mutants`."""
-    rooms = Counter((one.promise, one.kind) for one in protections())
-
-    assert sum(rooms.values()) <= 84
-    assert {room: count for room, count in rooms.items() if count > 3} == {}
-
-
-def test_each_has_a_name_of_its_own() -> None:
-    titles = [one.title for one in protections()]
-
-    assert len(set(titles)) == len(titles)
 
 
 def _stands(test: str) -> bool:

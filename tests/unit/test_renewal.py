@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +12,11 @@ import pytest
 from django_distlock import LockBackendError, lock, locks
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import BackendSettings
-from django_distlock.engine.background import background
-from django_distlock.engine.registry import SWEEP, registry
+from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Busy, Grant, Request
 from django_distlock.ground import clock
 from tests.fixtures.clocks import PutForward
-from tests.fixtures.eventually import eventually, never
+from tests.fixtures.eventually import eventually
 
 
 class Watched(LocMemBackend):
@@ -88,17 +84,6 @@ def test_a_lease_whose_renewal_was_answered_late_is_renewed_at_once(watched: Wat
         assert lease.due <= clock.lease_time()
 
 
-@pytest.mark.slow
-def test_leases_taken_together_are_renewed_together(watched: Watched) -> None:
-    with ExitStack() as stack:
-        for number in range(50):
-            stack.enter_context(lock(f"lock {number}", ttl=6))
-            time.sleep(0.01)
-        eventually(lambda: sum(len(names) for _, names in watched.batches) >= 50)
-
-    assert len(watched.batches) <= 10
-
-
 def test_a_lease_that_no_server_is_known_to_keep_endangers_no_other(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,44 +114,6 @@ def test_a_failed_renewal_is_tried_again_soon(watched: Watched) -> None:
 
     # Once at a third, then nine times in a ttl: about five more times. A third each would be two.
     assert len(failed) >= 3
-
-
-def test_short_leases_beside_a_long_one_leave_no_work_behind(watched: Watched) -> None:
-    others = len(_looks())
-
-    with lock("long", ttl=60):
-        for number in range(200):
-            lease = lock(f"short {number}", ttl=0.3).acquire()
-            assert lease
-            lease.abandon()
-        eventually(lambda: len(_looks()) < others + 10, what="looks for ended leases are gone")
-        looks = _count_looks(0.5)
-
-    assert looks < 20
-
-
-def _count_looks(seconds: float) -> int:
-    """Return how many timed jobs run in so many seconds."""
-    first = next(background._clock._numbers)
-    never(lambda: False, seconds)
-    return next(background._clock._numbers) - first
-
-
-def test_nothing_is_scheduled_when_nothing_is_held(watched: Watched) -> None:
-    # Other tests may have put the clock forward, and left looks that come late.
-    others = _looks()
-
-    lease = lock("a", ttl=0.3).acquire()
-    assert lease
-    lease.abandon()
-
-    eventually(lambda: not [look for look in _looks() if look not in others], SWEEP + 20)
-
-
-def _looks() -> list[object]:
-    """Return the looks of the renewal that are to come."""
-    jobs = [job for _, _, job in background._clock._jobs]
-    return [job for job in jobs if getattr(job, "func", None) == registry._alarm._ring]
 
 
 @pytest.mark.slow
@@ -212,21 +159,6 @@ def test_a_renewal_that_answers_after_the_deadline_is_a_loss(
 
     lease.confirm(start + 9, 10)
 
-    assert lease.lost
-
-
-def test_a_lease_whose_end_shows_as_it_is_put_back_holds_up_no_renewal(watched: Watched) -> None:
-    lease = lock("a", ttl=30).acquire()
-    assert lease
-    lease._deadline = clock.lease_time()
-
-    thread = threading.Thread(
-        target=registry._put_back, args=([lease], clock.lease_time()), daemon=True
-    )
-    thread.start()
-    thread.join(5)
-
-    assert not thread.is_alive()
     assert lease.lost
 
 

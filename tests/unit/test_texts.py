@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import logging
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,52 +49,11 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(django_distlock.__file__).parent
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
-LOGGING = {f"logger.{level}" for level in LEVELS} | {"warn"}
 HOSTILE = "x\nCRITICAL \x1b[2J\u202e\u2066\u200f\u061c\u2028\ud800" * 500
 TOO_LONG = "x" * (LONGEST_NAME + 1)
 
 
 # Every call of a logger in the package.
-
-
-def _calls() -> Iterator[tuple[str, ast.Call]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        is_way = path.name == "naming.py"  # warn() itself
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in LOGGING and not is_way:
-                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node
-
-
-def _raw_parts(call: ast.Call) -> list[str]:
-    """Return what goes into the message as text and not by printable()."""
-    has_level = ast.unparse(call.func) == "logger.log"
-    message, *parts = call.args[1:] if has_level else call.args
-    if not isinstance(message, ast.Constant):
-        return [ast.unparse(message)]
-    if ast.unparse(call.func) == "warn":
-        return []  # it has all of them printable
-    specs = re.findall(r"%[.\d]*(\w)", str(message.value))
-    texts = [part for spec, part in zip(specs, parts, strict=True) if spec not in "dfg"]
-    # A token is a number, or None.
-    return [
-        text
-        for text in map(ast.unparse, texts)
-        if not text.startswith("printable(") and not text.endswith(".fencing_token")
-    ]
-
-
-def test_all_that_is_logged_goes_by_one_way() -> None:
-    calls = list(_calls())
-
-    assert len(calls) > 15
-    assert [(where, raw) for where, call in calls if (raw := _raw_parts(call))] == []
-
-
-def test_all_that_is_logged_has_fields() -> None:
-    calls = [(where, call) for where, call in _calls() if ast.unparse(call.func) != "warn"]
-
-    without = [where for where, call in calls if "extra" not in {key.arg for key in call.keywords}]
-    assert without == []
 
 
 # What it does.

@@ -70,12 +70,6 @@ def test_each_pause_is_at_most_three_times_the_one_before(wait_clock: StoppedClo
         before = pause
 
 
-def test_two_waiters_do_not_pause_alike(wait_clock: StoppedClock) -> None:
-    first, second = Wait(None), Wait(None)
-
-    assert [first.next_pause() for _ in range(10)] != [second.next_pause() for _ in range(10)]
-
-
 def test_a_pause_is_bounded_by_what_is_known_of_the_holder(wait_clock: StoppedClock) -> None:
     wait = Wait(60)
     for _ in range(50):
@@ -83,12 +77,6 @@ def test_a_pause_is_bounded_by_what_is_known_of_the_holder(wait_clock: StoppedCl
 
     assert wait.next_pause(None, 0.001) == 0.001
     assert wait.next_pause(None, 0.0) == 0
-
-
-def test_a_wait_may_have_begun_before(wait_clock: StoppedClock) -> None:
-    wait = Wait(5, began=wait_clock.now - 2)
-
-    assert (wait.waited, wait.left) == (2, 3)
 
 
 def test_who_is_woken_looks_again_after_a_fixed_time_or_when_the_lease_ends(
