@@ -18,22 +18,21 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.db import connections, transaction
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from django_distlock import Lease, LockNotAcquired, LockNotHeld, StaleFencingToken, lock, locks
-from django_distlock.admin import MOST_AT_ONCE, MethodLockAdmin
+from django_distlock import Lease, LockNotAcquired, LockNotHeld, lock, locks
+from django_distlock.admin import MethodLockAdmin
 from django_distlock.backends.database.backend import DatabaseBackend
 from django_distlock.engine.values import Busy, Grant, LockState, digest
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import server_key
-from django_distlock.models import FencingCounter, MethodLock
+from django_distlock.models import MethodLock
 from django_distlock.signals import lock_forced
 from tests.backends.conftest import SERVERS
 from tests.fixtures import tenancy
 from tests.fixtures.tenancy import tenant
 
-from .lock_rows import HOLDER, put, put_old, put_waiter, reread
+from .lock_rows import HOLDER, put, put_waiter, reread
 from .staff import addresses, client_of
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     from pytest_django.fixtures import Settings
 
-    from tests.fixtures.postgres import PostgreSQL
 
 LIST = reverse("admin:django_distlock_methodlock_changelist")
 LIVE = reverse("admin:django_distlock_heldlock_changelist")
@@ -176,16 +174,6 @@ def test_list_shows_each_state_with_holder_time_and_waiters(
     assert (since != "-") is (row.owner is not None)
 
 
-def test_lock_that_is_really_held_is_shown_so(database: str, name: str, viewer: Client) -> None:
-    with lock(name, using=database, ttl=50, purpose="the monthly report") as lease:
-        found = cells(listed(viewer, q=name), name)
-
-    assert found[1] == "held"
-    assert found[2] == str(Holder.current("the monthly report"))
-    assert re.fullmatch(r"4\d s", found[4])
-    assert found[5] == str(lease.fencing_token)
-
-
 @pytest.mark.parametrize("state", list(LockState))
 def test_filter_by_state_is_computed_on_the_servers_clock(
     database: str, name: str, viewer: Client, state: LockState
@@ -205,22 +193,6 @@ def test_search_finds_by_name_and_by_key(database: str, name: str, viewer: Clien
     by_key = listed(viewer, q=row.method_name).context["cl"].result_list
 
     assert [found.pk for found in by_name] == [found.pk for found in by_key] == [row.pk]
-
-
-def test_list_of_many_locks_takes_as_many_queries_as_that_of_one(
-    database: str, name: str, viewer: Client
-) -> None:
-    def queries() -> int:
-        with CaptureQueriesContext(connections[database]) as captured:
-            listed(viewer, q=name)
-        return len(captured)
-
-    put(database, name, LockState.HELD)
-    few = queries()
-    for number in range(30):
-        put_waiter(database, put(database, f"{name}:{number}", LockState.HELD))
-
-    assert queries() == few
 
 
 def test_hostile_text_is_escaped_everywhere(database: str, name: str, operator: Client) -> None:
@@ -286,13 +258,6 @@ def test_owner_cannot_be_guessed_by_narrowing_the_list(
     assert page.status_code == 400
 
 
-def test_the_list_is_narrowed_by_what_is_no_secret(name: str, viewer: Client) -> None:
-    row = put("default", name)
-    put("default", f"{name}:other")
-
-    assert [*listed(viewer, method_name=name).context["cl"].result_list] == [row]
-
-
 def test_aliases_over_one_table_are_shown_apart(
     name: str, viewer: Client, settings: Settings
 ) -> None:
@@ -329,18 +294,6 @@ def test_a_tenant_sees_the_history_of_its_own_locks(
     assert {row.method_name for row in rows} == {f"north|{name}", name}
 
 
-def test_long_name_is_shortened_in_the_list_and_whole_on_its_page(
-    name: str, viewer: Client
-) -> None:
-    row = put("default", name + "x" * 9_900)
-
-    in_list = listed(viewer, q=name).content.decode()
-    on_page = viewer.get(detail_url(row)).content.decode()
-
-    assert "x" * 61 not in in_list
-    assert "x" * 9_900 in on_page
-
-
 # Who may do what
 
 
@@ -360,15 +313,6 @@ def test_nobody_adds_edits_or_deletes(name: str) -> None:
     assert [page.status_code for page in refused] == [403, 403, 403, 200]
     assert reread(row) == row
     assert "delete_selected" not in listed(client).content.decode()
-
-
-def test_the_way_to_the_history_tells_no_name_to_who_may_not_see_it(name: str) -> None:
-    row = put("default", name, LockState.HELD)
-    url = reverse("admin:django_distlock_methodlock_history", args=[row.pk])
-
-    refused = [client_of("add_user").get(each) for each in (url, detail_url(row), LIST)]
-
-    assert [page.status_code for page in refused] == [403, 403, 403]
 
 
 def test_forced_release_is_neither_offered_nor_done_without_permission(
@@ -469,25 +413,6 @@ def test_what_min_hold_reserves_is_freed_and_logged_as_that(
         assert cast("int", later.fencing_token) > cast("int", lease.fencing_token) + 1
 
 
-def test_what_is_reserved_is_shown_and_told_where_times_have_no_zone(
-    name: str, operator: Client, settings: Settings
-) -> None:
-    settings.USE_TZ = False
-    with lock(name, min_hold=600):
-        pass
-
-    with pytest.raises(LockNotAcquired) as caught, lock(name, timeout=0):
-        pass
-    found = cells(listed(operator, q=name), name)
-
-    assert found[1] == "reserved"
-    assert re.fullmatch(r"until (\d{4}-\d\d-\d\d )?\d\d:\d\d", found[4])
-    assert f"is reserved {found[4]} (" in str(caught.value)
-    assert messages(submit(operator, confirm(operator, row_of("default", name)))) == [
-        "1 lock was released."
-    ]
-
-
 def test_action_asks_for_those_that_are_held_and_frees_them(
     database: str, name: str, operator: Client
 ) -> None:
@@ -509,18 +434,6 @@ def test_action_asks_for_those_that_are_held_and_frees_them(
     assert [row.fencing_token for row in freed] == [
         rows[state].fencing_token + 1 for state in taken
     ]
-
-
-def test_page_of_a_held_lock_has_the_button_and_that_of_a_free_one_has_not(
-    database: str, name: str, operator: Client
-) -> None:
-    held, free = put(database, name, LockState.HELD), put(database, f"{name}:free")
-
-    assert (
-        f"{FORCE}?lock={urlquote(value_of(held))}"
-        in operator.get(detail_url(held)).content.decode()
-    )
-    assert FORCE not in operator.get(detail_url(free)).content.decode()
 
 
 def test_same_confirmation_sent_twice_frees_once(
@@ -554,33 +467,6 @@ def test_holder_that_changes_after_the_comparison_is_not_freed(
     assert "not released" in messages(done)[0]
 
 
-def test_reservation_that_ends_after_the_comparison_frees_no_later_one(
-    database: str, name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    row = put(database, name, LockState.RESERVED)
-    page = confirm(operator, row)
-    compare = DatabaseBackend.end_holding
-
-    def late(self: DatabaseBackend, key: str, owner_digest: str) -> bool:
-        rows = MethodLock.objects.using(database).filter(pk=row.pk)
-        rows.update(fencing_token=row.fencing_token + 1)
-        return compare(self, key, owner_digest)
-
-    monkeypatch.setattr(DatabaseBackend, "end_holding", late)
-    done = submit(operator, page)
-
-    assert cast("MethodLock", reread(row)).available_at == row.available_at
-    assert "not released" in messages(done)[0]
-
-
-def test_lock_that_was_purged_meanwhile_is_told(name: str, operator: Client) -> None:
-    row = put_old("default", name, LockState.STALE)
-    page = confirm(operator, row)
-    row.delete()
-
-    assert "not released" in messages(submit(operator, page))[0]
-
-
 @pytest.mark.parametrize(
     "value", ["", "nonsense", "9" * 19, "9" * 5000, "x:y", "-1:y", "²:y", ":", "9" * 30 + ":y"]
 )
@@ -591,15 +477,6 @@ def test_nonsense_frees_nothing_and_breaks_nothing(operator: Client, value: str)
     assert (done.status_code, asked.status_code) == (200, 200)
     assert "not released" in messages(done)[0]
     assert messages(asked) == ["Nobody holds what was selected."]
-
-
-def test_no_more_locks_are_released_at_once_than_anybody_reads(name: str, operator: Client) -> None:
-    rows = [put("default", f"{name}:{n}", LockState.HELD) for n in range(MOST_AT_ONCE + 1)]
-    selected = [value_of(row) for row in rows]
-
-    asked = operator.post(FORCE, {"selected": selected}, follow=True)
-
-    assert messages(asked) == [f"Select at most {MOST_AT_ONCE} held locks."]
 
 
 def test_under_atomic_requests_the_release_is_done_and_told(
@@ -671,43 +548,6 @@ def test_guarded_transaction_is_not_waited_for_and_ends_before_the_next_holding(
         assert cast("int", later.token) > cast("int", lease.fencing_token)
 
 
-def test_what_the_old_holder_guards_refuses_it(database: str, name: str, operator: Client) -> None:
-    with losing(name, database, ttl=60) as lease:
-        submit(operator, confirm(operator, row_of(database, name)))
-
-        # As in another process, which does not know yet.
-        with transaction.atomic(using=database), pytest.raises(StaleFencingToken):
-            locks[database].guard(lease.request, lease.checked_token(), database)
-
-
-def test_first_live_waiter_is_woken(postgres: object, name: str) -> None:
-    row = put("postgres", name, LockState.HELD)
-    put_waiter("postgres", row, timedelta(hours=-1), channel="dead")
-    put_waiter("postgres", row)
-    first = put_waiter("postgres", row, channel="first")
-    put_waiter("postgres", row, channel="second")
-    listening = connections.create_connection("postgres")
-    with listening.cursor() as cursor:
-        for channel in ("dead", "first", "second"):
-            cursor.execute(f"LISTEN {channel}")
-
-    assert locks["postgres"].force_release(row.method_name, digest(str(row.owner)))
-
-    [note] = listening.connection.notifies(timeout=2, stop_after=1)
-    assert (note.channel, note.payload) == ("first", str(first.ticket))
-    assert list(listening.connection.notifies(timeout=0.1)) == []
-    listening.close()
-
-
-def test_counter_is_raised_with_the_row(database: str, name: str, operator: Client) -> None:
-    row = put(database, name, LockState.HELD)
-
-    submit(operator, confirm(operator, row))
-
-    counter = FencingCounter.objects.using(database).get(method_name=row.method_name)
-    assert counter.value == row.fencing_token + 1
-
-
 def in_thread(call: Callable[[], Any]) -> Any:
     """Return what *call* returns in another thread, which closes its connections."""
     results: list[Any] = []
@@ -721,21 +561,6 @@ def in_thread(call: Callable[[], Any]) -> Any:
     thread.join(10)
     assert results, "it waits"
     return results[0]
-
-
-@pytest.mark.server
-def test_a_page_is_shown_though_the_connection_has_died(
-    postgres: PostgreSQL, operator: Client, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setattr(MethodLockAdmin, "using", "postgres")
-    with lock(name, using="postgres"):
-        row = MethodLock.objects.using("postgres").get(method_name=name)
-        for page in (LIST, detail_url(row)):
-            kill = f"SELECT pg_terminate_backend({connections['postgres'].connection.info.backend_pid})"
-            with postgres.admin() as admin:
-                admin.execute(kill)
-
-            assert name in operator.get(page).content.decode()
 
 
 def test_a_database_that_is_down_is_told_and_not_a_traceback(

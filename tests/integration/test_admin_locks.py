@@ -14,18 +14,15 @@ from typing import Any
 import pytest
 from django.contrib.admin import AdminSite
 from django.contrib.admin.models import LogEntry
-from django.contrib.admin.utils import quote
 from django.contrib.auth.models import User
 from django.test import Client, RequestFactory
-from django.urls import path, reverse
-from django.utils.translation import gettext, override
+from django.urls import reverse
 
 from django_distlock import admin, lock, locks, operators
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.values import Held, LockState
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import server_key
 from django_distlock.models import HeldLock, MethodLock
 from tests.fixtures import tenancy
 from tests.fixtures.eventually import eventually
@@ -113,23 +110,6 @@ def test_alias_host_and_name_narrow_it(
     assert "web-2</option>" in viewer.get(LIST).content.decode()
 
 
-def test_places_are_shown_as_such_and_stand_together(name: str, viewer: Client) -> None:
-    with ExitStack() as stack:
-        for ending, limit in (("b", 3), ("a", 1), ("b", 3), ("c", 1), ("b", 3)):
-            wanted = lock(f"{name}:{ending}", using="memory", limit=limit, reentrant=False)
-            stack.enter_context(wanted)
-
-        page = viewer.get(LIST, {"q": name})
-
-    shown = [(row.held.name[-1], row.state) for row in page.context["page"]]
-    assert shown == [
-        ("a", "held, place 0 of 1"),
-        *(("b", f"held, place {place} of 3") for place in (0, 1, 2)),
-        ("c", "held, place 0 of 1"),
-    ]
-    assert all(state in page.text for _, state in shown)
-
-
 @pytest.mark.parametrize("column", admin.COLUMNS)
 def test_each_column_sorts_in_both_directions(
     name: str, viewer: Client, crowd: Callable[..., None], column: str
@@ -148,19 +128,6 @@ def test_each_column_sorts_in_both_directions(
         assert up != down
     assert page.count('aria-sort="ascending"') == 1
     assert re.search(rf'aria-sort="ascending"><a [^>]*href="[^"]*o=-{column}', page)
-
-
-def test_there_are_pages_and_links_to_them(
-    name: str, viewer: Client, crowd: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(admin, "PAGE", 2)
-    crowd("1", "2", "3", "4", "5")
-
-    assert names(viewer, q=name) == ["1", "2"]
-    assert names(viewer, q=name, p="3", o="-name") == ["1"]
-    assert names(viewer, q=name, p="99") == ["5"]
-    assert names(viewer, q=name, p="nonsense") == ["1", "2"]
-    assert f"?q={name.replace(':', '%3A')}&amp;p=2" in viewer.get(LIST, {"q": name}).text
 
 
 def test_aliases_that_meet_the_same_lock_share_a_line(
@@ -339,15 +306,6 @@ def test_the_page_of_a_lock_and_its_release_need_no_listing(
     assert "1 lock was released." in done.text
 
 
-def test_where_nothing_is_selected_it_says_so_as_django_does(operator: Client) -> None:
-    page: Any = operator.post(FORCE, follow=True)
-
-    [told] = [str(message) for message in page.context["messages"]]
-    assert told.startswith("Items must be selected in order to perform actions on them.")
-    with override("de"):
-        assert gettext(told) != told
-
-
 def test_the_script_gets_the_list_alone(name: str, viewer: Client) -> None:
     put("default", f"{name}:row", LockState.HELD)
 
@@ -397,37 +355,6 @@ def test_token_and_key_are_on_the_page_of_the_lock_alone(name: str, operator: Cl
     assert str(row.fencing_token) in detail
     assert row.method_name in detail
     assert str(row.owner) not in page + detail
-
-
-def test_both_pages_tell_to_the_second_since_when_a_lock_is_held(
-    name: str, operator: Client
-) -> None:
-    row = put("default", name, LockState.HELD)
-
-    page = operator.get(LIST, {"q": name})
-    detail = operator.get(
-        reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
-    ).text
-
-    moment = r"[A-Z][a-z]+\.? \d+, \d{4} \d\d:\d\d:\d\d"
-    assert re.search(rf'<time [^>]*title="{moment}">[^<]+ ago</time>', page.text)
-    assert re.search(rf"<dd>{moment} \([^<]+ ago\)</dd>", detail)
-
-
-def test_a_lock_that_is_gone_is_told_with_who_forced_its_release(
-    name: str, operator: Client
-) -> None:
-    row = put("default", name, LockState.HELD)
-    url = reverse("admin:django_distlock_heldlock_change", args=[row.method_name])
-    [shown] = operator.get(LIST, {"q": name}).context["page"]
-    operator.post(FORCE, {"lock": shown.value})
-
-    page = operator.get(url).text
-
-    assert "Nobody holds this lock now" in page
-    assert "Forced the release on alias “default”" in page
-    assert LogEntry.objects.get(object_id=name).get_admin_url() == url.replace(":", "_3A")
-    assert operator.get(url.replace(":", "_3A")).text.count(name) == page.count(name)
 
 
 def test_who_may_not_see_locks_sees_none(name: str, viewer: Client) -> None:
@@ -494,53 +421,6 @@ def test_a_lock_whose_server_is_down_is_not_called_free(operator: Client, settin
     assert told.startswith("down: Redis at 127.0.0.1:1 cannot be reached")
 
 
-def test_a_lock_that_a_session_holds_has_no_history(name: str, viewer: Client) -> None:
-    for kind in ("row", "advisory"):
-        for prefix in ("", "shop"):
-            put("default", name, method_name=server_key(name, kind=kind, prefix=prefix))
-    put("default", name, method_name=server_key(name, prefix="row"))
-
-    page = viewer.get(HISTORY, {"q": name})
-
-    assert [row.method_name for row in page.context["cl"].result_list] == [f"row|{name}"]
-
-
-def test_the_history_has_a_title_and_breadcrumbs_of_its_own(name: str, viewer: Client) -> None:
-    row = put("default", name)
-
-    page = viewer.get(HISTORY)
-    detail = viewer.get(reverse("admin:django_distlock_methodlock_change", args=[row.pk]))
-
-    assert page.context["title"] == "History of the locks"
-    assert trail(page.text) == ["Home", "Distributed locks", "History of the locks"]
-    assert trail(detail.text) == ["Home", "Distributed locks", "History of the locks", name]
-    assert f'<a href="{HISTORY}">History of the locks</a>' in detail.text
-    with lock(name):
-        for query in (name, "a name that no lock has"):
-            listed = viewer.get(LIST, {"q": query})
-            assert trail(listed.text) == ["Home", "Distributed locks", "Locks"]
-
-
-def trail(page: str) -> list[str]:
-    """Return the texts of the breadcrumbs."""
-    [found] = re.findall(r'class="breadcrumbs">(.*?)</(?:div|ol)>', page, re.DOTALL)
-    texts = (re.sub(r"<[^>]*>|&rsaquo;", "", line).strip() for line in found.splitlines())
-    return [text for text in texts if text]
-
-
-def test_the_history_of_a_lock_leads_to_its_page_on_the_same_site(
-    name: str, viewer: Client, settings: Any
-) -> None:
-    site = AdminSite("other")
-    site.register(HeldLock, admin.HeldLockAdmin)
-    site.register(MethodLock, admin.MethodLockAdmin)
-    settings.ROOT_URLCONF = (path("other/", site.urls), *addresses())
-
-    for row, key in ((put("default", name).pk, name), ("gone", "gone")):
-        answer: Any = viewer.get(f"/other/django_distlock/methodlock/{row}/history/")
-        assert answer.url == f"/other/django_distlock/heldlock/{quote(key)}/change/"
-
-
 def test_a_subclass_adds_to_the_context_of_the_pages(name: str, settings: Any) -> None:
     settings.ROOT_URLCONF = "tests.integration.history_site"
     row, more = put("default", name, LockState.HELD), {"title": "ours"}
@@ -558,18 +438,3 @@ def test_a_subclass_adds_to_the_context_of_the_pages(name: str, settings: Any) -
     ]
 
     assert [page.context_data["title"] for page in pages] == ["ours"] * 3
-
-
-def test_the_history_alone_is_a_site_that_works(name: str, operator: Client, settings: Any) -> None:
-    settings.ROOT_URLCONF = "tests.integration.history_site"
-    row = put("default", name, LockState.HELD)
-    page = "admin:django_distlock_methodlock_"
-
-    shown = operator.get(reverse(f"{page}changelist"), {"q": name})
-    detail = operator.get(reverse(f"{page}change", args=[row.pk]))
-    history = operator.get(reverse(f"{page}history", args=[row.pk]))
-
-    assert [each.status_code for each in (shown, detail, history)] == [200, 200, 200]
-    assert name in shown.text
-    assert name in detail.text
-    assert "Force release" not in detail.text

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections import Counter
-from datetime import UTC, datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
@@ -100,15 +99,6 @@ def test_tasks_that_wait_run_one_after_the_other(worker: CeleryWorker, account: 
     assert (audit(account).made, audit(account).lost) == (COPIES, 0)
 
 
-def test_tasks_that_skip_say_so_in_their_results(worker: CeleryWorker, account: int) -> None:
-    results = send_copies(tasks.charge_or_skip, worker, account)
-
-    found = ends(results)
-    assert found[tasks.CHARGED] + found[tasks.SKIPPED] == COPIES
-    assert found[tasks.SKIPPED] > 0
-    assert (audit(account).made, audit(account).lost) == (found[tasks.CHARGED], 0)
-
-
 def test_tasks_that_retry_have_all_run_in_the_end(worker: CeleryWorker, account: int) -> None:
     logged = len(worker.log)
     results = send_copies(tasks.charge_or_retry, worker, account)
@@ -137,34 +127,6 @@ def test_task_that_runs_out_of_retries_fails_and_says_why(
     assert "Traceback" not in worker.log[logged:]
 
 
-def test_task_is_told_of_a_reservation(worker: CeleryWorker, diary: Diary) -> None:
-    with lock(f"page:{diary.page}", using="redis", min_hold=60):
-        pass
-
-    with pytest.raises(LockNotAcquired, match="is reserved until") as caught:
-        send_to(worker, "giving_up", diary).get(timeout=30)
-
-    assert caught.value.reserved_until is not None
-    assert 50 < (caught.value.reserved_until - datetime.now(UTC)).total_seconds() < 60.1
-
-
-def test_holder_tells_the_task(worker: CeleryWorker, diary: Diary) -> None:
-    result = send_to(worker, "waiting", diary)
-    [body] = began(diary, 1)
-
-    with pytest.raises(LockNotAcquired) as caught:
-        lock(f"page:{diary.page}", using="redis", timeout=0).__enter__()
-
-    holder = caught.value.holder
-    assert holder is not None
-    assert holder.pid == body.pid
-    assert holder.pid in worker.pids[1:]
-    assert holder.task == f"tests.integration.celery_tasks.waiting[{result.id}]"
-    assert holder.purpose == "tests.integration.celery_tasks.waiting"
-    diary.let_go()
-    assert result.get(timeout=30) == "done"
-
-
 @pytest.mark.parametrize("bound", ["", "_bound"])
 @pytest.mark.parametrize("kind", ["skips", "calls", "raises", "retries"])
 def test_each_policy_works_with_and_without_bind(
@@ -185,15 +147,6 @@ def test_each_policy_works_with_and_without_bind(
 
     if kind == "retries":
         assert result.get(timeout=30) == "done"
-
-
-def test_as_many_copies_run_at_once_as_the_limit_says(worker: CeleryWorker, diary: Diary) -> None:
-    diary.let_go(4)
-
-    results = [send_to(worker, "retries_for_a_place", diary) for _ in range(4)]
-
-    assert ends(results) == {"done": 4}
-    assert [entry.event for entry in diary.read()] == ["began", "ended"] * 4
 
 
 @pytest.mark.parametrize("end", ["hung", "told_to_end", "revoked"])

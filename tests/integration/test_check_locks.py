@@ -10,8 +10,6 @@ from django.core.management import CommandError, call_command
 
 from django_distlock import lock
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.engine.values import Grant, Request
-from django_distlock.management.commands.check_locks import PURPOSE
 
 from .aliases import DOWN, DUMMY, MEMORY
 
@@ -81,23 +79,3 @@ def test_a_lock_that_the_list_has_not_is_told(
 
     with lock("another"):
         assert "list: the lock is held, and the list does not have it" in failure()[1]
-
-
-def test_a_second_holder_is_given_back(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings.DISTLOCK = {"default": MEMORY}
-    released: list[Request] = []
-    real, free = LocMemBackend.try_acquire, LocMemBackend.release
-
-    def grant(self: LocMemBackend, request: Any, **how: Any) -> Any:
-        return real(self, request, **how) if released or how["queued"] else Grant(1)
-
-    def note(self: LocMemBackend, request: Any) -> Any:
-        released.append(request)
-        return free(self, request)
-
-    monkeypatch.setattr(LocMemBackend, "release", note)
-    monkeypatch.setattr(LocMemBackend, "try_acquire", grant)
-
-    assert "a second holder" in failure()[1]
-    assert len({request.owner for request in released}) == 2
-    assert {request.holder.purpose for request in released} == {PURPOSE}

@@ -43,10 +43,3 @@ def test_and_those_of_an_async_view() -> None:
     assert [row["state"] for row in told["rows"]] == ["released"]
     assert told["subtitle"].startswith("1 lock in ")
     assert f'<td title="fee:{"7" * 200}"><code>fee:{"7" * 55}…</code>' in told["page"]
-
-
-def test_a_request_without_locks_says_so() -> None:
-    told = recorded("/idle")
-
-    assert told["rows"] == []
-    assert "This request used no locks." in told["page"]

@@ -1,7 +1,6 @@
 """`make demo` and `make demo-server`, small: their commands as processes of their own."""
 
 import os
-import pty
 import re
 import signal
 import sqlite3
@@ -84,47 +83,6 @@ def test_the_demo_loses_updates_without_the_lock_and_none_with_it(
     assert locked == Row(12, 0, SHOULD_BE, SHOULD_BE, Decimal(0))
 
 
-def test_the_demo_tells_a_file_what_it_does_in_plain_lines(
-    shown: "subprocess.CompletedProcess[str]",
-) -> None:
-    lines = shown.stdout.splitlines()
-
-    assert lines[0].startswith("3 servers take a 3 % fee from one account, 4 times each:")
-    assert "no lock: charging 12 fees ..." in lines
-    assert "@distributed_lock: charging 12 fees ..." in lines
-    assert lines[-1] == "See accounts, fees and locks in the admin: make demo-server"
-    assert all(line.isascii() and line.isprintable() and len(line) <= 80 for line in lines)
-
-
-def test_the_demo_shows_a_terminal_its_progress(environment: Environment) -> None:
-    ours, theirs = pty.openpty()
-    process = launch(
-        [sys.executable, "-m", "testproject", *SMALL],
-        cwd=ROOT,
-        env={**environment, "TERM": "xterm", "COLUMNS": "120"},
-        stdin=subprocess.DEVNULL,
-        stdout=theirs,
-        stderr=theirs,
-    )
-    os.close(theirs)
-
-    shown = "".join(read_terminal(ours))
-
-    assert process.wait(10) == 0
-    assert "━" in shown
-    assert shown.count("12/12") >= 2
-    assert "updates" in shown
-
-
-def read_terminal(descriptor: int) -> Iterator[str]:
-    """Give what comes until the last writer has closed it, which Linux tells by an error."""
-    with open(descriptor, encoding="utf-8", errors="replace", buffering=1, newline="") as terminal:
-        try:
-            yield from terminal
-        except OSError:
-            return
-
-
 def test_the_demo_fails_when_its_lock_does_not_exclude(
     environment: Environment, tmp_path: Path
 ) -> None:
@@ -139,37 +97,6 @@ def test_the_demo_fails_when_its_lock_does_not_exclude(
     assert shown.returncode == 1
     assert row("@distributed_lock", shown.stdout).lost > 0
     assert "The demo failed" in shown.stderr
-
-
-def test_the_demo_fails_when_one_server_alone_can_lose_nothing(environment: Environment) -> None:
-    shown = run("demo", "--servers=1", "--charges=2", environment=environment)
-
-    assert shown.returncode == 1
-    assert row("no lock", shown.stdout).lost == 0
-    assert "The demo failed" in shown.stderr
-
-
-def test_the_demo_refuses_more_fees_than_there_is_money_for(environment: Environment) -> None:
-    shown = run("demo", "--charges=200", environment=environment)
-
-    assert shown.returncode == 1
-    assert "800 fees are too many" in shown.stderr
-
-
-def test_the_demo_says_when_its_servers_fail(environment: Environment) -> None:
-    shown = run("demo", "--servers=2", "--work=-1", environment=environment)
-
-    assert shown.returncode == 1
-    assert "ValueError: sleep length must be non-negative" in shown.stderr
-    assert "2 servers failed" in shown.stderr
-
-
-def test_manage_py_works_from_any_folder(environment: Environment, tmp_path: Path) -> None:
-    program = str(ROOT / "testproject" / "manage.py")
-
-    shown = run(*SMALL, environment=environment, cwd=tmp_path, program=program)
-
-    assert (shown.returncode, shown.stderr) == (0, "")
 
 
 # The server of the demo.
@@ -219,31 +146,6 @@ def test_the_server_has_accounts_and_locks_to_show(environment: Environment) -> 
         "report:monthly": "held",
     }
     eventually(lambda: lock_states(environment) == expected)
-
-
-@pytest.mark.usefixtures("server")
-def test_the_admin_shows_locks_of_two_aliases(environment: Environment) -> None:
-    site = f"http://127.0.0.1:{environment['PORT']}"
-    people = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
-    form = people.open(f"{site}/admin/login/", timeout=10).read().decode()
-    [token] = re.findall(r'name="csrfmiddlewaretoken" value="(.*?)"', form)
-    sent = {"csrfmiddlewaretoken": token, "username": "demo", "password": "demo"}
-    sent["next"] = "/admin/django_distlock/heldlock/"
-
-    data = urllib.parse.urlencode(sent).encode()
-    locks = people.open(f"{site}/admin/login/", data, timeout=10).read().decode()
-
-    assert [name for name in ("report:monthly", "cache:warm-up") if name not in locks] == []
-    assert "3 hours" in locks
-
-
-@pytest.mark.usefixtures("server")
-def test_the_server_tells_how_to_open_the_admin(environment: Environment, tmp_path: Path) -> None:
-    log = (tmp_path / "log").read_text()
-
-    assert f"Admin: http://127.0.0.1:{environment['PORT']}/admin/" in log
-    assert "User: demo   Password: demo" in log
-    assert "Log in" in page(environment, "/admin/")
 
 
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

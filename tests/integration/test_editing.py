@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import uuid
 from collections.abc import Iterator
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
-from asgiref.sync import async_to_sync, sync_to_async
 from django.apps import apps
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Group, Permission, User
-from django.core import signing
-from django.core.exceptions import ImproperlyConfigured, ValidationError
+from django.core.exceptions import ValidationError
 from django.db import connections, models, transaction
 from django.forms import ModelForm, modelform_factory
 from django.test import Client, RequestFactory, modify_settings
 from django.test.utils import CaptureQueriesContext, isolate_apps
 from django.urls import reverse
-from django.utils.translation import override
 
 from django_distlock import NotSupported, lock, locks
 from django_distlock.contrib import editing
 from django_distlock.operators import holdings
-from django_distlock.testing import override_locks
 from testproject.models import Account, Fee
 from testproject.services import open_account
 from tests.contract.profiles import PATIENT_REDLOCK
 from tests.fixtures import tenancy
 from tests.fixtures.eventually import eventually
-from tests.fixtures.pages import DOCS
 from tests.fixtures.tenancy import tenant
 
 from . import edit_site
@@ -153,29 +146,6 @@ def test_the_first_edits_and_others_read_meanwhile(
     assert "_save" in Fields(bob.get(page_of(account)).content.decode()).buttons
 
 
-def test_no_name_of_a_user_turns_the_text_around_it(
-    account: Account, ada: Client, bob: Client
-) -> None:
-    User.objects.filter(pk=ada.session["_auth_user_id"]).update(first_name="\u202eada")
-    ada.get(page_of(account))
-
-    assert r"Being edited by \u202eada since " in bob.get(page_of(account)).content.decode()
-
-
-def test_a_page_that_is_read_only_offers_nothing_else(account: Account, ada: Client) -> None:
-    adder = client_of(*EDITOR, "add_account")
-    delete = reverse("admin:testproject_account_delete", args=[account.pk])
-    first = adder.get(page_of(account))
-    assert "_saveasnew" in Fields(first.content.decode()).buttons
-    assert delete in first.content.decode()
-
-    ask(adder, fields_of(first), "leave")
-    ada.get(page_of(account))
-    page = adder.get(page_of(account)).content.decode()
-    assert "_saveasnew" not in Fields(page).buttons
-    assert delete not in page
-
-
 def test_inlines_of_others_are_read_only_too(account: Account, ada: Client, bob: Client) -> None:
     Fee.objects.create(account=account, amount=3)
     assert "fees-0-amount" in fields_of(ada.get(page_of(account)))
@@ -240,15 +210,6 @@ def test_a_changed_row_of_an_inline_counts(account: Account, ada: Client) -> Non
     assert fee.amount == 5
 
 
-def test_a_field_that_the_form_does_not_have_may_change(account: Account, ada: Client) -> None:
-    opened = fields_of(ada.get(page_of(account)))
-    Account.objects.filter(pk=account.pk).update(fence=7)
-
-    assert ada.post(page_of(account), opened).status_code == 302
-    account.refresh_from_db()
-    assert account.fence == 7
-
-
 def test_many_to_many_fields_are_compared(ada: Client) -> None:
     group = Group.objects.create(name=uuid.uuid4().hex)
     chosen, other = Permission.objects.all()[:2]
@@ -302,34 +263,6 @@ def test_nobody_takes_over_without_the_permission(
     ask(bob, shown, "take-over", distlock_take_over=before.owner_digest)
 
     assert [each.owner_digest for each in held(account)] == [before.owner_digest]
-    assert not LogEntry.objects.filter(object_id=str(account.pk)).exists()
-
-
-def test_what_was_deleted_is_taken_over_without_an_entry(
-    account: Account, ada: Client, chief: Client
-) -> None:
-    ada.get(page_of(account))
-    shown = fields_of(chief.get(page_of(account)))
-    Account.objects.filter(pk=account.pk).delete()
-
-    answer = ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
-
-    assert answer.url == page_of(account)
-    assert held(account) == []
-    assert not LogEntry.objects.filter(object_id=str(account.pk)).exists()
-
-
-def test_an_old_page_does_not_take_over_from_the_next_one(
-    account: Account, ada: Client, bob: Client, chief: Client
-) -> None:
-    opened = fields_of(ada.get(page_of(account)))
-    shown = fields_of(chief.get(page_of(account)))
-    ask(ada, opened, "leave")
-    bob.get(page_of(account))
-
-    ask(chief, shown, "take-over", distlock_take_over=shown["distlock_take_over"])
-
-    assert f"{name_of(bob)}" in held(account)[0].holder.purpose
     assert not LogEntry.objects.filter(object_id=str(account.pk)).exists()
 
 
@@ -387,16 +320,6 @@ def test_a_page_that_comes_back_asks_again_and_is_told_what_changed(
     assert told == {"state": "gone", "message": "This was deleted."}
 
 
-def test_pages_that_come_back_are_told_apart(account: Account, ada: Client) -> None:
-    opened = fields_of(ada.get(page_of(account)))
-    for life in ("1", "2"):
-        assert ask(ada, opened, "begin", life=life).json() == {"state": "held"}
-
-    told = [ask(ada, opened, "renew", life=life).json()["state"] for life in ("1", "2")]
-
-    assert told == ["busy", "held"]
-
-
 def test_a_page_takes_its_lock_again_once_it_is_free(
     account: Account, ada: Client, bob: Client
 ) -> None:
@@ -442,19 +365,6 @@ def test_another_window_of_the_same_user_gets_the_lock(account: Account, ada: Cl
     assert errors(page)
     account.refresh_from_db()
     assert account.name == "first"
-
-
-def test_a_form_with_errors_keeps_its_lock(account: Account, ada: Client, bob: Client) -> None:
-    opened = fields_of(ada.get(page_of(account)))
-    ask(ada, opened, "renew")
-
-    page = ada.post(page_of(account), {**opened, "balance": "much"})
-    ask(ada, opened, "leave")  # what the page before sends when this one has come
-
-    assert held(account)[0].remaining <= 15
-    assert "_save" not in Fields(bob.get(page_of(account)).content.decode()).buttons
-    assert ada.post(page_of(account), {**fields_of(page), "balance": "3"}).status_code == 302
-    assert held(account) == []
 
 
 def test_a_form_of_another_user_or_another_key_counts_as_changed(
@@ -503,30 +413,6 @@ def test_the_page_of_one_tenant_has_nothing_to_do_with_the_locks_of_another(
         assert any(name_of(bob) in error for error in errors(refused))
     with tenant("north"):
         assert held(account) == []
-
-
-def test_a_form_that_was_opened_for_another_tenant_counts_as_changed(
-    account: Account, ada: Client, settings: Any
-) -> None:
-    settings.DISTLOCK = {"default": {**settings.DISTLOCK["default"], "KEY_PREFIX": tenancy.PREFIX}}
-    with tenant("north"):
-        opened = fields_of(ada.get(page_of(account)))
-
-    with tenant("south"):
-        page = ada.post(page_of(account), {**opened, "name": "typed"})
-
-    assert page.context["distlock_edit"].changes[0].key == "name"
-
-
-def test_the_script_of_a_page_is_told_of_another_login(account: Account, ada: Client) -> None:
-    opened = fields_of(ada.get(page_of(account)))
-    other = client_of(*EDITOR)
-
-    assert ask(other, opened, "renew").json()["state"] == "refused"
-    assert ask(ada, {"distlock_edit": "forged"}, "renew").json()["state"] == "refused"
-    assert ask(Client(), opened, "renew").status_code == 302
-    token = ada.get(reverse("admin:testproject_account_edit_lock")).json()["csrf"]
-    assert len(token) == 64
 
 
 def test_its_address_needs_a_csrf_token(account: Account) -> None:
@@ -597,54 +483,10 @@ def test_what_is_edited_is_not_changed_in_the_list(
     assert ada.post(changelist, {**opened, "form-0-name": "by Ada"}).status_code == 302
 
 
-def test_fields_of_the_list_may_depend_on_the_user(ada: Client) -> None:
-    class Choosy(edit_site.AccountAdmin):
-        def formfield_for_dbfield(self, db_field: Any, request: Any, **kwargs: Any) -> Any:
-            return super().formfield_for_dbfield(db_field, request, label=request.path, **kwargs)
-
-    form = Choosy(Account, edit_site.site).get_changelist_form(RequestFactory().get("/list/"))
-
-    assert form.base_fields["name"].label == "/list/"
-
-
-def test_save_as_new_is_no_change_of_the_object(account: Account, bob: Client) -> None:
-    ada = client_of(*EDITOR, "add_account")
-    opened = fields_of(ada.get(page_of(account)))
-    Account.objects.filter(pk=account.pk).update(balance=1)
-
-    answer = ada.post(page_of(account), {**opened, "name": "copy", "_saveasnew": "yes"})
-
-    assert answer.status_code == 302
-    assert Account.objects.filter(name="copy", balance=100).exists()
-    assert held(account) == []
-
-
-def test_a_popup_gives_the_lock_back_too(account: Account, ada: Client) -> None:
-    opened = fields_of(ada.get(f"{page_of(account)}?_popup=1"))
-    assert opened["_popup"] == "1"
-    assert held(account)
-
-    assert ada.post(f"{page_of(account)}?_popup=1", opened).status_code == 200
-    assert held(account) == []
-
-
 def test_code_that_holds_the_lock_keeps_editors_out(account: Account, ada: Client) -> None:
     with lock(f"edit:testproject.account:{account.pk}", purpose="the nightly import"):
         page = ada.get(page_of(account))
         assert "(the nightly import) since " in page.content.decode()
-
-
-def test_so_does_code_whose_task_has_the_name_of_an_editors(account: Account, ada: Client) -> None:
-    async def hold() -> Any:
-        task = asyncio.current_task()
-        assert task
-        task.set_name("edit all accounts")
-        async with lock(f"edit:testproject.account:{account.pk}", purpose="the nightly import"):
-            return await sync_to_async(ada.get)(page_of(account))
-
-    page = async_to_sync(hold)().content.decode()
-
-    assert "edit all accounts (the nightly import) since " in page
 
 
 def test_without_the_server_of_the_locks_people_work_and_values_are_compared(
@@ -660,16 +502,6 @@ def test_without_the_server_of_the_locks_people_work_and_values_are_compared(
     page = ada.post(page_of(account), {**opened, "name": "typed"})
     assert [error[:14] for error in errors(page)] == ["Not saved yet."]
     assert ada.post(page_of(account), fields_of(page)).status_code == 302
-
-
-def test_a_deleted_object_is_said_to_be_gone(account: Account, ada: Client) -> None:
-    opened = fields_of(ada.get(page_of(account)))
-    account_page = page_of(account)
-    account.delete()
-
-    answer = ada.post(account_page, opened, follow=True)
-
-    assert "Perhaps it was deleted?" in answer.content.decode()
 
 
 def test_no_page_shows_the_owner(account: Account, ada: Client, bob: Client) -> None:
@@ -701,28 +533,6 @@ def test_a_page_of_ones_own(account: Account, ada: Client, bob: Client) -> None:
     assert held(account) == []
 
 
-def test_the_page_of_the_guide_shows_what_others_may_read(
-    account: Account, ada: Client, bob: Client, settings: Any, tmp_path: Path
-) -> None:
-    guide = (
-        (DOCS / "howto" / "edit-together.md").read_text().partition("## In pages of your own")[2]
-    )
-    _urls, views = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    [template] = re.findall(r"```html\+django\n(.*?)```", guide, re.DOTALL)
-    known: dict[str, Any] = {"Account": Account}
-    exec(views, known)
-    (tmp_path / "account_form.html").write_text(template)
-    settings.TEMPLATES = [{**settings.TEMPLATES[0], "DIRS": [tmp_path]}]
-    ada.get(page_of(account))
-
-    request = RequestFactory().get("/")
-    request.user = User.objects.get(username=name_of(bob))
-    page = known["edit_account"](request, account.pk).content.decode()
-
-    assert f"Being edited by {name_of(ada)} since " in page
-    assert account.name in page
-
-
 def test_a_page_of_ones_own_can_be_taken_over(account: Account, ada: Client, chief: Client) -> None:
     url, view = reverse("rename", args=[account.pk]), reverse("distlock_edit_lock")
     ada.get(url)
@@ -733,54 +543,6 @@ def test_a_page_of_ones_own_can_be_taken_over(account: Account, ada: Client, chi
     assert answer.url == url
     assert "Being edited" not in chief.get(url).content.decode()
     assert f"by {name_of(chief)}" in held(account)[0].holder.purpose
-
-
-def test_a_page_of_ones_own_is_not_taken_over_without_the_permission(
-    account: Account, ada: Client, bob: Client
-) -> None:
-    url, view = reverse("rename", args=[account.pk]), reverse("distlock_edit_lock")
-    ada.get(url)
-    [before] = held(account)
-
-    for other in (bob, Client()):
-        shown = fields_of(other.get(url))
-        assert "distlock_take_over" not in shown
-        taken = before.owner_digest
-        other.post(view, {**shown, "what": "take-over", "distlock_take_over": taken})
-
-    assert held(account)[0].owner_digest == before.owner_digest
-
-
-def test_a_page_of_ones_own_compares_the_fields_of_its_form(account: Account, ada: Client) -> None:
-    url = reverse("rename", args=[account.pk])
-    opened = fields_of(ada.get(url))
-    Account.objects.filter(pk=account.pk).update(balance=1)
-
-    assert ada.post(url, {**opened, "name": "typed"}).status_code == 302
-
-
-def test_a_page_of_ones_own_names_the_wrong_option(account: Account) -> None:
-    with pytest.raises(ValueError, match=r"^ttl must be "):
-        editing.edit_lock(RequestFactory().get("/"), account, ttl=-1)
-
-
-@pytest.mark.parametrize(
-    ("language", "text"),
-    [
-        ("de", "bearbeitet."),
-        ("es", "lo está editando desde"),
-        ("fr", "En cours de modification par"),
-        ("ja", "から編集中です。"),
-        ("zh-hans", "正在编辑。"),
-    ],
-)
-def test_it_speaks_five_languages(
-    account: Account, ada: Client, bob: Client, language: str, text: str
-) -> None:
-    ada.get(page_of(account))
-
-    with override(language):
-        assert text in bob.get(page_of(account)).content.decode()
 
 
 def test_wrong_settings_are_told_by_the_check(settings: Any) -> None:
@@ -814,15 +576,6 @@ def test_wrong_settings_are_told_by_the_check(settings: Any) -> None:
     assert problems() == problems(edit_lock_using="other") == []
 
 
-def test_a_page_of_ones_own_without_its_address_says_what_to_add(
-    account: Account, ada: Client, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(editing, "URL_NAME", "missing")
-
-    with pytest.raises(ImproperlyConfigured, match="edit_lock_view, name="):
-        ada.get(reverse("rename", args=[account.pk]))
-
-
 def test_an_alias_that_holds_no_locks_for_pages_is_refused(
     account: Account, ada: Client, settings: Any
 ) -> None:
@@ -830,15 +583,6 @@ def test_an_alias_that_holds_no_locks_for_pages_is_refused(
 
     with pytest.raises(NotSupported, match=re.escape("edit_lock()")):
         ada.get(reverse("rename", args=[account.pk]))
-
-
-def test_locks_that_are_always_free_keep_nobody_out(
-    account: Account, ada: Client, bob: Client
-) -> None:
-    with override_locks(free=True):
-        opened = fields_of(ada.get(page_of(account)))
-        assert "_save" in Fields(bob.get(page_of(account)).content.decode()).buttons
-        assert ada.post(page_of(account), {**opened, "name": "typed"}).status_code == 302
 
 
 def test_no_transaction_is_open_when_a_lock_is_asked_for(
@@ -862,15 +606,6 @@ def test_no_transaction_is_open_when_a_lock_is_asked_for(
 
     assert len(seen) > 4
     assert not any(seen)
-
-
-def test_a_ttl_that_the_server_cannot_keep_is_refused(
-    account: Account, ada: Client, settings: Any
-) -> None:
-    settings.DISTLOCK = {"default": REDLOCK}
-
-    with pytest.raises(ValueError, match="set OPTIONS 'longest_ttl'"):
-        ada.get(page_of(account))
 
 
 @pytest.mark.parametrize("site", ["postgres", "mariadb", "redis", "redis_five"], indirect=True)
@@ -965,24 +700,6 @@ def test_an_object_with_a_key_of_two_columns_is_edited(monkeypatch: pytest.Monke
     finally:
         with connections["default"].schema_editor() as editor:
             editor.delete_model(Line)
-
-
-def test_a_ticket_of_another_release_counts_as_none(account: Account) -> None:
-    known = signing.loads(opened_by_me(account), salt=editing.SALT)
-    request = post(distlock_edit=signing.dumps({**known, "colour": "red"}, salt=editing.SALT))
-
-    assert editing.read_ticket(request) is None
-
-
-def test_a_short_lock_is_renewed_before_it_ends(account: Account) -> None:
-    request: Any = RequestFactory().get("/")
-    request.user = User(pk=1)
-
-    pauses = [
-        editing.edit_lock(request, account, may_take_over=False, ttl=ttl).pause for ttl in (90, 6)
-    ]
-
-    assert pauses == [5, 2]
 
 
 def test_a_page_without_its_ticket_is_told_of_changes_beside_its_own_errors(

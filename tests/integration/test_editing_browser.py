@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -97,12 +96,6 @@ def held(account: Account) -> list[Any]:
     return holdings("default", f"edit:testproject.account:{account.pk}")
 
 
-#: How many requests the page has sent together with its first one; 0 until it has sent others later.
-AT_FIRST = """const sent = performance.getEntriesByType("resource").filter((each) => each.name.endsWith("/edit-lock/"));
-const first = sent.filter((each) => each.startTime < sent[0].startTime + 2000);
-return first.length < sent.length ? first.length : 0"""
-
-
 #: Lets no answer to a page come in time that asks for its lock again, and has it ask.
 TOO_LATE = """const real = window.fetch;
 window.fetch = (url, options) => {
@@ -110,15 +103,6 @@ window.fetch = (url, options) => {
     return options.body && options.body.get("what") === "renew" ? new Promise(() => {}) : answer;
 };
 document.dispatchEvent(new Event("visibilitychange"));"""
-
-
-#: Clicks twice, and returns of each whether its form is sent.
-TWO_CLICKS = """const sent = [];
-addEventListener("submit", (event) => sent.push(!event.defaultPrevented));
-for (let click = 0; click < 2; click += 1) {
-    document.querySelector("[name=_save]").click();
-}
-return sent;"""
 
 
 def is_live(account: Account) -> bool:
@@ -244,24 +228,6 @@ def test_the_button_of_a_reader_takes_over_from_who_edits_by_now(
     assert chief.says() == ""
 
 
-def test_a_reload_keeps_the_lock(editor: Start, account: Account) -> None:
-    ada, bob = editor("Ada"), editor("Bob")
-    ada.edit(account)
-    for _ in range(3):
-        eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
-        ada.browser.refresh()
-        assert ada.has(SAVE)
-    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
-
-    bob.edit(account)
-    assert not bob.has(SAVE)
-    ada.type_name("")
-    ada.press(SAVE)
-    assert "This field is required" in ada.find("#content").text
-    eventually(lambda: is_live(account), PATIENCE, "the form that is shown again renews the lock")
-    assert ada.says() == ""
-
-
 def test_who_waits_is_told_when_it_is_free(editor: Start, account: Account) -> None:
     ada, bob = editor("Ada"), editor("Bob")
     ada.edit(account)
@@ -332,68 +298,3 @@ def test_it_works_without_scripts(editor: Start, account: Account) -> None:
     eventually(lambda: not ada.has("#id_name"), PATIENCE, "it is saved")
     account.refresh_from_db()
     assert account.name == "typed by Ada"
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_cut_off(
-    editor: Start, account: Account, width: int, theme: str, tmp_path: Path
-) -> None:
-    ada, bob = editor("Ada"), editor("Bob")
-    for someone in (ada, bob):
-        someone.resize(width, 900)
-        someone.choose(theme)
-    ada.edit(account)
-    bob.edit(account)
-    assert bob.cut_off() == []
-    bob.browser.save_screenshot(str(tmp_path / "read.png"))
-    bob.press("[value=take-over]")
-    eventually(lambda: "Being edited by Bob" in ada.says(), PATIENCE, "the first editor is told")
-    assert ada.cut_off() == []
-    ada.browser.save_screenshot(str(tmp_path / "lost.png"))
-    bob.type_name("x" * 100)
-    bob.press(SAVE)
-    ada.press(SAVE)
-    assert ada.cut_off() == []
-    ada.browser.save_screenshot(str(tmp_path / "changed.png"))
-
-
-def test_a_page_of_ones_own(editor: Start, account: Account) -> None:
-    ada, bob = editor("Ada"), editor("Bob")
-    for someone in (ada, bob):
-        someone.open(reverse("rename", args=[account.pk]))
-    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
-    assert "Being edited by Ada" in bob.says()
-
-    bob.press("[value=take-over]")
-    eventually(lambda: "Being edited by Bob" in ada.says(), PATIENCE, "the first editor is told")
-    ada.click(".distlock-edit-take-over input")
-    ada.press("form button:last-of-type")
-
-    assert ada.find("body").text == "saved"
-    assert ada.complaints() == []
-
-
-def test_the_second_click_of_an_impatient_user_sends_nothing(
-    editor: Start, account: Account
-) -> None:
-    ada = editor("Ada")
-    ada.edit(account)
-    eventually(lambda: is_live(account), PATIENCE, "the script renews the lock")
-    ada.type_name("typed by Ada")
-
-    assert ada.browser.execute_script(TWO_CLICKS) == [True, False]
-
-    saved = Account.objects.filter(pk=account.pk, name="typed by Ada")
-    eventually(saved.exists, PATIENCE, "the form is saved")
-
-
-def test_each_of_several_forms_of_a_page_asks_once(editor: Start, account: Account) -> None:
-    ada, other = editor("Ada"), open_account("Bob", Decimal("1.00"))
-    ada.open(f"{reverse('several')}?pk={account.pk}&pk={other.pk}")
-
-    eventually(lambda: is_live(account) and is_live(other), PATIENCE, "both are renewed")
-    sent = eventually(lambda: ada.browser.execute_script(AT_FIRST), PATIENCE, "it asks again")
-    assert sent == 2
-    ada.open("/")
-    eventually(lambda: not (held(account) or held(other)), PATIENCE, "both are given back")

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import uuid
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
-from django import forms
-from django.contrib.auth.models import Group, Permission, User
+from django.contrib.auth.models import Permission, User
 from django.db import connections, transaction
-from django.forms import BaseInlineFormSet, ModelForm, modelform_factory
+from django.forms import modelform_factory
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from django_distlock import lock, locks
 from django_distlock.contrib import editing
 from testproject.models import Account, Fee
 from testproject.services import open_account
 
-from . import edit_site
 from .edit_site import fields_of
 from .staff import client_of
 from .test_editing import (
@@ -148,72 +143,6 @@ def test_the_list_saves_what_was_typed_and_only_over_what_it_had_shown(
     assert ada.post(changelist, {**opened, typed: "typed"}).status_code == 302
 
 
-def test_fields_of_the_form_alone_are_compared_too(
-    account: Account, ada: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class WithFees(ModelForm):  # type: ignore[type-arg]
-        count = forms.CharField()
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.fields["count"].initial = self.instance.fees.count()
-
-    monkeypatch.setattr(edit_site.AccountAdmin, "form", WithFees)
-    monkeypatch.setattr(edit_site.AccountAdmin, "inlines", ())
-    opened = fields_of(ada.get(page_of(account)))
-    Fee.objects.create(account=account, amount=3)
-
-    page = ada.post(page_of(account), opened)
-
-    [change] = page.context["distlock_edit"].changes
-    assert (change.label, change.shown) == ("Count", "1")
-
-
-def test_formsets_with_arguments_of_their_own_are_compared(
-    account: Account, ada: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Signed(BaseInlineFormSet):  # type: ignore[type-arg]
-        def __init__(self, *args: Any, signer: str, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-
-    def terms(self: Any, *args: Any) -> Any:
-        return {**super(edit_site.AccountAdmin, self).get_formset_kwargs(*args), "signer": "Ada"}
-
-    monkeypatch.setattr(edit_site.FeeInline, "formset", Signed)
-    monkeypatch.setattr(edit_site.AccountAdmin, "get_formset_kwargs", terms, raising=False)
-    opened = fields_of(ada.get(page_of(account)))
-
-    assert ada.post(page_of(account), {**opened, "name": "typed"}).status_code == 302
-
-
-def test_inlines_of_inlines_are_told_by_the_check() -> None:
-    nested = type("Nested", (edit_site.FeeInline,), {"inlines": (edit_site.FeeInline,)})
-    made = type("NestedAdmin", (edit_site.AccountAdmin,), {"inlines": (nested,)})
-
-    [found] = made(Account, edit_site.site).check()
-
-    assert (found.id, found.obj) == ("distlock.W050", made)
-    assert found.msg == "NestedAdmin: the inlines of Nested are not compared."
-
-
-def test_a_template_without_the_place_for_it_is_told(  # noqa: PLR0917
-    account: Account,
-    ada: Client,
-    settings: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    (tmp_path / "bare.html").write_text("{{ adminform.form }}")
-    settings.TEMPLATES = [{**settings.TEMPLATES[0], "DIRS": [tmp_path]}]
-    monkeypatch.setattr(edit_site.AccountAdmin, "change_form_template", "bare.html")
-
-    with caplog.at_level(logging.WARNING, "django_distlock"):
-        ada.get(page_of(account))
-
-    assert "bare.html has no block form_top" in caplog.text
-
-
 def test_rights_are_asked_again_when_a_page_renews_its_lock(account: Account, ada: Client) -> None:
     opened = fields_of(ada.get(page_of(account)))
     assert ask(ada, opened, "renew").json() == {"state": "held"}
@@ -240,19 +169,6 @@ def test_rights_are_asked_again_when_a_lock_is_taken_over(
     assert f"{name_of(ada)}" in held(account)[0].holder.purpose
 
 
-def test_rights_to_take_over_in_a_page_of_ones_own_are_asked_again(
-    account: Account, ada: Client, chief: Client
-) -> None:
-    url = reverse("rename", args=[account.pk])
-    ada.get(url)
-    shown = fields_of(chief.get(url))
-    take_away(chief, "take_over_methodlock")
-
-    chief.post(reverse("distlock_edit_lock"), {**shown, "what": "take-over"})
-
-    assert f"{name_of(ada)}" in held(account)[0].holder.purpose
-
-
 def test_a_ticket_ends_with_its_session(account: Account, ada: Client, settings: Any) -> None:
     opened = fields_of(ada.get(page_of(account)))
     settings.SESSION_COOKIE_AGE = -1
@@ -260,48 +176,6 @@ def test_a_ticket_ends_with_its_session(account: Account, ada: Client, settings:
     request.user = User.objects.get(username=name_of(ada))
 
     assert editing.read_ticket(request) is None
-
-
-def test_a_page_asks_no_query_for_each_row_of_a_relation(boss: Client) -> None:
-    group = Group.objects.create(name=uuid.uuid4().hex)
-    url = reverse("admin:auth_group_change", args=[group.pk])
-    boss.get(url)
-    counts = []
-    for some in (1, 40):
-        group.permissions.set(Permission.objects.all()[:some])
-        with CaptureQueriesContext(connections["default"]) as sent:
-            boss.get(url)
-        counts.append(len(sent))
-
-    assert counts[1] - counts[0] < 5
-
-
-def test_a_deletion_and_a_list_ask_once_who_edits(
-    account: Account, ada: Client, bob: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Account.objects.exclude(pk=account.pk).delete()
-    rows = [account, *(open_account(f"Bob {number}", Decimal(1)) for number in range(3))]
-    ada.get(page_of(account))
-    asked = []
-    real = type(locks["default"]).held
-
-    def spy(self: Any, key: Any = None) -> Any:
-        asked.append(key)
-        return real(self, key)
-
-    monkeypatch.setattr(type(locks["default"]), "held", spy)
-    keys = [row.pk for row in rows]
-    action = {"action": "delete_selected", "_selected_action": keys, "post": "yes"}
-    page = bob.post(reverse(LIST), action)
-    assert page.content.decode().count(f"Being edited by {name_of(ada)}") == 1
-    assert len(asked) == 1
-
-    opened = {**fields_of(bob.get(reverse(LIST))), "_save": "Save"}
-    typed = {key: f"typed {key}" for key in opened if key.startswith("form-") and "name" in key}
-    asked.clear()
-    page = bob.post(reverse(LIST), {**opened, **typed})
-    assert page.content.decode().count(f"Being edited by {name_of(ada)}") == 1
-    assert len(asked) == 1
 
 
 def test_what_is_edited_is_not_deleted_with_something_else(account: Account, ada: Client) -> None:
@@ -326,10 +200,3 @@ def test_users_who_are_not_logged_in_are_told_apart_by_their_browsers(account: A
     page = second.get(url).content.decode()
     assert "Being edited by somebody since" in page
     assert "Save" not in page
-
-
-def test_users_who_are_not_logged_in_see_no_host_and_process(account: Account) -> None:
-    with lock(f"edit:testproject.account:{account.pk}", purpose="the nightly import"):
-        page = Client().get(reverse("rename", args=[account.pk])).content.decode()
-
-    assert "Being edited by the nightly import since" in page

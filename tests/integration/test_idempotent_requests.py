@@ -15,7 +15,6 @@ from django.urls import reverse
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 
-from django_distlock import lock
 from testproject import views
 from testproject.models import Account, Fee
 from testproject.services import open_account
@@ -54,20 +53,6 @@ def test_second_sending_is_refused_for_a_minute(send: Send, account: Account) ->
     assert fees(account) == 2
 
 
-def test_program_is_told_so_in_json_and_names_its_request_in_a_header(
-    send: Send, account: Account
-) -> None:
-    named = {**JSON, "idempotency-key": "of a program"}
-
-    first, second = send(named), send(named)
-
-    assert first.json() == {"fee": "30.00"}
-    assert (second.status_code, second["Content-Type"]) == (409, "application/problem+json")
-    assert second.json()["status"] == 409
-    assert 55 < int(second["Retry-After"]) <= 60
-    assert fees(account) == 1
-
-
 def test_one_of_two_at_the_same_time_is_charged(send: Send, account: Account) -> None:
     def send_in_thread(_: int) -> HttpResponse:
         try:
@@ -96,29 +81,6 @@ def test_retry_after_a_failure_is_let_through_at_once(
     assert send().status_code == 302
     assert send().status_code == 409
     assert fees(account) == 1
-
-
-def test_two_accounts_may_have_the_same_token(send: Send, client: Client) -> None:
-    other = open_account("Grace", Decimal(1000))
-
-    answers = [send(), client.post(reverse("charge-form", args=[other.pk]), {"token": "t"})]
-
-    assert [answer.status_code for answer in answers] == [302, 302]
-
-
-@pytest.mark.parametrize("token", ["", "x" * 101, "x" * 20_000])
-def test_request_without_a_proper_token_is_refused(
-    send: Send, account: Account, token: str
-) -> None:
-    assert send(token=token).status_code == 400
-    assert fees(account) == 0
-
-
-def test_hostile_token_is_a_token(send: Send, account: Account) -> None:
-    hostile = "{account.name}\x00<script>\u202e'"
-
-    assert [send(token=hostile).status_code for _ in range(2)] == [302, 409]
-    assert lock(f"form:{account.pk}:{hostile}").locked()
 
 
 # At a browser, served by threads of another process.
@@ -156,47 +118,4 @@ def test_double_click_charges_once(browser: WebDriver, form: str, account: Accou
     eventually(lambda: fees(account) == 1, 10)
     browser.refresh()
     shows(browser, "It was done.")
-    assert fees(account) == 1
-
-
-@pytest.mark.server
-def test_form_of_the_page_before_is_not_charged_again(
-    browser: WebDriver, form: str, account: Account
-) -> None:
-    press(browser)
-    shows(browser, "All 1 fees are in it.")
-
-    browser.back()
-    press(browser)
-
-    shows(browser, "It was done.")
-    browser.refresh()
-    shows(browser, "It was done.")
-    assert fees(account) == 1
-
-
-@pytest.mark.server
-def test_two_tabs_have_forms_of_their_own(browser: WebDriver, form: str, account: Account) -> None:
-    first = browser.current_window_handle
-    browser.switch_to.new_window("tab")
-    browser.get(form)
-    for tab in (first, browser.current_window_handle):
-        browser.switch_to.window(tab)
-        press(browser)
-        shows(browser, "fees are in it.")
-
-    assert fees(account) == 2
-
-
-@pytest.mark.server
-def test_form_that_failed_can_be_sent_again(
-    browser: WebDriver, form: str, account: Account
-) -> None:
-    browser.find_element(By.NAME, "fail").click()
-    press(browser)
-    shows(browser, "That failed, and nothing was charged.")
-
-    press(browser)
-
-    shows(browser, "All 1 fees are in it.")
     assert fees(account) == 1

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 import uuid
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from django.conf import settings
-from django.core.management import CommandError, call_command
+from django.core.management import call_command
 
 from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMENTS
 from tests.fixtures.eventually import eventually, never
@@ -130,16 +129,6 @@ def test_a_lock_that_a_migration_does_not_get_is_its_own_error(pods: Pods) -> No
     assert "Lock 'of-a-migration' is held" in pods.output(pod)
 
 
-def test_a_folder_without_place_for_the_lock_is_an_error_in_a_line(pods: Pods) -> None:
-    Path(f"{pods.databases['default']['NAME']}.migrate-lock").mkdir()
-
-    pod = pods.migrate()
-
-    assert pod.wait(60) == NO_SERVER
-    [line] = pods.output(pod).splitlines()
-    assert "unable to open database file" in line
-
-
 @pytest.mark.parametrize("command", ["migrate_locked", "migrate"])
 def test_the_command_of_the_project_is_run_under_the_lock(pods: Pods, command: str) -> None:
     apps = ("django_distlock.contrib.migrate", "tests.integration.pods.own")
@@ -204,23 +193,6 @@ def test_after_its_lock_is_lost_no_further_migration_begins(
     assert pods.applied(pod) == 1
 
 
-def test_after_its_lock_is_taken_away_no_further_migration_begins(pods: Pods) -> None:
-    name = str(pods.folder / "elsewhere")
-    pods.databases["elsewhere"] = {"ENGINE": "django.db.backends.sqlite3", "NAME": name}
-    migrated = pods.start("migrate", "--database", "elsewhere", "django_distlock")
-    assert migrated.wait(60) == 0
-    pod = pods.migrate("--using", "elsewhere")
-    pods.began()
-    lock = f"migrate:{pods.databases['default']['NAME']}"
-    freed = pods.start("release_lock", lock, "--using", "elsewhere", "--yes")
-    assert freed.wait(60) == 0, pods.output(freed)
-
-    pods.let_go()
-
-    assert pod.wait(60) == LOST
-    assert pods.applied(pod) == 1
-
-
 @pytest.mark.usefixtures("postgres")
 def test_a_server_that_is_started_again_is_waited_for(pods: Pods) -> None:
     with PostgreSQL() as server:
@@ -262,16 +234,6 @@ def test_a_pooler_is_refused_and_an_alias_beside_it_has_the_lock(
 
         assert pods.wait()[1:] == [0, 0]
         assert len(pods.began()) == 1
-
-
-def test_what_call_command_passes_is_what_a_shell_passes() -> None:
-    for wait in ("5m", "300", 300, timedelta(minutes=5)):
-        call_command("migrate_locked", wait=wait, verbosity=0)
-
-    with pytest.raises(CommandError, match="argument --wait: '5x' is not a time"):
-        call_command("migrate_locked", wait="5x", verbosity=0)
-    with pytest.raises(CommandError, match="argument --database: invalid choice: 'nowhere'"):
-        call_command("migrate_locked", database="nowhere", verbosity=0)
 
 
 def test_databases_of_tests_need_no_lock(tmp_path: Path) -> None:

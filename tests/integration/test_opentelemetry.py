@@ -5,15 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import threading
-import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
-from django.apps import apps
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -37,12 +32,9 @@ from django_distlock import (
 from django_distlock.contrib import opentelemetry
 from django_distlock.engine.registry import registry
 from django_distlock.ground import clock
-from django_distlock.signals import lock_acquired
 from tests.contract.crew import elsewhere, held_in_thread
-from tests.fixtures.environment import free_port
 from tests.fixtures.eventually import aeventually, eventually
-from tests.fixtures.pages import DOCS, section
-from tests.fixtures.workers import Site
+from tests.fixtures.pages import DOCS
 
 LABELS = {"distlock.alias": "default", "distlock.template": "fee:*"}
 
@@ -143,67 +135,6 @@ def test_every_query_of_the_dashboard_asks_for_what_the_exporter_of_prometheus_t
         assert re.search(rf"\b{word}[{{=]", told), f"the exporter tells no {word}"
 
 
-def test_counters_begin_at_zero_when_a_template_is_first_seen() -> None:
-    """Else Prometheus has no value before the first loss of a process, and shows no increase."""
-    provider = MeterProvider([PrometheusMetricReader()])
-    opentelemetry.instrument(meter_provider=provider)
-    try:
-        with lock("fee:42"):
-            told = generate_latest().decode()
-    finally:
-        opentelemetry.uninstrument()
-        provider.shutdown()
-
-    labels = 'distlock_alias="default",distlock_template="fee:*"'
-    for counter in ("busy", "lost", "backend_errors"):
-        assert re.search(
-            rf"^distlock_{counter}_total{{{re.escape(labels)}.*}} 0\.0$", told, re.MULTILINE
-        )
-
-
-def test_each_worker_of_gunicorn_has_a_port_with_its_own_metrics_as_the_guide_says(
-    tmp_path: Path,
-) -> None:
-    pytest.importorskip("gunicorn")
-    [block] = re.findall(
-        r"```python\n(.*?)```",
-        section(DOCS / "howto" / "observe.md", "### Several workers"),
-        re.DOTALL,
-    )
-    first = free_port(in_a_row=4)
-    (tmp_path / "gunicorn.conf.py").write_text(block.replace("9464", str(first)))
-
-    def holds() -> list[float]:
-        told = []
-        for port in range(first, first + 4):
-            with suppress(OSError):
-                url = f"http://127.0.0.1:{port}/metrics"
-                text = urllib.request.urlopen(url, timeout=5).read().decode()
-                told += re.findall(r"^distlock_hold_seconds_count{.*} (.*)", text, re.MULTILINE)
-        return [float(each) for each in told]
-
-    site = Site(
-        "gunicorn-sync",
-        {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"},
-        tmp_path,
-        workers=2,
-        GUNICORN_CMD_ARGS=f"--config={tmp_path / 'gunicorn.conf.py'}",
-    )
-    try:
-        site.wait_until_ready()
-        held = []
-
-        def both_have_held() -> bool:
-            held.append(site.hold("fee:42", 0, ttl=10).result(30).status)
-            return len(holds()) == 2
-
-        eventually(both_have_held, 60)
-        assert set(held) == {200}
-        assert sum(holds()) == len(held)
-    finally:
-        site.close()
-
-
 def test_the_span_of_a_lease_ends_where_it_is_handed_on(
     reader: InMemoryMetricReader, exporter: InMemorySpanExporter
 ) -> None:
@@ -214,31 +145,6 @@ def test_the_span_of_a_lease_ends_where_it_is_handed_on(
     assert set(spans(exporter)) == {"distlock.acquire", "distlock.hold"}
     Lease.attach(text).release()
     assert [point.count for point in points(reader)["distlock.hold"]] == [2]
-
-
-async def test_a_slow_receiver_does_not_make_a_span_longer(
-    reader: InMemoryMetricReader, exporter: InMemorySpanExporter
-) -> None:
-    goes_on = threading.Event()
-
-    def wait(**facts: Any) -> None:
-        goes_on.wait(30)
-
-    lock_acquired.connect(wait)
-    try:
-        async with lock("fee:42"):
-            pass
-        await asyncio.sleep(1)
-        goes_on.set()
-        await aeventually(lambda: "distlock.hold" in spans(exporter))
-    finally:
-        goes_on.set()
-        lock_acquired.disconnect(wait)
-
-    hold = spans(exporter)["distlock.hold"]
-    assert hold.start_time
-    assert hold.end_time
-    assert hold.end_time - hold.start_time < 0.9e9
 
 
 async def test_a_holding_of_a_task_is_within_the_span_of_its_task(
@@ -398,31 +304,6 @@ def test_nothing_is_recorded_afterwards_and_no_span_stays_open(
     assert not exporter.get_finished_spans()
 
 
-def test_a_provider_can_be_used_again(tracers: TracerProvider) -> None:
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
-    opentelemetry.instrument(tracers, MeterProvider())
-    opentelemetry.instrument(tracers, provider)
-    opentelemetry.instrument(tracers, provider, label=lambda name, template: "any")
-    try:
-        with lock("fee:1"):
-            [held] = points(reader)["distlock.held"]
-        assert (held.value, held.attributes["distlock.template"]) == (1, "any")
-    finally:
-        opentelemetry.uninstrument()
-
-
-def test_a_lease_that_is_left_alone_keeps_no_span_alive(reader: InMemoryMetricReader) -> None:
-    [instruments] = opentelemetry._used
-    lease = lock("fee:1").acquire()
-    assert lease
-    assert len(instruments._spans) == 1
-    lease.release()
-    del lease
-
-    eventually(lambda: not registry.leases() and not instruments._spans)
-
-
 @pytest.mark.parametrize(
     ("name", "template"),
     [
@@ -444,11 +325,3 @@ def test_a_lease_that_is_left_alone_keeps_no_span_alive(reader: InMemoryMetricRe
 def test_what_names_have_in_common(name: str, template: str) -> None:
     assert opentelemetry.template_of(name) == template
     assert opentelemetry.template_of(name, "given") == "given"
-
-
-def test_a_lock_before_django_has_loaded_its_models_has_a_template(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(apps, "models_ready", False)
-
-    assert opentelemetry.template_of("fee:42") == "fee:*"

@@ -6,8 +6,6 @@ import json
 import os
 import pty
 import re
-import signal
-import subprocess
 import sys
 import uuid
 from argparse import ArgumentTypeError
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 import time_machine
-from django.core.management import CommandError, call_command, load_command_class
+from django.core.management import CommandError, call_command
 
 from django_distlock import NotSupported, force_release, lock
 from django_distlock.backends.locmem import LocMemBackend
@@ -181,14 +179,6 @@ def _cells(out: Terminal, column: int) -> Iterator[str]:
             yield line.split("│")[column + 1]
 
 
-def test_an_empty_terminal_says_so(name: str) -> None:
-    out = Terminal()
-
-    call_command("list_locks", f"--name={name}", stdout=out)
-
-    assert out.getvalue() == "Nobody holds a lock.\n"
-
-
 def test_an_alias_that_is_down_or_wrong_does_not_hide_the_others(settings: Any, name: str) -> None:
     settings.DISTLOCK = {"default": {}, "down": DOWN, "wrong": {"BACKEND": "redis"}, "dummy": DUMMY}
     put("default", name, LockState.HELD)
@@ -227,11 +217,6 @@ def test_an_unknown_alias_is_a_wrong_argument() -> None:
     assert refused.value.returncode == WRONG_ARGUMENTS
 
 
-def test_an_alias_that_is_asked_for_twice_is_listed_once(name: str) -> None:
-    with lock(name, using="memory"):
-        assert len(listed("--using=memory", "--using=memory", f"--name={name}")) == 1
-
-
 def test_wrong_settings_are_no_traceback(settings: Any) -> None:
     settings.DISTLOCK = []
 
@@ -264,21 +249,6 @@ def test_it_is_shown_again_and_again_until_the_operator_has_seen_enough(
     rows = listed(option, f"--name={name}")
     assert [row[2] for row in rows] == [name, "name", name, "name", name]
     assert pauses == [seconds] * 3
-
-
-def test_what_fails_while_it_is_shown_is_told_each_time(pauses: list[float], settings: Any) -> None:
-    settings.DISTLOCK = {"default": MEMORY, "wrong": {"BACKEND": "redis"}}
-    out, err = Terminal(), io.StringIO()
-
-    call_command("list_locks", "--watch", "--name=nothing", stdout=out, stderr=err)
-
-    assert out.getvalue() == "\x1b[H\x1b[2JNobody holds a lock.\n" * 3
-    assert [line[:7] for line in err.getvalue().splitlines()] == ["wrong: "] * 3
-
-
-def test_it_is_not_shown_again_without_a_pause() -> None:
-    with pytest.raises(CommandError, match=r": '0' is too short: at least 0\.1 seconds\.$"):
-        call_command("list_locks", "--watch=0")
 
 
 @pytest.mark.parametrize(
@@ -327,44 +297,6 @@ def test_a_name_of_any_length_is_cut_in_a_table_and_complete_in_json(name: str) 
     assert released.getvalue().startswith(f"{printable(longest)}: held")
 
 
-@pytest.mark.parametrize(
-    "command", [["list_locks", "--using=default", "--name"], ["release_lock", "--yes"]]
-)
-def test_a_terminal_that_cannot_show_a_name_shows_it_escaped(command: list[str], name: str) -> None:
-    unusual = f"{name}:\u2603"
-    put("default", unusual, LockState.HELD)
-    settings = {"DJANGO_SETTINGS_MODULE": "testproject.settings", "PYTHONIOENCODING": "ascii"}
-
-    done = subprocess.run(
-        [sys.executable, "-m", "django", *command, unusual],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert f"{name}:\\u2603" in done.stdout, done.stderr
-    assert done.returncode == 0
-
-
-def test_no_name_is_too_unusual_for_a_terminal(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    shown = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
-
-    with lock(f"{name}:\u2603", using="memory"):
-        ListLocks().run_from_argv(["manage.py", "list_locks", "--using=memory"])
-
-    assert f"\t{name}:\\u2603\t".encode() in shown.getvalue()
-
-
-@pytest.mark.parametrize("command", ["check_locks", "list_locks", "release_lock"])
-def test_help_tells_the_exit_codes(command: str) -> None:
-    known = load_command_class("django_distlock", command)
-    text = known.create_parser("manage.py", command).format_help()
-
-    assert "Exit codes: 0 " in " ".join(text.split())
-
-
 def test_a_lock_is_released_and_its_holder_is_told(name: str) -> None:
     lease = lock(name).acquire()
     assert lease
@@ -379,25 +311,6 @@ def test_a_lock_is_released_and_its_holder_is_told(name: str) -> None:
     assert told == "Released: 1"
     assert lease.lost
     assert not lock(name).locked()
-
-
-def test_what_ends_before_it_is_released_is_not_counted(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    found = [BARE, replace(BARE, remaining=0.5), replace(BARE, remaining=-90.0, holder=HOLDER)]
-    monkeypatch.setattr(LocMemBackend, "held", lambda self, key=None: found)
-    out = io.StringIO()
-
-    with pytest.raises(SystemExit) as ended:
-        call_command("release_lock", name, "--using=memory", "--yes", stdout=out)
-
-    assert ended.value.code == NOT_HELD
-    assert out.getvalue().splitlines() == [
-        "fees: held",
-        "fees: held, 0.5 s left",
-        f"fees: stale by {HOLDER}, 0 s left",
-        "Released: 0",
-    ]
 
 
 def test_a_lock_that_nobody_holds_has_a_code_of_its_own(name: str) -> None:
@@ -452,33 +365,6 @@ def test_it_asks_before(spawn: Spawn, name: str, answer: str, is_released: bool)
     lease.release_later()
 
 
-@pytest.mark.parametrize(
-    ("answer", "is_released"),
-    [("y\n", True), (" Y \n", True), ("yes\n", False), ("n\n", False), ("\n", False), ("", False)],
-)
-def test_only_y_is_a_yes(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    answer: str,
-    is_released: bool,
-) -> None:
-    monkeypatch.setattr(sys, "stdin", Terminal(answer))
-    lease = lock(name, using="memory").acquire()
-    assert lease
-    code: object = 0
-
-    try:
-        call_command("release_lock", name, "--using=memory", stdout=io.StringIO())
-    except SystemExit as ended:
-        code = ended.code
-
-    assert lease.lost is is_released
-    assert code == (0 if is_released else NOT_HELD)
-    assert capsys.readouterr().out == "Release it? [y/N] "
-    lease.release_later()
-
-
 def test_commands_end_with_codes_of_shells(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def ctrl_c(prompt: object = "", /) -> str:
         raise KeyboardInterrupt
@@ -497,48 +383,6 @@ def test_commands_end_with_codes_of_shells(monkeypatch: pytest.MonkeyPatch, name
 
     assert interrupted.value.code == INTERRUPTED
     assert not_read.value.code == NOT_READ
-
-
-def test_an_interrupt_at_the_question_is_no_traceback(spawn: Spawn, name: str) -> None:
-    lease = lock(name).acquire()
-    assert lease
-
-    child = spawn(f"{__name__}:interrupt_the_question", name=name)
-
-    assert child.wait() == INTERRUPTED
-    assert "Traceback" not in child.stderr
-    assert lease.held
-    lease.release()
-
-
-def interrupt_the_question(name: str) -> None:
-    _, theirs = pty.openpty()
-    os.dup2(theirs, 0)
-
-    def interrupted(prompt: object = "", /) -> str:
-        signal.raise_signal(signal.SIGINT)
-        return ""
-
-    builtins.input = interrupted
-    ReleaseLock().run_from_argv(["manage.py", "release_lock", name])
-
-
-def test_a_reader_that_has_seen_enough_is_no_traceback() -> None:
-    read_end, write_end = os.pipe()
-    os.close(read_end)
-
-    done = subprocess.run(
-        [sys.executable, "-m", "django", "list_locks", "--using=default"],
-        env={**os.environ, "DJANGO_SETTINGS_MODULE": "testproject.settings"},
-        stdout=write_end,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(write_end)
-
-    assert done.returncode == NOT_READ
-    assert done.stderr == ""
 
 
 def release_at_a_terminal(name: str, answer: str) -> None:
@@ -574,15 +418,6 @@ def test_in_code_all_holdings_of_a_name_are_ended(name: str) -> None:
     other.release()
     assert force_release(name, using="memory") == 0
     assert lock(name, using="memory", timeout=0).acquire()
-
-
-def test_in_code_too_the_alias_that_has_the_lock_is_named(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with lock(name, using="memory"):
-        assert force_release(name) == 0
-
-    assert "Nothing was released: the lock is held on the alias memory." in caplog.messages
 
 
 def test_what_cannot_be_listed_cannot_be_released(settings: Any, name: str) -> None:

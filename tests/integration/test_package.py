@@ -22,7 +22,7 @@ from django.utils.translation import override
 from django_distlock import LockNotAcquired, __version__, respond
 from django_distlock.exceptions import DOCS
 from django_distlock.management.commands.release_lock import Command as ReleaseLock
-from tests.fixtures.pages import DOCS as FOLDER, PAGES, ROOT
+from tests.fixtures.pages import PAGES, ROOT
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCALE = Path("django_distlock/locale")
@@ -88,74 +88,6 @@ def test_the_package_index_shows_what_it_is_and_where_to_read_on(built: Path) ->
     assert metadata.get_all("Provides-Extra") == sorted(PROJECT["optional-dependencies"])
 
 
-#: What leads into the documentation from outside of it.
-DOORS = [
-    *(
-        ROOT / name
-        for name in ("README.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md")
-    ),
-    *sorted((ROOT / ".github").rglob("*.yml")),
-]
-
-
-def _is_page(address: str) -> bool:
-    """Return whether there is such a page or picture, with such a heading or label on it."""
-    page, _, anchor = address.removeprefix(DOCS).partition("#")
-    if page.startswith("_static/"):
-        return (FOLDER / page).is_file()
-    file = (FOLDER / (page or "index.html")).with_suffix(".md")
-    if not file.is_file():
-        return False
-    text = file.read_text()
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    anchors = {re.sub(r"[^a-z0-9]+", "-", each.lower()).strip("-") for each in headings}
-    return anchor in {"", *anchors, *re.findall(r"^\((.+)\)=$", text, re.MULTILINE)}
-
-
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.name)
-def test_links_from_outside_lead_to_pages(door: Path) -> None:
-    text = door.read_text()
-    pages = re.findall(rf"{DOCS}[^\s)\"'`]*", text)
-    files = re.findall(r"\]\((?!https://)([^)#\s]+)", text)
-
-    assert [each for each in pages if not _is_page(each)] == []
-    assert [each for each in files if not (door.parent / each).is_file()] == []
-
-
-def test_links_of_the_long_description_are_absolute() -> None:
-    """The package index shows it, where a relative link leads nowhere."""
-    links = re.findall(r"\]\((\S+?)\)", (ROOT / "README.md").read_text())
-
-    assert links
-    assert [link for link in links if not link.startswith("https://")] == []
-
-
-def test_hints_of_checks_and_the_index_have_the_same_address() -> None:
-    page = (FOLDER / "reference" / "checks.md").read_text()
-
-    assert PROJECT["urls"]["Documentation"] == DOCS
-    assert [
-        f"distlock-{number.lower()}"
-        for number in re.findall(r"^## `distlock\.(.+)`", page, re.MULTILINE)
-    ] == (re.findall(r"^\((.+)\)=$", page, re.MULTILINE))
-
-
-def test_the_index_and_the_page_on_versions_have_the_same() -> None:
-    page = (FOLDER / "reference" / "versions.md").read_text()
-    listed = [each.split(" :: ") for each in PROJECT["classifiers"]]
-
-    for name, prefix in {"Python": "Programming Language", "Django": "Framework"}.items():
-        versions = [last for *first, last in listed if first == [prefix, name] and "." in last]
-        assert f"| {name} | {', '.join(versions)} |" in page
-    assert [last for kind, *_, last in listed if kind == "Operating System"] == ["MacOS", "Linux"]
-
-
-def test_the_changelog_begins_with_this_version() -> None:
-    headings = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-
-    assert re.fullmatch(rf"{re.escape(__version__)} - \d{{4}}-\d\d-\d\d", headings[0])
-
-
 def test_every_extra_is_of_use() -> None:
     """What an extra installs is imported, by us or, for a driver of a database, by Django."""
     sources = "".join(path.read_text() for path in (ROOT / "django_distlock").rglob("*.py"))
@@ -185,10 +117,6 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert made.returncode == 0, made.stderr
     return folder
-
-
-def test_there_are_these_languages() -> None:
-    assert sorted(path.name for path in (ROOT / LOCALE).iterdir()) == sorted(LANGUAGES)
 
 
 @pytest.mark.parametrize("language", LANGUAGES)

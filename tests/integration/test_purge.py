@@ -33,7 +33,7 @@ from tests.fixtures import tenancy
 from tests.fixtures.tenancy import tenant
 
 from .aliases import MEMORY
-from .lock_rows import DAY, HOLDER, put, put_old, put_waiter, reread
+from .lock_rows import DAY, HOLDER, put_old, put_waiter, reread
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -166,21 +166,6 @@ def test_what_may_be_needed_stays(
     assert len(kept) == 9
 
 
-@pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo"])
-def test_the_clock_is_the_same_where_times_have_no_zone(
-    database: str, prefix: str, settings: Settings, zone: str
-) -> None:
-    soon = timezone.now() + timedelta(hours=1)
-    put(database, "a minute ago", method_name=f"{prefix}|minute")
-    token = int(soon.timestamp() * 1_000_000)
-    put(database, "token ahead of the clock", method_name=f"{prefix}|ahead", fencing_token=token)
-    settings.USE_TZ, settings.TIME_ZONE = False, zone
-
-    purge(older_than=10)
-
-    assert names(database, prefix) == {"token ahead of the clock"}
-
-
 def test_grace_is_what_is_asked_for(
     database: str, prefix: str, old: Callable[..., MethodLock]
 ) -> None:
@@ -280,34 +265,6 @@ def rows_of_all(database: str) -> int:
     return sum(model.objects.using(database).count() for model in (MethodLock, LockWaiter))
 
 
-def test_each_batch_is_committed_before_the_next(
-    database: str, prefix: str, old: Callable[..., MethodLock]
-) -> None:
-    for number in range(4):
-        old(f"{number}")
-    batches = locks[ALIAS].purge(GRACE, batch_size=1)
-
-    left = [len(names(database, prefix)) for batch in batches if batch.deleted]
-
-    assert left == [3, 2, 1, 0]
-
-
-def test_command_pauses_after_each_batch_that_deleted_something(
-    using: str, old: Callable[..., MethodLock], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(4):
-        old(f"{number}")
-    pauses: list[float] = []
-    monkeypatch.setattr(
-        "django_distlock.management.commands.purge_stale_locks.time.sleep", pauses.append
-    )
-
-    call_command("purge_stale_locks", using=[ALIAS], batch_size=1, verbosity=0)
-
-    assert len(pauses) == 4
-    assert min(pauses) > 0
-
-
 def test_caller_who_rolls_back_takes_nothing_back(server_database: str, prefix: str) -> None:
     put_old(server_database, "x", method_name=f"{prefix}|x")
 
@@ -391,22 +348,6 @@ def test_waiter_that_comes_after_the_look_keeps_the_lock(
         assert deleted(purge()) == 0
 
     assert names(database, prefix) == {"x"}
-
-
-def test_rows_that_others_have_locked_are_left_and_not_waited_for(
-    server_database: str, prefix: str
-) -> None:
-    for name in ("x", "y"):
-        put_old(server_database, name, method_name=f"{prefix}|{name}")
-    rows = MethodLock.objects.using(server_database).filter(method_name=f"{prefix}|x")
-
-    with transaction.atomic(using=server_database):
-        assert len(rows.select_for_update()) == 1
-        began = time.monotonic()
-        assert deleted(purge()) == 1
-        assert time.monotonic() - began < 3.5  # it would wait for 4 s
-
-    assert names(server_database, prefix) == {"x"}
 
 
 def test_counter_that_guard_holds_is_left_and_not_waited_for(
@@ -534,38 +475,6 @@ def test_command_says_what_it_deleted(
     assert names(database, prefix) == set()
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 90), ("90s", 90), ("1.5m", 90), ("12h", 43_200), ("1D", 86_400), ("2w", 1_209_600)],
-)
-def test_command_understands_times(
-    database: str, old: Callable[..., MethodLock], text: str, seconds: float
-) -> None:
-    old("younger", age=timedelta(seconds=seconds - 30))
-    old("older", age=timedelta(seconds=seconds + 30))
-
-    assert f"{ALIAS}: 1 of" in run("--older-than", text)
-
-
-def test_grace_is_a_day_by_default(database: str, old: Callable[..., MethodLock]) -> None:
-    old("younger", age=timedelta(hours=23, minutes=59))
-    old("older", age=timedelta(hours=24, minutes=1))
-
-    assert f"{ALIAS}: 1 of" in run()
-
-
-def test_command_shows_a_bar_on_a_terminal_only(
-    database: str, old: Callable[..., MethodLock]
-) -> None:
-    old("x")
-
-    shown, told = run("--dry-run", stdout=Terminal()), run("--dry-run")
-
-    assert f"\r{ALIAS}: [{'#' * 30}] 100%" in shown
-    assert shown.endswith(f"\r\x1b[K{told.partition(' in ')[0]} in {shown.rpartition(' in ')[2]}")
-    assert "\r" not in told
-
-
 def test_command_purges_each_alias_that_can_be_and_names_those_that_failed(
     prefix: str, settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -596,17 +505,6 @@ def test_rows_of_all_tenants_are_purged_whoever_asks(prefix: str, settings: Sett
     left = MethodLock.objects.filter(method_name__contains=prefix)
     assert {row.method_name for row in left} == {f"north|{prefix}:held", f"row|{prefix}|x"}
     left.delete()
-
-
-def test_command_purges_only_what_is_asked_for(prefix: str, settings: Settings) -> None:
-    own = settings.DISTLOCK[ALIAS]
-    settings.DISTLOCK = {name: {**own, "KEY_PREFIX": prefix + name} for name in "abc"}
-    for name in "abc":
-        put_old("default", name, method_name=f"{prefix}{name}|x")
-
-    said = run("--using", "a", "--using=c", "--using=a")
-
-    assert [line[:7] for line in said.splitlines()] == ["a: 1 of", "c: 1 of"]
 
 
 @pytest.mark.parametrize(
@@ -654,37 +552,6 @@ def test_command_tells_programs_in_one_json_object(
     assert (told["alias"], told["deleted"]) == (ALIAS, 1)
     assert told["looked_at"] >= 1
     assert 0 < told["seconds"] < 60
-
-
-def test_command_tells_programs_what_failed(settings: Settings) -> None:
-    settings.DISTLOCK = {"broken": {"BACKEND": "no.such.Backend"}}
-    out = io.StringIO()
-
-    with pytest.raises(CommandError):
-        run("--json", stdout=out)
-
-    report = json.loads(out.getvalue())
-    [failed] = report.pop("failed")
-    assert report == {"dry_run": False, "purged": []}
-    assert failed["alias"] == "broken"
-    assert "no.such.Backend" in failed["error"]
-
-
-def test_command_says_that_no_alias_can_be_purged(settings: Settings) -> None:
-    settings.DISTLOCK = {ALIAS: MEMORY}
-
-    assert run() == "No alias of DISTLOCK leaves records behind: there is nothing to purge.\n"
-    assert run("-v0") == ""
-    assert json.loads(run("--json")) == {"dry_run": False, "purged": [], "failed": []}
-    with pytest.raises(CommandError):
-        run("--using", ALIAS)
-
-
-def test_settings_that_cannot_be_read_are_told(settings: Settings) -> None:
-    settings.DISTLOCK = ["default"]
-
-    with pytest.raises(CommandError, match="DISTLOCK must be a dict"):
-        run()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ import os
 import pty
 import time
 import uuid
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -24,7 +22,6 @@ from django_distlock.models import Lowered
 from testproject.models import Account
 
 from .aliases import DOWN, MEMORY
-from .terminal import Terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -100,36 +97,6 @@ def reset_at_a_terminal(answer: str) -> None:
         call_command("reset_fences", "testproject.Account")
 
 
-@pytest.mark.parametrize(("answer", "code"), [("y", 0), ("n", NOT_AGREED)])
-def test_it_asks_once_and_says_what_it_did(
-    ahead: Account,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    answer: str,
-    code: int,
-) -> None:
-    monkeypatch.setattr("sys.stdin", Terminal(f"{answer}\n"))
-
-    with pytest.raises(SystemExit) if code else nullcontext() as ended:
-        call_command("reset_fences", "testproject.Account")
-
-    assert (ended.value.code if ended else 0) == code
-    assert capsys.readouterr().out == (
-        "A holder that was paused before this can then claim the rows once more. "
-        "Set 1 fences of testproject.Account to 0? [y/N] " + ("" if code else "Reset: 1\n")
-    )
-    assert Account.objects.get(pk=ahead.pk).fence == (ahead.fence if code else 0)
-
-
-def test_rows_are_those_of_the_default_database_whatever_a_router_says(ahead: Account) -> None:
-    router = SimpleNamespace(db_for_write=lambda *_, **__: "elsewhere")
-
-    with override_settings(DATABASE_ROUTERS=[router]):
-        call_command("reset_fences", "testproject.Account", "--yes")
-
-    assert Account.objects.get(pk=ahead.pk).fence == 0
-
-
 def test_programs_get_an_object_and_v0_nothing(ahead: Account) -> None:
     out, silent = io.StringIO(), io.StringIO()
 
@@ -138,11 +105,6 @@ def test_programs_get_an_object_and_v0_nothing(ahead: Account) -> None:
 
     assert json.loads(out.getvalue()) == {"reset": 1}
     assert silent.getvalue() == ""
-
-
-def test_a_database_that_is_not_there_is_a_wrong_argument() -> None:
-    with pytest.raises(CommandError, match="invalid choice: 'nowhere'"):
-        call_command("reset_fences", "testproject.Account", "--yes", "--database=nowhere")
 
 
 def test_a_database_that_is_down_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

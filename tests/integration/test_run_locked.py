@@ -5,7 +5,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMEN
 from django_distlock.management.commands.run_locked import Command
 from django_distlock.models import MethodLock
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.launch import IS_LINUX, family, launch, state
+from tests.fixtures.launch import IS_LINUX, launch, state
 from tests.fixtures.processes import Child, Spawn
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
@@ -55,24 +54,6 @@ def start(spawn: Spawn, name: str) -> Start:
         return spawn(f"{__name__}:run", name=name, command=command, options=options)
 
     return begin
-
-
-@pytest.fixture
-def start_as_first(spawn: Spawn, name: str) -> Start:
-    """Do what *start* does, in a PID namespace where the caller has the id 1, and which /proc does not list."""
-    if os.getuid() != 0:
-        pytest.skip("only root can make a PID namespace")
-
-    def begin(script: str, **options: object) -> Child:
-        command = ["sh", "-c", script]
-        return spawn(f"{__name__}:run_as_first", name=name, command=command, options=options)
-
-    return begin
-
-
-def run_as_first(name: str, command: list[str], options: dict[str, object]) -> None:
-    code = f"import django; django.setup(); from {__name__} import run; run({name!r}, {command!r}, {options!r})"
-    os.execvp("unshare", ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", code])
 
 
 def run(
@@ -146,14 +127,6 @@ def test_the_command_has_its_arguments_unchanged(
         )
 
     assert (tmp_path / "told").read_text() == "a|--|-b|"
-
-
-def test_it_needs_no_output_of_its_own(name: str) -> None:
-    run_it = f"{sys.executable} -m testproject run_locked {name} -- true"
-
-    done = subprocess.run(["sh", "-c", f"exec {run_it} >&-"], stderr=subprocess.PIPE, check=False)
-
-    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_while_it_runs_others_are_refused_with_a_line_and_a_code_of_its_own(
@@ -252,45 +225,6 @@ def test_a_daemon_that_waits_ends_at_once_and_leaves_nothing(
     assert not lock(name).locked()
 
 
-def test_a_daemon_that_waits_as_the_first_process_of_a_container_ends_by_a_hangup(
-    start_as_first: Start, name: str
-) -> None:
-    with lock(name):
-        daemon = start_as_first(TICK, timeout="forever", restart=True)
-        first = eventually(lambda: family(daemon.pid)[1:], 30)[0]
-        eventually(lambda: heeds(signal.SIGHUP, first), 30)
-
-        os.kill(first, signal.SIGHUP)
-
-        assert daemon.wait() == 128 + signal.SIGHUP
-
-
-def test_a_daemon_that_waits_goes_on_after_a_signal_for_the_command(
-    start: Start, name: str
-) -> None:
-    with lock(name):
-        daemon = start("echo done", timeout="forever", restart=True)
-        eventually(lambda: heeds(signal.SIGUSR1, daemon.pid))
-
-        os.kill(daemon.pid, signal.SIGUSR1)
-
-    assert daemon.wait() == 0
-
-
-def test_a_daemon_that_was_reloaded_runs_again_after_a_loss(start: Start, name: str) -> None:
-    reloads = f"trap 'echo reloaded' HUP; {TICK}"
-    daemon = start(reloads, timeout="forever", restart=True, ttl=1)
-    pid_of_command(daemon)
-    os.kill(daemon.pid, signal.SIGHUP)
-    eventually(lambda: "reloaded" in daemon.stderr)
-
-    free(name)
-
-    eventually(lambda: len(pids(daemon)) > 1, 30)
-    daemon.terminate()
-    assert daemon.wait() == 128 + signal.SIGTERM
-
-
 def test_a_daemon_lets_others_run_after_max_hold(start: Start, name: str) -> None:
     first = start(TICK, timeout="forever", restart=True, max_hold=2, grace=1)
     pid_of_command(first)
@@ -324,16 +258,6 @@ def test_signals_reach_the_command_and_it_decides(start: Start, number: signal.S
 
     assert child.wait() == 5
     assert child.stderr.endswith("told\n")
-
-
-def test_signals_reach_what_the_command_has_started(start: Start) -> None:
-    child = start("sleep 300 & echo runs $!; wait")
-    sleeping = pid_of_command(child)
-
-    child.terminate()
-
-    assert child.wait() == 128 + signal.SIGTERM
-    eventually(lambda: has_ended(sleeping))
 
 
 @pytest.mark.parametrize("leaves", ["setsid", "timeout 300"])
@@ -413,13 +337,6 @@ def test_a_caller_that_stands_still_for_too_long_takes_the_command_along(
     assert "its lock is not extended any more" in child.stderr
 
 
-def test_the_command_runs_for_longer_than_the_ttl(start: Start, name: str) -> None:
-    child = start("echo runs $$; sleep 3; echo done", ttl=1)
-
-    assert child.wait() == 0
-    assert child.stderr.endswith("done\n")
-
-
 def test_the_command_is_ended_when_the_lock_is_lost(start: Start, name: str) -> None:
     child = start(TICK, ttl=1)
     pid = pid_of_command(child)
@@ -454,18 +371,6 @@ def test_what_the_command_has_started_ends_with_a_lost_lock(
     assert has_ended(stubborn)
 
 
-def test_a_command_is_ended_where_proc_does_not_list_its_processes(
-    start_as_first: Start, name: str
-) -> None:
-    child = start_as_first(f"trap '' TERM; {TICK}", ttl=1, grace=0.2)
-    eventually(lambda: pids(child), 30)
-
-    free(name)
-
-    assert child.wait() == LOST
-    assert "Traceback" not in child.stderr
-
-
 @pytest.mark.parametrize("start_it", ["sh -c", "setsid sh -c"])
 def test_what_the_command_has_started_ends_with_a_killed_caller(
     start: Start, start_it: str
@@ -486,16 +391,6 @@ def test_a_killed_supervisor_takes_the_command_along(start: Start) -> None:
 
     assert child.wait() == 128 + signal.SIGKILL
     eventually(lambda: has_ended(pid))
-
-
-def test_what_outlives_a_command_that_ends_by_itself_goes_on(start: Start, name: str) -> None:
-    child = start("(trap '' HUP; exec sleep 300) & echo runs $!")
-    sleeping = pid_of_command(child)
-
-    assert child.wait() == 0
-
-    assert not has_ended(sleeping)
-    os.kill(sleeping, signal.SIGKILL)
 
 
 def test_a_command_that_hangs_is_ended_while_its_lock_is_held(start: Start, name: str) -> None:
@@ -520,39 +415,6 @@ def test_one_that_does_not_end_is_killed_before_others_get_the_lock(
         assert has_ended(pid)
 
     assert child.wait() == LOST
-
-
-def test_a_caller_that_is_killed_after_max_hold_takes_the_command_along(start: Start) -> None:
-    child = start(f"trap '' TERM; {TICK}", grace=2, **{"max-hold": 3})
-    pid = pid_of_command(child)
-    eventually(lambda: "--max-hold is over" in child.stderr)
-
-    os.kill(child.pid, signal.SIGKILL)
-
-    eventually(lambda: has_ended(pid))
-
-
-def test_a_command_that_may_not_be_signalled_keeps_its_lock(spawn: Spawn, name: str) -> None:
-    """As under sudo: a user may not signal what another user runs."""
-    if os.getuid() != 0:
-        pytest.skip("only root can run a command as another user")
-    child = spawn(f"{__name__}:run_without_power", name=name)
-    pid = pid_of_command(child)
-
-    child.terminate()
-
-    eventually(lambda: "was not sent SIGTERM" in child.stderr)
-    assert lock(name).locked()
-    assert not has_ended(pid)
-    os.kill(pid, signal.SIGKILL)
-    assert child.wait() == 128 + signal.SIGKILL
-
-
-def run_without_power(name: str) -> None:
-    """Root without this capability may signal its own processes alone, as other users."""
-    command = ["setpriv", "--reuid=65534", "--clear-groups", "sh", "-c", TICK]
-    code = f"import django; django.setup(); from {__name__} import run; run({name!r}, {command!r}, {{}})"
-    os.execvp("setpriv", ["setpriv", "--bounding-set=-kill", sys.executable, "-c", code])
 
 
 def test_a_server_that_hangs_at_the_release_leaves_the_commands_own_code(
@@ -644,18 +506,6 @@ def test_on_a_terminal_an_interrupt_reaches_the_command_once(name: str) -> None:
     assert terminal.shown.count(b"told") == 5
 
 
-def test_on_a_terminal_a_killed_caller_takes_the_command_along(name: str) -> None:
-    # The kernel hangs up, as the caller is the leader of the session: not where a shell is that.
-    terminal = Terminal(name, f"trap '' HUP; {TICK}")
-
-    eventually(lambda: terminal.shows(b"\n"), 30)
-    pid = int(terminal.shown.split()[1])
-    terminal.process.kill()
-    terminal.ends()
-
-    eventually(lambda: has_ended(pid))
-
-
 def run_in_a_pipeline(name: str, command: list[str], options: dict[str, object]) -> None:
     """As in ``echo data | run_locked ...``."""
     readable, writable = os.pipe()
@@ -707,18 +557,6 @@ def test_in_the_background_of_a_terminal_a_command_that_asks_keeps_its_lock_for_
     terminal.ends()
 
     assert terminal.process.returncode == LOST
-
-
-def test_on_a_terminal_a_signal_reaches_what_the_command_has_started(name: str) -> None:
-    # The kernel hangs up, as the caller is the leader of the session.
-    terminal = Terminal(name, "trap '' HUP; sleep 300 & echo runs $! now; wait")
-    eventually(lambda: terminal.shows(b"now"), 30)
-    sleeping = int(terminal.shown.split()[1])
-
-    terminal.process.terminate()
-    terminal.ends()
-
-    eventually(lambda: has_ended(sleeping))
 
 
 @pytest.mark.parametrize(("command", "code"), [("no-such-command", 127), ("/etc/passwd", 126)])

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import chain, chord, group, shared_task
+from celery import chain, shared_task
 from celery.app.task import Context
 from celery.app.trace import trace_task
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
@@ -40,7 +40,7 @@ from tests.fixtures.launch import send
 from tests.integration import unique_tasks
 from tests.integration.celery_tasks import Diary
 from tests.integration.test_celery import FORGIVING, began
-from tests.integration.unique_tasks import LEASE, Again
+from tests.integration.unique_tasks import LEASE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,19 +134,6 @@ def test_sent_again_while_it_waits_in_the_queue_it_is_the_one_in_the_queue(diary
     assert unique_tasks.once.s(diary.page).apply_async().id == first.id
 
 
-def test_of_many_that_send_it_at_once_one_does(diary: Diary) -> None:
-    def send_one(_: int) -> str:
-        return send_in_thread("nobody-works-here", "once", diary)
-
-    with ThreadPoolExecutor(16) as senders:
-        ids = set(senders.map(send_one, range(64)))
-
-    assert len(ids) == 1
-    with app.connection_for_write() as connection:
-        messages = connection.default_channel.client.lrange("nobody-works-here", 0, -1)
-    assert sum(message.count(diary.page.encode()) > 0 for message in messages) == 1
-
-
 @pytest.mark.parametrize("pool", ["solo", "threads", "gevent"])
 def test_it_works_in_every_pool(start_workers: StartWorkers, diary: Diary, pool: str) -> None:
     environment = {"PYTHONWARNINGS": "ignore"}
@@ -162,26 +149,6 @@ def test_it_works_in_every_pool(start_workers: StartWorkers, diary: Diary, pool:
     worker.stop()
 
 
-def test_the_lock_may_be_in_the_database(worker: CeleryWorker, diary: Diary) -> None:
-    first = send_to(worker, "in_the_database", diary)
-    assert send_to(worker, "in_the_database", diary).id == first.id
-    began(diary, 1)
-    assert send_to(worker, "in_the_database", diary).id == first.id
-    diary.let_go()
-
-    assert first.get(timeout=30) == "done"
-    eventually(lambda: not lock(f"once:{diary.page}").locked())
-
-
-def test_a_function_may_make_the_name(diary: Diary) -> None:
-    task = unique_tasks.named_by_a_function
-    first = task.apply_async((diary.page,), {"day": "Monday"}, queue="nobody-works-here")
-
-    again = task.apply_async((diary.page,), {"day": "Tuesday"}, queue="nobody-works-here")
-
-    assert again.id == first.id
-
-
 def test_when_it_has_ended_it_runs_again(worker: CeleryWorker, diary: Diary) -> None:
     diary.let_go(2)
     first = send_to(worker, "once", diary)
@@ -192,13 +159,6 @@ def test_when_it_has_ended_it_runs_again(worker: CeleryWorker, diary: Diary) -> 
 
     assert second.get(timeout=30) == "done"
     assert second.id != first.id
-
-
-def test_a_task_that_failed_is_free_at_once(worker: CeleryWorker, diary: Diary) -> None:
-    with pytest.raises(Again):
-        send_to(worker, "failing", diary).get(timeout=30)
-
-    eventually(lambda: is_free(diary), LEASE / 2)
 
 
 def test_while_it_runs_its_lease_is_renewed(worker: CeleryWorker, diary: Diary) -> None:
@@ -340,19 +300,6 @@ def test_so_do_those_of_a_retry(worker: CeleryWorker, diary: Diary, what: Any) -
     assert first.get(timeout=30) == "done"
 
 
-def test_so_do_those_of_a_step_that_waits(worker: CeleryWorker, diary: Diary) -> None:
-    task = unique_tasks.with_arguments
-    first = task.apply_async((diary.page, (1, 2)), queue=worker.queue)
-    began(diary, 1)
-
-    step = group(task.si(diary.page, (1, 2)).set(queue=worker.queue)).apply_async()
-
-    never(lambda: len(events(diary)) > 1, 6)  # it is sent again within 5 seconds
-    diary.let_go(2)
-    assert [first.get(timeout=30), *step.get(timeout=30)] == ["done", "done"]
-    assert events(diary) == ["began", "ended"] * 2
-
-
 # What never runs.
 
 
@@ -366,15 +313,6 @@ def test_a_message_that_expires_keeps_the_name_no_longer(diary: Diary) -> None:
 
         [held] = [each for each in locks["redis"].held() if each.name == f"once:{page}"]
         assert held.remaining == pytest.approx(40, abs=20)
-
-
-def test_a_task_whose_before_start_failed_is_free(worker: CeleryWorker, diary: Diary) -> None:
-    result = send_to(worker, "fails_before", diary)
-
-    with pytest.raises(Again):
-        result.get(timeout=30)
-
-    eventually(lambda: is_free(diary), 10)
 
 
 def test_a_task_that_could_not_take_its_lease_over_is_free_when_its_server_is_back(
@@ -429,17 +367,6 @@ def test_a_countdown_that_is_longer_than_the_lease_keeps_the_name(
 
     assert send_to(worker, "once", diary).id == first.id
     assert first.get(timeout=30) == "done"
-
-
-def test_an_expired_task_frees_the_name_when_a_worker_sees_it(
-    worker: CeleryWorker, diary: Diary
-) -> None:
-    result = send_to(worker, "once", diary, countdown=3, expires=1)
-
-    eventually(lambda: is_free(diary), LEASE + 1)
-    with pytest.raises(TaskRevokedError):
-        result.get(timeout=10)
-    assert events(diary) == []
 
 
 @pytest.mark.parametrize("terminate", [False, True])
@@ -551,21 +478,6 @@ def test_one_whose_worker_was_killed_lets_the_next_run(
     worker.stop()
 
 
-def test_a_retry_of_it_gives_way_to_what_was_sent_meanwhile(
-    worker: CeleryWorker, diary: Diary
-) -> None:
-    first = send_to(worker, "retried_while_others_wait", diary)
-    eventually(lambda: events(diary) == ["tried"], 20)
-    second = send_to(worker, "retried_while_others_wait", diary)
-    assert second.id != first.id
-    diary.let_go(5)
-
-    assert second.get(timeout=60) == "done"
-    assert events(diary).count("ended") >= 1
-    eventually(first.ready, 30)
-    eventually(lambda: is_free(diary) and not is_running(diary))
-
-
 def test_a_name_that_is_free_at_the_start_lets_several_run(
     worker: CeleryWorker, diary: Diary
 ) -> None:
@@ -581,16 +493,6 @@ def test_a_name_that_is_free_at_the_start_lets_several_run(
     began(diary, 2)
     diary.let_go(2)
     assert [first.get(timeout=30), second.get(timeout=30)] == ["done", "done"]
-
-
-def test_called_as_functions_they_hold_what_their_bodies_hold(diary: Diary) -> None:
-    with lock(f"once:{diary.page}:running", using="redis"), ThreadPoolExecutor(1) as elsewhere:
-        refused = elsewhere.submit(unique_tasks.once_more, diary.page)
-        assert isinstance(refused.exception(30), LockNotAcquired)
-    diary.let_go(2)
-    assert unique_tasks.once_more(diary.page) == "done"
-    with lock(f"once:{diary.page}", using="redis"), ThreadPoolExecutor(1) as elsewhere:
-        assert elsewhere.submit(unique_tasks.free_at_start, diary.page).result(30) == "done"
 
 
 @pytest.mark.parametrize(
@@ -638,18 +540,6 @@ def test_a_retry_that_cannot_hand_its_lock_over_is_sent_without_it(
     with app.connection_for_write() as connection:
         messages = connection.default_channel.client.lrange("nobody-works-here", 0, -1)
     assert sum(message.count(diary.page.encode()) > 0 for message in messages) == 1
-
-
-def test_so_does_a_retry_by_autoretry_for(worker: CeleryWorker, diary: Diary) -> None:
-    diary.page += "e\u0301"
-    first = send_to(worker, "retried_by_itself", diary)
-
-    began(diary, 1)
-
-    assert events(diary) == ["tried", "tried", "began"]
-    assert send_to(worker, "retried_by_itself", diary).id == first.id
-    diary.let_go()
-    assert first.get(timeout=30) == "done"
 
 
 def test_a_killed_child_frees_the_name_within_its_lease(worker: CeleryWorker, diary: Diary) -> None:
@@ -814,14 +704,6 @@ def test_a_hard_time_limit_frees_the_name_within_its_lease(
     eventually(lambda: is_free(diary), LEASE + 1)
 
 
-def test_a_soft_time_limit_frees_it_at_once(worker: CeleryWorker, diary: Diary) -> None:
-    result = send_to(worker, "told_to_end", diary)
-
-    eventually(result.failed, 20)
-
-    eventually(lambda: is_free(diary), LEASE / 2)
-
-
 def test_a_task_that_is_revoked_while_it_runs_frees_the_name_within_its_lease(
     worker: CeleryWorker, diary: Diary
 ) -> None:
@@ -868,48 +750,7 @@ def test_a_chain_goes_on_over_a_task_that_is_under_way(worker: CeleryWorker, dia
     assert end.get(timeout=30) == "after done"
 
 
-def test_a_chord_goes_on_over_tasks_that_are_under_way(worker: CeleryWorker, diary: Diary) -> None:
-    diary.let_go(3)
-    parts = [unique_tasks.step.si(diary.page).set(queue=worker.queue) for _ in range(3)]
-
-    end = chord(parts)(unique_tasks.joined.s().set(queue=worker.queue))
-
-    assert end.get(timeout=40) == "done+done+done"
-    assert events(diary) == ["began", "ended"] * 3
-
-
-def test_the_last_of_a_chain_and_each_of_a_group_have_their_results(
-    worker: CeleryWorker, diary: Diary
-) -> None:
-    diary.let_go(3)
-    step = unique_tasks.step.si(diary.page).set(queue=worker.queue)
-
-    both = group(step, step).apply_async()
-    last = chain(unique_tasks.after.si("it").set(queue=worker.queue), step).apply_async()
-
-    assert both.get(timeout=40) == ["done", "done"]
-    assert last.get(timeout=40) == "done"
-    assert events(diary) == ["began", "ended"] * 3
-
-
-def test_what_is_linked_to_it_may_have_its_name(worker: CeleryWorker, diary: Diary) -> None:
-    diary.let_go(2)
-    linked = unique_tasks.step.si(diary.page).set(queue=worker.queue)
-
-    send_to(worker, "once", diary, link=linked)
-
-    eventually(lambda: events(diary) == ["began", "ended"] * 2, 20)
-    eventually(lambda: is_free(diary))
-
-
 # How it is called.
-
-
-@pytest.mark.parametrize("task_id", ["a[b]", "[", "\u00e9", "%5B", "of a thing: 1/2", "x" * 108])
-def test_an_id_of_ones_own_is_found_again(diary: Diary, task_id: str) -> None:
-    first = send_to("nobody-works-here", "once", diary, task_id=task_id)
-
-    assert send_to("nobody-works-here", "once", diary).id == first.id == task_id
 
 
 @pytest.mark.parametrize("task_id", ["x" * 109, "\u00e9" * 19])
@@ -940,16 +781,6 @@ def test_a_task_that_sends_itself_is_itself(worker: CeleryWorker, diary: Diary) 
     assert result.get(timeout=30) == result.id
 
 
-def test_applied_here_or_called_it_holds_the_lock_too(diary: Diary) -> None:
-    diary.let_go(2)
-    assert unique_tasks.once.apply((diary.page,)).get() == "done"
-    assert unique_tasks.once(diary.page) == "done"
-    assert is_free(diary)
-
-    with pytest.raises(LockNotAcquired):
-        send_to("nobody-works-here", "once", diary) and unique_tasks.once(diary.page)
-
-
 async def test_in_async_code_a_lock_in_the_database_says_what_to_write(diary: Diary) -> None:
     task = unique_tasks.in_the_database
 
@@ -962,16 +793,6 @@ def eager() -> Iterator[None]:
     app.conf.task_always_eager = True
     yield
     app.conf.task_always_eager = False
-
-
-@pytest.mark.usefixtures("eager")
-def test_in_eager_mode_too_what_is_linked_to_it_may_have_its_name(diary: Diary) -> None:
-    diary.let_go(2)
-
-    unique_tasks.once.apply_async((diary.page,), link=unique_tasks.step.si(diary.page))
-
-    assert events(diary) == ["began", "ended"] * 2
-    assert is_free(diary)
 
 
 @pytest.mark.usefixtures("eager")
@@ -991,13 +812,6 @@ def test_in_eager_mode_too_it_is_retried(diary: Diary, task: Any) -> None:
     assert is_free(diary)
 
 
-@pytest.mark.usefixtures("eager")
-def test_in_eager_mode_too_the_body_sees_its_request(diary: Diary) -> None:
-    result = unique_tasks.tells_its_id.delay(diary.page)
-
-    assert result.get() == result.id
-
-
 # What a view hands over to its task.
 
 
@@ -1014,18 +828,6 @@ def test_a_task_goes_on_with_the_lease_of_a_view(worker: CeleryWorker, diary: Di
     assert is_free(diary)
 
 
-def test_a_unique_task_goes_on_with_it_by_itself(worker: CeleryWorker, diary: Diary) -> None:
-    lease = lock(f"once:{diary.page}", using="redis").acquire()
-    assert lease
-
-    result = send_to(worker, "once", diary, headers=handover(lease, ttl=60))
-
-    began(diary, 1)
-    diary.let_go()
-    assert result.get(timeout=30) == "done"
-    eventually(lambda: is_free(diary), LEASE / 2)
-
-
 def test_a_unique_task_refuses_the_lease_of_another_lock(
     worker: CeleryWorker, diary: Diary
 ) -> None:
@@ -1038,11 +840,6 @@ def test_a_unique_task_refuses_the_lease_of_another_lock(
         result.get(timeout=30)
     assert events(diary) == []
     eventually(lambda: not lock(f"other:{diary.page}", using="redis").locked(), 1)
-
-
-def test_a_task_that_got_no_lease_says_so(worker: CeleryWorker, diary: Diary) -> None:
-    with pytest.raises(LookupError, match="goes_on brought no lease"):
-        send_to(worker, "goes_on", diary).get(timeout=30)
 
 
 def test_a_lease_that_came_too_late_is_lost(worker: CeleryWorker, diary: Diary) -> None:
@@ -1077,14 +874,6 @@ def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> Non
 
     with pytest.raises(NotSupported, match="unique_task"):
         task.delay()
-
-
-def test_below_shared_task_it_is_refused_by_celery() -> None:
-    @unique_task("x", name="tests.refused-too")
-    def task() -> None: ...
-
-    with pytest.raises(TypeError, match="applied more than once"):
-        shared_task(task)
 
 
 def test_wrong_terms_are_refused() -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.contrib.auth.models import User
 from django.db import connection, connections, transaction
 from django.dispatch import Signal
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
@@ -23,7 +22,7 @@ from django_distlock import Lease, current_lease, distributed_lock, lock, respon
 from django_distlock.signals import lock_acquired, lock_released
 from testproject.fees import after
 from testproject.models import Account
-from testproject.services import audit, charge_fee, open_account
+from testproject.services import audit, open_account
 from tests.fixtures.eventually import eventually
 
 OPENING = Decimal("1000.00")
@@ -380,52 +379,6 @@ def test_each_request_charges_one_fee(client: Client, account: Account, kind: st
     assert account.balance == after(2, OPENING) == Decimal("940.90")
 
 
-@pytest.mark.parametrize("kind", ["charge", "acharge"])
-async def test_an_async_client_charges_the_same_fee(
-    async_client: AsyncClient, account: Account, kind: str
-) -> None:
-    answer = await async_client.post(reverse(kind, args=[account.pk]), headers=JSON)
-
-    assert answer.json() == {"fee": "30.00"}
-    await account.arefresh_from_db()
-    assert account.balance == Decimal("970.00")
-
-
-def test_a_browser_is_sent_back_to_the_account_and_sees_the_balance(
-    client: Client, account: Account
-) -> None:
-    answer = client.post(reverse("charge", args=[account.pk]), follow=True)
-
-    assert answer.redirect_chain == [(reverse("account", args=[account.pk]), 302)]
-    assert '<strong id="balance">970.00</strong>' in answer.text
-    assert "All 1 fees are in it." in answer.text
-
-
-def test_the_account_is_json_where_asked_for(client: Client, account: Account) -> None:
-    answer = client.get(reverse("account", args=[account.pk]), headers=JSON)
-
-    assert answer.json() == {"name": "Ada", "balance": "1000.00", "updates_lost": 0}
-
-
-def test_the_list_of_accounts_links_to_each(client: Client, account: Account) -> None:
-    assert reverse("account", args=[account.pk]) in client.get(reverse("index")).text
-
-
-def test_the_admin_shows_accounts_and_their_fees(client: Client, account: Account) -> None:
-    charge_fee(account.pk, work=0)
-    user, _ = User.objects.get_or_create(username="root", is_staff=True, is_superuser=True)
-    client.force_login(user)
-
-    accounts = client.get(reverse("admin:testproject_account_changelist"))
-    fees = client.get(
-        reverse("admin:testproject_fee_changelist"), {"account__id__exact": account.pk}
-    )
-
-    assert reverse("admin:testproject_account_change", args=[account.pk]) in accounts.text
-    assert "30.00" in fees.text
-    assert client.get(reverse("admin:testproject_fee_add")).status_code == 403
-
-
 def test_sync_and_async_requests_at_once_lose_no_update(account: Account) -> None:
     statuses = charge_at_once(["charge", "acharge", "charge", "acharge"], account, each=4)
 
@@ -440,15 +393,6 @@ def test_unlocked_requests_at_once_do_lose_updates(account: Account) -> None:
     assert statuses == [200] * 16
     assert audit(account.pk).lost > 0
     assert audit(account.pk).wrong > 0
-
-
-def test_a_fee_that_waits_too_long_is_refused(client: Client, account: Account) -> None:
-    with held_by_another_thread(f"fee:{account.pk}"):
-        answer = client.post(reverse("charge", args=[account.pk]))
-
-    assert answer.status_code == 409
-    account.refresh_from_db()
-    assert account.balance == OPENING
 
 
 # Transactions.
@@ -643,17 +587,6 @@ def test_the_body_of_a_stream_holds_the_lock_of_its_view(client: Client) -> None
     assert not lock(NAME).locked()
 
 
-def test_a_body_that_is_not_read_to_its_end_holds_the_lock_of_its_view_too(client: Client) -> None:
-    journal.clear()
-    answer = client.get("/locking/0/")
-    assert next(content(answer)) == b"True True\n"
-
-    answer.close()
-
-    assert [what for what, _ in journal] == ["True True\n"]
-    assert not lock(NAME).locked()
-
-
 @pytest.mark.parametrize("url", ["/locking/1/", "/locking-async/1/"])
 async def test_the_body_of_an_async_stream_holds_the_lock_of_its_view(
     async_client: AsyncClient, url: str
@@ -663,17 +596,6 @@ async def test_the_body_of_an_async_stream_holds_the_lock_of_its_view(
     assert isinstance(answer, StreamingHttpResponse)
     assert [line async for line in answer] == [b"True True\n"] * 3
     assert not await lock(NAME).alocked()
-
-
-@pytest.mark.filterwarnings("ignore:StreamingHttpResponse must consume")
-@pytest.mark.parametrize("url", ["/locking/0/", "/locking-async/0/"])
-async def test_so_does_a_plain_body_in_async_code(async_client: AsyncClient, url: str) -> None:
-    answer = await async_client.get(url)
-
-    assert isinstance(answer, StreamingHttpResponse)
-    assert [line async for line in answer] == [b"True True\n"] * 2
-    await sync_to_async(answer.close)()
-    await sync_to_async(eventually)(lambda: not lock(NAME).locked())
 
 
 # Refusals.
@@ -705,18 +627,3 @@ def test_a_client_that_asks_for_json_gets_problem_details(
         "title": "Somebody else is already working on this; try again later.",
         "status": 409,
     }
-
-
-@pytest.mark.parametrize("url", REFUSING_KINDS)
-async def test_an_async_client_is_refused_the_same_way(async_client: AsyncClient, url: str) -> None:
-    with held_by_another_thread(NAME):
-        answer = await async_client.get(url)
-
-    assert answer.status_code == 409
-    assert 1 <= int(answer.headers["Retry-After"]) <= 30
-
-
-@pytest.mark.parametrize("url", REFUSING_KINDS)
-def test_a_free_lock_is_taken_and_given_back(client: Client, url: str) -> None:
-    assert [client.get(url).status_code for _ in range(2)] == [200, 200]
-    assert not lock(NAME).locked()

@@ -45,27 +45,11 @@ def free_at_start(page: str) -> str:
     return body(page)
 
 
-@unique(bind=True, again=True)
-def retried_while_others_wait(self: Any, page: str) -> str:
-    if self.request.retries == 0:
-        diary = Diary(page)
-        diary.write("tried")
-        diary.wait()
-        # Not at once: Celery sends it before it stores the state RETRY, which must not come after that of its end.
-        raise self.retry(countdown=1)
-    return body(page)
-
-
 @unique(bind=True)
 def retried(self: Any, page: str) -> str:
     if self.request.retries == 0:
         raise self.retry(countdown=LEASE + 2)
     return body(page)
-
-
-@unique(bind=True)
-def tells_its_id(self: Any, page: str) -> str:
-    return str(self.request.id)
 
 
 @unique(autoretry_for=(Again,), default_retry_delay=1)
@@ -164,17 +148,6 @@ class EndsSlowly(Task):  # type: ignore[misc]  # as above
 @unique(base=EndsSlowly, lease=60)
 def ends_slowly(page: str) -> str:
     return "done"
-
-
-class FailsBefore(Task):  # type: ignore[misc]  # as above
-    """A task whose body never begins."""
-
-    def before_start(self, *_: Any) -> None:
-        raise Again
-
-
-@unique(base=FailsBefore, lease=60)
-def fails_before(page: str) -> None: ...
 
 
 @unique_task("once:{page}:{what}", using="redis", lease=LEASE)
