@@ -9,8 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from django_redis.client import DefaultClient  # type: ignore[import-untyped]  # it has no types
-
 from django_distlock import Lease, lock, locks
 from django_distlock.backends.redis import RedisBackend
 from django_distlock.backends.redis.verbs import keys_of
@@ -28,13 +26,6 @@ BACKEND = "django_distlock.backends.redis.RedisBackend"
 DATABASE = 5
 #: A ttl that no test lives to see the end of.
 LONG = 60.0
-
-
-class UnaskedClient(DefaultClient):  # type: ignore[misc]  # as above
-    """The client of a cache that nobody may ask."""
-
-    def get_client(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("The cache was asked.")
 
 
 def alias(port: int, **options: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -159,21 +158,3 @@ def cross(names: list[str], using: str, timeout: float) -> list[str]:
     with lock(f"{names[0]}:after", using=using) as lease:
         lease.check()
     return said
-
-
-def fork_and_lock(name: str, using: str) -> dict[str, Any]:
-    """Fork while a lock is held; tell whether each process can lock, and how many sessions they have."""
-    inherited = locks[using]
-    with lock(name, using=using) as lease:
-        reads, writes = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            assert inherited.probe(lease.request)
-            with lock(f"{name}:child", using=using, timeout=5):
-                os.write(writes, str(locks[using]._session.id).encode())  # type: ignore[attr-defined]
-            sys.exit(0)
-        _, status = os.waitpid(pid, 0)
-        lease.extend()
-        with lock(f"{name}:parent", using=using, timeout=5):
-            sessions = {os.read(reads, 100).decode(), str(locks[using]._session.id)}  # type: ignore[attr-defined]
-        return {"child": status == 0, "parent": lease.held, "sessions": len(sessions)}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.core.cache import BaseCache, caches
 from django.core.checks import Error, Warning as CheckWarning, run_checks
-from django.core.management import call_command
 
 from django_distlock import (
     InvalidLockBackend,
@@ -196,35 +192,6 @@ def test_wrong_settings_are_named(
     assert problem in str(caught.value)
 
 
-def test_a_misspelt_cache_is_told_before_what_is_wrong_with_the_default(settings: Settings) -> None:
-    settings.CACHES = {"default": {"BACKEND": f"{DJANGO}.locmem.LocMemCache"}}
-    settings.DISTLOCK = {"locks": {"BACKEND": BACKEND, "OPTIONS": {"cahce": "redis"}}}
-
-    with pytest.raises(
-        InvalidLockBackend, match=r"^DISTLOCK\['locks'\]: unknown OPTIONS 'cahce'\."
-    ):
-        locks["locks"]
-
-
-@pytest.mark.parametrize(
-    ("cache", "missing"),
-    [
-        ({"BACKEND": f"{DJANGO}.redis.RedisCache"}, "django_distlock.backends.redis"),
-        (alias("127.0.0.1:1"), "pymemcache.serde"),
-        (alias("127.0.0.1:1", "PyLibMCCache"), "pylibmc"),
-        (alias("127.0.0.1:1", "PyLibMCCache"), "django_distlock.backends.memcached"),
-    ],
-)
-def test_a_driver_that_is_not_installed_is_named(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, cache: dict[str, Any], missing: str
-) -> None:
-    configure(settings, cache)
-    monkeypatch.setitem(sys.modules, missing, None)
-
-    with pytest.raises(InvalidLockBackend, match=f"driver .* not installed: .*{missing}"):
-        locks["locks"]
-
-
 def test_a_way_that_is_chosen_by_hand_looks_at_the_alias_too(settings: Settings) -> None:
     configure(settings, f"{DJANGO}.db.DatabaseCache")
     settings.DISTLOCK["locks"]["BACKEND"] = (
@@ -278,30 +245,6 @@ def test_a_server_of_the_locks_own_is_not_warned_of(settings: Settings) -> None:
     ]
 
 
-def test_another_database_of_the_same_redis_is_not_warned_of(settings: Settings) -> None:
-    redis = {"BACKEND": f"{DJANGO}.redis.RedisCache", "LOCATION": "redis://127.0.0.1:1"}
-    configure(settings, {**redis, "OPTIONS": {"db": 1}})
-
-    for database, warned in ((2, []), (1, ["distlock.W010"])):
-        settings.CACHES = {
-            **settings.CACHES,
-            "default": {**redis, "OPTIONS": {"db": database}},
-        }
-        found = run_checks(tags=["distlock"], databases=[])
-        assert [message.id for message in found] == warned
-
-
-def test_locks_in_the_default_cache_are_warned_of(settings: Settings) -> None:
-    settings.CACHES = {"default": {"BACKEND": f"{OURS}.SoundCache"}}
-    options = {"cache": "default", "trust_add": (f"{OURS}.SoundCache",)}
-    settings.DISTLOCK = {**ELSEWHERE, "locks": {"BACKEND": BACKEND, "OPTIONS": options}}
-
-    assert [message.id for message in run_checks(tags=["distlock"], databases=[])] == [
-        "distlock.W010"
-    ]
-    assert locks["locks"].check(["default"]) == []
-
-
 # By add() alone.
 
 
@@ -329,25 +272,6 @@ def test_processes_with_a_lock_by_add_on_a_real_server_lose_nothing(
         each.result(40)
 
     assert int(balance.read_text()) == 30
-
-
-async def test_tasks_use_it_too(settings: Settings, name: str) -> None:
-    trust(settings)
-
-    async with lock(name, using="locks"):
-        assert await lock(name, using="locks").alocked()
-
-    assert not await lock(name, using="locks").alocked()
-
-
-def test_who_is_refused_is_told_by_whom(settings: Settings, name: str) -> None:
-    trust(settings)
-    holder, other = rival(name), rival(name)
-    holder.takes()
-
-    assert not other.tries()
-    assert other.refused.holder == holder.request.holder
-    assert holder.request.owner not in repr(other.refused)
 
 
 def test_an_acquire_sent_again_gets_the_same_grant_and_a_release_the_same_answer(
@@ -398,29 +322,6 @@ def test_a_lease_is_not_extended_and_ends_with_its_ttl(settings: Settings, name:
     assert lease.deadline == deadline <= clock.lease_time()
     with pytest.raises(LockLost):
         lease.release()
-
-
-def test_check_locks_finds_it_in_order(settings: Settings) -> None:
-    trust(settings)
-    out = io.StringIO()
-
-    call_command("check_locks", "--json", "--using=locks", stdout=out)
-
-    [report] = json.loads(out.getvalue())["aliases"]
-    assert [*report["milliseconds"]] == ["acquire", "contend", "release"]
-    assert "extend" in report["cannot"]
-
-
-def test_a_key_is_short_enough_for_every_cache_with_its_prefix(settings: Settings) -> None:
-    cache = {"BACKEND": f"{OURS}.SoundCache", "KEY_PREFIX": "p" * 100}
-    configure(settings, cache, trust_add=[f"{OURS}.SoundCache"])
-
-    keys = {rival(f"{'n' * 95}{number}").request.key for number in range(3)}
-    long = {rival(f"{'n' * 5_000}{number}").request.key for number in range(3)}
-
-    assert len(keys | long) == 6
-    assert all(len(key) <= 250 for key in keys | long)
-    assert rival("x" * 5_000).tries()
 
 
 def test_a_cache_that_hides_that_its_server_is_down_gives_no_lock(

@@ -18,12 +18,9 @@ from django.urls import reverse
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.admin import MethodLockAdmin
 from django_distlock.backends import rowlock
-from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Held, digest
 from django_distlock.models import MethodLock
-from tests.contract import crew
 from tests.fixtures.databases import migrate
-from tests.fixtures.eventually import eventually
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
 
@@ -110,24 +107,6 @@ async def test_names_purposes_and_tasks_may_have_any_character(using: str, name:
     assert lease.holder.purpose.startswith("GET /")
 
 
-def test_who_waits_for_such_a_name_gets_it(using: str, name: str) -> None:
-    named = f"{name} {BEYOND}"
-    with lock(named, using=using):
-        waiting = crew.start(lambda: lock(named, using="rival", timeout=20).acquire())
-        eventually(lambda: sum(each.name == named for each in registry.leases()) == 2)
-
-    lease = waiting.result(20)
-    assert lease
-    lease.release()
-
-
-def test_a_name_that_is_long_and_beyond_comes_back_whole(using: str, name: str) -> None:
-    named = f"{name} {BEYOND * 100}"
-
-    with lock(named, using=using):
-        assert [held.name for held in locks[using].held()] == [named]
-
-
 def test_a_lock_of_a_transaction_may_have_such_a_name(narrow: str, name: str) -> None:
     with transaction.atomic(using=narrow):
         transaction_lock(f"{name} {BEYOND}", using=narrow)
@@ -190,11 +169,3 @@ def test_the_admin_shows_finds_and_frees_them(
     [entry] = LogEntry.objects.all()
     assert name in entry.object_repr
     assert not MethodLock.objects.using(narrow).exclude(owner=None).exists()
-
-
-def test_rows_of_before_are_listed_as_they_are(narrow: str, settings: Settings, name: str) -> None:
-    settings.DISTLOCK = {"locks": {"BACKEND": LEASES, "OPTIONS": {"using": narrow}}}
-    with lock(name, using="locks"):
-        MethodLock.objects.using(narrow).update(description="\u00e9t\u00e9 \\u0041")
-
-        assert [held.name for held in locks["locks"].held()] == ["\u00e9t\u00e9 \\u0041"]

@@ -14,12 +14,9 @@ import pytest
 from django.db import DatabaseError, connections, transaction
 
 from django_distlock import lock, locks
-from django_distlock.backends.database.base import BaseDatabaseBackend
-from django_distlock.backends.database.mysql import MySQL
-from django_distlock.engine import acquisition
 from django_distlock.models import FencingCounter, MethodLock
 from tests.backends.conftest import isolated
-from tests.contract.crew import elsewhere, start, together
+from tests.contract.crew import start, together
 from tests.fixtures.eventually import eventually, never
 
 from .session_tools import KINDS
@@ -125,19 +122,6 @@ def test_a_free_lock_is_never_busy_whatever_isolation_the_role_prefers(
     assert refused == [0] * THREADS
 
 
-@kinds([each for each in EVERY if each.using != "pgbouncer"])
-def test_own_connections_ask_for_what_is_committed(kind: Kind) -> None:
-    asks = {"mysql": "SELECT @@tx_isolation", "postgresql": "SHOW transaction_isolation"}
-
-    found = locks["locks"]
-    assert isinstance(found, BaseDatabaseBackend)
-    with found._own.cursor() as cursor:
-        cursor.execute(asks[cursor.db.vendor])
-        (level,) = cursor.fetchone()
-
-    assert level.lower().replace("-", " ") == "read committed"
-
-
 READERS = [
     Kind("postgres-rowlock", ("postgres",), KINDS["rowlock"]),
     Kind("postgres-advisory", ("postgres",), KINDS["advisory"]),
@@ -188,26 +172,6 @@ def test_a_lock_whose_record_is_being_deleted_is_waited_for(kind: Kind, name: st
     taken = taking.result(20)
     assert taken is not None
     taken.backend.abandon(taken.request)
-
-
-@kinds([each for each in EVERY if each.name in {"mariadb", "mariadb-fair"}])
-def test_a_place_that_is_given_back_before_the_refusal_is_explained_is_taken(
-    kind: Kind, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The other place has never had a row.
-    taken = elsewhere(lambda: lock(name, using="locks", limit=1).acquire())
-    assert taken is not None
-    look = MySQL._look
-
-    def give_back_and_look(*asked: Any) -> Any:
-        monkeypatch.undo()
-        elsewhere(taken.release)
-        return look(*asked)
-
-    monkeypatch.setattr(MySQL, "_look", give_back_and_look)
-    monkeypatch.setattr(acquisition, "first_place", lambda _: 0)
-    with lock(name, using="locks", limit=2, timeout=0) as lease:
-        assert lease.place == 0
 
 
 @pytest.fixture

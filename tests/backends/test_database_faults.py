@@ -33,14 +33,12 @@ from django_distlock.backends.database.records import rows
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.steps import settled
 from django_distlock.engine.values import Busy, Grant, Release
-from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter, LockWaiter, MethodLock
 from tests.backends.conftest import apart, backend
 from tests.contract.crew import start
 from tests.fixtures.child import say
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.threads import refuse_first_thread
 
 from .session_tools import NUMBER
 
@@ -84,21 +82,6 @@ def test_terminated_idle_connections_are_replaced_unseen(
         kill_all_sessions(server_database)
     with lock(name, using=server_database) as lease:
         lease.check()
-
-
-@pytest.mark.usefixtures("is_never_hung")
-def test_what_nobody_else_asks_again_goes_on_past_idle_connections_that_have_died(
-    server_database: str, server: Server, name: str
-) -> None:
-    locked = locks[server_database]
-    waiter = locked.request(name, ttl=30, holder=Holder.current())
-    with lock(name, using=server_database):
-        kill_all_sessions(server_database)
-        locked.enqueue(waiter, ThreadBell())
-
-        kill_all_sessions(server_database)
-        assert list(locked.purge(86_400, dry_run=True))
-    locked.dequeue(waiter)
 
 
 def kill_all_sessions(alias: str) -> None:
@@ -184,25 +167,6 @@ def test_commit_that_hangs_is_an_error_in_time(
         server.resume()
 
 
-def test_lease_is_lost_at_its_deadline_though_the_server_hangs(
-    server_database: str, server: Server, name: str, settings: Settings
-) -> None:
-    options = {"using": server_database, "io_timeout": 20.0}
-    settings.DISTLOCK = {server_database: {"OPTIONS": options}}
-    reasons: list[str] = []
-    lease = lock(name, using=server_database, ttl=1).acquire()
-    assert lease is not None
-    lease.on_lost(reasons.append)
-    server.pause()
-    try:
-        eventually(lambda: reasons, 8)
-        assert lease.lost
-    finally:
-        server.resume()
-    with pytest.raises(LockError):
-        lease.release()
-
-
 def test_missing_table_tells_to_migrate(
     postgres: PostgreSQL, settings: Settings, name: str
 ) -> None:
@@ -251,26 +215,6 @@ def test_full_pool_is_an_error_that_names_the_option(
 
     with lock(name):
         pass
-
-
-def test_a_free_connection_is_waited_for_within_the_timeout_and_not_at_the_cost_of_the_lease(
-    settings: Settings, server_database: str, server: Server, name: str
-) -> None:
-    options = {"using": server_database, "max_connections": 1, "io_timeout": 0.3}
-    settings.DISTLOCK = {"default": {"OPTIONS": options}}
-    own = backend("default")._own
-    lent = own.borrow()
-    taking = start(lock(name, ttl=60, timeout=30).acquire)
-    never(taking.done, 1.0)
-
-    freed = clock.lease_time()
-    own.give_back(lent, is_sound=True)
-
-    lease = taking.result(10)
-    assert lease
-    # A hundredth is left for clocks that differ.
-    assert clock.lease_time() + lease.remaining > freed + 59.3
-    lease.release()
 
 
 @pytest.fixture
@@ -336,19 +280,6 @@ def test_application_pool_is_not_drained_by_locks(
         assert "pool" not in own._settings()["OPTIONS"]
     finally:
         del connections["postgres"].settings_dict["OPTIONS"]["pool"]
-
-
-def test_own_connections_come_from_no_transaction_and_go_when_closed(
-    server_database: str, server: Server, name: str
-) -> None:
-    with lock(name, using=server_database):
-        pass
-    own = backend(server_database)._own
-    assert own._idle
-
-    locks.close()
-
-    assert not own._idle
 
 
 def test_forked_child_has_a_session_of_its_own_and_its_parent_keeps_its(
@@ -421,23 +352,6 @@ def test_a_call_that_was_made_before_anybody_listened_is_made_up_for(
     listens.set()
 
     assert taking.result(5)
-
-
-def test_a_listener_that_finds_no_thread_is_begun_by_the_next_waiter(
-    postgres: PostgreSQL, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listeners = refuse_first_thread(monkeypatch, "distlock-listen")
-    locks.reset()  # with a listener that has not begun yet
-    locked = backend("postgres")
-    for _ in range(2):
-        held = locked.request(name, ttl=30, holder=Holder.current())
-        locked.try_acquire(held, queued=False)
-        taking = start(partial(_take, name))
-        eventually(lambda: has_waiter(name), 5)
-        assert locked.release(held) is Release.RELEASED
-        assert taking.result(10)
-
-    assert len(listeners) == 2
 
 
 def _take(name: str) -> bool:
@@ -581,26 +495,6 @@ def test_server_that_hangs_while_requests_are_given_up_ends_their_sessions_later
             postgres.resume()
 
         eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
-
-
-@needs_time_limit
-def test_nor_do_they_with_a_client_library_that_cannot_cancel_in_a_limited_time(
-    postgres: PostgreSQL, name: str, spawn: Spawn
-) -> None:
-    # The server's own client library, which is older than the one that psycopg brings.
-    process = spawn(
-        "tests.backends.database_acts:give_up_requests",
-        environment={"PSYCOPG_IMPL": "python"},
-        names=[f"{name}:{turn}" for turn in range(5)],
-    )
-    process.expect("connected")
-    with postgres.admin() as admin, standby_away(postgres):
-        process.tell("go on")
-
-        assert process.expect("gave up")["requests"] == 5
-        eventually(lambda: admin.execute(WAIT_FOR_STANDBY).fetchall() == [], 10)
-    process.tell("leave")
-    process.result()
 
 
 @contextmanager

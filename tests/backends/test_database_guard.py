@@ -13,13 +13,11 @@ from django_distlock import (
     StaleFencingToken,
     lock,
     locks,
-    transaction_lock,
 )
 from django_distlock.backends.database.dialect import COUNTER
 from django_distlock.engine.values import Busy, Grant
 from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS, apart, backend
-from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
     from django_distlock.engine.values import Request
     from tests.fixtures.mariadb import MariaDB
-    from tests.fixtures.postgres import PostgreSQL
 
 
 def rival(alias: str, name: str, ttl: float = 30) -> Request:
@@ -142,29 +139,7 @@ def begin_snapshot(cursor: object, database: str) -> None:
         execute("START TRANSACTION WITH CONSISTENT SNAPSHOT")
 
 
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_guard_in_a_snapshot_begun_inside_the_lock_is_right(database: str, name: str) -> None:
-    with lock(name, using=database) as lease, transaction.atomic(using=database):
-        with connections[database].cursor() as cursor:
-            begin_snapshot(cursor, database)
-        lease.guard(using=database)
-
-
 # The caller may look for its tables elsewhere: another tenant's schema, with tables of the same names.
-
-
-@pytest.mark.parametrize("kind", ["database.DatabaseBackend", "rowlock.RowLockBackend"])
-def test_guard_finds_the_tables_of_the_locks_from_wherever_the_caller_looks(
-    wanderer: str, kind: str, name: str, settings: Settings
-) -> None:
-    settings.DISTLOCK = {
-        wanderer: {"BACKEND": f"django_distlock.backends.{kind}", "OPTIONS": {"using": wanderer}}
-    }
-    with lock(name, using=wanderer) as lease, transaction.atomic(using=wanderer):
-        lease.guard(using=wanderer)
-
-        assert is_guarded(wanderer, lease.request.key)
-    assert not is_guarded(wanderer, lease.request.key)
 
 
 def is_guarded(alias: str, key: str, schema: str = "") -> bool:
@@ -202,45 +177,6 @@ def test_token_that_another_schema_knows_does_not_stand_for_that_of_the_lock(
     locks[wanderer].release(later)
 
 
-@pytest.mark.parametrize("wanderer", [SERVERS[0]], indirect=True)
-def test_guard_follows_an_alias_whose_own_settings_name_a_schema(
-    wanderer: str, name: str, settings: Settings
-) -> None:
-    options = connections[wanderer].settings_dict["OPTIONS"]
-    options["options"] = "-c search_path=elsewhere,public"
-    settings.DISTLOCK = {wanderer: {"OPTIONS": {"using": wanderer}}}
-    try:
-        with lock(name, using=wanderer) as lease, transaction.atomic(using=wanderer):
-            with connections[wanderer].cursor() as cursor:
-                cursor.execute("SET LOCAL search_path = public")
-            lease.guard(using=wanderer)
-
-            assert is_guarded(wanderer, lease.request.key, "elsewhere.")
-    finally:
-        del options["options"]
-
-
-@pytest.mark.server
-def test_a_schema_may_have_any_name(postgres: PostgreSQL, name: str, settings: Settings) -> None:
-    odd = {"options": '-c search_path="ten%sant"'}
-    with connections["postgres"].cursor() as cursor:
-        cursor.execute('CREATE SCHEMA "ten%sant"')
-    connections.settings["odd"] = {**connections.settings["postgres"], "OPTIONS": odd}
-    settings.DISTLOCK = {"odd": {"OPTIONS": {"using": "odd"}}}
-    try:
-        migrate("odd")
-        with lock(name, using="odd") as lease, transaction.atomic(using="odd"):
-            lease.guard(using="odd")
-        with transaction.atomic(using="odd"):
-            transaction_lock(name, using="odd")
-    finally:
-        locks.close()
-        connections["odd"].close()
-        del connections["odd"], connections.settings["odd"]
-        with connections["postgres"].cursor() as cursor:
-            cursor.execute('DROP SCHEMA "ten%sant" CASCADE')
-
-
 @pytest.mark.parametrize("kind", ["database.DatabaseBackend", "rowlock.RowLockBackend"])
 def test_lock_is_listed_and_freed_from_wherever_the_caller_looks_for_its_tables(
     wanderer: str, kind: str, name: str, settings: Settings
@@ -259,27 +195,6 @@ def test_lock_is_listed_and_freed_from_wherever_the_caller_looks_for_its_tables(
     eventually(lambda: name not in [held.name for held in locks[wanderer].held()], 5)
     with pytest.raises(LockError):
         lease.release()
-
-
-@pytest.mark.server
-def test_guard_by_a_role_that_may_not_use_the_tables_is_not_supported(
-    postgres: PostgreSQL, name: str
-) -> None:
-    with postgres.admin("distlock") as admin:
-        admin.execute("CREATE ROLE visitor")
-        admin.execute("GRANT visitor TO distlock")
-
-    with (
-        lock(name, using="postgres") as lease,
-        pytest.raises(NotSupported, match="permission denied"),
-        transaction.atomic(using="postgres"),
-    ):
-        with connections["postgres"].cursor() as cursor:
-            cursor.execute("SET LOCAL ROLE visitor")
-        lease.guard(using="postgres")
-
-    with postgres.admin("distlock") as admin:
-        admin.execute("DROP ROLE visitor")
 
 
 @pytest.mark.server

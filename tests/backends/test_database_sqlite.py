@@ -16,7 +16,6 @@ from django.core.management import call_command
 from django.db import connections, transaction
 
 from django_distlock import LockBackendError, lock, locks
-from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.steps import settled
 from django_distlock.ground.holder import Holder
 from django_distlock.models import LockWaiter
@@ -90,30 +89,6 @@ def test_another_writer_is_waited_for_within_the_timeout(file: str, name: str) -
         assert lease.held
 
 
-async def test_a_task_waits_for_another_writer_too(file: str, name: str) -> None:
-    with written_by_another(file, LONG):
-        async with lock(name, using="busy", timeout=30) as lease:
-            assert lease.held
-
-
-def test_a_place_in_the_queue_is_waited_for_too(
-    file: str, name: str, database: str, settings: Settings
-) -> None:
-    options = {"using": database, "io_timeout": 0.5, "fair": True}
-    settings.DISTLOCK = {"busy": {"OPTIONS": options}}
-    backend = locks["busy"]
-    holder = backend.request(name, ttl=60, holder=Holder.current())
-    backend.try_acquire(holder, queued=False)
-
-    with written_by_another(file, 60):
-        waiting = start(lambda: take(name))
-        never(waiting.done, LONG)
-    eventually(LockWaiter.objects.using(database).filter(method_name=name).exists, 20)
-    backend.release(holder)
-
-    assert waiting.result(20)
-
-
 def take(name: str) -> bool:
     with lock(name, using="busy", timeout=30) as lease:
         return lease.held
@@ -134,21 +109,6 @@ def test_a_file_that_others_keep_from_being_read_is_watched_all_the_same(
     settled(lambda: locks["busy"].release(rival))
 
     assert taking.result(20)
-    assert "Waiters poll" not in caplog.text
-
-
-def test_a_watcher_is_opened_when_the_file_can_be_read_again(
-    file: str, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    watcher, bell = backend("busy")._watcher, ThreadBell()
-    assert watcher is not None
-
-    with written_by_another(file, LONG, "EXCLUSIVE"):
-        watcher.expect("somebody", name, bell)
-        never(lambda: "Waiters poll" in caplog.text, LONG / 2)
-
-    assert bell.wait(20)
-    watcher.forget_bell("somebody")
     assert "Waiters poll" not in caplog.text
 
 
@@ -212,14 +172,6 @@ def told_of_own_transaction(name: str) -> None:
         lock(name, using="busy", timeout=30).acquire()
 
 
-def test_a_transaction_that_has_only_begun_is_not_taken_for_the_writer(
-    file: str, name: str, database: str
-) -> None:
-    with written_by_another(file, LONG), transaction.atomic(using=database):
-        with lock(name, using="busy", timeout=30, release="on_commit") as lease:
-            assert lease.held
-
-
 def test_a_transaction_that_has_read_is_in_the_way_only_where_readers_are(
     file: str, name: str, database: str, journal: str
 ) -> None:
@@ -271,25 +223,6 @@ def test_a_file_with_data_is_left_as_it_is(own_file: str, name: str) -> None:
         assert lease.held
 
     assert modes(own_file) == ("delete", 2)
-
-
-def test_an_init_command_decides_how_the_file_is_written(own_file: str, name: str) -> None:
-    connections.settings["own"]["OPTIONS"]["init_command"] = "PRAGMA journal_mode = TRUNCATE"
-
-    with lock(name, using="own") as lease:
-        assert lease.held
-
-    assert modes(own_file) == ("delete", 2)
-
-
-def test_a_file_that_somebody_reads_can_be_locked_all_the_same(own_file: str, name: str) -> None:
-    with closing(sqlite3.connect(own_file, isolation_level=None)) as reader:
-        reader.execute("BEGIN")
-        reader.execute("SELECT * FROM django_distlock_methodlock").fetchall()
-
-        assert (
-            locks["own"].probe(locks["own"].request(name, ttl=9, holder=Holder.current())) is None
-        )
 
 
 def test_a_file_that_is_no_database_is_a_lock_error(own_file: str, name: str) -> None:

@@ -25,7 +25,7 @@ from django_distlock import (
 from django_distlock.ground.holder import Holder
 from django_distlock.models import MethodLock
 from testproject.models import Account
-from tests.backends.conftest import SERVERS, apart, isolated
+from tests.backends.conftest import apart, isolated
 from tests.fixtures.eventually import never
 
 from .session_tools import NUMBER, end_session
@@ -440,66 +440,6 @@ def test_each_end_of_a_transaction_releases_exactly_once(
     assert released == [name]
 
 
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_on_commit_without_a_transaction_releases_at_the_exit(database: str, name: str) -> None:
-    with lock(name, using=database, release="on_commit"):
-        pass
-
-    assert not is_held(database, name)
-
-
-@pytest.mark.parametrize("database", SERVERS, indirect=True)
-def test_on_commit_after_a_transaction_by_hand_has_ended_releases_at_the_exit_or_the_next_end(
-    database: str, name: str
-) -> None:
-    with by_hand(database):
-        with lock(name, using=database, release="on_commit"):
-            Account.objects.using(database).count()
-            transaction.commit(using=database)
-
-        # MySQL's drivers do not tell whether another transaction has begun.
-        assert ask_elsewhere(database, name) is (database == "mariadb")
-        transaction.commit(using=database)
-        assert not ask_elsewhere(database, name)
-
-
-@pytest.mark.server
-def test_end_of_manual_transaction_management_that_commits_releases(
-    mariadb: object, name: str
-) -> None:
-    with by_hand("mariadb"):
-        take_until_commit("mariadb", name, "on_commit")
-
-    assert not ask_elsewhere("mariadb", name)
-
-
-def test_sqlite_transaction_by_hand_holds_the_lock_until_it_is_committed(name: str) -> None:
-    with by_hand("default"):
-        with lock(name, release="on_commit"):
-            Account.objects.create(name=name, balance=0, opening_balance=0)
-        assert ask_elsewhere("default", name)
-
-        transaction.commit()
-        assert not ask_elsewhere("default", name)
-    Account.objects.filter(name=name).delete()
-
-
-def test_functions_for_the_commit_are_called_before_the_lock_is_free(
-    server_database: str, name: str
-) -> None:
-    saw: list[bool] = []
-
-    def look() -> None:
-        saw.append(ask_elsewhere(server_database, name))
-
-    with transaction.atomic(using=server_database):
-        with lock(name, using=server_database, release="on_commit"):
-            transaction.on_commit(look, using=server_database)
-
-    assert saw == [True]
-    assert not ask_elsewhere(server_database, name)
-
-
 @pytest.mark.server
 def test_transactions_on_two_databases_both_end_before_the_lock_is_free(
     postgres: object, mariadb: object, name: str
@@ -513,23 +453,6 @@ def test_transactions_on_two_databases_both_end_before_the_lock_is_free(
         transaction.commit(using="mariadb")
 
     assert not ask_elsewhere("postgres", name)
-
-
-@pytest.mark.server
-def test_blocks_of_two_databases_around_the_lock_both_keep_it(
-    postgres: object, mariadb: object, name: str
-) -> None:
-    with transaction.atomic(using="mariadb"):
-        with transaction.atomic(using="postgres"):
-            with lock(name, using="postgres"):
-                pass
-        still_held("postgres", name)
-    assert not ask_elsewhere("postgres", name)
-
-
-def test_wrong_release_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="on_commit"):
-        lock(name, release="sometimes")  # type: ignore[arg-type]
 
 
 def test_snapshot_older_than_the_lock_is_refused_by_guard_or_seen_through_by_claim(
@@ -607,15 +530,6 @@ def first(alias: str, name: str) -> None:
         read(alias)
 
 
-def first_in_an_inner_block(alias: str, name: str) -> None:
-    with (
-        transaction.atomic(using=alias),
-        transaction.atomic(using=alias),
-        lock(name, using=alias),
-    ):
-        read(alias)
-
-
 def outside(alias: str, name: str) -> None:
     read(alias)
     with lock(name, using=alias), transaction.atomic(using=alias):
@@ -627,38 +541,3 @@ def again(alias: str, name: str) -> None:
         read(alias)
         with lock(name, using=alias):
             pass
-
-
-def in_a_test_case(alias: str, name: str) -> None:
-    of_test_case = transaction.atomic(using=alias)
-    of_test_case._from_testcase = True  # type: ignore[attr-defined]  # as above
-    with of_test_case:
-        read(alias)
-        with lock(name, using=alias):
-            pass
-
-
-@pytest.mark.parametrize("order", [first, first_in_an_inner_block, outside, again, in_a_test_case])
-def test_what_is_read_later_or_under_the_lock_is_not_warned_of(
-    order: Callable[[str, str], None], at_level: Callable[[str], str], name: str
-) -> None:
-    order(at_level("repeatable read"), name)
-
-
-def test_a_transaction_that_sees_every_commit_is_not_warned_of(
-    at_level: Callable[[str], str], name: str
-) -> None:
-    alias = at_level("read committed")
-    with transaction.atomic(using=alias):
-        read(alias)
-        with lock(name, using=alias):
-            pass
-
-
-@pytest.mark.server
-def test_a_write_makes_no_snapshot_on_mariadb(mariadb: object, name: str) -> None:
-    with isolated("mariadb", "repeatable read"), transaction.atomic(using="mariadb"):
-        Account.objects.using("mariadb").create(name=name, balance=0, opening_balance=0)
-        with lock(name, using="mariadb"):
-            pass
-        transaction.set_rollback(True, using="mariadb")

@@ -19,7 +19,6 @@ from django_distlock.ground.holder import Holder
 from tests.backends.conftest import backend
 from tests.contract.crew import start, together
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.threads import refuse_first_thread
 
 if TYPE_CHECKING:
     import sqlite3
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
     from django_distlock.backends.database.waiters import Watcher
     from django_distlock.engine.values import Request
-    from tests.fixtures.processes import Spawn
 
 DATABASE = "django_distlock.backends.database.DatabaseBackend"
 WATCHED = ["default", pytest.param("mariadb", marks=pytest.mark.server)]
@@ -141,20 +139,6 @@ def _close_at_the_next_look(
     monkeypatch.setattr(watcher._dialect, "version", losing)
 
 
-def test_without_a_thread_for_it_a_waiter_looks_itself(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused = refuse_first_thread(monkeypatch, "distlock-listen")
-    locks.reset()
-    held = rival("default", name)
-    taking = start(lambda: take("default", name))
-    eventually(lambda: refused, 10)
-
-    locks["default"].release(held)
-
-    assert taking.result(10)
-
-
 def test_who_has_just_released_what_others_want_lets_them_go_first(
     watched: str, name: str, settings: Settings
 ) -> None:
@@ -179,23 +163,3 @@ def test_who_has_just_released_what_others_want_lets_them_go_first(
     together(partial(work, "first"), partial(work, "second"), leave_once_both_were_refused)
 
     assert sum(one != next_one for one, next_one in itertools.pairwise(order)) >= 8
-
-
-def test_nobody_gives_way_for_a_lock_that_nobody_else_wants(watched: str, name: str) -> None:
-    for _ in range(3):
-        request = locks[watched].request(name, ttl=60, holder=Holder.current())
-        assert isinstance(locks[watched].try_acquire(request, queued=False, left=5), Grant)
-        locks[watched].release(request)
-
-
-@pytest.mark.usefixtures("postgres")
-def test_a_listener_ends_though_the_clock_stood_still(name: str, spawn: Spawn) -> None:
-    """psycopg without its C part reads the clock that freezegun replaces."""
-    with lock(name, using="postgres"):
-        process = spawn(
-            "tests.backends.database_acts:wait_while_the_clock_stands_still",
-            environment={"PSYCOPG_IMPL": "python"},
-            name=name,
-        )
-        assert process.expect("none listens")["lease"] is False
-    process.result()

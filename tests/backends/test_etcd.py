@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
+from django_distlock import LockBackendError, LockLost, LockNotAcquired, lock, locks
 from django_distlock.backends.etcd.gateway import SILENCE, MemberConnection, Reply, below
-from django_distlock.backends.etcd.keys import Key
 from django_distlock.engine.background import background
-from django_distlock.engine.values import Busy, Release, Request
-from django_distlock.ground.holder import Holder
+from django_distlock.engine.values import Release
 from django_distlock.ground.naming import LONGEST_LISTED
 from tests.contract.crew import start, waiting_for
 from tests.fixtures.etcd import Cluster, EtcdMember
 from tests.fixtures.eventually import aeventually, eventually, never
-from tests.fixtures.interruption import StopAt, TimeLimit
 from tests.fixtures.proxy import Proxy
 
 from .etcd_tools import (
@@ -44,7 +41,7 @@ from .etcd_tools import (
 from .queue_tools import Counter, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from pytest_django.fixtures import Settings
 
@@ -85,17 +82,6 @@ def test_a_free_lock_costs_two_requests(sent: list[Any]) -> None:
     assert [path for path, _ in sent] == ["/v3/kv/txn"] * 2
 
 
-def test_a_free_place_costs_two_requests(sent: list[Any]) -> None:
-    with lock("warm", using="locks"):
-        pass
-    sent.clear()
-
-    with lock("x", using="locks", limit=4):
-        assert [path for path, _ in sent] == ["/v3/kv/txn"]
-
-    assert [path for path, _ in sent] == ["/v3/kv/txn"] * 2
-
-
 def test_one_look_tells_which_places_are_free(sent: list[Any]) -> None:
     taken = [lock("x", using="elsewhere", limit=4, reentrant=False).acquire() for _ in range(3)]
     with lock("warm", using="locks"):
@@ -111,17 +97,6 @@ def test_one_look_tells_which_places_are_free(sent: list[Any]) -> None:
     for each in taken:
         assert each
         each.release()
-
-
-async def test_a_task_sends_the_same(sent: list[Any]) -> None:
-    async with lock("warm", using="locks"):
-        pass
-    sent.clear()
-
-    async with lock("x", using="locks"):
-        pass
-
-    assert [path for path, _ in sent] == ["/v3/kv/txn"] * 2
 
 
 def test_a_refusal_leaves_nothing(etcd: Cluster, namespace: str) -> None:
@@ -178,15 +153,6 @@ def test_each_waiter_is_rung_by_the_one_before_it_alone() -> None:
     assert tokens == sorted(set(tokens), key=lambda token: token or 0)
 
 
-def _line_of_four() -> tuple[list[Any], list[Counter]]:
-    people = [rival("x") for _ in range(4)]
-    bells = [Counter() for _ in people]
-    for person, bell in zip(people, bells, strict=True):
-        stands(person)
-        backend()._verbs.may_sleep(person, bell)
-    return people, bells
-
-
 def test_a_waiter_that_the_watch_has_told_asks_once_whether_that_is_so(sent: list[Any]) -> None:
     holder, waiter, bell = rival("x"), rival("x"), Counter()
     assert stands(holder)
@@ -200,21 +166,6 @@ def test_a_waiter_that_the_watch_has_told_asks_once_whether_that_is_so(sent: lis
 
     assert [path for path, _ in sent] == ["/v3/kv/txn"]
     assert backend().extend([waiter]) == [True]
-
-
-def test_a_waiter_that_the_watch_has_told_is_not_granted_what_is_gone(etcd: Cluster) -> None:
-    holder, waiter, bell = rival("x"), rival("x", "elsewhere"), Counter()
-    assert stands(holder)
-    assert stands(waiter, "elsewhere") is None
-    backend("elsewhere")._verbs.may_sleep(waiter, bell)
-    backend().release(holder)
-    eventually(lambda: bell.rung)
-    other = rival("x")
-
-    expire(etcd, "elsewhere")
-
-    assert stands(other)
-    assert stands(waiter, "elsewhere") is None
 
 
 def test_a_deletion_between_the_look_and_the_watch_is_not_missed() -> None:
@@ -293,42 +244,7 @@ def test_a_long_listing_is_read_in_pages(monkeypatch: pytest.MonkeyPatch) -> Non
     assert listed == [(f"x{number}", 1) for number in range(5)]
 
 
-def test_a_limit_of_a_thousand(member: EtcdMember) -> None:
-    waiter, bell = rival("x").with_limit(1000), Counter()
-    folder = backend()._server.folder(waiter.key)
-    for place in range(1000):
-        member.asks("/v3/kv/put", key=encoded(f"{folder}{place}/w-1-0"), value=encoded("{}"))
-    backend().enqueue(waiter, bell)  # type: ignore[arg-type]  # it counts
-    assert not bell.rung
-
-    member.asks("/v3/kv/deleterange", key=encoded(f"{folder}77/w-1-0"))
-
-    eventually(lambda: bell.rung)
-    found = backend().probe_all(waiter.holdings)
-    assert [place for place, busy in enumerate(found) if busy is None] == [77]
-
-
 # Nothing is left.
-
-
-async def test_100_waits_that_time_out_leave_nothing(etcd: Cluster, namespace: str) -> None:
-    holder = rival("x")
-    await asyncio.to_thread(stands, holder)
-
-    async def wait() -> None:
-        with pytest.raises(LockNotAcquired):
-            async with lock("x", using="locks", shared=True, timeout=3):
-                pytest.fail("somebody else has it")
-
-    for _ in range(2):
-        await asyncio.gather(*(wait() for _ in range(50)))
-
-    verbs = backend()._verbs
-    await aeventually(lambda: not verbs.doomed, 10)
-    assert len(line(etcd, namespace, "x")) == 1
-    assert list(verbs.nodes) == [holder.owner]
-    assert len(backend()._server.slots) == 1
-    assert not watched()
 
 
 async def test_200_tasks_that_wait_share_the_threads_of_the_backend() -> None:
@@ -351,24 +267,6 @@ async def test_200_tasks_that_wait_share_the_threads_of_the_backend() -> None:
     await asyncio.gather(*tasks)
 
     assert served == 200
-
-
-def test_a_watch_ends_with_the_last_waiter(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("gateway", "watcher"):
-        monkeypatch.setattr(f"django_distlock.backends.etcd.{module}.SILENCE", 0.2)
-    holder, waiter = rival("x"), rival("x")
-    assert stands(holder)
-    assert stands(waiter) is None
-    eventually(_is_watching)
-
-    backend().release(holder)
-    eventually(lambda: stands(waiter))
-
-    eventually(lambda: not _is_watching())
-
-
-def _is_watching() -> bool:
-    return bool(_watching())
 
 
 def _watching() -> list[threading.Thread]:
@@ -427,15 +325,6 @@ def test_a_key_whose_reply_is_lost_is_found_again(
     assert line(etcd, namespace, "x") == []
 
 
-def test_a_reader_whose_reply_is_lost_holds_what_it_has_made(proxy: Proxy) -> None:
-    with lock("x", using="locks"):
-        pass
-    proxy.drop_reply()
-
-    with lock("x", using="locks", timeout=0, shared=True) as lease:
-        lease.extend()
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_however_many_are_given_up_at_once_all_are_deleted(
     etcd: Cluster, namespace: str, settings: Settings, *, is_late: bool
@@ -482,14 +371,6 @@ def test_a_request_that_arrives_after_its_lock_was_given_back_makes_no_key(
     # Nor has a later one its key, which might be refused.
     with lock("x", using="locks", timeout=0):
         assert len(line(etcd, namespace, "x")) == 1
-
-
-def test_an_exception_while_a_key_gets_its_name_does_not_keep_others_from_being_deleted() -> None:
-    for number in range(1, 10):
-        key = Key(Request("job", "job", owner="", ttl=60.0, holder=Holder.current()), folder="job")
-        with suppress(TimeLimit), StopAt(number):
-            key.leave("77")
-        assert key.path or not key.lease_id
 
 
 def test_a_late_deletion_does_not_free_who_has_the_key_now(
@@ -561,25 +442,6 @@ def test_connections_that_a_router_swallows_are_replaced_unseen(proxy: Proxy) ->
         lease.check()
 
 
-async def test_a_task_is_told_of_a_line_that_is_silent(proxy: Proxy, settings: Settings) -> None:
-    set_options(settings, io_timeout=1.0)
-    async with lock("x", using="locks"):
-        pass
-    proxy.hold()
-
-    with pytest.raises(LockBackendError, match="in time"):
-        await lock("x", using="locks", timeout=0).aacquire()
-
-    proxy.pass_through()
-
-
-def test_an_endpoint_where_nobody_listens_is_passed_over(etcd: Cluster, settings: Settings) -> None:
-    set_options(settings, endpoints=["127.0.0.1:1", *etcd.endpoints])
-
-    with lock("x", using="locks", timeout=0) as lease:
-        lease.check()
-
-
 # The session.
 
 
@@ -600,15 +462,6 @@ def test_a_revoked_lease_is_a_lost_lock_and_the_next_lock_has_a_new_session(
             lease.check()
     with lock("x", using="locks", timeout=5) as again:
         assert (again.fencing_token or 0) > (lease.fencing_token or 0)
-
-
-def test_a_free_lock_is_taken_though_the_session_was_revoked(etcd: Cluster) -> None:
-    with lock("x", using="locks"):
-        pass
-    expire(etcd)
-
-    with lock("x", using="locks", timeout=0) as lease:
-        lease.check()
 
 
 def test_a_waiter_whose_session_was_revoked_together_with_the_holder_before_it_is_not_served(
@@ -695,24 +548,6 @@ def test_a_waiter_whose_watch_was_compacted_is_served_soon_after_it(
         backend("elsewhere").release(holder)
 
         waiting.result(SILENCE / 2)
-
-
-def test_a_closed_session_frees_at_once_and_tells_its_holders() -> None:
-    lease = lock("x", using="locks").acquire()
-    assert lease
-    told: list[str] = []
-    lease.on_lost(told.append)
-
-    backend("locks").close()
-
-    with lock("x", using="elsewhere", timeout=0):
-        eventually(lambda: told)
-        with pytest.raises(LockLost):
-            lease.check()
-        with pytest.raises(LockNotOwned):
-            lease.release()
-        # It comes back when it is needed.
-        assert isinstance(backend("locks").probe(rival("x")), Busy)
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -823,13 +658,6 @@ def test_a_login_that_is_refused_is_an_error_each_time(
     [error] = backend().check(["default"])
     assert text in error.msg
     assert error.id == "distlock.E006"
-
-
-def test_a_login_where_none_is_asked_for_is_an_error(settings: Settings) -> None:
-    set_options(settings, user="shop", password="hush")
-
-    with pytest.raises(LockBackendError, match="remove OPTIONS 'user'"):
-        lock("x", using="locks", timeout=0).acquire()
 
 
 @pytest.mark.parametrize(
@@ -958,17 +786,3 @@ def test_tokens_that_begin_earlier_than_before_end_the_session(
 
     with lock("x", using="locks") as lease:
         assert (lease.fencing_token or 0) > before
-
-
-@pytest.mark.parametrize(
-    "act",
-    [lambda: list(backend().held()), lambda: backend().probe(rival("x"))],
-    ids=["list", "probe"],
-)
-def test_operators_are_told_of_a_cluster_that_is_not_there(
-    etcd: Cluster, namespace: str, settings: Settings, act: Callable[[], object]
-) -> None:
-    settings.DISTLOCK = aliases(etcd, namespace, endpoints="127.0.0.1:1", io_timeout=0.5)
-
-    with pytest.raises(LockBackendError, match=r"127\.0\.0\.1:1"):
-        act()

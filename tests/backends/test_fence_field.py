@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from django.apps import apps
 from django.db import connections, models, transaction
-from django.db.migrations.autodetector import MigrationAutodetector
-from django.db.migrations.loader import MigrationLoader
-from django.db.migrations.operations import AlterField
 from django.db.migrations.state import ProjectState
-from django.db.migrations.writer import OperationWriter
 from django.db.transaction import TransactionManagementError
 
 from django_distlock import StaleFencingToken, lock, locked
-from django_distlock.models import FenceField
 from testproject.models import Account
 from tests.backends.test_fencing import paused_and_next
 
@@ -150,29 +145,3 @@ def earlier() -> ProjectState:
     old = models.BigIntegerField(default=0, db_default=0, editable=False)
     state.alter_field("testproject", "account", "fence", old, preserve_default=True)
     return state
-
-
-def test_older_migrations_get_one_operation() -> None:
-    graph = MigrationLoader(None).graph
-    found = MigrationAutodetector(earlier(), ProjectState.from_apps(apps))
-    changes = found.changes(graph, trim_to_apps={"testproject"})
-
-    [migration] = changes["testproject"]
-    [operation] = migration.operations
-    assert isinstance(operation, AlterField)
-    assert isinstance(operation.field, FenceField)
-    text, imports = OperationWriter(operation).serialize()
-    assert "django_distlock.models.FenceField(db_default=0, default=0, editable=False)" in text
-    assert imports == {"import django_distlock.models"}
-
-
-def test_that_operation_sends_nothing_to_a_server(server_database: str) -> None:
-    before = earlier()
-    operation = AlterField("account", "fence", Account._meta.get_field("fence").clone())
-    after = before.clone()
-    operation.state_forwards("testproject", after)
-
-    with connections[server_database].schema_editor(collect_sql=True) as editor:
-        operation.database_forwards("testproject", editor, before, after)
-
-    assert editor.collected_sql == []

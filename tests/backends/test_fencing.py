@@ -139,28 +139,6 @@ def test_rows_that_begin_to_match_while_the_fences_are_raised_are_not_in_the_cla
     other.delete()
 
 
-def test_row_of_a_release_that_does_not_know_the_fence_is_inserted_and_claimed(
-    database: str, name: str
-) -> None:
-    insert = "INSERT INTO testproject_account (name, opening_balance, balance) VALUES (%s, 5, 5)"
-    with connections[database].cursor() as cursor:
-        cursor.execute(insert, [name])
-    account = Account.objects.using(database).get(name=name)
-
-    with lock(name, using=database) as lease:
-        assert account.fence == 0
-        assert lease.claim(account).fence == lease.fencing_token
-    account.delete()
-
-
-def test_deleted_row_says_so(database: str, name: str, account: Account) -> None:
-    with lock(name, using=database) as lease:
-        Account.objects.using(database).filter(pk=account.pk).delete()
-
-        with pytest.raises(Account.DoesNotExist):
-            lease.claim(account)
-
-
 def test_new_row_is_born_with_the_fence_of_its_holder(database: str, name: str) -> None:
     with lock(name, using=database) as lease:
         born = Account(name=uuid.uuid4().hex, balance=1, opening_balance=1)
@@ -169,26 +147,6 @@ def test_new_row_is_born_with_the_fence_of_its_holder(database: str, name: str) 
     born.refresh_from_db()
     assert born.fence == lease.fencing_token
     born.delete()
-
-
-def test_save_of_some_fields_writes_these(database: str, name: str, account: Account) -> None:
-    with lock(name, using=database) as lease:
-        fresh = lease.claim(account)
-        fresh.balance, fresh.name = 1, "unsaved"
-        lease.save(fresh, update_fields=["balance"])
-
-    account.refresh_from_db()
-    assert account.balance == 1
-    assert account.name != "unsaved"
-
-
-def test_refused_save_of_an_unclaimed_row_leaves_the_callers_transaction_usable(
-    database: str, name: str, account: Account
-) -> None:
-    with lock(name, using=database) as lease, transaction.atomic(using=database):
-        with pytest.raises(StaleFencingToken, match=r"call lease\.claim"):
-            lease.save(account)
-        assert Account.objects.using(database).filter(pk=account.pk).exists()
 
 
 def test_lost_lease_touches_nothing(database: str, name: str, account: Account) -> None:

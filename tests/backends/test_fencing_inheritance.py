@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.db import IntegrityError, OperationalError, connections, models, transaction
+from django.db import OperationalError, connections, models, transaction
 from django.test.utils import isolate_apps
 from hypothesis import (
     HealthCheck,
@@ -19,9 +19,8 @@ from hypothesis import (
     strategies as some,
 )
 
-from django_distlock import SnapshotBeforeLock, StaleFencingToken, lock, locked
+from django_distlock import StaleFencingToken, lock
 from django_distlock.models import FencedModel
-from testproject.models import Account, Fee
 from tests.backends.conftest import SERVERS, apart, isolated
 from tests.backends.test_claimed_querysets import AskingAgain
 
@@ -443,24 +442,6 @@ def test_so_are_the_columns_that_an_iterable_of_its_own_asks_for(
         assert claimed.bonus == 5
 
 
-@pytest.mark.server
-def test_so_is_a_locked_instance_without_a_fence(snapshots: None, name: str) -> None:
-    account = Account.objects.using("mariadb").create(name=name, balance=9, opening_balance=9)
-    fee = Fee.objects.using("mariadb").create(account=account, amount=3)
-    rows = Fee.objects.using("mariadb").filter(pk=fee.pk)
-
-    with transaction.atomic(using="mariadb"):
-        deferred = rows.only("account").get()
-        fee.refresh_from_db()  # the snapshot
-        apart("mariadb", lambda: rows.update(amount=5))
-        with pytest.warns(SnapshotBeforeLock), locked(fee, using="mariadb"):
-            assert fee.amount == 5
-        with locked(deferred, using="mariadb"):
-            assert deferred.amount == 5
-
-    account.delete()
-
-
 # What else a fenced row can be, on each database.
 
 
@@ -519,56 +500,6 @@ def test_new_row_with_the_key_of_one_that_is_not_claimed_does_not_overwrite_it(
     assert fresh(row).balance == 100
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_new_row_with_a_key_of_its_own_is_made(
-    tables: str, shape: type[Any], holders: tuple[Lease, Lease], name: str
-) -> None:
-    born = shape(**({"code": name} if issubclass(shape, Coded) else {"pk": 7_000_000}), balance=5)
-
-    holders[0].save(born, using=tables)
-
-    assert [fresh(born).balance, fresh(born).fence] == [5, holders[0].fencing_token]
-    born.delete(using=tables)
-
-
-def test_claimed_parent_becomes_a_subclass_and_a_parent_that_is_not_claimed_does_not(
-    tables: str, holders: tuple[Lease, Lease], name: str
-) -> None:
-    purse = new(Purse, tables, name)
-    child = Savings(purse_ptr=purse, id=purse.pk, balance=7, bonus=1)
-
-    with pytest.raises(StaleFencingToken):
-        holders[0].save(child, using=tables)
-    holders[0].claim(purse)
-    holders[0].save(child, using=tables)
-
-    assert fresh(purse).balance == 7
-    assert rows_of(Savings, tables).get(pk=purse.pk).bonus == 1
-
-
-def test_forced_insert_over_a_claimed_row_is_refused_by_its_key(
-    tables: str, holders: tuple[Lease, Lease], name: str
-) -> None:
-    claimed = holders[0].claim(new(Savings, tables, name))
-
-    with pytest.raises(IntegrityError):
-        holders[0].save(claimed, force_insert=True)
-
-    claimed.pk = claimed.id = None
-    holders[0].save(claimed, force_insert=True)
-    assert fresh(claimed).fence == holders[0].fencing_token
-
-
-def test_deleted_row_is_not_made_anew_by_a_save(
-    tables: str, holders: tuple[Lease, Lease], name: str
-) -> None:
-    claimed = holders[0].claim(new(Savings, tables, name))
-    rows_of(Savings, tables).filter(pk=claimed.pk).delete()
-
-    with pytest.raises(Savings.DoesNotExist, match="was deleted"):
-        holders[0].save(claimed)
-
-
 @pytest.mark.server
 def test_fence_is_that_of_the_database_which_is_written(
     request: pytest.FixtureRequest, made: set[str], holders: tuple[Lease, Lease], name: str
@@ -594,42 +525,6 @@ def test_fence_is_that_of_the_database_which_is_written(
 
 
 # Querysets.
-
-
-def test_rows_of_a_join_that_gives_them_twice_are_claimed_and_updated_once(
-    tables: str, holders: tuple[Lease, Lease], name: str
-) -> None:
-    row = new(Savings, tables, name)
-    rows_of(Coin, tables).bulk_create([Coin(purse_id=row.pk) for _ in range(3)])
-    rows = rows_of(Savings, tables).filter(pk=row.pk, coins__isnull=False)
-
-    claimed = holders[0].claim(rows)
-
-    assert [r.fence for r in claimed.distinct()] == [holders[0].fencing_token]
-    assert holders[0].update(rows, balance=1) == 1
-    assert fresh(row).balance == 1
-
-
-def test_rows_of_a_relation_are_those_of_the_database_of_its_instance(
-    tables: str, holders: tuple[Lease, Lease]
-) -> None:
-    owner: Any = rows_of(Plain, tables).create()
-    row = rows_of(Pocket, tables).create(plain=owner)
-    late, next_one = holders
-
-    [claimed] = late.claim(owner.pockets.all())
-    assert late.update(owner.pockets.all(), balance=1) == 1
-    next_one.claim(owner.pockets.filter(balance=1))
-
-    assert claimed == row
-    assert [fresh(row).balance, fresh(row).fence] == [1, next_one.fencing_token]
-
-
-def test_claim_of_no_rows_gives_no_rows(tables: str, holders: tuple[Lease, Lease]) -> None:
-    nothing = rows_of(Savings, tables).filter(pk=-1)
-
-    assert list(holders[0].claim(nothing)) == []
-    assert holders[0].update(nothing, balance=1) == 0
 
 
 FORMS: dict[str, Callable[[models.QuerySet[Any]], models.QuerySet[Any]]] = {
@@ -661,22 +556,3 @@ def test_rows_that_no_server_can_lock_as_they_are_asked_for_are_claimed_and_upda
         late.update(rows, balance=1)
     assert next_one.update(rows, balance=models.F("balance") - 10, bonus=4) == 1
     assert [fresh(row).balance, fresh(row).bonus] == [80, 4]
-
-
-def test_first_rows_of_a_queryset_are_claimed_alone(
-    tables: str, holders: tuple[Lease, Lease], name: str
-) -> None:
-    first, second = new(Savings, tables, name), new(Savings, tables, name)
-    rows = rows_of(Savings, tables).filter(pk__in=[first.pk, second.pk]).order_by("pk")
-
-    [claimed] = holders[0].claim(rows[:1])
-
-    assert claimed.pk == first.pk
-    assert fresh(second).fence == 0
-    with pytest.raises(StaleFencingToken, match=r"call lease\.claim"):
-        holders[0].update(rows, balance=1)
-
-
-def test_update_of_the_fence_itself_is_refused(tables: str, holders: tuple[Lease, Lease]) -> None:
-    with pytest.raises(ValueError, match=r"do not give it fence=\.\.\."):
-        holders[0].update(rows_of(Purse, tables), fence=1)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from pytest_django import Settings
 
     from django_distlock.backends.base import BaseLockBackend
-    from tests.fixtures.redis import Redis
 
 SOUND = "tests.backends.caches.SoundCache"
 FIVE = [f"redis_{number}" for number in ("one", "two", "three", "four", "five")]
@@ -159,11 +158,3 @@ def test_a_lease_is_attached_by_a_process_of_another_tenant(using: str, name: st
         assert lock(name, using=using).locked()
         assert current_lease(name) is attached
     attached.release()
-
-
-@on("redis", "redis-by-django-redis")
-def test_a_lock_has_the_key_that_the_cache_makes(using: str, name: str, redis: Redis) -> None:
-    database = 2 if using == "redis" else 1
-    with tenant("a"), lock(name, using=using), redis.client(database) as client:
-        found = client.keys(f"a:*distlock:{{{name}}}")
-    assert len(found) == 1

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import transaction
 from django.db.models import F
-from django.db.models.signals import pre_save
 from django.utils.functional import SimpleLazyObject
 
 from django_distlock import (
@@ -77,19 +75,6 @@ def test_so_is_a_lazy_instance(database: str, account: Account, fee: Fee) -> Non
         later.claim(account)
     with pytest.raises(StaleFencingToken):
         lazy.save()
-
-
-@pytest.mark.parametrize("database", ["default"])
-async def test_a_task_does_the_same(account: Account, database: str) -> None:
-    await Account.objects.using(database).filter(pk=account.pk).aupdate(balance=50)
-
-    async with locked(account, using=database) as found:
-        assert found is account
-        assert account.balance == 50
-        account.balance -= 10
-        await account.asave()
-
-    assert (await Account.objects.using(database).aget(pk=account.pk)).balance == 40
 
 
 def test_no_update_is_lost(database: str, account: Account) -> None:
@@ -199,17 +184,6 @@ def test_another_instance_of_the_row_is_refused_in_the_block(
             pass
 
 
-@pytest.mark.parametrize("database", ["default"])
-async def test_so_it_is_in_a_task(account: Account, database: str) -> None:
-    other = await Account.objects.using(database).aget(pk=account.pk)
-    async with locked(account, using=database):
-        with pytest.raises(ValueError, match="another instance"):
-            async with locked(other, using=database):
-                pytest.fail("what it saves would be overwritten")
-    async with locked(other, using=database):
-        pass
-
-
 @pytest.mark.server
 def test_rows_of_two_databases_are_two_although_they_share_a_lock(
     postgres: object, mariadb: object
@@ -231,14 +205,6 @@ def test_rows_of_two_databases_are_two_although_they_share_a_lock(
         row.refresh_from_db()
         row.delete()
     assert [here.balance, there.balance] == [2, 3]
-
-
-def test_deferred_columns_are_read_too(database: str, account: Account, fee: Fee) -> None:
-    for row in (account, fee):
-        model: Any = type(row)
-        some = model._base_manager.using(database).only("pk").get(pk=row.pk)
-        with locked(some, using=database):
-            assert some.get_deferred_fields() == set()
 
 
 def test_a_claimed_row_is_read_where_it_is_written(
@@ -282,40 +248,6 @@ def test_readers_do_not_refuse_each_other(
     assert rows.get().fence == 0
 
 
-def test_a_save_of_no_fields_does_nothing(database: str, account: Account) -> None:
-    saved: list[object] = []
-
-    def note(sender: type[Model], **facts: object) -> None:
-        saved.append(sender)
-
-    pre_save.connect(note)
-    with locked(account, using=database):
-        account.balance = 1
-        account.save(update_fields=[])
-    pre_save.disconnect(note)
-
-    assert saved == []
-    assert Account.objects.using(database).get(pk=account.pk).balance == 100
-
-
-def test_a_claimed_row_is_copied_as_any_other(database: str, account: Account) -> None:
-    first = account.pk
-    with locked(account, using=database):
-        account.pk = None
-        account.save()
-        second = account.pk
-        account.pk = 8_200_000
-        with pytest.raises(Account.DoesNotExist, match="under a new key"):
-            account.save()
-        account._state.adding = True
-        account.save()
-
-    keys = [first, second, 8_200_000]
-    rows = Account.objects.using(database).filter(pk__in=keys)
-    assert [row.pk for row in rows] == sorted(keys)
-    rows.exclude(pk=first).delete()
-
-
 def test_a_busy_or_deleted_one_is_refused_and_nothing_stays_held(
     database: str, account: Account, fee: Fee
 ) -> None:
@@ -332,17 +264,6 @@ def test_a_busy_or_deleted_one_is_refused_and_nothing_stays_held(
     with pytest.raises(Fee.DoesNotExist), locked(fee, using=database):
         pytest.fail("it was deleted")
     assert not lock(fee, using=database).locked()
-
-
-def test_of_a_deleted_one_nothing_stays_held_in_a_transaction_either(
-    database: str, fee: Fee
-) -> None:
-    Fee.objects.using(database).filter(pk=fee.pk).delete()
-
-    with transaction.atomic(using=database):
-        with pytest.raises(Fee.DoesNotExist), locked(fee, using=database):
-            pytest.fail("it was deleted")
-        assert not lock(fee, using=database).locked()
 
 
 def test_the_save_of_a_claimed_instance_goes_through_its_fence(
@@ -366,23 +287,6 @@ def test_the_save_of_a_claimed_instance_goes_through_its_fence(
     second.release()
 
 
-def test_so_does_that_of_each_instance_of_a_claimed_queryset(
-    database: str, name: str, account: Account
-) -> None:
-    rows = Account.objects.using(database).filter(pk=account.pk)
-    first, second = paused_and_next(name, database)
-    [stale] = first.claim(rows)
-    again = first.claim(rows).filter(balance=100).get()
-    assert list(first.claim(rows).values_list("balance", flat=True)) == [100]
-    [fresh] = second.claim(rows)
-
-    for each in (stale, again, pickle.loads(pickle.dumps(stale))):
-        with pytest.raises(StaleFencingToken):
-            each.save()
-    fresh.save()
-    second.release()
-
-
 def test_after_the_release_it_is_saved_until_somebody_else_has_claimed_it(
     database: str, name: str, account: Account
 ) -> None:
@@ -398,16 +302,6 @@ def test_after_the_release_it_is_saved_until_somebody_else_has_claimed_it(
         claimed.save()
     account.refresh_from_db()
     assert account.balance == 70
-
-
-def test_one_that_was_never_claimed_is_saved_as_ever(
-    database: str, name: str, account: Account
-) -> None:
-    account.balance = 90
-    account.save()
-    assert not account.get_deferred_fields()
-    account.refresh_from_db()
-    assert [account.balance, account.fence] == [90, 0]
 
 
 def test_its_save_lets_no_late_holder_write(database: str, name: str, account: Account) -> None:
@@ -443,19 +337,6 @@ def test_a_model_can_demand_the_claim(
     made.delete()
 
 
-def test_the_claim_may_come_after_the_form(
-    database: str, account: Account, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Account, "must_be_claimed", True)
-    account.balance = 10
-
-    with transaction.atomic(using=database), lock(account, using=database) as lease:
-        lease.claim(account)
-        lease.save(account)
-
-    assert Account.objects.using(database).get(pk=account.pk).balance == 10
-
-
 def test_what_is_saved_in_a_transaction_that_is_rolled_back_stays_claimed(
     database: str, account: Account
 ) -> None:
@@ -466,25 +347,3 @@ def test_what_is_saved_in_a_transaction_that_is_rolled_back_stays_claimed(
             raise RuntimeError
         account.save()
     assert Account.objects.using(database).get(pk=account.pk).balance == 10
-
-
-def test_a_save_method_of_its_own_runs_once(
-    database: str, account: Account, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saves: list[str] = []
-    plain = Account.save
-
-    def save(self: Account, *args: object, **kwargs: object) -> None:
-        saves.append(self.name)
-        plain(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Account, "save", save)
-    with locked(account, using=database):
-        account.save()
-        assert len(saves) == 1
-        lease = current_lease()
-        assert lease
-        lease.save(account)
-        assert len(saves) == 2
-        account.save()
-    assert len(saves) == 3

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,10 +27,10 @@ from django_distlock import (
 from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import MemcachedConnection
 from django_distlock.engine.values import Release
-from tests.contract.crew import elsewhere, together
+from tests.contract.crew import together
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
-from tests.fixtures.eventually import eventually, never
+from tests.fixtures.eventually import eventually
 from tests.fixtures.memcached import Memcached
 from tests.fixtures.proxy import Proxy
 
@@ -40,7 +39,7 @@ from .memcached_tools import DRIVERS, alias, another, backend, configure, rival
 if TYPE_CHECKING:
     from pytest_django import Settings
 
-    from tests.fixtures.processes import Child, Spawn
+    from tests.fixtures.processes import Spawn
 
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]
@@ -157,53 +156,12 @@ def test_a_ttl_that_the_server_would_not_keep_is_refused(
         assert (lease.ttl, lease.deadline) == before
 
 
-def test_the_longest_ttl_is_kept(using: str, name: str, memcached: Memcached) -> None:
-    days = 29 * 86_400
-
-    with lock(name, using=using, ttl=days) as lease:
-        assert days <= _server_ttl(memcached, lease.request.key) <= days + 2
-
-
-@pytest.mark.parametrize("ttl", [1, 30 * 86_400])
-def test_a_ttl_of_the_settings_is_refused_with_the_name_of_the_alias(
-    settings: Settings, ttl: float
-) -> None:
-    configure(settings, alias("127.0.0.1:1"), ttl=ttl)
-
-    with pytest.raises(InvalidLockBackend, match=r"^DISTLOCK\['locks'\]: TTL: .* 29 days"):
-        locks["locks"]
-
-
-def test_an_extension_never_shortens_what_the_server_keeps(
-    using: str, name: str, memcached: Memcached
-) -> None:
-    with lock(name, using=using, ttl=3, renew=False) as lease:
-        lease.extend(60)
-        lease.extend(3)
-
-        assert lease.remaining > 50
-        assert _server_ttl(memcached, lease.request.key) >= 58
-
-
 def _server_ttl(server: Memcached, key: str) -> int:
     answer = server.tell(f"mg {key} t\r\n".encode() + b"mn\r\nversion\r\nget x\r\n")
     return int(answer.split()[1].removeprefix("t"))
 
 
 # Holding on, and losing.
-
-
-def test_a_lease_is_renewed_for_as_long_as_it_is_held(both: tuple[str, ...], name: str) -> None:
-    one = f"{name}:{both[0]}", f"{name}:{both[1]}"
-    others = [rival(each, using) for each, using in zip(one, both, strict=True)]
-
-    with lock(one[0], using=both[0], ttl=4) as first, lock(one[1], using=both[1], ttl=4) as second:
-        # Without a renewal the server would keep them for five seconds at most.
-        never(lambda: any(other.tries() for other in others), 5.2)
-        first.check()
-        second.check()
-
-    assert all(other.tries() for other in others)
 
 
 def test_a_flush_is_told_at_the_next_renewal(
@@ -255,33 +213,6 @@ def _fill(server: Memcached, size: int, number: int) -> int:
     sets = "".join(f"set fill{n} 0 60 {size} noreply\r\n{'x' * size}\r\n" for n in ours)
     server.tell(f"{sets}get x\r\n".encode())
     return len(ours)
-
-
-def test_a_killed_or_frozen_holder_loses_the_lock_after_its_ttl_and_frees_nobody(
-    both: tuple[str, ...], name: str, spawn: Spawn, settings: Settings
-) -> None:
-    def child(act: str, using: str) -> Child:
-        aliases = {using: settings.DISTLOCK[using]}
-        terms = {"name": f"{name}:{act}", "using": using, "ttl": 2}
-        return spawn(f"tests.contract.acts:{act}", aliases=aliases, **terms)
-
-    killed, frozen = child("hold", both[0]), child("wake_up_late", both[1])
-    began = killed.expect("held")["began"]
-    frozen.expect("held")
-    after_death, after_frost = (rival(f"{name}:{act}", both[0]) for act in ("hold", "wake_up_late"))
-
-    killed.kill()
-    frozen.stop()
-
-    after_death.takes(within=6)
-    assert time.monotonic() - began >= 2
-    after_frost.takes(within=6)
-    frozen.tell("go on")
-    frozen.cont()
-    said = frozen.result()
-    assert said["check"] == "LockLost"
-    assert said["release"] in {"LockNotOwned", "LockLost"}
-    assert after_frost.holds
 
 
 # Compare and delete, compare and extend.
@@ -336,18 +267,6 @@ def test_an_extension_takes_nothing_that_expired_between_the_look_and_the_change
     assert rival(name, using).tries()
 
 
-@pytest.mark.parametrize("verb", ["release", "extend"])
-def test_a_renewal_between_the_look_and_the_change_hinders_neither(
-    using: str, name: str, pause: Callable[..., None], verb: str
-) -> None:
-    holder = rival(name, using)
-    holder.takes()
-    pause(lambda: backend(using).extend([holder.request]))
-
-    assert holder.leaves() is Release.RELEASED if verb == "release" else holder.holds
-    assert rival(name, using).tries() is (verb == "release")
-
-
 def test_a_value_that_is_no_record_of_a_lock_is_not_ours(
     using: str, name: str, memcached: Memcached
 ) -> None:
@@ -398,15 +317,6 @@ def asked(using: str, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(pool, "ask", note_and_ask)
     return asked
-
-
-def test_an_uncontended_holding_takes_two_round_trips(
-    using: str, name: str, asked: list[object]
-) -> None:
-    with lock(name, using=using):
-        pass
-
-    assert asked == [MemcachedConnection.add_and_look, MemcachedConnection.delete_known]
 
 
 @pytest.mark.parametrize("why", ["late", "by another connection"])
@@ -641,15 +551,6 @@ def test_several_servers_are_refused_unless_one_is_chosen(
     locks.close()
 
 
-def test_other_servers_of_a_cache_are_other_places(settings: Settings) -> None:
-    several, places = ["127.0.0.1:1", "127.0.0.1:2"], set()
-    for server in several:
-        configure(settings, alias(several), server=server)
-        places.add(locks["locks"].location)
-
-    assert len(places) == 2
-
-
 def test_a_server_that_cannot_be_reached_has_its_locks_looked_for_on_no_other(
     settings: Settings, name: str, server: Memcached, memcached: Memcached
 ) -> None:
@@ -693,65 +594,6 @@ def test_a_wrong_option_is_named(settings: Settings, option: str, value: object)
 
 
 # Its settings.
-
-
-@pytest.mark.parametrize("driver", DRIVERS)
-def test_a_unix_socket_is_as_good_as_a_port(settings: Settings, driver: str, name: str) -> None:
-    with Memcached(unix_socket=True) as server:
-        configure(settings, server.alias(driver))
-        with lock(name, using="locks"):
-            assert not rival(name).tries()
-        assert rival(name).tries()
-
-        configure(settings, server.alias(driver), server=f"unix:{server.socket_path}")
-        assert not rival(name).tries()
-        locks.close()
-
-
-def test_each_address_of_a_name_is_tried(settings: Settings, server: Memcached, name: str) -> None:
-    """`localhost` is often an IPv6 address first, on which memcached does not listen."""
-
-    def getaddrinfo(host: str, *more: Any, **options: Any) -> list[Any]:
-        addresses = ["127.0.0.2", "127.0.0.1"] if host == "memcached.test" else [host]
-        return [each for one in addresses for each in socket.getaddrinfo(one, *more, **options)]
-
-    sockets = SimpleNamespace(**{**vars(socket), "getaddrinfo": getaddrinfo})
-    location = f"memcached.test:{server.port}"
-    configure(settings, alias(location, OPTIONS={"socket_module": sockets}), **PATIENT)
-
-    with lock(name, using="locks") as lease:
-        assert _is_there(server, lease.request.key)
-    locks.close()
-
-
-def test_the_keys_are_those_of_the_alias(
-    settings: Settings, memcached: Memcached, name: str
-) -> None:
-    configure(settings, memcached.alias(KEY_PREFIX="mine", VERSION=7))
-    with lock(name, using="locks") as lease:
-        assert lease.request.key == f"mine:7:distlock||{name}"
-        assert _is_there(memcached, lease.request.key)
-
-        theirs = memcached.alias(KEY_PREFIX="theirs")
-        settings.CACHES = {**settings.CACHES, "theirs": theirs}
-        other = another("theirs")
-        assert other.probe(other.request(name, ttl=5, holder=None)) is None
-        other.close()
-
-
-@pytest.mark.parametrize(
-    ("driver", "options"),
-    [
-        ("PyMemcacheCache", {"key_prefix": b"tenant-"}),
-        ("PyLibMCCache", {"behaviors": {"namespace": "tenant-"}}),
-    ],
-)
-def test_a_prefix_that_the_client_is_told_is_kept_too(
-    settings: Settings, name: str, driver: str, options: dict[str, Any]
-) -> None:
-    configure(settings, alias("127.0.0.1:1", driver, OPTIONS=options))
-
-    assert backend().request(name, ttl=5, holder=None).key == f"tenant-:1:distlock||{name}"
 
 
 @pytest.mark.parametrize(
@@ -805,36 +647,3 @@ def test_who_has_just_released_lets_others_go_first(both: tuple[str, ...], name:
     together(*(partial(work, using) for using in both), leave_once_both_were_refused)
 
     assert sum(one != next_one for one, next_one in itertools.pairwise(order)) >= 8
-
-
-def test_who_was_never_refused_lets_others_go_first_too(both: tuple[str, ...], name: str) -> None:
-    """A worker that takes the lock again at once would find it free for ever."""
-    first, second = both
-    with ThreadPoolExecutor(1) as threads:
-        with lock(name, using=first, ttl=20) as lease:
-            waiting = threads.submit(lock(name, using=second, timeout=30).acquire)
-            eventually(lambda: lease.request.key in locks[second].queue.turns.wanted, 20)
-            lease.extend()
-            assert lease.request.key not in locks[first].queue.turns.wanted
-        assert lease.request.key in locks[first].queue.turns.wanted
-        taken = waiting.result(30)
-
-    assert taken
-    taken.release()
-
-
-def test_a_single_try_leaves_no_mark(using: str, name: str) -> None:
-    with lock(name, using=using) as lease:
-        assert elsewhere(lambda: lock(name, using=using, timeout=0).acquire()) is None
-        assert backend(using)._look(lease.request)[2] == b""
-
-
-def test_both_clients_keep_the_same_locks(both: tuple[str, ...], name: str) -> None:
-    first, second = (rival(name, using) for using in both)
-
-    assert first.tries()
-    assert not second.tries()
-    assert second.refused.holder == first.request.holder
-    assert second._backend.extend([first.request]) == [True]
-    assert second._backend.release(first.request) is Release.RELEASED
-    assert second.tries()

@@ -97,17 +97,6 @@ def test_a_pooler_that_keeps_notifications_is_named_by_check_and_in_the_log(
     locks.close()
 
 
-@pytest.mark.parametrize("using", ["postgres", "by_session"])
-def test_notifications_that_arrive_are_no_matter(
-    postgres: PostgreSQL, settings: Settings, using: str
-) -> None:
-    with through(postgres, "session"):
-        settings.DISTLOCK = {"leases": {"OPTIONS": {"using": using}}}
-
-        assert check_servers(databases=[using]) == []
-        locks.close()
-
-
 def test_statement_mode_is_named(postgres: PostgreSQL, settings: Settings, name: str) -> None:
     told = "transaction blocks not allowed in statement pooling mode: set pool_mode of PgBouncer to transaction or session"
     with through(postgres, "statement"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.core.management import call_command
 
 from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
 from django_distlock.backends.queue.backend import QueueBackend
-from django_distlock.engine.values import Release, Request
+from django_distlock.engine.values import Request
 from django_distlock.ground import clock
 from testproject.models import Account
 from tests.contract.crew import waiting_for
@@ -186,17 +184,6 @@ def test_who_leaves_the_middle_of_the_line_wakes_the_next_one_alone() -> None:
     assert stands(people[2])
 
 
-@pytest.mark.usefixtures("line")
-def test_a_holder_is_listed_with_those_who_wait() -> None:
-    for each in (rival("x", shared=True), rival("x", shared=True), rival("x")):
-        stands(each)
-
-    listed = list(locks["elsewhere"].held())
-
-    assert [(held.name, held.shared, held.waiters) for held in listed] == [("x", True, 1)] * 2
-    assert len({held.token for held in listed}) == 2
-
-
 def test_a_renewal_beside_a_release_takes_no_lock_for_lost(line: Side) -> None:
     holder = rival("x")
     assert stands(holder)
@@ -207,22 +194,6 @@ def test_a_renewal_beside_a_release_takes_no_lock_for_lost(line: Side) -> None:
     assert locks["locks"].extend([holder]) == [True]
     node.is_ending = False
     assert locks["locks"].extend([holder]) == [False]
-
-
-def test_an_owner_that_acquired_again_and_lost_the_lock_is_not_told_that_it_released_it(
-    line: Side,
-) -> None:
-    backend, holder = locks["locks"], rival("x")
-    assert stands(holder)
-    assert backend.release(holder) is Release.RELEASED
-    assert stands(holder)
-    [node] = line.nodes()
-    line.delete(node)
-
-    assert backend.extend([holder]) == [False]
-
-    assert backend.is_session_over(holder)
-    assert backend.release(holder) is Release.GONE
 
 
 def test_a_waiter_whose_session_has_ended_stands_in_line_again(line: Side) -> None:
@@ -259,24 +230,6 @@ def test_a_row_is_claimed_by_locks_of_another_backend_and_then_of_this_one_and_b
 
 
 @pytest.mark.usefixtures("line")
-def test_a_row_that_another_backend_claims_until_the_change_is_claimed_after_it(
-    settings: Settings,
-) -> None:
-    """As in the guide: the new backend was checked long before the change."""
-    settings.DISTLOCK = {**settings.DISTLOCK, "rows": {}}
-    account = Account.objects.create(name="x", balance=100, opening_balance=100)
-
-    for _ in range(2):  # and back, and here again
-        call_command("check_locks", using=["locks"], verbosity=0)
-        for using in ("rows", "locks"):
-            with lock("fee", using=using) as lease:
-                lease.claim(account)
-        locks.close()
-
-    account.delete()
-
-
-@pytest.mark.usefixtures("line")
 def test_tokens_rise_while_other_sessions_begin() -> None:
     tokens, listed = list[int | None](), list[int | None]()
     for _ in range(3):
@@ -287,23 +240,6 @@ def test_tokens_rise_while_other_sessions_begin() -> None:
         locks["elsewhere"].close()
 
     assert tokens == listed == sorted(set(tokens), key=lambda token: token or 0)
-
-
-@pytest.mark.usefixtures("line")
-def test_tokens_rise_in_a_line_though_a_session_began_while_it_stood() -> None:
-    holder, waiter, late = rival("x"), rival("x"), rival("x", "elsewhere")
-    tokens = [stands(holder)]
-    assert stands(waiter) is None
-    assert stands(late, "elsewhere") is None
-
-    for served, of in ((waiter, holder), (late, waiter)):
-        locks["locks"].release(of)
-        using = "elsewhere" if served is late else "locks"
-        tokens.append(eventually(lambda: stands(served, using)))  # noqa: B023
-        [listed] = locks["locks"].held()
-        assert listed.token == tokens[-1]
-
-    assert tokens == sorted(set(tokens), key=lambda token: token or 0)
 
 
 def test_a_waiter_that_no_watch_tells_looks_for_itself(
@@ -384,26 +320,6 @@ def test_a_waiter_goes_on_after_the_line_was_cut(side: Side, proxy: Proxy) -> No
         locks["elsewhere"].release(holder)
 
         waiting.result(20)
-
-
-def test_a_release_whose_reply_is_lost_is_a_release(proxy: Proxy, side: Side) -> None:
-    lease, _ = held()
-    proxy.drop_reply()
-
-    lease.release()
-
-    assert proxy.connections >= 2
-    assert side.length("x") == 0
-
-
-def test_check_asks_the_servers_only_where_it_may(side: Side) -> None:
-    assert locks["locks"].check() == []
-    assert locks["locks"].check(["default"]) == []
-    side.configure(io_timeout=0.5, **{side.addresses: "127.0.0.1:1"})
-    assert locks["locks"].check() == []
-    [error] = locks["locks"].check(["default"])
-    assert "127.0.0.1:1" in error.msg
-    assert error.id == "distlock.E006"
 
 
 def test_a_lease_is_lost_by_our_own_clock_before_anybody_else_has_it(proxy: Proxy) -> None:
@@ -511,42 +427,6 @@ def test_a_frozen_holder_learns_first_thing_that_it_was_superseded(act: Start) -
         assert check == "LockLost"
         assert release in {"LockLost", "LockNotOwned"}
         lease.check()
-
-
-def test_a_holder_frozen_for_a_moment_keeps_the_lock(side: Side, act: Start) -> None:
-    side.configure(session_timeout=8.0)
-    frozen = act("wake_up_late", name="x")
-    frozen.expect("held")
-    other = rival("x", "elsewhere")
-    assert stands(other, "elsewhere") is None
-    frozen.stop()
-    never(lambda: stands(other, "elsewhere"), 0.3)
-    frozen.tell("go on")
-
-    frozen.cont()
-
-    assert frozen.result() == {"check": "done", "release": "done"}
-    assert eventually(lambda: stands(other, "elsewhere"))
-
-
-def test_a_forked_process_has_a_session_of_its_own(act: Start) -> None:
-    parent = act("fork_and_lock", name="x")
-
-    assert parent.result(20) == {"child": True, "parent": True, "sessions": 2}
-
-
-def test_a_process_that_holds_a_lock_at_its_end_leaves_no_socket_open(side: Side) -> None:
-    text = (
-        "import django; from django.conf import settings; django.setup();"
-        f"settings.DISTLOCK = {side.aliases()!r};"
-        "from django_distlock import lock; lease = lock('x', using='locks').acquire()"
-    )
-    command = [sys.executable, "-X", "dev", "-c", text]
-
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-
-    assert "ResourceWarning: unclosed <socket" not in ended.stderr
-    assert side.length("x") == 0
 
 
 # Places.
@@ -690,19 +570,6 @@ def test_waiters_go_on_waiting_without_a_majority_and_are_served_once_there_is_o
             locks["elsewhere"].release(holder)
         for each in waiting:
             each.result(30)
-
-
-def test_a_waiter_whose_timeout_ends_without_a_majority_is_told_of_that(frail: Side) -> None:
-    holder = rival("x", "elsewhere")
-    assert stands(holder, "elsewhere")
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, timeout=9)
-        eventually(frail.watched)
-        _kill_two(frail)
-
-        # Not that the lock is held: nobody can know that now.
-        with pytest.raises(LockBackendError, match=r"no (server|member) of"):
-            waiting.result(30)
 
 
 def test_tokens_rise_across_a_restart_of_all_servers(frail: Side) -> None:

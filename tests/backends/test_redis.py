@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -53,7 +52,6 @@ BACKEND = "django_distlock.backends.redis.RedisBackend"
 CACHE = "django_distlock.backends.cache.CacheBackend"
 DJANGO = "django.core.cache.backends.redis.RedisCache"
 DJANGO_REDIS = "django_redis.cache.RedisCache"
-UNASKED = "tests.backends.redis_tools.UnaskedClient"
 DATABASE = 7
 
 
@@ -301,15 +299,6 @@ def test_what_somebody_else_wrote_into_a_record_is_shown_harmlessly(
     assert shown.name == r"\n\x1b[2J\u202e\xff"
 
 
-def test_a_listing_goes_to_the_end(backend: RedisBackend, name: str) -> None:
-    names = [f"{name}:{number:04}" for number in range(1500)]
-    holder = Holder.current()
-    for each in names:
-        backend.try_acquire(backend.request(each, ttl=60, holder=holder), queued=False)
-
-    assert [each.name for each in backend.held() if each.name.startswith(name)] == names
-
-
 def test_a_listing_asks_for_25_locks_at_once(
     backend: RedisBackend, redis: Redis, name: str
 ) -> None:
@@ -324,19 +313,6 @@ def test_a_listing_asks_for_25_locks_at_once(
 
     asked = [command for command in monitor.names if command != "SCAN"]
     assert asked == ["EVALSHA"] * 20
-
-
-def test_a_forced_release_asks_for_its_lock_alone(
-    backend: RedisBackend, redis: Redis, name: str
-) -> None:
-    lease = lock(name).acquire()
-    assert lease
-    [shown] = [each for each in backend.held() if each.name == name]
-
-    with redis.monitor() as monitor:
-        assert backend.force_release(shown.key, shown.owner_digest)
-
-    assert "SCAN" not in monitor.names
 
 
 def test_a_forced_release_frees_that_holding_and_raises_the_token(
@@ -600,20 +576,6 @@ async def test_a_credential_provider_that_fails_is_an_error_of_the_backend(
     locks.reset()
 
 
-async def test_tls_by_options(certificate: Path, configure: Configure, name: str) -> None:
-    port, file = free_port(), str(certificate)
-    tls = {"tls-port": str(port), "tls-cert-file": file, "tls-key-file": file}
-    with Redis(settings={**tls, "tls-ca-cert-file": file, "tls-auth-clients": "yes"}):
-        options = {"ssl_ca_certs": file, "ssl_certfile": file, "ssl_keyfile": file}
-        backend = configure(f"rediss://127.0.0.1:{port}", options={**options, "password": ""})
-        with lock(name) as lease:
-            assert lease.held
-        async with lock(name) as lease:
-            assert lease.held
-        assert file not in repr(backend.options) + repr(backend.source)
-        locks.reset()
-
-
 # The driver leaves a socket whose handshake failed to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_tls(certificate: Path, configure: Configure, name: str) -> None:
@@ -760,17 +722,6 @@ def test_a_cache_with_a_pool_that_makes_callers_wait_has_locks(
         pass
 
 
-def test_other_databases_and_masters_are_other_places(settings: Settings) -> None:
-    sentinels = [{"SENTINELS": [(host, 26379)]} for host in ("a", "b")]
-    places = set()
-    databases: list[dict[str, Any]] = [{}, {"db": 1}, {"db": 2}]
-    for options in [*databases, *sentinels]:
-        use_cache(settings, DJANGO_REDIS, "redis://mymaster", **options)
-        places.add(locks["default"].location)
-
-    assert len(places) == 5
-
-
 def test_a_min_hold_is_remembered_for_as_long_as_it_lasts(
     redis: Redis, configure: Configure, name: str
 ) -> None:
@@ -807,27 +758,6 @@ def test_a_server_that_drops_keys_is_an_error_unless_it_is_allowed(
             assert ids(configure(own, allow_eviction=True)) == ["distlock.W021"]
         finally:
             client.config_set("maxmemory-policy", "noeviction")
-
-
-def test_a_server_that_is_down_is_an_error(configure: Configure) -> None:
-    assert ids(configure("redis://127.0.0.1:1/0")) == ["distlock.E006"]
-
-
-def test_a_cluster_passes_the_check(redis_cluster: list[Redis], configure: Configure) -> None:
-    url = f"redis://127.0.0.1:{redis_cluster[0].port}"
-    assert ids(configure(url, cluster=True)) == []
-
-
-def test_threads_that_come_one_after_the_other_share_a_connection(
-    own: Redis, configure: Configure, name: str
-) -> None:
-    before = connections_to([own])
-    configure(own)
-    for _ in range(5):
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(lambda: take_and_give_back(name)).result()
-
-    assert len(connections_to([own]) - before) == 1
 
 
 def test_connections_that_a_crowd_needed_are_closed_once_nobody_needs_them(
@@ -935,40 +865,3 @@ def test_a_backend_that_is_used_after_it_was_replaced_leaves_no_connection(
     gc.collect()  # pytest tells what it complains of
 
     assert not connections_to(servers) - before
-
-
-def test_the_cache_is_not_asked(redis: Redis, settings: Settings, name: str) -> None:
-    cache = {**settings.CACHES["django_redis"], "OPTIONS": {"CLIENT_CLASS": UNASKED}}
-    settings.CACHES = {**settings.CACHES, "unasked": cache}
-    settings.DISTLOCK = {"default": {"BACKEND": CACHE, "OPTIONS": {"cache": "unasked"}}}
-
-    with lock(name) as lease, pytest.raises(AssertionError, match="was asked"):
-        lease.extend()
-        caches["unasked"].get(name)
-    locks.reset()
-
-
-def test_a_counter_admits_too_many_and_a_limit_does_not(
-    backend: RedisBackend, redis: Redis, name: str
-) -> None:
-    """The control: what is written by hand reads a number before it raises it, and forgets who died."""
-    all_have_looked, limit, workers = threading.Barrier(8), 2, 8
-
-    def counts() -> bool:
-        with redis.client(DATABASE) as client:
-            used = int(client.get(name) or 0)
-            all_have_looked.wait(30)
-            return used < limit and bool(client.incr(name))  # which nobody lowers for who is killed
-
-    def takes() -> bool:
-        lease = lock(name, limit=limit, timeout=0).acquire()
-        all_have_looked.wait(30)
-        if lease:
-            lease.release()
-        return lease is not None
-
-    with ThreadPoolExecutor(workers) as threads:
-        counted = [each.result() for each in [threads.submit(counts) for _ in range(workers)]]
-        taken = [each.result() for each in [threads.submit(takes) for _ in range(workers)]]
-
-    assert (sum(counted), sum(taken)) == (workers, limit)

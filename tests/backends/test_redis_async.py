@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 import os
 import random
 import threading
 import time
-import warnings
 from typing import TYPE_CHECKING
 
 import pytest
@@ -194,18 +192,6 @@ async def disconnect(server: Redis) -> None:
     await asyncio.sleep(0.01)  # a round of the event loop
 
 
-async def test_connections_that_broke_while_idle_are_replaced_unseen(
-    server: Redis, name: str
-) -> None:
-    await hold(name)
-    for _ in range(3):
-        await disconnect(server)
-        async with lock(name, ttl=LONG, timeout=10) as lease:
-            await disconnect(server)
-            await lease.aextend()
-            await disconnect(server)
-
-
 async def be_a_crowd(name: str) -> AsyncPoolLink:
     """Leave three idle connections."""
     link: AsyncPoolLink = await backend()._loops.get()
@@ -231,14 +217,6 @@ def test_connections_that_were_reset_while_idle_are_replaced_unseen(
 
     with asyncio.Runner(loop_factory=pytest.importorskip(module).new_event_loop) as runner:
         runner.run(be_reset())
-
-
-async def test_connections_that_a_router_forgot_fail_once_for_all(proxy: Proxy, name: str) -> None:
-    await be_a_crowd(name)
-    proxy.forget()
-
-    async with lock(name, timeout=0) as lease:
-        await lease.aextend()
 
 
 @pytest.mark.parametrize("timeout", [0, 10])
@@ -291,27 +269,6 @@ async def test_sentinels_that_hang_are_passed_over(
         locks.reset()
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_sentinels_that_are_down_are_named_in_a_few_words(
-    settings: Settings, name: str, is_async: bool
-) -> None:
-    cache = {
-        "BACKEND": "django_redis.cache.RedisCache",
-        "LOCATION": "redis://mymaster/0",
-        "OPTIONS": {"SENTINELS": [("127.0.0.1", 1), ("127.0.0.1", 2)]},
-    }
-    settings.CACHES = {**settings.CACHES, "down": cache}
-    by_cache = "django_distlock.backends.redis.CacheRedisBackend"
-    settings.DISTLOCK = {"default": {"BACKEND": by_cache, "OPTIONS": {"cache": "down"}}}
-
-    with pytest.raises(LockBackendError, match=r"No master found for .*127\.0\.0\.1:1 - ") as down:
-        await lock(name, timeout=0).aacquire() if is_async else lock(name, timeout=0).acquire()
-
-    assert "127.0.0.1:2 - " in str(down.value)
-    assert len(str(down.value)) < 300
-    locks.reset()
-
-
 # Event loops that come and go.
 
 
@@ -328,24 +285,6 @@ def test_a_thousand_short_event_loops_leave_nothing(
     eventually(lambda: connections(server) <= open_before, 5, "their connections are closed")
     eventually(lambda: open_files() <= files, 5, "their sockets are closed")
     assert not left_behind(server)
-
-
-def test_loops_that_are_closed_without_order_do_not_pile_up(server: Redis, name: str) -> None:
-    asyncio.run(hold(name))
-    files = open_files()
-
-    # The driver warns of each connection that nobody closed, and rightly.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        for _ in range(20):
-            loop = asyncio.new_event_loop()
-            loop.run_until_complete(hold(name))
-            loop.close()
-        asyncio.run(hold(name))
-        gc.collect()
-
-    eventually(lambda: open_files() <= files, 5, "their connections are closed")
-    eventually(lambda: not connections(server), 5)
 
 
 # Crowds.

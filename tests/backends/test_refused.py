@@ -163,25 +163,6 @@ def test_mariadb_refuses_a_wrong_password(mariadb: MariaDB, refused: Alias) -> N
     assert "Access denied for user 'distlock'@'127.0.0.1' (using password: YES)" in error.msg
 
 
-def test_mariadb_has_no_such_database(mariadb: MariaDB, refused: Alias) -> None:
-    refused("mariadb", NAME="nowhere", PASSWORD="distlock")
-
-    [error] = found()
-
-    assert error == message(error.msg, DATABASE)
-    assert error.msg.startswith(ALL)
-
-
-def test_mariadb_is_not_there(mariadb: MariaDB, refused: Alias) -> None:
-    refused("mariadb", PORT="1", PASSWORD=SECRET)
-
-    [error] = found()
-
-    hint = "Start it, or correct the settings: is it listening on 127.0.0.1:1?"
-    assert error == message(error.msg, hint)
-    assert error.msg.startswith(ALL)
-
-
 def test_the_tables_of_all_kinds_are_looked_for_on_mariadb(
     mariadb: MariaDB, refused: Alias
 ) -> None:
@@ -229,11 +210,6 @@ class TestRedis:
 
         assert found() == [message(f"{where}cannot be reached: {reason}.", LOGIN)]
 
-    def test_it_asks_for_a_password(self, guarded: Redis, settings: Settings) -> None:
-        where = at(guarded, settings, "")
-
-        assert found() == [message(f"{where}refused: Authentication required.", LOGIN)]
-
     def test_it_does_not_let_the_user_run_scripts(self, guarded: Redis, settings: Settings) -> None:
         where = at(guarded, settings, "poor:poor@")
 
@@ -253,14 +229,6 @@ class TestRedis:
         assert isinstance(warning, CheckWarning)
         assert warning.id == "distlock.W020"
         assert "it refused INFO" in warning.msg
-
-    def test_it_has_no_such_database(self, guarded: Redis, settings: Settings) -> None:
-        location = f"redis://:right@127.0.0.1:{guarded.port}/99"
-        settings.DISTLOCK = {"default": {"BACKEND": REDIS, "OPTIONS": {"location": location}}}
-
-        [error] = found()
-
-        assert error == message(error.msg, DATABASE)
 
     def test_its_certificate_is_signed_by_nobody_known(
         self, guarded: Redis, certificate: Path, settings: Settings

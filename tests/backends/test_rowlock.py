@@ -58,25 +58,6 @@ def sent(path: Path, using: str = "locks") -> Iterator[Callable[[], list[str]]]:
 
 
 @pytest.mark.server
-def test_begin_limits_and_lock_are_one_request(
-    postgres: PostgreSQL, settings: Settings, name: str, tmp_path: Path
-) -> None:
-    settings.DISTLOCK = aliases("postgres", "rowlock")
-    with lock(name, using="locks"):
-        pass
-
-    with sent(tmp_path / "trace") as requests:
-        with lock(name, using="locks"):
-            assert len(requests()) == 2
-        first, second, third = requests()
-
-    assert "BEGIN;" in first
-    assert "EXECUTE distlock_update" in first
-    assert "Sync" in second
-    assert '"COMMIT"' in third
-
-
-@pytest.mark.server
 def test_who_has_a_row_is_told_by_the_end_of_the_transaction_that_was_refused(
     postgres: PostgreSQL, settings: Settings, name: str, tmp_path: Path
 ) -> None:
@@ -126,17 +107,6 @@ def test_a_wait_that_times_out_as_it_is_granted_is_refused_or_a_lock_that_can_be
     assert hunt("postgres", name, HUNT) > 100
 
     locks.close()
-
-
-def test_a_row_that_is_deleted_meanwhile_is_made_again(database: str, name: str) -> None:
-    from django_distlock.models import MethodLock
-
-    with lock(name, using="locks") as lease:
-        key = lease.request.key
-    MethodLock.objects.using(database).filter(method_name=key).delete()
-
-    with lock(name, using="locks", timeout=0):
-        assert not lock(name, using="site0").acquire(timeout=0)
 
 
 def test_a_row_that_was_only_looked_at_is_no_reason_to_refuse_a_single_try(
@@ -208,17 +178,6 @@ def test_it_is_the_lock_of_transaction_lock(database: str, name: str) -> None:
     with lock(name, using="locks", timeout=0), transaction.atomic(using=database):
         with pytest.raises(LockNotAcquired):
             transaction_lock(name, using=database, timeout=0)
-
-
-def test_the_caller_is_left_in_its_own_transaction(database: str, name: str) -> None:
-    """The lock and its token are no part of it: they survive its rollback."""
-    recipe = lock(name, using="locks")
-    with pytest.raises(ZeroDivisionError), transaction.atomic(using=database):
-        recipe.acquire()
-        raise ZeroDivisionError
-
-    assert lock(name, using="site0").locked()
-    recipe.release()
 
 
 def test_a_database_that_has_no_row_locks_is_refused_with_its_alias(

@@ -35,7 +35,7 @@ from django_distlock.models import FencingCounter
 from tests.backends.conftest import apart
 from tests.contract.crew import start, together
 from tests.fixtures.databases import migrate
-from tests.fixtures.eventually import aeventually, eventually, in_time, never
+from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
@@ -133,22 +133,6 @@ def _take(name: str, using: str = "locks", timeout: float = 60) -> float:
         return time.monotonic()
 
 
-def test_a_release_whose_reply_is_lost_is_a_release(
-    proxy: Proxy, database: str, name: str, settings: Settings
-) -> None:
-    lease = lock(name, using="locks").acquire()
-    assert lease
-    proxy.drop_reply()
-
-    lease.release()
-
-    assert proxy.replies_to_drop == 0
-    assert not lease.lost
-    proxy.pass_through()
-    with lock(name, using="locks", timeout=10):
-        pass
-
-
 def test_a_frozen_holder_is_superseded_by_the_server_and_learns_it_first_thing(
     act: Start, name: str
 ) -> None:
@@ -171,15 +155,6 @@ def test_a_holder_that_is_not_frozen_outlives_its_ttl(name: str, kind: tuple[str
     with lock(name, using="locks", ttl=3) as lease:
         never(lambda: isinstance(locks["site0"].try_acquire(other, queued=False), Grant), 3.6)
         lease.check()
-
-
-def test_an_extension_never_shortens(database: str, name: str) -> None:
-    with lock(name, using="locks", ttl=60, renew=False) as lease:
-        deadline = lease.deadline
-        lease.extend(1)
-
-        assert lease.deadline == deadline
-        never(lambda: lease.lost, 3)
 
 
 def test_killed_waiters_leave_no_ghosts(act: Start, kind: tuple[str, str], name: str) -> None:
@@ -272,19 +247,6 @@ def test_an_index_is_built_concurrently_while_others_wait(
     waiting.result(20)
 
 
-def test_a_wait_in_slices_ends_with_its_timeout(
-    in_slices: Callable[[float], None], name: str
-) -> None:
-    in_slices(1)
-
-    def give_up() -> None:
-        with pytest.raises(LockNotAcquired):
-            _take(name, "site0", 3.3)
-
-    with lock(name, using="locks"):
-        in_time(give_up, 3.3, 4.5)
-
-
 def test_who_has_waited_for_six_slices_is_served_though_others_come_all_the_time(
     in_slices: Callable[[float], None], database: str, name: str
 ) -> None:
@@ -341,21 +303,6 @@ def test_a_check_finds_a_terminated_session_before_anything_has_looked_for_it(
         eventually(lease.check, 5)
     with pytest.raises(LockLost):
         lease.release()
-
-
-def test_nobody_enters_the_lease_of_a_terminated_session_again(
-    database: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_end_what_is_over", lambda leases: None)
-    lease = lock(name, using="locks", ttl=60).acquire()
-    assert lease
-
-    end_session(database, session_number(lease.request.owner))
-    eventually(lambda: backend("locks").is_session_over(lease.request), 5)
-
-    with lock(name, using="locks", timeout=5) as another:
-        assert another is not lease
-        another.check()
 
 
 @pytest.mark.parametrize("verb", [Lease.extend, Lease.release])
@@ -557,21 +504,6 @@ def test_limits_that_an_operator_sets_for_everybody_end_no_healthy_lock(
         assert taking.result(10)
 
 
-def test_two_processes_in_opposite_order_end_with_the_first_timeout(act: Start, name: str) -> None:
-    names = [f"{name}:a", f"{name}:b"]
-    crossing = [
-        act("cross", names=order, using="locks", timeout=timeout)
-        for order, timeout in ((names, 1), (names[::-1], 20))
-    ]
-    for each in crossing:
-        each.expect("held")
-
-    for each in crossing:
-        each.tell("go on")
-
-    assert [each.result(25)[0] for each in crossing] == ["LockNotAcquired", "held"]
-
-
 def test_a_greenlet_that_waits_costs_no_other_its_lease(act: Start, name: str) -> None:
     with lock(name, using="locks"):
         beside = act("hold_beside_a_waiter", on_gevent=True, name=name, using="locks")
@@ -635,21 +567,6 @@ def test_many_more_threads_than_connections_take_turns(
     assert together(*(partial(use, thread) for thread in range(40))) == [20] * 40
 
 
-async def test_a_cancelled_task_that_waits_for_a_connection_leaves_no_thread_in_the_queue(
-    kind: tuple[str, str], settings: Settings, name: str
-) -> None:
-    """At the exit of the interpreter, threads of asyncio are waited for before leases are released."""
-    settings.DISTLOCK = aliases(*kind, max_connections=1)
-    queue = backend()._pool._line
-    async with lock(name, using="locks"):
-        waiting = asyncio.create_task(lock(f"{name}:2", using="locks", timeout=None).aacquire())
-        await aeventually(lambda: queue)
-
-        waiting.cancel()
-
-        await aeventually(lambda: not queue)
-
-
 def test_a_lost_lease_that_nobody_releases_takes_no_place_for_ever(
     kind: tuple[str, str], settings: Settings, name: str
 ) -> None:
@@ -661,20 +578,6 @@ def test_a_lost_lease_that_nobody_releases_takes_no_place_for_ever(
 
     with lock(f"{name}:b", using="locks"):
         pass
-
-
-def test_a_lost_lease_that_nobody_releases_leaves_no_open_connection(
-    database: str, name: str
-) -> None:
-    lease = lock(name, using="locks").acquire()
-    assert lease
-    session = backend("locks")._sessions[lease.request.owner]
-    end_session(database, session_number(lease.request.owner))
-    eventually(lambda: lease.lost, 5)
-
-    locks.close()
-
-    assert session.connection.connection is None
 
 
 def test_an_exception_from_outside_as_a_session_is_opened_takes_no_place(
@@ -725,28 +628,6 @@ def _replies_of_opening(proxy: Proxy, request: Request) -> int:
     backend()._open(session, 0, to_wait=False)
     backend()._close(session, is_sound=False)
     return 1000 - proxy.replies_to_pass
-
-
-def test_a_refused_login_is_tried_once(
-    proxy: Proxy, database: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = connections.settings[f"{database}-{name}"]
-    monkeypatch.setitem(known, "PASSWORD", "wrong")
-    monkeypatch.setitem(known, "USER", "nobody")
-
-    with pytest.raises(LockBackendError, match="cannot be reached"):
-        lock(name, using="locks").acquire()
-
-    assert proxy.connections == 1
-
-
-def test_connections_are_used_again(database: str, name: str) -> None:
-    numbers = set()
-    for _ in range(5):
-        with lock(name, using="locks") as lease:
-            numbers.add(session_number(lease.request.owner))
-
-    assert len(numbers) == 1
 
 
 def test_an_idle_connection_that_died_is_replaced_unseen(database: str, name: str) -> None:
@@ -833,26 +714,6 @@ def test_held_locks_of_other_processes_are_listed_and_can_be_ended(
         assert lease.checked_token() > token
 
 
-def test_a_forced_release_does_not_wait_for_a_guard_and_says_that_it_freed(
-    database: str, name: str
-) -> None:
-    holder = rival(name)
-    locks["site0"].try_acquire(holder, queued=False)
-    [held] = [each for each in backend().held() if each.name == name]
-    token = held.token
-    assert token is not None
-
-    with transaction.atomic(using=database):
-        locks["site0"].guard(holder, token, database)
-        force = partial(backend("site1").force_release, held.key, held.owner_digest)
-        freed = apart(database, force)
-
-    assert freed == [True]
-    # A server may take a moment to end the session.
-    eventually(lambda: locks["site1"].probe(holder) is None, 5)
-    locks["site0"].release(holder)
-
-
 @pytest.mark.parametrize("using", ["locks", "leases"])
 def test_a_forced_release_whose_reply_is_lost_is_one(
     proxy: Proxy, database: str, name: str, using: str
@@ -878,34 +739,6 @@ def _wait_until_free(using: str, request: Request) -> None:
     eventually(lambda: locks[using].probe(request) is None, 5)
 
 
-def test_an_interrupted_wait_returns_at_once_and_keeps_no_place(database: str, name: str) -> None:
-    request = rival(name)
-    with lock(name, using="locks"):
-        waiting = start(partial(locks["site0"].wait_for, request, None))
-        eventually(lambda: waiters(database) == 1)
-
-        locks["site0"].interrupt(request)
-
-        with pytest.raises(LockBackendError):
-            waiting.result(5)
-    assert locks["site0"].release(request) is not Release.RELEASED
-    with lock(name, using="locks", timeout=5):
-        pass
-
-
-def test_a_wait_that_is_interrupted_before_it_begins_ends_as_well(database: str, name: str) -> None:
-    request = rival(name)
-    with lock(name, using="locks"):
-        locks["site0"].interrupt(request)
-
-        # Its time over, it would say that it was busy.
-        with pytest.raises(LockBackendError):
-            locks["site0"].wait_for(request, 4.0)
-
-    with lock(name, using="locks", timeout=5):
-        pass
-
-
 def test_the_time_that_the_server_lets_us_wait_is_no_part_of_the_ttl(
     database: str, name: str
 ) -> None:
@@ -919,23 +752,6 @@ def test_the_time_that_the_server_lets_us_wait_is_no_part_of_the_ttl(
 
     # One that counted the wait would have 6.5 seconds left.
     assert waiting.result(10) > 7
-
-
-def test_a_short_wait_is_part_of_the_ttl_which_saves_a_request(database: str, name: str) -> None:
-    """When the server has granted is not known: its answer may have been under way for all of the wait."""
-    holder = lock(name, using="locks").acquire()
-    assert holder
-    taken = start(lambda: lock(name, using="site0", ttl=30, renew=False).acquire(timeout=20))
-    eventually(lambda: waiters(database) == 1)
-    began = clock.lease_time()
-    never(taken.done, 0.3)
-
-    holder.release()
-    lease = taken.result(20)
-
-    assert lease
-    assert lease.remaining < began + 30 - clock.lease_time()
-    lease.release()
 
 
 def test_the_wait_for_a_connection_is_no_part_of_the_ttl(
@@ -956,34 +772,6 @@ def test_the_wait_for_a_connection_is_no_part_of_the_ttl(
     assert lease
     assert lease.remaining > 20
     lease.release()
-
-
-def test_timeouts_below_a_second_are_kept(database: str, name: str) -> None:
-    def wait(timeout: float) -> None:
-        with pytest.raises(LockNotAcquired), lock(name, using="site0", timeout=timeout):
-            pass
-
-    with lock(name, using="locks"):
-        for timeout in (0.05, 0.3, 1.2):
-            in_time(partial(wait, timeout), timeout, timeout + 0.3)
-
-
-def test_the_rows_of_the_fencing_tokens_are_all_that_is_written(
-    kind: tuple[str, str], name: str
-) -> None:
-    """The row of a lock is not: else the server's queue would lose its order, and commits be flushed."""
-    database, of = kind
-    with lock(name, using="locks") as lease:
-        key = lease.request.key
-    statement = "SELECT * FROM django_distlock_methodlock WHERE method_name = %s"
-    before = ask(database, statement, key)
-
-    for _ in range(5):
-        with lock(name, using="locks"):
-            assert ask(database, statement, key) == before
-
-    assert ask(database, statement, key) == before
-    assert len(before) == (1 if of == "rowlock" else 0)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["writer", "readers"])

@@ -21,13 +21,12 @@ from django_distlock import (
     locks,
     transaction_lock,
 )
-from django_distlock.backends import rowlock
 from django_distlock.backends.rowlock import OnPostgreSQL
 from tests.backends.conftest import SERVERS, apart, isolated
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time
 
-from .session_tools import NUMBER, aliases, ask, end_session
+from .session_tools import aliases, ask
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -68,18 +67,6 @@ def snapshots(database: str) -> Iterator[None]:
     """Have the application's connections read as of the begin of their transactions."""
     with isolated(database, "repeatable read"):
         yield
-
-
-def test_an_idle_connection_that_has_died_is_replaced_unseen(database: str, name: str) -> None:
-    with transaction.atomic(using=database):
-        transaction_lock(name, using=database)
-    with rowlock._backends[database]._own.cursor() as cursor:
-        cursor.execute(NUMBER[database])
-        [number] = cursor.fetchone()
-    end_session(database, number)
-
-    with transaction.atomic(using=database):
-        transaction_lock(f"{name}:new", using=database)
 
 
 def balance(database: str) -> int:
@@ -147,16 +134,6 @@ def test_a_lock_in_the_transaction_loses_none(database: str, name: str) -> None:
 # When it is taken, and when it is free.
 
 
-def test_outside_a_transaction_it_is_an_error(database: str, name: str) -> None:
-    with pytest.raises(LockError, match=r"inside atomic\(using="):
-        transaction_lock(name, using=database)
-
-
-def test_a_database_without_row_locks_is_an_error(name: str) -> None:
-    with transaction.atomic(), pytest.raises(LockError, match=r"'default' is sqlite"):
-        transaction_lock(name)
-
-
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
 def test_it_is_held_to_the_very_end_of_the_outermost_block(
     database: str, name: str, ending: str
@@ -181,12 +158,6 @@ def test_the_rollback_of_a_savepoint_frees_what_was_taken_inside(
         assert is_free("postgres", name)
 
 
-def test_it_can_be_taken_again_in_the_same_transaction(database: str, name: str) -> None:
-    with transaction.atomic(using=database):
-        transaction_lock(name, using=database)
-        transaction_lock(name, using=database, timeout=0)
-
-
 @pytest.mark.parametrize("timeout", [0, 0.3, 1.2])
 def test_the_transaction_is_usable_after_a_timeout_which_is_kept(
     database: str, name: str, timeout: float
@@ -202,20 +173,6 @@ def test_the_transaction_is_usable_after_a_timeout_which_is_kept(
         raise_balance(database)
 
     assert balance(database) == 2
-
-
-@pytest.mark.server
-def test_a_shorter_limit_of_the_callers_statements_does_not_end_the_wait(
-    postgres: object, name: str
-) -> None:
-    def wait() -> None:
-        with pytest.raises(LockNotAcquired):
-            transaction_lock(name, using="postgres", timeout=0.6)
-
-    with held_elsewhere("postgres", name), transaction.atomic(using="postgres"):
-        with connections["postgres"].cursor() as cursor:
-            cursor.execute("SET LOCAL statement_timeout = '200ms'")
-        in_time(wait, 0.6, 1.1)
 
 
 @pytest.mark.parametrize("timeout", [0, 0.05])
@@ -361,19 +318,6 @@ def test_the_settings_of_the_callers_connection_are_as_before(
         assert settings_of(database) == before
 
 
-def test_the_row_is_made_outside_the_callers_transaction(database: str, name: str) -> None:
-    with transaction.atomic(using=database):
-        transaction_lock(name, using=database)
-        transaction.set_rollback(True, using=database)
-
-    found = ask(
-        database,
-        "SELECT description FROM django_distlock_methodlock WHERE method_name = %s",
-        f"row||{name}",
-    )
-    assert found == [(name,)]
-
-
 def test_two_transactions_in_opposite_order_one_is_told_of_the_deadlock(
     database: str, name: str
 ) -> None:
@@ -447,24 +391,6 @@ def test_a_caller_does_not_wait_for_its_own_transaction_or_row_lock(
             with pytest.raises(LockDeadlock, match="would wait for itself"):
                 transaction_lock(name, using=database, timeout=None)
     locks.close()
-
-
-@pytest.mark.timeout(30)
-def test_a_caller_does_not_wait_for_its_own_transaction_by_another_alias_of_the_database(
-    database: str, name: str
-) -> None:
-    other = f"{database}-{name}"
-    connections.settings[other] = connections.settings[database]
-    try:
-        with transaction.atomic(using=database), transaction.atomic(using=other):
-            transaction_lock(name, using=database)
-            with pytest.raises(LockDeadlock, match="would wait for itself"):
-                transaction_lock(name, using=other, timeout=None)
-            transaction_lock(f"{name}:other", using=other)
-            transaction_lock(name, using=database)
-    finally:
-        connections[other].close()
-        del connections[other], connections.settings[other]
 
 
 def test_what_a_transaction_had_before_its_end_is_in_nobody_s_way(

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from kazoo.exceptions import NoAuthError, NoNodeError
 
-from django_distlock import LockBackendError, LockLost, LockNotAcquired, LockNotOwned, lock, locks
+from django_distlock import LockBackendError, LockNotAcquired, lock, locks
 from django_distlock.backends.queue.labels import quoted
 from django_distlock.backends.queue.recipe import Recipe
 from django_distlock.backends.zookeeper.nodes import ZooKeeperNode, ZooKeeperServer
-from django_distlock.engine.values import Busy, Release
+from django_distlock.engine.values import Release
 from django_distlock.ground import clock
 from django_distlock.ground.naming import LONGEST_LISTED
 from tests.contract.crew import waiting_for
@@ -33,7 +33,6 @@ from .zookeeper_tools import (
     line,
     nodes,
     operator,
-    watched,
 )
 
 if TYPE_CHECKING:
@@ -126,57 +125,6 @@ def test_a_single_try_that_was_refused_before_makes_no_node_in_the_way_of_others
         assert sorted(sent()) == ["Create2", "GetChildren", "reply", "reply"]
 
 
-def test_a_free_place_costs_three_requests(sent: Callable[[], list[str]]) -> None:
-    for _ in range(20):  # until each place has been used
-        with lock("warm", using="locks"), lock("x", using="locks", limit=2):
-            pass
-    sent()
-
-    with lock("x", using="locks", limit=2):
-        taken = sent()
-
-    assert sorted(taken) == ["Create2", "GetChildren", "reply", "reply"]
-    assert sent() == ["Delete", "reply"]
-
-
-async def test_a_task_sends_the_same(sent: Callable[[], list[str]]) -> None:
-    async with lock("x", using="locks"):
-        pass
-    sent()
-
-    async with lock("x", using="locks"):
-        taken = sent()
-
-    assert sorted(taken) == ["Create2", "GetChildren", "reply", "reply"]
-    assert sent() == ["Delete", "reply"]
-
-
-def test_a_free_lock_is_taken_in_one_round_trip(
-    proxy: Proxy, sent: Callable[[], list[str]]
-) -> None:
-    with lock("x", using="locks"):
-        pass
-    proxy.hold()
-    sent()
-    found: list[str] = []
-
-    with ThreadPoolExecutor() as pool:
-        taking = pool.submit(lambda: lock("x", using="locks").acquire())
-        # With no reply to the first, the second is sent as well.
-        eventually(lambda: "GetChildren" in _extended(found, sent()), 4)
-        assert found == ["Create2", "GetChildren"]
-        proxy.pass_through()
-        lease = taking.result(10)
-
-    assert lease
-    lease.release()
-
-
-def _extended(found: list[str], more: list[str]) -> list[str]:
-    found += more
-    return found
-
-
 # The line.
 
 
@@ -238,33 +186,6 @@ def test_an_alias_purges_its_own_prefix_alone(settings: Settings) -> None:
 
 
 # Nothing is left.
-
-
-async def test_1000_waits_that_time_out_leave_nothing(
-    zookeeper: Ensemble, client: Any, root: str
-) -> None:
-    holder = rival("x")
-    await asyncio.to_thread(stands, holder)
-    threads = threading.active_count()
-
-    async def wait() -> None:
-        with pytest.raises(LockNotAcquired):
-            async with lock("x", using="locks", shared=True, timeout=0.02):
-                pytest.fail("somebody else has it")
-
-    for _ in range(20):
-        await asyncio.gather(*(wait() for _ in range(50)))
-
-    verbs = backend()._verbs
-    await aeventually(lambda: not verbs.doomed, 5)
-    assert len(line(client, root, "x")) == 1
-    assert list(verbs.nodes) == [holder.owner]
-    assert not watched()
-    # All of them watched one node: kazoo and the server know of one watch, beside that of the tokens.
-    kazoo = backend()._session.client
-    assert sum(map(len, kazoo._data_watchers.values())) <= 2
-    assert len([path for path, _ in zookeeper.watches() if f"{root}/x" in path]) <= 1
-    assert threading.active_count() <= threads + 2
 
 
 def test_a_watch_on_a_node_that_has_gone_is_not_kept(client: Any) -> None:
@@ -377,20 +298,6 @@ def test_a_server_that_hangs_is_an_error_and_soon(
     eventually(lambda: not backend()._verbs.doomed and not line(client, root, "x"), 10)
 
 
-async def test_a_task_is_told_of_a_server_that_hangs(proxy: Proxy, settings: Settings) -> None:
-    set_options(settings, io_timeout=3.0)
-    async with lock("x", using="locks"):
-        pass
-    proxy.hold()
-    began = time.monotonic()
-
-    with pytest.raises(LockBackendError):
-        await lock("x", using="locks", timeout=0).aacquire()
-
-    assert time.monotonic() - began < backend().options.io_timeout + 2.5
-    proxy.pass_through()
-
-
 # Rights.
 
 
@@ -440,18 +347,6 @@ def test_credentials_that_are_refused_are_an_error_each_time_and_leave_no_thread
     eventually(lambda: threading.active_count() <= threads + 1)  # the lane of the background
 
 
-def test_a_session_timeout_that_the_ensemble_cuts_is_an_error(
-    zookeeper: Ensemble, root: str, settings: Settings
-) -> None:
-    settings.DISTLOCK = aliases(zookeeper, root, session_timeout=100)
-
-    with pytest.raises(LockBackendError, match="'session_timeout'"):
-        lock("x", using="locks").acquire()
-    [error] = backend().check(["default"])
-    assert error.id == "distlock.E040"
-    assert "maxSessionTimeout" in error.msg
-
-
 def test_a_chroot_that_is_not_there_is_named(
     zookeeper: Ensemble, root: str, settings: Settings
 ) -> None:
@@ -468,29 +363,6 @@ def test_a_chroot_that_is_not_there_is_named(
     [error] = backend().check(["default"])
     assert "chroot '/no/such/chroot'" in error.msg
     assert error.id == "distlock.E040"
-
-
-async def test_a_task_is_told_of_a_chroot_that_is_not_there(
-    zookeeper: Ensemble, root: str, settings: Settings
-) -> None:
-    settings.DISTLOCK = aliases(zookeeper, root, hosts=f"{zookeeper.hosts}/no/such/chroot")
-
-    with pytest.raises(LockBackendError, match="chroot"):
-        await lock("x", using="locks").alocked()
-
-
-def test_locks_live_below_a_chroot(
-    zookeeper: Ensemble, client: Any, root: str, settings: Settings
-) -> None:
-    client.ensure_path(f"{root}-chroot")
-    settings.DISTLOCK = aliases(zookeeper, "/a/b", hosts=f"{zookeeper.hosts}{root}-chroot")
-
-    assert not lock("x", using="locks").locked()
-    assert not list(backend().held())
-    assert not backend().check(["default"])
-    with lock("x", using="locks"):
-        assert len(line(client, f"{root}-chroot/a/b", "x")) == 1
-        assert not lock("x", using="elsewhere", timeout=0).acquire()
 
 
 # Upkeep.
@@ -516,16 +388,6 @@ def test_purge_deletes_the_nodes_of_locks_that_nobody_needs(client: Any, root: s
     assert _purged(older_than=0, batch_size=1) == (2, 1)
     assert sorted(client.get_children(root)) == ["%tokens", "held"]
     assert backend().extend([rival("held")]) == [False]
-
-
-def test_purge_of_a_root_that_is_not_there_has_nothing_to_do() -> None:
-    assert _purged(older_than=0) == (0, 0)
-
-
-@pytest.mark.parametrize("terms", [{"older_than": -1}, {"older_than": 0, "batch_size": 0}])
-def test_purge_refuses_what_makes_no_sense(terms: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"older_than|batch_size"):
-        _purged(**terms)
 
 
 def test_where_tokens_begin_is_raised_to_the_clock_by_each_session(client: Any, root: str) -> None:
@@ -620,25 +482,6 @@ def test_purge_beside_traffic_lets_nobody_in_and_breaks_nothing() -> None:
     assert worst == 1
 
 
-def test_a_closed_client_frees_at_once_and_tells_its_holders() -> None:
-    lease = lock("x", using="locks").acquire()
-    assert lease
-    told: list[str] = []
-    lease.on_lost(told.append)
-
-    backend("locks").close()
-
-    with lock("x", using="elsewhere", timeout=8):
-        [reason] = eventually(lambda: told)
-        assert "session" in reason
-        with pytest.raises(LockLost):
-            lease.check()
-        with pytest.raises(LockNotOwned):
-            lease.release()
-        # It comes back when it is needed.
-        assert isinstance(backend("locks").probe(rival("x")), Busy)
-
-
 def test_a_place_that_is_granted_has_an_end_already(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     grant = Recipe._grant
@@ -653,33 +496,3 @@ def test_a_place_that_is_granted_has_an_end_already(monkeypatch: pytest.MonkeyPa
 
     assert len(seen) == 1
     assert 5 < seen[0] <= 8
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-async def test_a_crowd_of_one_process_gets_one_lock_in_turn_beside_a_lease(
-    settings: Settings,
-) -> None:
-    # On a busy machine so many requests, by three servers on it too, take seconds.
-    options = settings.DISTLOCK["locks"]["OPTIONS"] | {"session_timeout": 50.0}
-    settings.DISTLOCK = {
-        **settings.DISTLOCK,
-        "locks": {**settings.DISTLOCK["locks"], "TTL": 50, "OPTIONS": options},
-    }
-    inside, most_inside, served = 0, 0, 0
-
-    async def work() -> None:
-        nonlocal inside, most_inside, served
-        async with lock("crowd", using="locks", timeout=120):
-            inside += 1
-            most_inside = max(most_inside, inside)
-            await asyncio.sleep(0)
-            inside -= 1
-            served += 1
-
-    async with lock("beside", using="locks") as lease:
-        # The contract has a greater crowd.
-        await asyncio.gather(*(work() for _ in range(500)))
-        lease.check()
-
-    assert (most_inside, served) == (1, 500)

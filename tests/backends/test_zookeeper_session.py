@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import shutil
 import threading
@@ -11,14 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-from kazoo.client import KazooClient
 
 from django_distlock import LockBackendError, LockLost, LockNotHeld, lock, locks
 from django_distlock.backends.zookeeper import ZooKeeperBackend
-from django_distlock.engine.background import background
 from django_distlock.ground import clock
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
@@ -93,45 +90,6 @@ def test_tls(
         locks.close()
         eventually(lambda: "zk_loop" not in str(threading.enumerate()), 10, "kazoo has ended")
     collect_garbage()  # here, where it is expected to complain
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_replies_that_share_a_tls_record_are_all_read(
-    zookeeper: Ensemble, root: str, settings: Settings, certificate: Path
-) -> None:
-    with Proxy(zookeeper.members[0].port, tls=tls_server(certificate)) as proxy:
-        # So long that no ping, whose answer brings the rest, is sent in time.
-        long = {"session_timeout": 40.0, "tls": True, "ca": str(certificate)}
-        settings.DISTLOCK = aliases(zookeeper, root, hosts=f"127.0.0.1:{proxy.port}", **long)
-        names = [f"x{number}" for number in range(8)]
-        take()
-        proxy.gather_replies(0.05)
-
-        with ThreadPoolExecutor(len(names)) as pool:
-            leases = [pool.submit(lock(name, using="locks", timeout=0).acquire) for name in names]
-            assert all(lease.result(30) for lease in leases)
-        locks.close()
-    gc.collect()
-
-
-def test_a_session_that_is_there_at_once_is_known(
-    alias: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = KazooClient.start_async
-
-    def start_and_see_it_begin(client: KazooClient) -> Any:
-        began = threading.Event()
-        client.add_listener(lambda state: began.set())
-        connected = start(client)
-        began.wait(1)
-        return connected
-
-    monkeypatch.setattr(KazooClient, "start_async", start_and_see_it_begin)
-
-    take()
-    take()  # what was given back is free
-
-    assert backend()._session.id is not None
 
 
 def test_a_suspended_lease_is_in_jeopardy_and_held_again_after_the_reconnect(
@@ -230,25 +188,6 @@ def test_an_expired_session_is_told_at_once_and_the_next_lock_has_a_new_one(
     assert not backend()._verbs.nodes
 
 
-def test_an_expired_session_is_told_as_such_however_late_that_is(alias: None) -> None:
-    _, told = held()
-    before = backend()._session.id
-    go_on = threading.Event()
-    try:
-        # Nobody is told until then: an exception in a test before may have left one thread too many.
-        names = [each.name for each in threading.enumerate()]
-        for _ in range(max(1, names.count("distlock-clock"))):
-            background.at(clock.lease_time(), go_on.wait)
-        expire()
-        eventually(lambda: backend()._session.id not in {before, None}, 6)
-        never(lambda: told, 0.3)
-    finally:
-        go_on.set()
-
-    [reason] = eventually(lambda: told, 6)
-    assert "ended the session" in reason
-
-
 def test_a_node_that_was_deleted_by_hand_is_a_lost_lock(
     alias: None, zookeeper: Ensemble, root: str
 ) -> None:
@@ -282,17 +221,6 @@ def test_a_waiter_whose_node_was_deleted_by_hand_is_served_all_the_same(
         backend("elsewhere").release(holder)
 
         waiting.result(10)
-
-
-def test_a_node_of_another_session_is_not_ours(alias: None) -> None:
-    lease, told = held(ttl=3)
-    [node] = backend()._verbs.granted()
-
-    node.session_id = -1
-
-    assert backend().extend([lease.request]) == [False]
-    eventually(lambda: told, 5)
-    assert lease.lost
 
 
 # A server that is cut off from the others.
