@@ -32,10 +32,14 @@ SILENT = 1.0
 
 
 class Answer(NamedTuple):
-    """The last answer of the server to the first caller of a line, received at *time* (``clock.wait_time()``)."""
+    """The last answer of the server to the first caller of a line, received at *time* (``clock.wait_time()``).
+
+    *limit*: that of the caller; other callers may want more places, or fewer.
+    """
 
     busy: Busy
     time: float
+    limit: int | None
 
 
 class _Line:
@@ -244,21 +248,20 @@ class LocalQueue:
 
     # What the caller with the turn tells those behind it.
 
-    def refused(self, key: str, busy: Busy) -> None:
-        """Note that another process has the lock, as the server answered just now."""
+    def refused(self, key: str, busy: Busy, limit: int | None = None) -> None:
+        """Note that another process has the lock, as the server answered just now to a caller with this *limit*."""
         with self._mutex:
             if (line := self._found(key)) is not None:
                 line.is_contested, line.has_failed = True, False
-                line.answer = Answer(busy, clock.wait_time())
+                line.answer = Answer(busy, clock.wait_time(), limit)
 
-    def answer(self, key: str, within: float) -> Busy | None:
+    def answer(self, key: str, within: float) -> Answer | None:
         """Return the last answer to the first caller, if it is younger than *within* seconds."""
         with self._mutex:
             line = self._found(key)
             if line is None or line.answer is None:
                 return None
-            busy, time = line.answer
-            return busy if clock.wait_time() - time < within else None
+            return line.answer if clock.wait_time() - line.answer.time < within else None
 
     def queued(self, key: str) -> Request | None:
         """Return the request whose position in the server's queue the callers of this line have, if they have one."""

@@ -31,6 +31,7 @@ from tests.fixtures.processes import Child
 from .acts import WIDTH
 from .crew import elsewhere, start
 from .profiles import lacks, needs
+from .rivals import Rival
 
 LIMIT = 3
 

@@ -225,7 +225,7 @@ FACTS = [
         "README.md",
         f"a ttl of {TTL:g} seconds, and the default timeout for a lock is {TIMEOUT:g} seconds",
     ),
-    ("README.md", f'"TTL": {TTL:g}, "TIMEOUT": {TIMEOUT:g}'),
+    ("README.md", f"?ttl={TTL:g}&timeout={TIMEOUT:g}"),
     ("README.md", "Python 3.11 or later and Django 5.2 or later"),
     ("docs/tutorial.md", f"the lock is yours for {TTL:g} seconds"),
     ("docs/tutorial.md", f"in seconds, but at most {decorators.LONGEST_RETRY_AFTER},"),
