@@ -316,6 +316,25 @@ def frail(own_ensemble: Ensemble, root: str, settings: Settings) -> Iterator[Ens
     own_ensemble.start()
 
 
+def test_a_leader_that_nobody_follows_any_more_confirms_no_lease(
+    frail: Ensemble, settings: Settings
+) -> None:
+    """It may have been paused for so long that the others have elected another one."""
+    leader = frail.leader
+    set_options(settings, hosts=f"127.0.0.1:{leader.port}")
+    lease, _ = held()
+    followers = [each for each in frail.members if each is not leader]
+    for each in followers:
+        each.pause()
+    try:
+        with pytest.raises(LockBackendError):
+            lease.extend()
+        assert leader.is_leader
+    finally:
+        for each in followers:
+            each.resume()
+
+
 def _server_of(alias: str, ensemble: Ensemble) -> Member:
     port = backend(alias)._session.client._connection._socket.getpeername()[1]
     return next(member for member in ensemble.members if member.port == port)

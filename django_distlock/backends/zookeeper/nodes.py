@@ -338,9 +338,11 @@ class ZooKeeperServer(Server[ZooKeeperNode]):
 
     def kept(self, nodes: Sequence[ZooKeeperNode]) -> Steps[set[ZooKeeperNode]]:
         client = yield from self.connected()
-        # A server that is cut off from the leader answers for a while, when the session may be over already.
-        [synced] = yield [partial(client.sync_async, self._options.root)]
-        value(synced)
+        # Servers that the others have left, also a leader that was paused, answer for a while, when the session may be
+        # over already. A write needs a majority, and so does its refusal.
+        [written] = yield [partial(client.set_async, self._options.root, b"")]
+        if isinstance(written, (Silence, *BROKEN)):
+            raise written
         outcomes = yield [partial(client.exists_async, node.path) for node in nodes]
         stats = dict(zip(nodes, map(value, outcomes), strict=True))
         mine = self._session.id
