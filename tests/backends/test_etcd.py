@@ -439,7 +439,9 @@ def test_connections_that_a_router_swallows_are_replaced_unseen(proxy: Proxy) ->
     proxy.swallow()
 
     with lock("x", using="locks", timeout=0) as lease:
-        lease.check()
+        proxy.swallow()
+        lease.extend()
+        proxy.swallow()
 
 
 # The session.

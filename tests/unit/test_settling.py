@@ -97,3 +97,9 @@ def test_only_a_reply_that_was_lost_just_now_is_worth_asking_again(server: Serve
     assert is_worth_asking_again(LOST, server.now - SETTLE)
     assert not is_worth_asking_again(LOST, server.now - SETTLE * 1.1)
     assert not is_worth_asking_again(DOWN, server.now)
+
+
+def test_a_reply_that_was_lost_on_an_idle_connection_always_is(server: Server) -> None:
+    unseen = LockOutcomeUnknown("default", "the reply was lost", was_idle=True)
+    assert is_worth_asking_again(unseen, server.now - 60.0, 0.1)
+    assert settled(server.answers(unseen, "yes", seconds=60.0)) == "yes"
