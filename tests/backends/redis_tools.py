@@ -107,31 +107,6 @@ def wait(name: str) -> None:
         hear_word("leave")
 
 
-def fork_with_a_lease(name: str) -> dict[str, Any]:
-    """Fork while the lock is held; the forked child uses locks, drops all that it has, and ends."""
-    with lock(name, ttl=20) as lease:
-        say("held")
-        hear_word("fork")
-        pid = os.fork()
-        if pid == 0:
-            os._exit(_live_as_a_child(name))
-        _, status = os.waitpid(pid, 0)
-        say("forked", status=os.waitstatus_to_exitcode(status))
-        hear_word("go on")
-        lease.extend()
-        lease.check()
-    return {"state": lease.state.name}
-
-
-def _live_as_a_child(name: str) -> int:
-    is_free = lock(name, timeout=0).acquire()
-    with lock(f"{name}:child", timeout=1):
-        gc.collect()
-    locks.close()
-    gc.collect()
-    return 1 if is_free else 0
-
-
 def open_files() -> int:
     """Return how many files, sockets included, this process has open."""
     gc.collect()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.core.cache import BaseCache, caches
-from django.core.checks import Error, Warning as CheckWarning, run_checks
+from django.core.checks import Error, run_checks
 
 from django_distlock import (
     InvalidLockBackend,
@@ -24,7 +24,6 @@ from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import CacheMemcachedBackend
 from django_distlock.engine.background import background
 from django_distlock.engine.values import Release
-from django_distlock.exceptions import DOCS
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from tests.contract.acts import WIDTH
@@ -206,45 +205,6 @@ def test_a_way_that_is_chosen_by_hand_looks_at_the_alias_too(settings: Settings)
 # What clears the locks.
 
 
-@pytest.mark.parametrize(
-    ("default", "is_cleared"),
-    [
-        (alias("127.0.0.1:1"), True),
-        (alias(["127.0.0.1:2", "127.0.0.1:1"], KEY_PREFIX="other"), True),
-        (alias("127.0.0.1:2"), False),
-    ],
-)
-def test_a_default_cache_in_the_same_place_is_warned_of(
-    settings: Settings, default: dict[str, Any], is_cleared: bool
-) -> None:
-    configure(settings, alias("127.0.0.1:1"))
-    settings.CACHES = {**settings.CACHES, "default": default}
-
-    found = run_checks(tags=["distlock"], databases=[])
-
-    text = (
-        "DISTLOCK['locks']: its locks are in the cache 'locks', on the same server as the 'default' cache: "
-        "cache.clear() deletes them while they are held."
-    )
-    hint = (
-        "Give locks a separate alias in CACHES and a separate server (on Redis, a database). "
-        f"See {DOCS}reference/checks.html#distlock-w010"
-    )
-    assert found == [CheckWarning(text, hint=hint, id="distlock.W010")] * is_cleared
-
-
-def test_a_server_of_the_locks_own_is_not_warned_of(settings: Settings) -> None:
-    configure(settings, alias(["127.0.0.1:1", "127.0.0.1:2"]), server="127.0.0.1:3")
-    settings.CACHES = {**settings.CACHES, "default": settings.CACHES["locks"]}
-    assert run_checks(tags=["distlock"], databases=[]) == []
-
-    settings.DISTLOCK["locks"]["OPTIONS"]["server"] = "127.0.0.1:2"
-    locks.reset()
-    assert [message.id for message in run_checks(tags=["distlock"], databases=[])] == [
-        "distlock.W010"
-    ]
-
-
 # By add() alone.
 
 
@@ -272,6 +232,25 @@ def test_processes_with_a_lock_by_add_on_a_real_server_lose_nothing(
         each.result(40)
 
     assert int(balance.read_text()) == 30
+
+
+async def test_tasks_use_it_too(settings: Settings, name: str) -> None:
+    trust(settings)
+
+    async with lock(name, using="locks"):
+        assert await lock(name, using="locks").alocked()
+
+    assert not await lock(name, using="locks").alocked()
+
+
+def test_who_is_refused_is_told_by_whom(settings: Settings, name: str) -> None:
+    trust(settings)
+    holder, other = rival(name), rival(name)
+    holder.takes()
+
+    assert not other.tries()
+    assert other.refused.holder == holder.request.holder
+    assert holder.request.owner not in repr(other.refused)
 
 
 def test_an_acquire_sent_again_gets_the_same_grant_and_a_release_the_same_answer(

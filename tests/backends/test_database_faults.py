@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import pymysql
 import pytest
-from django.db import Error, OperationalError, connections, transaction
+from django.db import OperationalError, connections, transaction
 
 from django_distlock import (
     Lease,
@@ -24,7 +22,6 @@ from django_distlock import (
     LockOutcomeUnknown,
     lock,
     locks,
-    transaction_lock,
 )
 from django_distlock.backends.database.bounds import cancel
 from django_distlock.backends.database.dialect import PATIENCE, short_transaction
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import datetime
 
-    from django.db.backends.base.base import BaseDatabaseWrapper
     from pytest_django.fixtures import Settings
 
     from django_distlock.engine.values import Request
@@ -167,6 +163,25 @@ def test_commit_that_hangs_is_an_error_in_time(
         server.resume()
 
 
+def test_lease_is_lost_at_its_deadline_though_the_server_hangs(
+    server_database: str, server: Server, name: str, settings: Settings
+) -> None:
+    options = {"using": server_database, "io_timeout": 20.0}
+    settings.DISTLOCK = {server_database: {"OPTIONS": options}}
+    reasons: list[str] = []
+    lease = lock(name, using=server_database, ttl=1).acquire()
+    assert lease is not None
+    lease.on_lost(reasons.append)
+    server.pause()
+    try:
+        eventually(lambda: reasons, 8)
+        assert lease.lost
+    finally:
+        server.resume()
+    with pytest.raises(LockError):
+        lease.release()
+
+
 def test_missing_table_tells_to_migrate(
     postgres: PostgreSQL, settings: Settings, name: str
 ) -> None:
@@ -215,59 +230,6 @@ def test_full_pool_is_an_error_that_names_the_option(
 
     with lock(name):
         pass
-
-
-@pytest.fixture
-def quick_switches() -> Iterator[None]:
-    """Let threads take turns in the middle of anything."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def test_the_server_never_counts_more_connections_than_are_allowed(
-    settings: Settings,
-    server_database: str,
-    server: PostgreSQL | MariaDB,
-    name: str,
-    quick_switches: None,
-) -> None:
-    # As another user, whom no other test has connect in the background.
-    user = "postgres" if server_database == "postgres" else "admin"
-    known = {**connections.settings[server_database], "USER": user, "PASSWORD": user}
-    connections.settings["counted"] = known
-    options = {"using": "counted", "max_connections": 4, "io_timeout": 20.0, "listen": False}
-    settings.DISTLOCK = {"default": {"OPTIONS": options}}
-    over = threading.Event()
-
-    def use(thread: int) -> None:
-        while not over.is_set():
-            with lock(f"{name}:{thread}"):
-                pass
-
-    with server.admin() as admin:
-        before = number_of_sessions(admin, user)
-        users = [start(partial(use, thread)) for thread in range(16)]
-        most = max(number_of_sessions(admin, user) for _ in range(400))
-        over.set()
-        for each in users:
-            each.result(40)
-    locks.close()
-    del connections.settings["counted"]
-
-    assert most - before == 4
-
-
-def number_of_sessions(admin: Any, user: str) -> int:
-    """Return how many sessions of *user* the server counts."""
-    cursor = admin.cursor()
-    try:
-        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE usename = %s", [user])
-    except pymysql.Error:
-        known = "SELECT count(*) FROM information_schema.processlist WHERE user = %s"
-        cursor.execute(known, [user])
-    return int(cursor.fetchone()[0])
 
 
 @pytest.mark.server
@@ -327,31 +289,6 @@ def test_waiters_survive_the_loss_of_the_listening_connection(
 
     # Long before its time is over, when it would look once more anyway.
     assert taking.result(10)
-
-
-@pytest.mark.usefixtures("patient_waiters")
-def test_a_call_that_was_made_before_anybody_listened_is_made_up_for(
-    postgres: PostgreSQL, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    locks.reset()  # with a listener that does not listen yet
-    locked, listens = backend("postgres"), threading.Event()
-    opens = locked._own.open
-
-    def open_late(*, bounded: bool = True) -> BaseDatabaseWrapper:
-        assert bounded or listens.wait(10)
-        return opens(bounded=bounded)
-
-    monkeypatch.setattr(locked._own, "open", open_late)
-    held = locked.request(name, ttl=30, holder=Holder.current())
-    locked.try_acquire(held, queued=False)
-    taking = start(partial(_take, name))
-    eventually(lambda: has_waiter(name), 5)
-    never(taking.done, 0.3)
-
-    assert locked.release(held) is Release.RELEASED
-    listens.set()
-
-    assert taking.result(5)
 
 
 def _take(name: str) -> bool:
@@ -723,27 +660,6 @@ def test_a_dead_connection_of_the_caller_is_not_used_to_look_or_to_free(
     assert list(locked.purge(86_400, dry_run=True))
     assert locked.force_release(held.key, held.owner_digest)
     assert not lock(name, using=server_database).locked()
-
-
-def test_a_dead_transaction_of_the_caller_is_an_error_of_ours(
-    server_database: str, name: str, dead_connection: Callable[[], None]
-) -> None:
-    told: list[Exception] = []
-    with lock(name, using=server_database) as lease:
-        with suppress(Error), transaction.atomic(using=server_database):
-            dead_connection()
-            for ask in (
-                partial(lease.guard, using=server_database),
-                partial(transaction_lock, name, using=server_database, timeout=1),
-            ):
-                try:
-                    ask()
-                except Exception as error:  # noqa: BLE001 - it is looked at below
-                    told.append(error)
-
-    assert [isinstance(error, LockBackendError) for error in told] == [True, True]
-    driver = cast("Any", connections[server_database]).Database
-    assert isinstance(told[0].__cause__, driver.Error)
 
 
 def test_a_forced_release_survives_the_rollback_of_its_caller(

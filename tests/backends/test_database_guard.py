@@ -157,26 +157,6 @@ def is_guarded(alias: str, key: str, schema: str = "") -> bool:
     return is_locked
 
 
-def test_token_that_another_schema_knows_does_not_stand_for_that_of_the_lock(
-    wanderer: str, name: str
-) -> None:
-    later = rival(wanderer, name)
-    with lock(name, using=wanderer, ttl=0.2, renew=False) as lease:
-        token, request = lease.checked_token(), lease.request
-        with connections[wanderer].cursor() as cursor:
-            cursor.execute(
-                f"INSERT INTO {COUNTER} (method_name, value) VALUES (%s, %s)", [request.key, token]
-            )
-        eventually(lambda: isinstance(locks[wanderer].try_acquire(later, queued=False), Grant), 5)
-
-        with transaction.atomic(using=wanderer), pytest.raises(StaleFencingToken):
-            backend(wanderer).guard(request, token, wanderer)
-
-        with pytest.raises(LockError):
-            lease.release()
-    locks[wanderer].release(later)
-
-
 @pytest.mark.parametrize("kind", ["database.DatabaseBackend", "rowlock.RowLockBackend"])
 def test_lock_is_listed_and_freed_from_wherever_the_caller_looks_for_its_tables(
     wanderer: str, kind: str, name: str, settings: Settings
@@ -241,30 +221,6 @@ def test_guard_of_the_outer_block_outlives_a_savepoint_that_is_rolled_back(
             transaction.set_rollback(True, using=database)
 
         assert is_guarded(database, lease.request.key)
-
-
-@pytest.mark.server
-def test_guard_goes_with_the_savepoint_it_was_made_in_and_can_be_made_again(
-    postgres: object, name: str
-) -> None:
-    with lock(name, using="postgres") as lease, transaction.atomic(using="postgres"):
-        with transaction.atomic(using="postgres"):
-            lease.guard(using="postgres")
-            transaction.set_rollback(True, using="postgres")
-        assert not is_guarded("postgres", lease.request.key)
-
-        lease.guard(using="postgres")
-        assert is_guarded("postgres", lease.request.key)
-
-
-def test_guard_of_a_lost_lease_asks_nobody(database: str, name: str) -> None:
-    with lock(name, using=database, ttl=0.1, renew=False) as lease:
-        eventually(lambda: lease.lost, 5)
-
-        with transaction.atomic(using=database), pytest.raises(LockError, match="lost"):
-            lease.guard(using=database)
-        with pytest.raises(LockError):
-            lease.release()
 
 
 def test_guards_of_one_thread_and_acquires_of_others_never_deadlock(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from django.db import connections
+from django.db.transaction import atomic
 
 from django_distlock import LockBackendError, lock, locks
 from tests.fixtures.token_engine import tokens
@@ -97,3 +98,23 @@ def test_each_connection_asks_the_engine_for_its_password(
 
     with lock(name, using="own"):
         pass
+
+
+@pytest.mark.usefixtures("rotating")
+def test_an_engine_that_gets_no_password_is_an_error_of_ours(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.fixtures.token_engine.tokens", [])
+
+    with pytest.raises(LockBackendError, match="no connection parameters") as refused:
+        lock(name, using="own").acquire()
+
+    assert isinstance(refused.value.__cause__, IndexError)
+    [error] = locks["own"].check(["own"])
+    assert "no connection parameters" in error.msg
+
+
+@pytest.mark.usefixtures("rotating")
+def test_a_lock_guards_a_transaction_on_an_alias_with_another_engine(name: str) -> None:
+    with lock(name, using="own") as lease, atomic(using="mariadb"):
+        lease.guard(using="mariadb")

@@ -6,7 +6,6 @@ import itertools
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,37 +124,6 @@ def test_a_file_that_stays_busy_is_an_error_and_not_a_busy_lock(file: str, name:
         in_time(refused(1), 1, 3)
 
 
-def test_a_thread_from_before_opens_connections_by_the_settings_of_now(
-    file: str, database: str, tmp_path: Path
-) -> None:
-    other = str(tmp_path / "other.sqlite3")
-
-    def name_of_file() -> object:
-        connection = backend("busy")._own.open()
-        connection.connection.close()
-        return connection.settings_dict["NAME"]
-
-    with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(lambda: connections[database].settings_dict["NAME"]).result() == file
-        connections.settings[database] = {**connections.settings[database], "NAME": other}
-
-        assert thread.submit(name_of_file).result() == other
-
-
-def test_an_extension_and_a_release_wait_for_another_writer(file: str, name: str) -> None:
-    lease = lock(name, using="busy", ttl=60, renew=False).acquire()
-    assert lease
-    before = lease.deadline
-
-    with written_by_another(file, LONG):
-        lease.extend()
-    assert lease.deadline > before
-    with written_by_another(file, LONG):
-        lease.release()
-
-    assert not lock(name, using="busy").locked()
-
-
 def test_a_caller_whose_own_transaction_has_written_is_told_at_once(
     file: str, name: str, database: str
 ) -> None:
@@ -213,16 +181,6 @@ def test_locks_in_a_file_of_their_own_wait_for_no_disk(own_file: str, name: str)
         assert lease.held
 
     assert modes(own_file) == ("wal", 1)
-
-
-def test_a_file_with_data_is_left_as_it_is(own_file: str, name: str) -> None:
-    with closing(sqlite3.connect(own_file)) as other:
-        other.execute("CREATE TABLE account (id integer)")
-
-    with lock(name, using="own") as lease:
-        assert lease.held
-
-    assert modes(own_file) == ("delete", 2)
 
 
 def test_a_file_that_is_no_database_is_a_lock_error(own_file: str, name: str) -> None:

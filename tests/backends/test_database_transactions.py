@@ -440,21 +440,6 @@ def test_each_end_of_a_transaction_releases_exactly_once(
     assert released == [name]
 
 
-@pytest.mark.server
-def test_transactions_on_two_databases_both_end_before_the_lock_is_free(
-    postgres: object, mariadb: object, name: str
-) -> None:
-    with by_hand("mariadb"):
-        with transaction.atomic(using="postgres"):
-            with lock(name, using="postgres", release="on_commit"):
-                Account.objects.using("mariadb").count()
-        still_held("postgres", name)
-
-        transaction.commit(using="mariadb")
-
-    assert not ask_elsewhere("postgres", name)
-
-
 def test_snapshot_older_than_the_lock_is_refused_by_guard_or_seen_through_by_claim(
     server_database: str, name: str, account: Account
 ) -> None:
@@ -510,19 +495,6 @@ def test_a_strict_alias_refuses_it_before_anything_is_taken(
         with pytest.raises(SnapshotBeforeLock, match=name):
             lock(name).acquire()
         assert not is_held(alias, name)
-
-
-def test_postgresql_reads_a_snapshot_when_serializable_and_mariadb_what_is_there(
-    at_level: Callable[[str], str], name: str
-) -> None:
-    alias = at_level("serializable")
-    with warnings.catch_warnings(record=True) as shown, transaction.atomic(using=alias):
-        warnings.simplefilter("always")
-        read(alias)
-        with lock(name, using=alias):
-            pass
-
-    assert len(shown) == (connections[alias].vendor == "postgresql")
 
 
 def first(alias: str, name: str) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from django_distlock import LockBackendError, LockLost, LockNotAcquired, lock, locks
-from django_distlock.backends.etcd.gateway import SILENCE, MemberConnection, Reply, below
+from django_distlock.backends.etcd.gateway import SILENCE, Reply, below
 from django_distlock.engine.background import background
 from django_distlock.engine.values import Release
 from django_distlock.ground.naming import LONGEST_LISTED
-from tests.contract.crew import start, waiting_for
+from tests.contract.crew import waiting_for
 from tests.fixtures.etcd import Cluster, EtcdMember
 from tests.fixtures.eventually import aeventually, eventually, never
 from tests.fixtures.proxy import Proxy
@@ -110,25 +108,6 @@ def test_a_refusal_leaves_nothing(etcd: Cluster, namespace: str) -> None:
     assert len(revisions) == 1
 
 
-def test_keys_are_used_again_so_that_deleted_ones_do_not_pile_up(
-    sent: list[tuple[str, dict[str, Any]]],
-) -> None:
-    with lock("warm", using="locks"):
-        pass
-    sent.clear()
-    for _ in range(5):
-        with lock("x", using="locks"):
-            pass
-
-    puts = [
-        op["request_put"]
-        for _, body in sent
-        for op in body.get("success", ())
-        if "request_put" in op
-    ]
-    assert len({put["key"] for put in puts if "lease" in put}) == 1
-
-
 # The line.
 
 
@@ -151,21 +130,6 @@ def test_each_waiter_is_rung_by_the_one_before_it_alone() -> None:
     assert [bell.rung for bell in bells] == [1] * WAITERS
     assert None not in tokens
     assert tokens == sorted(set(tokens), key=lambda token: token or 0)
-
-
-def test_a_waiter_that_the_watch_has_told_asks_once_whether_that_is_so(sent: list[Any]) -> None:
-    holder, waiter, bell = rival("x"), rival("x"), Counter()
-    assert stands(holder)
-    assert stands(waiter) is None
-    backend()._verbs.may_sleep(waiter, bell)
-    backend().release(holder)
-    eventually(lambda: bell.rung)
-    sent.clear()
-
-    assert stands(waiter)
-
-    assert [path for path, _ in sent] == ["/v3/kv/txn"]
-    assert backend().extend([waiter]) == [True]
 
 
 def test_a_deletion_between_the_look_and_the_watch_is_not_missed() -> None:
@@ -233,17 +197,6 @@ def _give_back(name: str) -> None:
     eventually(lambda: key in known)
 
 
-def test_a_long_listing_is_read_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("django_distlock.backends.etcd.keys.PAGE", 2)
-    for number in range(5):
-        stands(rival(f"x{number}"))
-        stands(rival(f"x{number}"))
-
-    listed = [(held.name, held.waiters) for held in backend().held()]
-
-    assert listed == [(f"x{number}", 1) for number in range(5)]
-
-
 # Nothing is left.
 
 
@@ -267,42 +220,6 @@ async def test_200_tasks_that_wait_share_the_threads_of_the_backend() -> None:
     await asyncio.gather(*tasks)
 
     assert served == 200
-
-
-def _watching() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "distlock-etcd"]
-
-
-def test_a_waiter_that_comes_while_the_watch_ends_begins_no_second_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("django_distlock.backends.etcd.watcher.SILENCE", 0.2)
-    eventually(lambda: not _watching())
-    holder, late = rival("x"), rival("x")
-    close, came = MemberConnection.close, threading.Event()
-
-    def close_late(connection: MemberConnection) -> None:
-        if threading.current_thread() in _watching() and not came.is_set():
-            came.set()
-            assert stands(late) is None
-        close(connection)
-
-    def has_ended() -> bool:
-        take("y", "elsewhere")
-        return came.is_set()
-
-    assert stands(holder)
-    other = rival("x")
-    assert stands(other) is None
-    eventually(lambda: backend()._server.watcher._watch)
-    backend().abandon_later(other)
-    monkeypatch.setattr(MemberConnection, "close", close_late)
-    eventually(has_ended)
-
-    never(lambda: len(_watching()) > 1, 0.5)
-
-    backend().release(holder)
-    eventually(lambda: stands(late))
 
 
 # Replies that are lost, and requests that are late.
@@ -620,25 +537,6 @@ def test_a_token_that_members_have_forgotten_is_replaced(closed: Cluster) -> Non
     assert backend()._gateway._token != before
 
 
-def test_a_waiter_whose_token_members_have_forgotten_is_woken(closed: Cluster) -> None:
-    holder, waiter = lock("x", using="locks", ttl=60), lock("x", using="elsewhere", timeout=30)
-    with ThreadPoolExecutor() as pool:
-        with holder:
-            got = pool.submit(waiter.acquire)
-            watcher = backend("elsewhere")._server.watcher
-            eventually(lambda: watcher._watch and watched("elsewhere"))
-            before = backend("elsewhere")._gateway._token
-
-            for member in closed.members:
-                member.restart()
-            closed.wait_until_serving()
-
-        lease = got.result(20)
-        assert lease
-        lease.release()
-    assert backend("elsewhere")._gateway._token != before
-
-
 @pytest.mark.parametrize(
     ("login", "text"),
     [
@@ -660,44 +558,6 @@ def test_a_login_that_is_refused_is_an_error_each_time(
     [error] = backend().check(["default"])
     assert text in error.msg
     assert error.id == "distlock.E006"
-
-
-@pytest.mark.parametrize(
-    ("status", "content", "said"),
-    [
-        (200, "{}", "no JSON gateway"),
-        (200, "[]", "no JSON gateway"),
-        (405, '{"detail":"no"}', "no JSON gateway"),
-        (400, "Client sent an HTTP request to an HTTPS server.", "answered in time: .* HTTPS"),
-    ],
-)
-def test_another_server_is_told_from_etcd(
-    settings: Settings, status: int, content: str, said: str
-) -> None:
-    class Another(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content.encode())
-
-        def log_message(self, *_: object) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Another) as server:
-        start(server.serve_forever)
-        set_options(settings, endpoints=[f"http://127.0.0.1:{server.server_port}"])
-
-        with pytest.raises(LockBackendError, match=said):
-            lock("x", using="locks").acquire()
-        with pytest.raises(LockBackendError, match=said):
-            list(backend().held())
-        [error] = backend().check(["default"])
-        assert re.search(said, error.msg)
-        locks.close()
-        server.shutdown()
 
 
 def test_the_check_tells_that_a_user_may_only_read(closed: Cluster, namespace: str) -> None:
@@ -775,16 +635,3 @@ def test_where_tokens_begin_is_raised_to_the_clock_by_each_session(
         expire(etcd)
 
     assert written[0] < written[1]
-
-
-def test_tokens_that_begin_earlier_than_before_end_the_session(
-    etcd: Cluster, namespace: str, member: EtcdMember
-) -> None:
-    """As after a snapshot was restored."""
-    path = f"{namespace}/%tokens"
-    with lock("x", using="locks") as lease:
-        before = lease.fencing_token or 0
-    member.asks("/v3/kv/put", key=encoded(path), value=encoded("1000000000000000"))
-
-    with lock("x", using="locks") as lease:
-        assert (lease.fencing_token or 0) > before

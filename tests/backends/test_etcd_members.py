@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from django_distlock import LockBackendError, lock, locks
-from tests.fixtures.certificate import make_certificate, tls_server
+from django_distlock import lock, locks
 from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.http_gateway import Balancer, canceled, dripping, error, page, silent
+from tests.fixtures.http_gateway import Balancer, canceled, error, page, silent
 from tests.fixtures.proxy import Proxy
 
 from .etcd_tools import aliases, backend, encoded, keys, log_in, noted
@@ -164,44 +163,6 @@ def test_another_member_is_asked_if_one_stops_or_has_lost_its_leader(
         locks.close()
 
 
-def test_an_error_page_is_an_error_of_its_own(etcd: Cluster, settings: Settings) -> None:
-    with Balancer(etcd.members[0].port, **{"lease/grant": page(502)}) as balancer:
-        set_options(settings, endpoints=[balancer.endpoint])
-
-        for _ in range(3):
-            with pytest.raises(LockBackendError, match="in time: status 502"):
-                take(timeout=0)
-
-        assert len(balancer.asked) < 20
-        locks.close()
-
-
-def test_a_reply_that_drips_is_given_up(etcd: Cluster, settings: Settings) -> None:
-    with Balancer(etcd.members[0].port, **{"lease/grant": dripping}) as balancer:
-        set_options(settings, endpoints=[balancer.endpoint], io_timeout=1.0)
-
-        with pytest.raises(LockBackendError, match="in time"):
-            take(timeout=0)
-
-        locks.close()
-
-
-def test_a_waiter_whose_first_answers_are_late_waits_on(
-    proxy: Proxy, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_options(settings, io_timeout=1.0)
-    take("warm")
-    sent = noted(monkeypatch)
-    proxy.hold()
-    with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(take, timeout=60)
-        eventually(lambda: len(sent) > 6 or waiting.done(), 30)
-
-        proxy.pass_through()
-
-        waiting.result(40)
-
-
 # The watch.
 
 
@@ -323,32 +284,6 @@ def _revision(member: EtcdMember) -> int:
 
 
 # TLS.
-
-
-def test_certificates_that_are_renewed_in_place_are_read_again(
-    etcd: Cluster, namespace: str, settings: Settings, tmp_path: Path
-) -> None:
-    old, new, known = (tmp_path / name for name in ("old.pem", "new.pem", "known.pem"))
-    shutil.copy(make_certificate(old), known)
-    with Proxy(etcd.members[0].port, tls=tls_server(old, asks_clients=True)) as proxy:
-        endpoint, file = f"https://127.0.0.1:{proxy.port}", str(known)
-        settings.DISTLOCK = aliases(
-            etcd, namespace, endpoints=endpoint, ca_cert=file, cert=file, key=file
-        )
-        take()
-
-        shutil.copy(make_certificate(new), known)
-        proxy.speak_tls(tls_server(new, asks_clients=True))
-        _cut(proxy)
-
-        take()
-        known.unlink()
-        _cut(proxy)
-        with pytest.raises(LockBackendError, match=r"'locks'.*'ca_cert' cannot be read"):
-            take(timeout=0)
-        [found] = backend().check(["default"])
-        assert "'ca_cert' cannot be read" in found.msg
-        locks.close()
 
 
 def _cut(proxy: Proxy) -> None:

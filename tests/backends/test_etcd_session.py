@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,13 +19,12 @@ from django_distlock import (
     lock,
     locks,
 )
-from django_distlock.ground.holder import Holder
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.etcd import Cluster
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.proxy import Proxy
 
-from .etcd_tools import aliases, backend, encoded, expire, line, noted, watched
+from .etcd_tools import aliases, backend, encoded, expire, line, watched
 from .queue_tools import held, proxied, rival, set_options, stands, take
 
 if TYPE_CHECKING:
@@ -152,73 +149,7 @@ def test_what_a_session_held_that_ended_by_our_clock_does_not_come_back(
     assert line(etcd, namespace, "x") == []
 
 
-def test_a_session_that_ended_by_our_clock_while_it_was_prolonged_does_not_come_back(
-    alias: None, etcd: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held()
-    session = backend()._session
-    before, keep_alive = session.id, session._keep_alive
-
-    def answer_late(lease_id: str) -> bool:
-        answer = keep_alive(lease_id)
-        session._prolonged_at -= SESSION  # as after a pause of the machine
-        return answer
-
-    monkeypatch.setattr(session, "_keep_alive", answer_late)
-
-    assert not session.prolong()
-    take("y")
-    assert session.id != before
-    assert line(etcd, namespace, "x") == []
-
-
-def test_a_key_that_is_given_up_twice_is_not_taken_from_the_one_that_has_its_name_by_then(
-    alias: None,
-) -> None:
-    recipe = backend()._verbs
-    ask = partial(backend().request, "x", ttl=20.0, holder=Holder.current())
-    first = recipe._node_of(ask())
-    recipe._forget(first)
-    second = recipe._node_of(ask())
-
-    recipe._forget(first)  # by its end, while its release was under way
-
-    assert recipe._node_of(ask()).slot != second.slot == first.slot
-
-
 # Members that are stopped.
-
-
-@pytest.mark.server
-@pytest.mark.zookeeper
-def test_waiters_do_not_ask_all_the_time_where_revisions_have_begun_again(
-    namespace: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Cluster() as cluster:
-        settings.DISTLOCK = aliases(cluster, namespace, session_timeout=SESSION)
-        for _ in range(10):
-            take(using="elsewhere")
-        holder = rival("x", "elsewhere")
-        assert stands(holder, "elsewhere")
-        with ThreadPoolExecutor() as pool:
-            waiting = pool.submit(take, timeout=40)
-            eventually(watched)
-            for member in cluster.members:
-                member.kill()
-                shutil.rmtree(member.folder / "data")
-            cluster.start()
-            waiting.result(40)  # its watch goes on for a while
-            lease, _ = held(using="elsewhere", timeout=20)
-            waiting = pool.submit(take, timeout=40)
-            eventually(watched)
-            sent = noted(monkeypatch)
-
-            never(waiting.done, 1)
-
-            assert len(sent) < 20
-            lease.release()
-            waiting.result(20)
-        locks.close()
 
 
 @pytest.fixture
@@ -331,17 +262,3 @@ def test_a_watch_turns_from_a_member_that_hangs(frail: Cluster) -> None:
         member.resume()
 
     assert gateway._members[0] != first
-
-
-async def test_tasks_go_on_whichever_member_hangs(frail: Cluster, settings: Settings) -> None:
-    set_options(settings, session_timeout=20.0, io_timeout=6.0)
-
-    for member in frail.members:
-        async with lock("x", using="locks", timeout=20) as lease:
-            member.pause()
-            try:
-                async with lock(f"y:{member.number}", using="locks", timeout=20) as other:
-                    other.check()
-                lease.check()
-            finally:
-                member.resume()

@@ -474,19 +474,6 @@ def test_row_of_any_shape_is_claimed_read_fresh_and_saved(
     assert [fresh(row).balance, fresh(row).fence] == [40, next_one.fencing_token]
 
 
-def test_fence_that_a_subclass_has_raised_refuses_a_writer_of_the_parent(
-    tables: str, holders: tuple[Lease, Lease], name: str
-) -> None:
-    late, next_one = holders
-    gold = new(Gold, tables, name)
-    parent = late.claim(gold.purse_ptr)
-
-    next_one.claim(rows_of(Gold, tables).get(pk=gold.pk))
-
-    with pytest.raises(StaleFencingToken):
-        late.save(parent)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_new_row_with_the_key_of_one_that_is_not_claimed_does_not_overwrite_it(
     tables: str, shape: type[Any], holders: tuple[Lease, Lease], name: str

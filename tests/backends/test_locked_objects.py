@@ -207,27 +207,6 @@ def test_rows_of_two_databases_are_two_although_they_share_a_lock(
     assert [here.balance, there.balance] == [2, 3]
 
 
-def test_a_claimed_row_is_read_where_it_is_written(
-    database: str, name: str, account: Account, settings: Settings
-) -> None:
-    class Replicas:
-        def db_for_read(self, *_: object, **hints: object) -> str:
-            return "replica that does not answer"
-
-        def db_for_write(self, *_: object, **hints: object) -> str:
-            return database
-
-    settings.DATABASE_ROUTERS = [Replicas()]
-    with lock(name, using=database) as lease:
-        [found] = lease.claim(Account.objects.filter(pk=account.pk)).only("name")
-        assert found.balance == 100
-        for row in (found, lease.claim(account)):
-            row.refresh_from_db()
-            row.refresh_from_db(fields=["balance"])
-    with locked(account, using=database):
-        account.refresh_from_db()
-
-
 @pytest.mark.server
 @pytest.mark.parametrize("database", ["postgres"], indirect=True)
 def test_readers_do_not_refuse_each_other(
@@ -287,23 +266,6 @@ def test_the_save_of_a_claimed_instance_goes_through_its_fence(
     second.release()
 
 
-def test_after_the_release_it_is_saved_until_somebody_else_has_claimed_it(
-    database: str, name: str, account: Account
-) -> None:
-    with lock(name, using=database) as lease:
-        claimed = lease.claim(account)
-    claimed.balance = 70
-    claimed.save()
-
-    with lock(name, using=database) as lease:
-        lease.claim(account)
-    claimed.balance = 80
-    with pytest.raises(StaleFencingToken):
-        claimed.save()
-    account.refresh_from_db()
-    assert account.balance == 70
-
-
 def test_its_save_lets_no_late_holder_write(database: str, name: str, account: Account) -> None:
     first, second = paused_and_next(name, database)
     late = first.claim(account)
@@ -335,15 +297,3 @@ def test_a_model_can_demand_the_claim(
     made = Account(name="new", balance=1, opening_balance=1)
     made.save(using=database)
     made.delete()
-
-
-def test_what_is_saved_in_a_transaction_that_is_rolled_back_stays_claimed(
-    database: str, account: Account
-) -> None:
-    with locked(account, using=database):
-        account.balance = 10
-        with pytest.raises(RuntimeError), transaction.atomic(using=database):
-            account.save()
-            raise RuntimeError
-        account.save()
-    assert Account.objects.using(database).get(pk=account.pk).balance == 10

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +24,9 @@ from django_distlock import (
 from django_distlock.backends.cache_alias import Record
 from django_distlock.backends.memcached import MemcachedConnection
 from django_distlock.engine.values import Release
-from tests.contract.crew import together
 from tests.contract.rivals import Rival
 from tests.fixtures.certificate import tls_server
-from tests.fixtures.eventually import eventually
+from tests.fixtures.eventually import eventually, never
 from tests.fixtures.memcached import Memcached
 from tests.fixtures.proxy import Proxy
 
@@ -39,7 +35,7 @@ from .memcached_tools import DRIVERS, alias, another, backend, configure, rival
 if TYPE_CHECKING:
     from pytest_django import Settings
 
-    from tests.fixtures.processes import Spawn
+    from tests.fixtures.processes import Child, Spawn
 
 # Some start servers of their own.
 pytestmark = [pytest.mark.server, pytest.mark.caches]
@@ -156,12 +152,36 @@ def test_a_ttl_that_the_server_would_not_keep_is_refused(
         assert (lease.ttl, lease.deadline) == before
 
 
+def test_an_extension_never_shortens_what_the_server_keeps(
+    using: str, name: str, memcached: Memcached
+) -> None:
+    with lock(name, using=using, ttl=3, renew=False) as lease:
+        lease.extend(60)
+        lease.extend(3)
+
+        assert lease.remaining > 50
+        assert _server_ttl(memcached, lease.request.key) >= 58
+
+
 def _server_ttl(server: Memcached, key: str) -> int:
     answer = server.tell(f"mg {key} t\r\n".encode() + b"mn\r\nversion\r\nget x\r\n")
     return int(answer.split()[1].removeprefix("t"))
 
 
 # Holding on, and losing.
+
+
+def test_a_lease_is_renewed_for_as_long_as_it_is_held(both: tuple[str, ...], name: str) -> None:
+    one = f"{name}:{both[0]}", f"{name}:{both[1]}"
+    others = [rival(each, using) for each, using in zip(one, both, strict=True)]
+
+    with lock(one[0], using=both[0], ttl=4) as first, lock(one[1], using=both[1], ttl=4) as second:
+        # Without a renewal the server would keep them for five seconds at most.
+        never(lambda: any(other.tries() for other in others), 5.2)
+        first.check()
+        second.check()
+
+    assert all(other.tries() for other in others)
 
 
 def test_a_flush_is_told_at_the_next_renewal(
@@ -213,6 +233,33 @@ def _fill(server: Memcached, size: int, number: int) -> int:
     sets = "".join(f"set fill{n} 0 60 {size} noreply\r\n{'x' * size}\r\n" for n in ours)
     server.tell(f"{sets}get x\r\n".encode())
     return len(ours)
+
+
+def test_a_killed_or_frozen_holder_loses_the_lock_after_its_ttl_and_frees_nobody(
+    both: tuple[str, ...], name: str, spawn: Spawn, settings: Settings
+) -> None:
+    def child(act: str, using: str) -> Child:
+        aliases = {using: settings.DISTLOCK[using]}
+        terms = {"name": f"{name}:{act}", "using": using, "ttl": 2}
+        return spawn(f"tests.contract.acts:{act}", aliases=aliases, **terms)
+
+    killed, frozen = child("hold", both[0]), child("wake_up_late", both[1])
+    began = killed.expect("held")["began"]
+    frozen.expect("held")
+    after_death, after_frost = (rival(f"{name}:{act}", both[0]) for act in ("hold", "wake_up_late"))
+
+    killed.kill()
+    frozen.stop()
+
+    after_death.takes(within=6)
+    assert time.monotonic() - began >= 2
+    after_frost.takes(within=6)
+    frozen.tell("go on")
+    frozen.cont()
+    said = frozen.result()
+    assert said["check"] == "LockLost"
+    assert said["release"] in {"LockNotOwned", "LockLost"}
+    assert after_frost.holds
 
 
 # Compare and delete, compare and extend.
@@ -375,34 +422,6 @@ def test_a_lost_reply_of_an_acquire_is_settled(proxy: Proxy, name: str) -> None:
     assert rival(name).tries()
 
 
-@pytest.mark.parametrize("dropped", [1, 2])
-def test_a_lost_reply_of_a_release_is_settled(proxy: Proxy, name: str, dropped: int) -> None:
-    lease = lock(name, using="locks").acquire()
-    assert lease
-    proxy.drop_reply(dropped)
-
-    try:
-        lease.release()
-    except LockOutcomeUnknown:
-        assert dropped > 1, "the second try has told it"
-
-    rival(name).takes(within=5)
-
-
-def test_a_connection_that_was_cut_while_it_was_idle_is_not_noticed(
-    proxy: Proxy, name: str
-) -> None:
-    with lock(name, using="locks"):
-        pass
-    proxy.cut()
-    proxy.pass_through()
-
-    with lock(name, using="locks", timeout=0) as lease:
-        proxy.cut()
-        proxy.pass_through()
-        lease.extend()
-
-
 @pytest.mark.parametrize("timeout", [0, 10])
 def test_connections_that_a_router_swallows_are_replaced_unseen(
     proxy: Proxy, name: str, timeout: float
@@ -439,32 +458,6 @@ def test_a_server_that_hangs_is_an_error_and_never_busy_held_or_free(
     Rival.of(patient, f"{name}:other").takes(within=8)
     assert holder.holds
     patient.close()
-    locks.close()
-
-
-def test_a_lease_survives_a_partition_that_is_shorter_than_its_ttl(proxy: Proxy, name: str) -> None:
-    with lock(name, using="locks", ttl=6) as lease:
-        proxy.cut()
-        eventually(lambda: lease.in_jeopardy, 5)
-
-        proxy.pass_through()
-
-        eventually(lambda: not lease.in_jeopardy, 3)
-        assert lease.held
-
-
-def test_a_server_that_contradicts_itself_is_an_error_and_nobody_waits_for_ever(
-    settings: Settings, name: str
-) -> None:
-    """A proxy may do so that knows one of the commands and not the other."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        answering = threading.Thread(target=_contradict, args=(listener,), daemon=True)
-        answering.start()
-        configure(settings, alias(f"127.0.0.1:{listener.getsockname()[1]}", "PyLibMCCache"))
-
-        with pytest.raises(LockOutcomeUnknown, match="EXISTS"):
-            lock(name, using="locks").locked()
-        answering.join(5)
     locks.close()
 
 
@@ -572,14 +565,6 @@ def test_a_server_that_cannot_be_reached_has_its_locks_looked_for_on_no_other(
         locks.close()
 
 
-@pytest.mark.parametrize("wrong", [{"binary": True}, {"username": "a", "password": "b"}])
-def test_pylibmc_in_binary_is_refused(settings: Settings, wrong: dict[str, Any]) -> None:
-    configure(settings, alias("127.0.0.1:1", "PyLibMCCache", OPTIONS=wrong))
-
-    with pytest.raises(InvalidLockBackend, match="binary protocol"):
-        locks["locks"]
-
-
 @pytest.mark.parametrize(
     ("option", "value"), [("server", 5), ("io_timeout", 0), ("connect_timeout", "1")]
 )
@@ -596,21 +581,6 @@ def test_a_wrong_option_is_named(settings: Settings, option: str, value: object)
 # Its settings.
 
 
-@pytest.mark.parametrize(
-    "prefix", ["with spaces", "l" * 240, "\u00fcml\u00e4ut", "a\r\nflush_all\r\n"]
-)
-def test_a_prefix_that_no_key_can_have_makes_a_key_all_the_same(
-    settings: Settings, memcached: Memcached, name: str, prefix: str
-) -> None:
-    configure(settings, memcached.alias(KEY_PREFIX=prefix))
-
-    with lock(name, using="locks") as lease:
-        assert len(lease.request.key) <= 250
-        assert not rival(name).tries()
-        assert rival(f"{name}:other").tries()
-    locks.close()
-
-
 def test_the_value_tells_people_whose_it_is_and_no_key_of_the_cache_is_touched(
     using: str, name: str, memcached: Memcached
 ) -> None:
@@ -624,26 +594,3 @@ def test_the_value_tells_people_whose_it_is_and_no_key_of_the_cache_is_touched(
 
     assert caches[using].get(name) == "a value of the cache"
     caches[using].close()
-
-
-def test_who_has_just_released_lets_others_go_first(both: tuple[str, ...], name: str) -> None:
-    """Nobody is woken: who asks again at once would always be there before those who pause."""
-    order: list[str] = []
-    third = rival(name, both[0])
-    third.takes()
-
-    def work(using: str) -> None:
-        for _ in range(20):
-            with lock(name, using=using, timeout=60):
-                order.append(using)
-                time.sleep(0.002)
-
-    def leave_once_both_were_refused() -> None:
-        eventually(
-            lambda: all(third.request.key in locks[using].queue.turns.wanted for using in both), 20
-        )
-        third.leaves()
-
-    together(*(partial(work, using) for using in both), leave_once_both_were_refused)
-
-    assert sum(one != next_one for one, next_one in itertools.pairwise(order)) >= 8

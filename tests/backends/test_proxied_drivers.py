@@ -11,7 +11,7 @@ import pytest
 from django.db import connections
 from django.db.transaction import atomic
 
-from django_distlock import LockBackendError, LockNotAcquired, lock, locks, transaction_lock
+from django_distlock import LockNotAcquired, lock, locks, transaction_lock
 from django_distlock.backends.database.postgresql import HAS_PSYCOPG3
 from testproject.models import Account
 
@@ -139,10 +139,3 @@ def _take_in_transaction(name: str, using: str, timeout: float) -> None:
             transaction_lock(name, using=using, timeout=timeout)
     finally:
         connections[using].close()
-
-
-@pytest.mark.parametrize("using", LEASES[:1], indirect=True)
-def test_a_callers_transaction_that_has_locked_the_file_is_told(alias: str, name: str) -> None:
-    with atomic(), pytest.raises(LockBackendError, match="own transaction"):
-        Account.objects.filter(name=name).update(balance=1)
-        lock(name, using=alias, timeout=0).acquire()

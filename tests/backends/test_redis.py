@@ -7,15 +7,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from queue import LifoQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import redis as driver
-from django.core.cache import caches
 
 from django_distlock import LockBackendError, LockNotOwned, lock, locks
 from django_distlock.backends.redis import RedisBackend, connections
@@ -25,11 +22,9 @@ from django_distlock.engine.values import Busy, Grant, Release
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import with_label
-from tests.fixtures.certificate import tls_server
 from tests.fixtures.environment import free_port
 from tests.fixtures.eventually import eventually
 from tests.fixtures.garbage import collect_garbage
-from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import Redis
 from tests.fixtures.redis_servers import cluster_node, make_cluster
 
@@ -172,16 +167,6 @@ def test_a_waiter_costs_a_try_a_wait_and_a_try(
     assert others.count("EVALSHA") == listens + 1
 
 
-def test_a_thousand_leases_are_renewed_by_few_scripts(backend: RedisBackend, redis: Redis) -> None:
-    with ExitStack() as stack:
-        leases = [stack.enter_context(lock(f"many:{n}", ttl=60)) for n in range(1000)]
-        with redis.monitor() as monitor:
-            kept = backend.extend([lease.request for lease in leases])
-
-    assert list(kept) == [True] * 1000
-    assert len(monitor.names) <= 10
-
-
 # Tokens.
 
 
@@ -285,34 +270,6 @@ def test_readers_that_give_back_at_once_may_all_ask_again(backend: RedisBackend,
     first = [backend.release(reader) for reader in readers]
 
     assert first == [backend.release(reader) for reader in readers] == [Release.RELEASED] * 8
-
-
-def test_what_somebody_else_wrote_into_a_record_is_shown_harmlessly(
-    backend: RedisBackend, redis: Redis, name: str
-) -> None:
-    hostile = b"\n\x1b[2J\xe2\x80\xae\xff"
-    with lock(name) as lease, redis.client(DATABASE) as client:
-        client.hset(f"distlock:{{{name}}}", "name", hostile)
-
-        [shown] = [each for each in backend.held() if each.key == lease.request.key]
-
-    assert shown.name == r"\n\x1b[2J\u202e\xff"
-
-
-def test_a_listing_asks_for_25_locks_at_once(
-    backend: RedisBackend, redis: Redis, name: str
-) -> None:
-    holder = Holder.current()
-    for number in range(500):
-        request = backend.request(f"{name}:{number}", ttl=60, holder=holder)
-        backend.try_acquire(request, queued=False)
-    list(backend.held())  # now the server has the script
-
-    with redis.monitor() as monitor:
-        assert len(list(backend.held())) == 500
-
-    asked = [command for command in monitor.names if command != "SCAN"]
-    assert asked == ["EVALSHA"] * 20
 
 
 def test_a_forced_release_frees_that_holding_and_raises_the_token(
@@ -560,22 +517,6 @@ async def test_each_connection_has_a_password_of_the_credential_provider(
         locks.reset()
 
 
-@pytest.mark.parametrize("cluster", [False, True])
-async def test_a_credential_provider_that_fails_is_an_error_of_the_backend(
-    redis: Redis, redis_cluster: list[Redis], configure: Configure, name: str, *, cluster: bool
-) -> None:
-    server = redis_cluster[0] if cluster else redis
-    url = f"redis://127.0.0.1:{server.port}"
-    configure(url, cluster=cluster, options={"credential_provider": Tokens()})
-
-    with pytest.raises(LockBackendError, match="the service of tokens does not answer") as caught:
-        lock(name, timeout=0).acquire()
-    assert isinstance(caught.value.__cause__, AssertionError)
-    with pytest.raises(LockBackendError, match="the service of tokens does not answer"):
-        await lock(name, timeout=0).aacquire()
-    locks.reset()
-
-
 # The driver leaves a socket whose handshake failed to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_tls(certificate: Path, configure: Configure, name: str) -> None:
@@ -598,20 +539,6 @@ async def test_tls(certificate: Path, configure: Configure, name: str) -> None:
             lock(name).acquire()
         locks.reset()
     collect_garbage()  # here, where it is expected to complain
-
-
-def test_over_tls_too_an_answer_has_the_time_that_its_disk_takes(
-    certificate: Path, redis: Redis, configure: Configure, name: str
-) -> None:
-    with Proxy(redis.port, tls=tls_server(certificate)) as proxy:
-        url = f"rediss://127.0.0.1:{proxy.port}/{DATABASE}?ssl_ca_certs={certificate}"
-        configure(url, wait_disk=True, connect_timeout=5.0, io_timeout=0.5)
-        assert not lock(name).locked()
-        proxy.delay(1.0)
-
-        assert not lock(name).locked()
-
-        locks.reset()
 
 
 def test_locks_follow_the_master(redis_sentinel: Replicated, settings: Settings, name: str) -> None:
@@ -711,17 +638,6 @@ def test_options_of_a_cache_that_no_connection_takes_are_named(
         locks["default"]
 
 
-def test_a_cache_with_a_pool_that_makes_callers_wait_has_locks(
-    redis: Redis, settings: Settings, name: str
-) -> None:
-    pool = {"pool_class": "redis.BlockingConnectionPool", "queue_class": LifoQueue, "timeout": 1}
-    use_cache(settings, DJANGO, f"redis://127.0.0.1:{redis.port}/{DATABASE}", **pool)
-    assert caches["own"].get(name) is None
-
-    with lock(name, timeout=0):
-        pass
-
-
 def test_a_min_hold_is_remembered_for_as_long_as_it_lasts(
     redis: Redis, configure: Configure, name: str
 ) -> None:
@@ -742,10 +658,6 @@ def test_a_min_hold_is_remembered_for_as_long_as_it_lasts(
 
 def ids(backend: RedisBackend) -> list[str]:
     return [str(message.id) for message in backend.check(["default"])]
-
-
-def test_a_healthy_server_passes_the_check(backend: RedisBackend) -> None:
-    assert backend.check(["default"]) == backend.check(None) == []
 
 
 def test_a_server_that_drops_keys_is_an_error_unless_it_is_allowed(
@@ -789,16 +701,6 @@ def test_a_connection_that_still_owes_an_answer_is_not_used_again(
     assert backend._link.converse(connections.ask(("PING",))) == b"PONG"
 
 
-async def test_a_connection_that_still_owes_an_answer_is_used_by_no_other_task(
-    own: Redis, configure: Configure, name: str
-) -> None:
-    backend = configure(own)
-    link = await backend._loops.get()
-
-    assert await link.converse(backend._verbs.listen(name, 20), 0.05) is None
-    assert not await lock(name).alocked()
-
-
 def take_and_give_back(name: str) -> None:
     with lock(name, reentrant=False):
         pass
@@ -821,16 +723,6 @@ def servers(request: pytest.FixtureRequest, settings: Settings) -> Iterator[Sequ
     yield found
     gc.enable()
     locks.reset()
-
-
-def test_closing_leaves_no_connection(servers: Sequence[Redis], name: str) -> None:
-    before = connections_to(servers)
-    with lock(name):
-        assert connections_to(servers) - before
-
-    locks.close()
-
-    assert not connections_to(servers) - before
 
 
 def test_a_connection_that_is_in_use_when_all_are_closed_is_closed_after_it(

@@ -115,26 +115,6 @@ def believers(name: str) -> list[Holding]:
     return [each for each in registry.leases() if each.name.startswith(name)]
 
 
-async def test_waiters_that_are_cancelled_together_leave_nothing(server: Redis, name: str) -> None:
-    holder = rival(name, ttl=LONG)
-    await asyncio.to_thread(holder.takes)
-
-    async def read() -> None:
-        async with lock(name, shared=True, timeout=None):
-            pytest.fail("a writer has it")
-
-    readers = [asyncio.create_task(read()) for _ in range(50)]
-    await aeventually(lambda: waiting_for(backend(), name) == len(readers), 10, "all wait")
-
-    for reader in readers:
-        assert reader.cancel()
-
-    ended = await asyncio.gather(*readers, return_exceptions=True)
-    assert all(isinstance(each, asyncio.CancelledError) for each in ended)
-    await aeventually(lambda: not waiters(server, name), 8, "nobody waits")
-    await asyncio.to_thread(holder.leaves)
-
-
 # Lost replies and broken connections.
 
 
@@ -390,21 +370,6 @@ async def test_an_answer_that_has_come_in_time_counts_though_the_event_loop_is_l
     time.sleep(0.6)  # noqa: ASYNC251 - a task that blocks the event loop
 
     assert isinstance(await asking, Grant)
-
-
-async def test_a_cluster_that_answers_a_late_event_loop_is_reached(
-    redis_cluster: list[Redis], settings: Settings, name: str
-) -> None:
-    location = f"redis://127.0.0.1:{redis_cluster[0].port}"
-    settings.DISTLOCK = {"default": alias(0, location=location, cluster=True)}
-
-    asking = asyncio.ensure_future(lock(name, timeout=0).aacquire())
-    await asyncio.sleep(0)
-    time.sleep(0.6)  # noqa: ASYNC251 - longer than connect_timeout, as with thousands of tasks
-
-    lease = await asking
-    assert lease
-    await lease.arelease()
 
 
 async def test_tries_of_a_crowd_wait_for_each_other_within_their_timeout_and_not_in_their_lease(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import Lease, LockBackendError, lock, locks
-from django_distlock.engine.values import Busy, Grant, Request
+from django_distlock.engine.values import Grant, Request
 from django_distlock.ground.holder import Holder
 from tests.fixtures.eventually import eventually
 from tests.fixtures.frozen_disk import frozen_disk
@@ -119,12 +119,6 @@ def test_a_crash_before_the_disk_has_it_is_an_error_and_nobody_holds_the_lock(
     assert rival(name).tries()
 
 
-def test_who_is_refused_does_not_wait_for_the_disk(server: Redis, use: object, name: str) -> None:
-    rival(name).takes()
-    with frozen_disk(server):
-        assert isinstance(backend().try_acquire(ask(name), queued=True), Busy)
-
-
 @scripted
 def test_an_extension_that_the_disk_has_not_does_not_count(
     server: Redis, use: Callable[..., None], name: str, *, scripting: bool
@@ -228,7 +222,3 @@ def test_a_server_whose_word_comes_before_the_disk_is_told_of(settings: Settings
         expected = "distlock.W022" if knows_waitaof else "distlock.E022"
         assert [each.id for each in backend().check(["default"])] == [expected]
         locks.reset()
-
-
-def test_a_server_that_keeps_one_passes_the_check(use: object) -> None:
-    assert backend().check(["default"]) == []

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from django_distlock import (
-    InvalidLockBackend,
     Lease,
     LockBackendError,
     LockLost,
@@ -25,12 +24,11 @@ from django_distlock import (
     locks,
 )
 from django_distlock.backends.redis.verbs import keys_of
-from django_distlock.engine import leftovers
 from django_distlock.engine.values import Grant, Release
 from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from tests.contract.crew import start
-from tests.fixtures.eventually import aeventually, eventually, in_time, never
+from tests.fixtures.eventually import eventually, in_time, never
 from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.interruption import interrupted_by_signals
 from tests.fixtures.proxy import Proxy
@@ -44,7 +42,6 @@ from .redis_tools import (
     alias,
     backend,
     configure,
-    connections,
     holders,
     left_behind,
     rival,
@@ -159,38 +156,7 @@ def live_with_a_lost_reply(name: str) -> str:
     return outcome
 
 
-@pytest.mark.usefixtures("is_never_hung")
-def test_an_acquire_whose_reply_is_lost_gets_the_same_grant(
-    server: Redis, proxy: Proxy, name: str
-) -> None:
-    proxy.drop_reply()
-    with server.monitor() as monitor:
-        lease = take(name, ttl=LONG, timeout=0)
-
-    assert monitor.names == ["EVALSHA", "EVALSHA"]
-    (held,) = backend("direct").held()
-    assert held.token == lease.fencing_token
-    lease.release()
-    assert not left_behind(server)
-
-
 # Partitions.
-
-
-def test_a_lease_survives_a_partition_shorter_than_its_ttl(
-    server: Redis, proxy: Proxy, settings: Settings, name: str
-) -> None:
-    configure(settings, server, proxy.port, io_timeout=0.3)
-    with lock(name, ttl=4) as lease:
-        first = lease.deadline
-        proxy.black_hole()
-        eventually(lambda: lease.in_jeopardy, 3)
-
-        proxy.pass_through()
-
-        eventually(lambda: clock.lease_time() > first + 0.1)
-        lease.check()
-        assert not rival(name).tries()
 
 
 def test_an_acquire_that_arrives_after_it_was_given_up_is_refused(
@@ -448,20 +414,6 @@ def test_a_frozen_server_is_an_error_in_time_though_signals_interrupt_the_wait(
         direct.resume()
 
 
-def test_a_frozen_server_that_was_never_connected_to_is_an_error_in_time(
-    direct: Redis, settings: Settings, name: str
-) -> None:
-    configure(settings, direct, io_timeout=3.0)
-    direct.pause()
-    try:
-        began = time.monotonic()
-        with pytest.raises(LockBackendError):
-            lock(name, timeout=0).acquire()
-        assert time.monotonic() - began < 5.5
-    finally:
-        direct.resume()
-
-
 def test_to_wait_at_a_frozen_server_ends_with_its_error(direct: Redis, name: str) -> None:
     holder = rival(name, ttl=LONG)
     holder.takes()
@@ -475,20 +427,6 @@ def test_to_wait_at_a_frozen_server_ends_with_its_error(direct: Redis, name: str
     eventually(lambda: not waiters(direct, name), 5)
     holder.leaves()
     eventually(lambda: not left_behind(direct), 5)
-
-
-def test_a_server_that_goes_away_before_the_second_look_is_no_failure_of_ours(
-    direct: Redis, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(leftovers, "SECOND_LOOK", 0.1)
-    warm_up()
-    releases = direct.calls()["evalsha"]
-
-    backend().abandon_later(rival(name, ttl=0.5).request)  # nothing was granted
-
-    eventually(lambda: direct.calls()["evalsha"] > releases)
-    direct.kill()
-    never(lambda: "background job" in caplog.text, 0.7)
 
 
 # Servers that refuse.
@@ -556,16 +494,6 @@ def test_a_password_that_was_set_meanwhile_is_no_silence(
     with Redis(direct.port, password="sesame").client() as client:
         client.config_set("requirepass", "")
     lease.release()
-
-
-def test_a_password_with_special_characters_is_not_shown_in_pieces(settings: Settings) -> None:
-    url = "redis://:hunt#er2@127.0.0.1:6379/0"
-    settings.DISTLOCK = {"default": {**alias(1), "OPTIONS": {"location": url}}}
-
-    with pytest.raises(InvalidLockBackend, match="%23 for #") as wrong:
-        locks["default"]
-
-    assert "hunt" not in str(wrong.value)
 
 
 def test_a_server_that_loads_its_data_is_not_ready(settings: Settings, name: str) -> None:
@@ -837,21 +765,6 @@ def test_what_is_given_back_together_waits_for_a_frozen_master_once(
     assert clock.lease_time() - began < 5 < len(gone) * 0.5
 
 
-# As above.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_crowd_that_finds_the_first_master_frozen_is_told_so_at_the_same_time(
-    cluster: list[Redis], name: str
-) -> None:
-    cluster[0].pause()
-    began = clock.lease_time()
-
-    with ThreadPoolExecutor(16) as crowd:
-        for failed in [crowd.submit(take, f"{name}:{number}") for number in range(16)]:
-            assert isinstance(failed.exception(30), LockBackendError)
-
-    assert clock.lease_time() - began < 5
-
-
 class Slot:
     """The slot of a lock in a cluster, which can be moved from one server to another."""
 
@@ -894,39 +807,6 @@ class Slot:
     def _ask(self, server: Redis, *words: str | int) -> Any:
         with server.client() as client:
             return client.execute_command(*words)
-
-
-async def _hold_soon(name: str) -> None:
-    """Hold the lock as soon as that can be, but ask not more than 20 times."""
-    for asked in range(20):
-        try:
-            async with lock(name, timeout=0):
-                return
-        except LockBackendError:
-            assert asked < 19
-
-
-# As above.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_tasks_follow_a_fail_over_from_a_master_that_is_frozen(
-    cluster: list[Redis], name: str
-) -> None:
-    master = Slot(cluster, name).source
-    with cluster_node() as replica, replica.client() as client:
-        bus = master.settings["cluster-port"]
-        client.execute_command("CLUSTER", "MEET", master.host, str(master.port), bus)
-        with master.client() as other:
-            id_ = other.execute_command("CLUSTER", "MYID")
-        await aeventually(lambda: id_ in str(client.execute_command("CLUSTER", "NODES")))
-        client.execute_command("CLUSTER", "REPLICATE", id_)
-        await aeventually(lambda: replica.info("replication").get("master_link_status") == "up")
-        await _hold_soon(name)
-        master.pause()
-        client.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
-
-        await _hold_soon(name)
-
-        locks.reset()
 
 
 async def _hold(name: str) -> None:
@@ -1082,21 +962,3 @@ def test_the_next_waiter_is_served_soon_whatever_became_of_the_first(
 
 
 # Processes that fork.
-
-
-def test_a_forked_child_neither_holds_nor_harms_what_its_parent_has(
-    direct: Redis, settings: Settings, spawn: Spawn, name: str
-) -> None:
-    parent = spawn(
-        "tests.backends.redis_tools:fork_with_a_lease", aliases=settings.DISTLOCK, name=name
-    )
-    parent.expect("held", 20)
-    opened = connections(direct)
-
-    parent.tell("fork")
-
-    assert parent.expect("forked")["status"] == 0
-    assert opened <= connections(direct)
-    assert not rival(name).tries()
-    parent.tell("go on")
-    assert parent.result() == {"state": "RELEASED"}

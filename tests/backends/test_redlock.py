@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import random
 import re
-import resource
 import selectors
 import statistics
 import threading
@@ -19,14 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import freezegun
 import pytest
-from django.core.checks import Error, Warning as CheckWarning
+from django.core.checks import Error
 
 from django_distlock import (
     InvalidLockBackend,
     LockBackendError,
-    LockDeadlock,
     LockLost,
     LockOutcomeUnknown,
     lock,
@@ -495,18 +491,6 @@ async def test_a_task_asks_a_silent_server_by_a_new_connection(
     assert _heard(await asking.aask(_saying("again", 5))) == b"again"
 
 
-def test_a_task_gives_a_silent_server_up_while_the_tests_stop_the_clock(
-    servers: list[Redis], asking: Servers
-) -> None:
-    async def ask() -> None:
-        servers[0].pause()
-        with pytest.raises(LookupError, match=r"it did not answer within 0.05 s"):
-            _heard(await asking.aask(_saying("hello", 0.05)))
-
-    with freezegun.freeze_time("2030-01-01"):
-        start(lambda: asyncio.run(ask())).result(10)
-
-
 async def test_answers_find_their_questions_after_all_tasks_were_cancelled(
     servers: list[Redis], asking: Servers
 ) -> None:
@@ -522,23 +506,6 @@ async def test_answers_find_their_questions_after_all_tasks_were_cancelled(
     servers[0].resume()
     assert _heard(await asking.aask(_saying("first", 1))) == b"first"
     assert _heard(await asking.aask(_saying("second", 1))) == b"second"
-
-
-def test_a_process_at_its_limit_of_open_files_releases(make: Make, name: str) -> None:
-    backend = make()
-    request = _request(backend, name)
-    assert isinstance(backend.try_acquire(request, queued=False), Grant)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
-    try:
-        answer = backend.release(request)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-    assert answer is Release.RELEASED
 
 
 def test_a_question_overtaken_by_its_own_release_is_refused(
@@ -700,25 +667,6 @@ def test_a_forced_release_wakes_a_waiter_though_a_minority_is_gone(
     assert other.force_release(held.key, held.owner_digest)
 
     waiter.result(10)
-
-
-@pytest.mark.usefixtures("long_pauses")
-async def test_a_release_wakes_a_task(
-    servers: list[Redis], using: Callable[..., str], make: Make, name: str
-) -> None:
-    alias, other = using(**PATIENT), make(**PATIENT)
-    _hears(alias)
-    held = _take(other, name)
-    _all_voted(servers, name)
-    waiter = asyncio.create_task(lock(name, using=alias, timeout=30).aacquire())
-    await aeventually(lambda: _places(servers, name) == [1] * 5)
-
-    other.release(held)
-
-    async with asyncio.timeout(10):
-        lease = await waiter
-    assert lease
-    await lease.arelease()
 
 
 @pytest.mark.usefixtures("long_pauses")
@@ -973,26 +921,6 @@ def test_a_lock_that_is_free_takes_one_question_and_one_to_give_it_back(
         eventually(lambda: monitor.about(_record(name)) == ["EVAL"] * asked)
 
 
-def test_threads_are_started_when_they_are_needed_and_gone_after_close(
-    make: Make, name: str
-) -> None:
-    def ours() -> list[threading.Thread]:
-        own = [each for each in threading.enumerate() if each not in before]
-        return [
-            each for each in own if each.name.startswith(("distlock-redlock", "distlock-connect"))
-        ]
-
-    before = threading.enumerate()
-    backend = make(**PATIENT)
-    assert not ours()
-
-    backend.release(_take(backend, name))
-    assert ours()
-    backend.close()
-
-    eventually(lambda: not ours())
-
-
 # Finalizers that run in the thread that talks to the servers.
 
 
@@ -1044,19 +972,6 @@ def test_a_finalizer_in_the_thread_is_refused_and_other_locks_go_on(
     _acquire(name, alias)  # nothing of it is left
 
 
-@pytest.mark.timeout(60)
-def test_a_finalizer_in_the_thread_does_not_wait_for_a_lock_of_its_process(
-    using: Callable[..., str], name: str
-) -> None:
-    alias = using()
-    with lock(name, using=alias):
-        waiting = partial(lock(name, using=alias).acquire, timeout=None)
-        raised = _finalize_in_the_thread(alias, waiting)
-
-        [error] = eventually(lambda: raised)
-        assert isinstance(error, LockDeadlock)
-
-
 def test_an_answer_that_the_thread_does_not_tell_is_not_waited_for_without_end(
     make: Make, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1102,23 +1017,6 @@ def test_a_pause_of_this_process_is_no_failure_of_the_servers(
 
         assert isinstance(answer.result(20), Grant)
         backend.close()
-
-
-def test_servers_that_come_back_vote_again(servers: list[Redis], make: Make, name: str) -> None:
-    backend = make(**PATIENT)
-    for number in range(3):
-        for server in servers[:2]:
-            server.restart()
-        backend.release(_take(backend, f"{name}:{number}"))
-    backend.release(_take(backend, f"{name}:last"))
-
-    def has_all() -> bool:
-        request = _take(backend, name)
-        voters = _voters(servers, name)
-        backend.release(request)
-        return voters == 5
-
-    eventually(has_all, what="all five vote again")
 
 
 # Listing, settings, checks.
@@ -1198,16 +1096,6 @@ async def test_tls(
         await aeventually(lambda: not _connecting_to(proxies))
 
 
-@pytest.mark.parametrize("url", ["redis//:hush@127.0.0.1", "user:hush@127.0.0.1"])
-def test_a_url_that_is_mistyped_is_not_shown(url: str) -> None:
-    options = {"servers": [*URLS[:2], url]}
-
-    with pytest.raises(InvalidLockBackend, match="a URL needs ://") as caught:
-        make_backend(BackendSettings("x", REDLOCK, options=options))
-
-    assert "hush" not in str(caught.value)
-
-
 def test_checks_find_one_server_named_twice_and_one_that_is_not_durable(
     servers: list[Redis], make: Make
 ) -> None:
@@ -1224,11 +1112,3 @@ def test_checks_find_one_server_named_twice_and_one_that_is_not_durable(
         hint="Name servers that can fail one by one.",
         id="distlock.E030",
     )
-
-
-def test_checks_warn_of_a_guard_that_is_off(make: Make) -> None:
-    found = make().check()
-
-    assert [each.id for each in found] == ["distlock.W030"]
-    assert isinstance(found[0], CheckWarning)
-    assert make(restart_guard=True).check(["default"]) == []

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.core.checks import Error, Warning as CheckWarning
+from django.core.checks import Error
 from django.db import connections
 
 from django_distlock import locks
@@ -118,14 +118,6 @@ def test_postgresql_has_no_such_role_nor_database(postgres: PostgreSQL, refused:
     assert found() == [message(text, DATABASE)]
 
 
-def test_postgresql_without_tls_is_asked_for_it(postgres: PostgreSQL, refused: Alias) -> None:
-    refused("postgres", OPTIONS={"sslmode": "require"}, PASSWORD=SECRET)
-
-    place = f'connection to server at "127.0.0.1", port {postgres.port} failed'
-    text = f"{ALL}: connection failed: {place}: server does not support SSL, but SSL was required."
-    assert found() == [message(text, TLS)]
-
-
 def test_the_tables_of_all_kinds_are_looked_for_on_postgresql(
     postgres: PostgreSQL, refused: Alias
 ) -> None:
@@ -161,22 +153,6 @@ def test_mariadb_refuses_a_wrong_password(mariadb: MariaDB, refused: Alias) -> N
     assert error == message(error.msg, LOGIN)
     assert error.msg.startswith(ALL)
     assert "Access denied for user 'distlock'@'127.0.0.1' (using password: YES)" in error.msg
-
-
-def test_the_tables_of_all_kinds_are_looked_for_on_mariadb(
-    mariadb: MariaDB, refused: Alias
-) -> None:
-    refused("mariadb")
-    assert found() == []
-
-    with mariadb.admin() as admin, admin.cursor() as cursor:
-        cursor.execute("CREATE DATABASE empty_one")
-        cursor.execute("GRANT ALL ON empty_one.* TO distlock@'127.0.0.1'")
-        try:
-            refused("mariadb", NAME="empty_one")
-            assert [each.id for each in found()] == ["distlock.E007"] * 2
-        finally:
-            cursor.execute("DROP DATABASE empty_one")
 
 
 # Redis.
@@ -218,17 +194,6 @@ class TestRedis:
         assert error == message(error.msg, RIGHTS)
         assert error.msg.startswith(f"{where.partition(' at ')[0]} refused: ")
         assert "'evalsha'" in error.msg
-
-    def test_it_does_not_let_the_user_ask_for_its_version(
-        self, guarded: Redis, settings: Settings
-    ) -> None:
-        at(guarded, settings, "blind:blind@")
-
-        [warning] = found()
-
-        assert isinstance(warning, CheckWarning)
-        assert warning.id == "distlock.W020"
-        assert "it refused INFO" in warning.msg
 
     def test_its_certificate_is_signed_by_nobody_known(
         self, guarded: Redis, certificate: Path, settings: Settings

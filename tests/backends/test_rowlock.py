@@ -12,14 +12,14 @@ import pytest
 from django.db import transaction
 
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
-from django_distlock.engine.values import Busy, digest
+from django_distlock.engine.values import Busy
 from django_distlock.exceptions import InvalidLockBackend
 from django_distlock.ground.holder import Holder
 from tests.backends.conftest import SERVERS
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time
 
-from .session_tools import HUNT, aliases, backend, hunt, session_number, waiters
+from .session_tools import HUNT, aliases, backend, hunt, waiters
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -131,42 +131,6 @@ def test_a_row_that_was_only_looked_at_is_no_reason_to_refuse_a_single_try(
     monkeypatch.setattr(backend().server, "take", take_while_it_is_looked_at)
     with lock(name, using="locks", timeout=0):
         assert len(refused) == 1
-
-
-def test_a_forced_release_ends_no_session_that_has_another_lock_by_now(
-    database: str, name: str
-) -> None:
-    """On MariaDB only the record beside the token tells who holds a row, and transaction_lock() writes none."""
-    with lock(name, using="locks") as lease:
-        number = session_number(lease.request.owner)
-    with lock(f"{name}:other", using="locks") as other, transaction.atomic(using=database):
-        assert session_number(other.request.owner) == number
-        transaction_lock(name, using=database)
-
-        assert not backend().end_holding(lease.request.key, digest(lease.request.owner))
-        assert backend().extend([other.request]) == [True]
-
-
-def test_a_list_of_the_held_locks_asks_no_more_for_more_names_that_were_locked_before(
-    database: str, name: str
-) -> None:
-    """Each row that was tried cost a statement: a page of 5,000 names took half a minute."""
-    asked: list[str] = []
-
-    def count(execute: Callable[..., Any], sql: str, *rest: Any) -> Any:
-        asked.append(sql)
-        return execute(sql, *rest)
-
-    for number in range(20):
-        with lock(f"{name}:{number}", using="locks"):
-            pass
-    with lock(f"{name}:3", using="locks"), lock(f"{name}:5", using="locks"):
-        [connection] = backend("locks")._own._idle
-        with connection.execute_wrapper(count):
-            held = sorted(one.name for one in locks["locks"].held() if one.name.startswith(name))
-
-    assert held == [f"{name}:3", f"{name}:5"]
-    assert len(asked) < 10
 
 
 def test_it_is_the_lock_of_transaction_lock(database: str, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import sys
 import threading
 import time
@@ -17,7 +16,6 @@ import pytest
 from django.db import connections, transaction
 
 from django_distlock import (
-    Lease,
     LockBackendError,
     LockLost,
     LockNotAcquired,
@@ -27,23 +25,18 @@ from django_distlock import (
 )
 from django_distlock.backends.session.backend import SessionBackend
 from django_distlock.backends.session.sessions import DatabaseSession
-from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Busy, Grant, Release, Request, digest
-from django_distlock.ground import clock
 from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter
 from tests.backends.conftest import apart
 from tests.contract.crew import start, together
-from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
-from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
 
 from .session_tools import BOTH, SITES, aliases, ask, backend, end_session, session_number, waiters
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from types import FrameType
 
     from pytest_django.fixtures import Settings
@@ -289,34 +282,6 @@ def test_a_terminated_session_is_lost_long_before_its_next_renewal(
         pass
 
 
-def test_a_check_finds_a_terminated_session_before_anything_has_looked_for_it(
-    database: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_end_what_is_over", lambda leases: None)
-    lease = lock(name, using="locks", ttl=60).acquire()
-    assert lease
-    lease.check()
-
-    end_session(database, session_number(lease.request.owner))
-
-    with pytest.raises(LockLost, match="the session that held it has ended"):
-        eventually(lease.check, 5)
-    with pytest.raises(LockLost):
-        lease.release()
-
-
-@pytest.mark.parametrize("verb", [Lease.extend, Lease.release])
-def test_who_extends_or_releases_the_lease_of_a_terminated_session_is_told_that_it_was_lost(
-    database: str, name: str, verb: Callable[[Lease], object]
-) -> None:
-    lease = lock(name, using="locks", ttl=60).acquire()
-    assert lease
-    end_session(database, session_number(lease.request.owner))
-
-    with pytest.raises(LockLost):
-        verb(lease)
-
-
 def test_a_wait_whose_session_is_terminated_is_an_error_and_holds_nothing(
     database: str, name: str
 ) -> None:
@@ -511,35 +476,6 @@ def test_a_greenlet_that_waits_costs_no_other_its_lease(act: Start, name: str) -
         assert beside.result() == {"refused": ["LockNotAcquired"], "held": True}
 
 
-def test_who_holds_nothing_stands_in_the_line_of_its_process_and_takes_no_connection(
-    database: str, name: str
-) -> None:
-    with lock(name, using="locks"):
-        waiting = start(lambda: lock(name, using="locks", timeout=20).acquire())
-
-        never(lambda: waiters(database), 1.5)
-
-    lease = waiting.result(20)
-    assert lease
-    lease.release()
-
-
-def test_what_nobody_released_is_given_back_though_its_alias_is_gone(
-    kind: tuple[str, str], settings: Settings, name: str
-) -> None:
-    circle: list[Any] = [start(lambda: lock(name, using="locks").acquire()).result(20)]
-    circle.append(circle)
-    settings.DISTLOCK = {}
-    eventually(lambda: not registry._keeps(circle[0]), 10, "nobody can release it")
-
-    circle = []
-    gc.collect()  # an open connection that is garbage complains
-
-    settings.DISTLOCK = aliases(*kind)
-    with lock(name, using="locks", timeout=5):
-        pass
-
-
 def test_more_locks_than_connections_is_an_error_that_names_the_option(
     kind: tuple[str, str], settings: Settings, name: str
 ) -> None:
@@ -714,31 +650,6 @@ def test_held_locks_of_other_processes_are_listed_and_can_be_ended(
         assert lease.checked_token() > token
 
 
-@pytest.mark.parametrize("using", ["locks", "leases"])
-def test_a_forced_release_whose_reply_is_lost_is_one(
-    proxy: Proxy, database: str, name: str, using: str
-) -> None:
-    for number in range(30):
-        holder = locks[using].request(f"{name}{number}", ttl=60, holder=Holder.current())
-        locks[using].try_acquire(holder, queued=False)
-        [held] = [each for each in locks[using].held() if each.name == holder.name]
-        proxy.drop_reply(after=number)
-
-        assert locks[using].force_release(held.key, held.owner_digest)
-
-        is_through = proxy.replies_to_drop == 1
-        proxy.drop_reply(0)
-        _wait_until_free(using, holder)
-        locks[using].release(holder)
-        if is_through:
-            return
-    pytest.fail("a forced release takes no so many requests")
-
-
-def _wait_until_free(using: str, request: Request) -> None:
-    eventually(lambda: locks[using].probe(request) is None, 5)
-
-
 def test_the_time_that_the_server_lets_us_wait_is_no_part_of_the_ttl(
     database: str, name: str
 ) -> None:
@@ -752,26 +663,6 @@ def test_the_time_that_the_server_lets_us_wait_is_no_part_of_the_ttl(
 
     # One that counted the wait would have 6.5 seconds left.
     assert waiting.result(10) > 7
-
-
-def test_the_wait_for_a_connection_is_no_part_of_the_ttl(
-    kind: tuple[str, str], settings: Settings, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    settings.DISTLOCK = aliases(*kind, max_connections=1, io_timeout=20.0)
-    other = lock(f"{name}:other", using="locks", ttl=100).acquire()
-    assert other
-    taken = start(lambda: lock(name, using="locks", ttl=30, renew=False).acquire(timeout=20))
-    eventually(lambda: len(registry.leases()) == 2)
-    never(taken.done, 0.2)
-    real = clock.lease_time
-    monkeypatch.setattr(clock, "lease_time", lambda: real() + 20)
-
-    other.release()
-    lease = taken.result(20)
-
-    assert lease
-    assert lease.remaining > 20
-    lease.release()
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["writer", "readers"])

@@ -21,7 +21,6 @@ from django_distlock import (
     locks,
     transaction_lock,
 )
-from django_distlock.backends.rowlock import OnPostgreSQL
 from tests.backends.conftest import SERVERS, apart, isolated
 from tests.contract import crew
 from tests.fixtures.eventually import eventually, in_time
@@ -50,16 +49,6 @@ def database(request: pytest.FixtureRequest) -> Iterator[str]:
     connections[request.param].close()
     with connections[request.param].cursor() as cursor:
         cursor.execute("DROP TABLE purse")
-
-
-@pytest.mark.timeout(30)
-def test_it_is_one_lock_for_callers_that_look_for_tables_in_different_schemas(
-    wanderer: str, name: str
-) -> None:
-    with transaction.atomic(using=wanderer):
-        transaction_lock(name, using=wanderer, timeout=0)
-
-        assert not is_free(wanderer, name)
 
 
 @pytest.fixture
@@ -173,22 +162,6 @@ def test_the_transaction_is_usable_after_a_timeout_which_is_kept(
         raise_balance(database)
 
     assert balance(database) == 2
-
-
-@pytest.mark.parametrize("timeout", [0, 0.05])
-def test_a_free_lock_of_a_slow_server_is_not_refused(
-    postgres: object, name: str, monkeypatch: pytest.MonkeyPatch, timeout: float
-) -> None:
-    select = OnPostgreSQL.select
-
-    def slow_select(taker: OnPostgreSQL, how: str) -> str:
-        return select(taker, how).replace("FOR UPDATE", "AND pg_sleep(0.06) IS NOT NULL FOR UPDATE")
-
-    monkeypatch.setattr(OnPostgreSQL, "select", slow_select)
-
-    with transaction.atomic(using="postgres"):
-        transaction_lock(name, using="postgres", timeout=timeout)
-        assert not is_free("postgres", name)
 
 
 def test_who_comes_first_in_the_queue_late_waits_no_longer_than_it_said(

@@ -13,14 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from kazoo.exceptions import NoAuthError, NoNodeError
+from kazoo.exceptions import NoAuthError
 
 from django_distlock import LockBackendError, LockNotAcquired, lock, locks
 from django_distlock.backends.queue.labels import quoted
-from django_distlock.backends.queue.recipe import Recipe
 from django_distlock.backends.zookeeper.nodes import ZooKeeperNode, ZooKeeperServer
 from django_distlock.engine.values import Release
-from django_distlock.ground import clock
 from django_distlock.ground.naming import LONGEST_LISTED
 from tests.contract.crew import waiting_for
 from tests.fixtures.eventually import aeventually, eventually
@@ -152,29 +150,6 @@ def test_each_of_200_waiters_watches_the_one_before_it_alone(zookeeper: Ensemble
     assert None not in tokens
 
 
-def test_a_reader_and_a_writer_that_both_wait_are_both_served() -> None:
-    holder, reader, writer = rival("x"), rival("x", shared=True), rival("x")
-    stands(holder)
-    served: list[str] = []
-
-    def take(name: str, *, shared: bool) -> None:
-        with lock("x", using="elsewhere", shared=shared, timeout=20):
-            served.append(name)
-
-    with ThreadPoolExecutor() as pool:
-        reading = pool.submit(take, "reader", shared=True)
-        eventually(lambda: waiting_for(backend("elsewhere"), "x") == 1)
-        writing = pool.submit(take, "writer", shared=False)
-        eventually(lambda: waiting_for(backend("elsewhere"), "x") == 2)
-        backend().release(holder)
-        reading.result(10)
-        writing.result(10)
-
-    assert served == ["reader", "writer"]
-    assert stands(reader)
-    assert stands(writer) is None
-
-
 def test_an_alias_purges_its_own_prefix_alone(settings: Settings) -> None:
     prefixed = {**settings.DISTLOCK["locks"], "KEY_PREFIX": "other"}
     settings.DISTLOCK = {**settings.DISTLOCK, "prefixed": prefixed}
@@ -186,16 +161,6 @@ def test_an_alias_purges_its_own_prefix_alone(settings: Settings) -> None:
 
 
 # Nothing is left.
-
-
-def test_a_watch_on_a_node_that_has_gone_is_not_kept(client: Any) -> None:
-    gone = client.get_async("/nothing/is/here", pytest.fail)
-
-    with pytest.raises(NoNodeError):
-        gone.get(timeout=5)
-
-    client.exists("/")  # whatever kazoo does after a reply is done
-    assert not client._data_watchers.get("/nothing/is/here")
 
 
 async def test_200_tasks_that_wait_take_no_threads() -> None:
@@ -347,24 +312,6 @@ def test_credentials_that_are_refused_are_an_error_each_time_and_leave_no_thread
     eventually(lambda: threading.active_count() <= threads + 1)  # the lane of the background
 
 
-def test_a_chroot_that_is_not_there_is_named(
-    zookeeper: Ensemble, root: str, settings: Settings
-) -> None:
-    settings.DISTLOCK = aliases(zookeeper, root, hosts=f"{zookeeper.hosts}/no/such/chroot")
-
-    with pytest.raises(LockBackendError, match="chroot '/no/such/chroot'"):
-        lock("x", using="locks", timeout=0).acquire()
-    with pytest.raises(LockBackendError, match="chroot '/no/such/chroot'"):
-        lock("x", using="locks").locked()
-    with pytest.raises(LockBackendError, match="chroot '/no/such/chroot'"):
-        list(backend().held())
-    with pytest.raises(LockBackendError, match="chroot '/no/such/chroot'"):
-        list(backend().purge(0))
-    [error] = backend().check(["default"])
-    assert "chroot '/no/such/chroot'" in error.msg
-    assert error.id == "distlock.E040"
-
-
 # Upkeep.
 
 
@@ -430,17 +377,6 @@ def test_a_node_that_was_made_while_tokens_were_raised_is_made_again(
     assert listed.token == lease.fencing_token == stat.czxid + raised[0]
 
 
-def test_an_operator_who_deletes_where_tokens_begin_has_it_made_again(
-    client: Any, root: str
-) -> None:
-    with lock("x", using="locks") as lease:
-        before = lease.fencing_token or 0
-    client.delete(f"{root}/%tokens")
-
-    with lock("x", using="locks") as lease:
-        assert (lease.fencing_token or 0) > before
-
-
 def test_tokens_rise_though_the_node_of_the_lock_was_deleted(client: Any, root: str) -> None:
     tokens, names = list[int](), list[str]()
     for _ in range(3):
@@ -480,19 +416,3 @@ def test_purge_beside_traffic_lets_nobody_in_and_breaks_nothing() -> None:
 
     assert deleted >= 50
     assert worst == 1
-
-
-def test_a_place_that_is_granted_has_an_end_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
-    grant = Recipe._grant
-
-    def look(recipe: Recipe[Any], node: ZooKeeperNode, start: float | None) -> Any:
-        seen.append(node.ends - clock.lease_time())
-        return grant(recipe, node, start)
-
-    monkeypatch.setattr(Recipe, "_grant", look)
-    with lock("x", using="locks", ttl=8):
-        pass
-
-    assert len(seen) == 1
-    assert 5 < seen[0] <= 8

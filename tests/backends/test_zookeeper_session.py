@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,20 +127,6 @@ def test_a_node_that_went_while_its_session_was_suspended_is_a_lost_lock(
     eventually(lambda: told, 5)
     with pytest.raises(LockLost):
         lease.check()
-
-
-def test_a_reconnect_does_not_extend_what_is_not_renewed(proxy: Proxy) -> None:
-    lease, told = held(ttl=8, renew=False)
-    deadline = lease.deadline
-    proxy.cut()
-    eventually(lambda: lease.in_jeopardy, 2)
-
-    proxy.pass_through()
-
-    eventually(lambda: not lease.in_jeopardy, 5)
-    assert lease.deadline == deadline
-    assert not told
-    lease.release()
 
 
 def test_who_waits_looks_again_after_a_reconnect_as_its_watch_is_lost(
@@ -280,31 +265,6 @@ def test_a_lease_is_lost_before_anybody_else_has_it_though_its_server_answers(
 
 
 # Servers that are stopped.
-
-
-@pytest.mark.server
-@pytest.mark.zookeeper
-def test_locks_work_again_where_the_servers_have_lost_what_a_client_has_seen(
-    root: str, settings: Settings
-) -> None:
-    with Ensemble() as ensemble:
-        settings.DISTLOCK = aliases(ensemble, root, session_timeout=2.0, io_timeout=1.5)
-        for _ in range(10):
-            take()
-        for server in ensemble.members:
-            server.kill()
-            shutil.rmtree(server.folder / "data" / "version-2")
-        ensemble.start()
-
-        eventually(_can_take, 20)
-        locks.close()
-
-
-def _can_take() -> bool:
-    with suppress(LockBackendError):
-        take(timeout=0)
-        return True
-    return False
 
 
 @pytest.fixture

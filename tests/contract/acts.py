@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import ctypes
 import faulthandler
-import multiprocessing
 import os
 import sys
 import threading
@@ -93,16 +92,6 @@ def leave_with_daemons(names: list[str], **terms: Any) -> None:
     for name in names:
         threading.Thread(target=work, args=(name,), daemon=True).start()
     eventually(lambda: all(rounds[name] > 2 for name in names), 30)
-
-
-def leave_as_a_child(name: str, **terms: Any) -> int | None:
-    """Have a child of multiprocessing, which skips atexit, end while it holds the lock."""
-    child = multiprocessing.get_context("fork").Process(
-        target=leave_without_a_word, args=(name,), kwargs=terms
-    )
-    child.start()
-    child.join()
-    return child.exitcode
 
 
 def cancel_and_end(names: list[str], **terms: Any) -> None:

@@ -164,34 +164,6 @@ def test_a_try_that_is_under_way_as_the_process_ends_is_waited_for(
     rival().takes()
 
 
-@needs("typical")
-def test_a_grant_that_comes_once_its_lease_was_given_up_at_the_end_is_none(
-    faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_ended_by", 0)
-    goes_on = faulty.hang_replies("try_acquire")
-    taking = start(lock(name, using=using, timeout=0).acquire)
-    eventually(lambda: faulty.answers["try_acquire"])
-
-    # Half of it is waited for the answer; in the rest, the lease is given up also by a busy machine.
-    registry.end(1)
-    goes_on.set()
-
-    assert taking.result(10) is None
-    rival().takes()
-
-
-@needs("cross_process")
-def test_a_child_of_multiprocessing_that_ends_gives_back_what_it_holds(
-    child: Children, using: str, name: str, rival: Rivals
-) -> None:
-    ended = child("leave_as_a_child", name=name, using=using, ttl=60)
-
-    assert ended.result() == 0
-
-    rival().takes(within=20)
-
-
 @needs("cross_process")
 @pytest.mark.parametrize("by_c", [False, True], ids=["by_python", "by_c"])
 def test_a_forked_child_inherits_nothing_and_frees_nothing(

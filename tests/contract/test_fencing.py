@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from django_distlock import Lease, lock
 from django_distlock.backends.base import BaseLockBackend
 
-from .crew import elsewhere, together
+from .crew import elsewhere
 from .profiles import needs
 from .rivals import Rival
 
@@ -73,20 +72,6 @@ def test_it_rises_over_a_forced_release(
 
     assert forced.token is not None
     assert before < forced.token < after
-
-
-def test_it_rises_in_the_order_of_the_holdings_of_many_threads(sites: list[str], name: str) -> None:
-    tokens: list[int] = []
-
-    def work(site: str) -> None:
-        for _ in range(5):
-            with lock(name, using=site, timeout=30) as lease:
-                tokens.append(_token(lease))
-
-    together(*(partial(work, site) for site in sites[:4]))
-
-    assert len(tokens) == 20
-    assert _rises(tokens)
 
 
 def test_a_reentry_and_an_extension_keep_it(using: str, name: str) -> None:

@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
-from django_distlock import Lease, Lock, LockBackendError, LockDeadlock, LockNotHeld, lock, lock_all
+from django_distlock import Lock, LockBackendError, LockDeadlock, LockNotHeld, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.engine.lease import State
-from django_distlock.engine.registry import registry
 from tests.fixtures.eventually import eventually
 from tests.fixtures.garbage import collect_garbage
 from tests.fixtures.interruption import StopAt, TimeLimit, is_ours
@@ -143,34 +142,6 @@ def test_an_exception_set_on_a_thread_that_stands_in_line_holds_up_nobody(
         waiting.result(20)
     eventually(lambda: length_of_line(backend, name) == 0)
     other.takes(within=SOON)
-
-
-@needs("typical")
-def test_the_clean_up_of_a_refused_acquire_is_finished_though_an_exception_breaks_it_off(
-    using: str, name: str, rival: Rivals
-) -> None:
-    other = rival()
-    other.takes()
-
-    struck: list[Lease] = []
-    give_up = Lease.give_up
-
-    def stop(lease: Lease) -> None:
-        if not struck:
-            struck.append(lease)
-            raise TimeLimit
-        give_up(lease)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lease, "give_up", stop)
-        refused = start(lambda: lock(name, using=using, timeout=0).acquire())
-        with pytest.raises(TimeLimit):
-            refused.result(20)
-
-    other.leaves()
-    with lock(name, using=using, timeout=SOON):
-        pass
-    eventually(lambda: not registry.leases(), SOON)
 
 
 @needs("typical")

@@ -13,7 +13,7 @@ from django_distlock import LockLost, LockNotHeld, LockNotOwned, lock, locks
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine import waiting
-from django_distlock.engine.values import Held, Release, digest
+from django_distlock.engine.values import Held, digest
 from django_distlock.operators import holdings
 from tests.fixtures.eventually import eventually
 from tests.fixtures.processes import Child
@@ -84,23 +84,6 @@ def test_an_alias_shows_and_frees_no_locks_of_other_prefixes(using: str, name: s
         for alias, [record] in zip(aliases, shown, strict=True):
             for other in set(aliases) - {alias}:
                 assert locks[other].force_release(record.key, record.owner_digest) is False
-
-
-@needs("min_hold")
-def test_force_frees_the_lock_for_others_though_it_has_a_min_hold(
-    using: str, name: str, backend: BaseLockBackend, rival: Rivals
-) -> None:
-    lease, other = lock(name, using=using, ttl=60, min_hold=600).acquire(), rival()
-    assert lease
-    [record] = _records(backend, other)
-
-    assert backend.force_release(record.key, record.owner_digest)
-
-    assert other.tries()
-    with pytest.raises(LockNotHeld):
-        lease.release()
-    assert other.leaves() is Release.RELEASED
-    assert rival().tries()
 
 
 @needs("min_hold")
@@ -238,25 +221,6 @@ def test_a_waiter_has_it_soon_after_the_force(
     assert waiter.result(10)
 
 
-@needs("min_hold", "wakes_waiters")
-def test_a_waiter_has_it_soon_after_the_end_of_a_reservation(
-    faulty: Faulty, using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "SHORTEST_PAUSE", 15.0)
-    monkeypatch.setattr(waiting, "LONGEST_WAKEABLE_PAUSE", 15.0)
-    queued = threading.Event()
-    with lock(name, using=using, min_hold=600):
-        pass
-    faulty.notice("enqueue", queued.set)
-    waiter = start(lambda: take_and_release(using, name))
-    assert queued.wait(10)
-    [reserved] = _records(faulty, rival())
-
-    assert faulty.force_release(reserved.key, reserved.owner_digest)
-
-    assert waiter.result(10)
-
-
 @needs("lists_readers")
 def test_readers_are_listed_one_by_one(backend: BaseLockBackend, rival: Rivals) -> None:
     readers = [rival(shared=True) for _ in range(2)]
@@ -272,23 +236,6 @@ def test_readers_are_listed_one_by_one(backend: BaseLockBackend, rival: Rivals) 
     }
     assert backend.force_release(records[0].key, records[0].owner_digest)
     assert len(_records(backend, readers[0])) == 1
-
-
-@needs("lists_readers")
-def test_the_reader_that_stays_is_listed_with_its_holder(
-    backend: BaseLockBackend, rival: Rivals
-) -> None:
-    first, second = rival(shared=True), rival(shared=True)
-    first.takes()
-    second.takes()
-
-    second.leaves()
-
-    [record] = _records(backend, first)
-    assert record.holder == first.request.holder
-    assert record.owner_digest == digest(first.request.owner)
-    first.leaves()
-    assert not _records(backend, first)
 
 
 @pytest.mark.slow

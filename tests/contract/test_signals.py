@@ -21,7 +21,6 @@ from django_distlock import (
     LockBackendError,
     LockLost,
     LockNotAcquired,
-    LockNotHeld,
     distributed_lock,
     lock,
     locks,
@@ -319,22 +318,6 @@ def test_a_receiver_that_fails_breaks_nothing(
         assert lease.held
 
 
-@needs("listing")
-@pytest.mark.parametrize("word", ["forced", "lost"])
-def test_a_receiver_that_fails_breaks_no_forced_release(
-    using: str, name: str, connect: Connect, backend: BaseLockBackend, word: str
-) -> None:
-    connect(SIGNALS[word], _fail)
-
-    with pytest.raises(LockNotHeld), lock(name, using=using) as lease:
-        [record] = [held for held in backend.held() if held.key == lease.request.key]
-        assert backend.force_release(record.key, record.owner_digest)
-        assert lease.lost
-
-    with lock(name, using=using, timeout=20) as after:
-        assert after.held
-
-
 @needs("leased")
 def test_no_body_begins_on_a_lease_that_outlived_a_slow_receiver_no_more(
     using: str, name: str, connect: Connect, put_forward: PutForward
@@ -351,15 +334,6 @@ def test_no_body_begins_on_a_lease_that_outlived_a_slow_receiver_no_more(
         mine.acquire()
 
     eventually(lambda: not mine.locked())
-
-
-def test_no_body_begins_on_a_lease_that_a_receiver_has_released(
-    using: str, name: str, connect: Connect
-) -> None:
-    connect(lock_acquired, lambda lease, **facts: lease.release())
-
-    with pytest.raises(LockNotHeld), lock(name, using=using):
-        pytest.fail("the lock is free")
 
 
 @lacks("whole_seconds")

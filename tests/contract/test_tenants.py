@@ -11,8 +11,6 @@ from django_distlock import (
     current_lease,
     force_release,
     lock,
-    lock_all,
-    locks,
 )
 from django_distlock.operators import holdings, look_up, survey
 from tests.fixtures.tenancy import prefix, tenant
@@ -70,21 +68,6 @@ async def test_a_task_that_goes_from_one_tenant_to_another_holds_both_locks(name
                 async with lock(name, using=USING, timeout=0) as again:
                     assert again is of_a
     await of_a.arelease()
-
-
-async def test_an_acquire_is_for_the_tenant_of_its_call_whoever_awaits_it(name: str) -> None:
-    with tenant("a"):
-        one = lock(name, using=USING, timeout=0).aacquire()
-        both = lock_all(name, f"{name}:2", using=USING, timeout=0).aacquire()
-        keys = {locks[USING].key_of(each) for each in (name, f"{name}:2")}
-    with tenant("b"):
-        lease, leases = await one, await both
-
-    assert lease
-    assert leases
-    assert {each.request.lock_key for each in (lease, *leases)} == keys
-    for each in (*leases, lease):
-        await each.arelease()
 
 
 def test_a_lease_stays_what_it_is_wherever_it_is_extended_and_released(

@@ -12,10 +12,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from django.contrib.admin import AdminSite
 from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import User
-from django.test import Client, RequestFactory
+from django.test import Client
 from django.urls import reverse
 
 from django_distlock import admin, lock, locks, operators
@@ -23,7 +21,6 @@ from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.values import Held, LockState
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown
 from django_distlock.ground.holder import Holder
-from django_distlock.models import HeldLock, MethodLock
 from tests.fixtures import tenancy
 from tests.fixtures.eventually import eventually
 from tests.fixtures.tenancy import tenant
@@ -252,30 +249,6 @@ def test_what_is_read_in_time_is_shown_at_once_and_the_rest_when_it_is_read(
     eventually(lambda: names(viewer, q=name) == ["1", "2", "3"])
 
 
-def test_a_late_listing_is_shown_with_its_age_while_the_next_one_is_read(
-    name: str, viewer: Client, crowd: Callable[..., None], slow: type[Slow]
-) -> None:
-    crowd("1", "2", "3")
-    viewer.get(LIST)
-    slow.may_go_on.set()
-    eventually(lambda: names(viewer, q=name) == ["1", "2", "3"])
-    slow.may_go_on.clear()
-
-    def page_of_a_second_listing() -> Any:
-        page = viewer.get(LIST, {"q": name})
-        return slow.listings > 1 and page
-
-    page = eventually(page_of_a_second_listing)
-
-    assert len(page.context["page"]) == 3
-    told = page.context["problems"]["memory"]
-    assert re.fullmatch(r"Its list takes long to read\. This one is .+ old\.", told)
-    assert told in page.text
-    # Once it is listed in time again, nothing is kept.
-    slow.may_go_on.set()
-    eventually(lambda: not viewer.get(LIST, {"q": name}).context["problems"])
-
-
 def test_what_is_freed_is_not_shown_by_a_late_listing(
     name: str, operator: Client, crowd: Callable[..., None], slow: type[Slow]
 ) -> None:
@@ -288,22 +261,6 @@ def test_what_is_freed_is_not_shown_by_a_late_listing(
     operator.post(FORCE, {"lock": row.value})
 
     assert names(operator, q=name) == ["2"]
-
-
-def test_the_page_of_a_lock_and_its_release_need_no_listing(
-    name: str, operator: Client, crowd: Callable[..., None], slow: type[Slow]
-) -> None:
-    crowd("1", "2")
-    eventually(lambda: names(operator, q=name) == ["1"])
-    [row] = operator.get(LIST, {"q": name}).context["page"]
-
-    detail = operator.get(reverse("admin:django_distlock_heldlock_change", args=[row.held.key]))
-    asked = operator.get(FORCE, {"lock": row.value})
-    done: Any = operator.post(FORCE, {"lock": row.value}, follow=True)
-
-    assert [each.held.key for each in detail.context["rows"]] == [row.held.key]
-    assert [each.held.key for each in asked.context["rows"]] == [row.held.key]
-    assert "1 lock was released." in done.text
 
 
 def test_the_script_gets_the_list_alone(name: str, viewer: Client) -> None:
@@ -410,31 +367,3 @@ def test_a_release_that_may_have_happened_keeps_its_entry(
         operator.post(FORCE, {"lock": row.value})
 
     assert LogEntry.objects.filter(object_id=name).count() == 1
-
-
-def test_a_lock_whose_server_is_down_is_not_called_free(operator: Client, settings: Any) -> None:
-    settings.DISTLOCK = {"default": {}, "down": DOWN}
-
-    page: Any = operator.post(FORCE, {"lock": "down:digest:invoice"}, follow=True)
-
-    [told] = [str(message) for message in page.context["messages"]]
-    assert told.startswith("down: Redis at 127.0.0.1:1 cannot be reached")
-
-
-def test_a_subclass_adds_to_the_context_of_the_pages(name: str, settings: Any) -> None:
-    settings.ROOT_URLCONF = "tests.integration.history_site"
-    row, more = put("default", name, LockState.HELD), {"title": "ours"}
-    request = RequestFactory().get("/")
-    request.user = User.objects.create_superuser(name)
-    held, rows = (
-        admin.HeldLockAdmin(HeldLock, AdminSite()),
-        admin.MethodLockAdmin(MethodLock, AdminSite()),
-    )
-
-    pages: list[Any] = [
-        held.changelist_view(request, extra_context=more),
-        held.change_view(request, name, form_url="", extra_context=more),
-        rows.history_view(request, str(row.pk), extra_context=more),
-    ]
-
-    assert [page.context_data["title"] for page in pages] == ["ours"] * 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections import Counter
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,12 @@ from django_distlock import LockNotAcquired, lock
 from testproject import tasks
 from testproject.services import audit, open_account
 from tests.fixtures.eventually import eventually
-from tests.fixtures.launch import kill_family, launch, send
-from tests.fixtures.pages import ROOT
+from tests.fixtures.launch import send
 from tests.integration import celery_tasks
 from tests.integration.celery_tasks import SHORT, TTL, Diary, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.fixtures.celery_worker import CeleryWorker, StartWorkers
 
@@ -92,13 +89,6 @@ def test_without_a_lock_updates_get_lost(worker: CeleryWorker, account: int) -> 
     assert audit(account).lost > 0
 
 
-def test_tasks_that_wait_run_one_after_the_other(worker: CeleryWorker, account: int) -> None:
-    results = send_copies(tasks.charge_in_turn, worker, account)
-
-    assert ends(results) == {tasks.CHARGED: COPIES}
-    assert (audit(account).made, audit(account).lost) == (COPIES, 0)
-
-
 def test_tasks_that_retry_have_all_run_in_the_end(worker: CeleryWorker, account: int) -> None:
     logged = len(worker.log)
     results = send_copies(tasks.charge_or_retry, worker, account)
@@ -162,34 +152,6 @@ def test_a_task_that_is_ended_leaves_nothing_beyond_its_ttl(
 
     eventually(lambda: not lock(f"page:{diary.page}", using="redis").locked(), SHORT + 4)
     assert [entry.event for entry in diary.read()] == ["began"]
-
-
-def test_a_cold_shutdown_leaves_nothing_beyond_the_ttl(
-    start_workers: StartWorkers, diary: Diary
-) -> None:
-    [worker] = start_workers(children=1, include=OWN_TASKS)
-    send_to(worker, "long", diary)
-    began(diary, 1)
-    assert worker.process is not None
-
-    worker.process.send_signal(signal.SIGQUIT)
-    worker.process.wait(20)
-
-    eventually(lambda: not lock(f"page:{diary.page}", using="redis").locked(), SHORT + 1)
-
-
-def test_five_machines_that_send_a_tick_run_it_once(
-    worker: CeleryWorker, diary: Diary, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "tests.integration.beat", diary.page, worker.queue]
-    beats = [launch([*command, str(tmp_path / f"{number}")], cwd=ROOT) for number in range(5)]
-
-    eventually(lambda: worker.log.count(f"Task {OWN_TASKS}.tick[") >= 4 * len(beats), 40)
-
-    for beat in beats:
-        kill_family(beat.pid)
-        beat.wait()
-    assert [entry.event for entry in diary.read()] == ["ticked"]
 
 
 def test_task_of_a_killed_child_runs_again_once_its_lease_is_over(

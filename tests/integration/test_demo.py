@@ -83,22 +83,6 @@ def test_the_demo_loses_updates_without_the_lock_and_none_with_it(
     assert locked == Row(12, 0, SHOULD_BE, SHOULD_BE, Decimal(0))
 
 
-def test_the_demo_fails_when_its_lock_does_not_exclude(
-    environment: Environment, tmp_path: Path
-) -> None:
-    (tmp_path / "lockless.py").write_text(
-        "from testproject.settings import *\n"
-        'DISTLOCK = {"default": {"BACKEND": "django_distlock.backends.dummy.DummyBackend"}}\n'
-    )
-    lockless = {"PYTHONPATH": str(tmp_path), "DJANGO_SETTINGS_MODULE": "lockless"}
-
-    shown = run(*SMALL, environment={**environment, **lockless})
-
-    assert shown.returncode == 1
-    assert row("@distributed_lock", shown.stdout).lost > 0
-    assert "The demo failed" in shown.stderr
-
-
 # The server of the demo.
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from django.apps import apps
 from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import Group, Permission, User
-from django.core.exceptions import ValidationError
+from django.contrib.auth.models import Group, User
 from django.db import connections, models, transaction
-from django.forms import ModelForm, modelform_factory
+from django.forms import modelform_factory
 from django.test import Client, RequestFactory, modify_settings
 from django.test.utils import CaptureQueriesContext, isolate_apps
 from django.urls import reverse
@@ -26,7 +25,6 @@ from testproject.models import Account, Fee
 from testproject.services import open_account
 from tests.contract.profiles import PATIENT_REDLOCK
 from tests.fixtures import tenancy
-from tests.fixtures.eventually import eventually
 from tests.fixtures.tenancy import tenant
 
 from . import edit_site
@@ -210,25 +208,6 @@ def test_a_changed_row_of_an_inline_counts(account: Account, ada: Client) -> Non
     assert fee.amount == 5
 
 
-def test_many_to_many_fields_are_compared(ada: Client) -> None:
-    group = Group.objects.create(name=uuid.uuid4().hex)
-    chosen, other = Permission.objects.all()[:2]
-    group.permissions.add(chosen)
-    boss = Client()
-    boss.force_login(User.objects.create_superuser(uuid.uuid4().hex))
-    url = reverse("admin:auth_group_change", args=[group.pk])
-    opened = fields_of(boss.get(url))
-    assert opened["permissions"] == [str(chosen.pk)]
-    group.permissions.add(other)
-
-    page = boss.post(url, opened)
-
-    assert [part.label for part in page.context["distlock_edit"].changes] == ["Permissions"]
-    assert group.permissions.count() == 2
-    assert boss.post(url, fields_of(page)).status_code == 302
-    assert group.permissions.count() == 1
-
-
 def test_who_may_takes_over_with_an_entry_in_the_log(
     account: Account, ada: Client, chief: Client
 ) -> None:
@@ -266,24 +245,6 @@ def test_nobody_takes_over_without_the_permission(
     assert not LogEntry.objects.filter(object_id=str(account.pk)).exists()
 
 
-def test_taking_over_at_save_keeps_what_was_typed(
-    account: Account, ada: Client, chief: Client
-) -> None:
-    opened = fields_of(chief.get(page_of(account)))
-    ask(chief, opened, "leave")
-    ada.get(page_of(account))
-    [taken] = held(account)
-
-    answer = chief.post(
-        page_of(account), {**opened, "name": "typed", "distlock_take_over": taken.owner_digest}
-    )
-
-    assert answer.status_code == 302
-    account.refresh_from_db()
-    assert account.name == "typed"
-    assert LogEntry.objects.filter(object_id=str(account.pk)).count() == 2
-
-
 def test_a_page_holds_its_lock_for_seconds_until_its_script_renews_it(
     account: Account, ada: Client
 ) -> None:
@@ -297,52 +258,6 @@ def test_a_page_holds_its_lock_for_seconds_until_its_script_renews_it(
 
     assert ask(ada, opened, "leave").json() == {"state": "left"}
     assert held(account) == []
-
-
-def test_a_page_that_comes_back_asks_again_and_is_told_what_changed(
-    account: Account, ada: Client
-) -> None:
-    opened = fields_of(ada.get(page_of(account)))
-    ask(ada, opened, "leave")
-
-    assert ask(ada, opened, "begin", life="1").json() == {"state": "held"}
-    assert ask(ada, opened, "renew", life="1").json() == {"state": "held"}
-    ask(ada, opened, "leave", life="1")
-
-    Account.objects.filter(pk=account.pk).update(balance=1)
-    told = ask(ada, opened, "begin", life="2").json()
-    assert told["state"] == "changed"
-    assert told["message"].startswith("This was changed after you had opened it.")
-    assert errors(ada.post(page_of(account), opened))
-
-    account.delete()
-    told = ask(ada, opened, "begin", life="3").json()
-    assert told == {"state": "gone", "message": "This was deleted."}
-
-
-def test_a_page_takes_its_lock_again_once_it_is_free(
-    account: Account, ada: Client, bob: Client
-) -> None:
-    first, second = fields_of(ada.get(page_of(account))), fields_of(bob.get(page_of(account)))
-    ask(ada, first, "leave")
-    assert ask(bob, second, "renew").json() == {"state": "held"}
-
-    assert ask(ada, first, "renew").json()["state"] == "busy"
-    ask(bob, second, "leave")
-    assert ask(ada, first, "renew").json() == {"state": "held"}
-
-
-@pytest.mark.parametrize("order", [("renew", "abandon"), ("abandon", "renew")])
-def test_a_page_that_goes_while_it_asks_again_keeps_no_lock(
-    account: Account, ada: Client, order: tuple[str, str]
-) -> None:
-    opened = fields_of(ada.get(page_of(account)))
-    assert ada.post(page_of(account), {**opened, "name": "saved"}).status_code == 302
-
-    for what in order:
-        ask(ada, opened, what)
-
-    eventually(lambda: not held(account))
 
 
 def test_another_window_of_the_same_user_gets_the_lock(account: Account, ada: Client) -> None:
@@ -413,16 +328,6 @@ def test_the_page_of_one_tenant_has_nothing_to_do_with_the_locks_of_another(
         assert any(name_of(bob) in error for error in errors(refused))
     with tenant("north"):
         assert held(account) == []
-
-
-def test_its_address_needs_a_csrf_token(account: Account) -> None:
-    client = client_of(*EDITOR, csrf=True)
-    page = client.get(page_of(account))
-    opened = fields_of(page)
-
-    assert ask(client, opened, "renew").status_code == 403
-    token = opened["csrfmiddlewaretoken"]
-    assert ask(client, opened, "renew", csrfmiddlewaretoken=token).json() == {"state": "held"}
 
 
 def test_a_form_without_a_ticket_is_saved_if_nobody_edits(
@@ -585,29 +490,6 @@ def test_an_alias_that_holds_no_locks_for_pages_is_refused(
         ada.get(reverse("rename", args=[account.pk]))
 
 
-def test_no_transaction_is_open_when_a_lock_is_asked_for(
-    account: Account, ada: Client, settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(connections["default"].settings_dict, "ATOMIC_REQUESTS", True)
-    seen = []
-    for verb in ("try_acquire", "take_over", "extend", "release"):
-        real = getattr(type(locks["default"]), verb)
-
-        def spy(self: Any, *args: Any, real: Any = real, **kwargs: Any) -> Any:
-            seen.append(connections["default"].in_atomic_block)
-            return real(self, *args, **kwargs)
-
-        monkeypatch.setattr(type(locks["default"]), verb, spy)
-
-    opened = fields_of(ada.get(page_of(account)))
-    ask(ada, opened, "renew")
-    page = ada.post(page_of(account), {**opened, "balance": "much"})
-    assert ada.post(page_of(account), {**fields_of(page), "balance": "1"}).status_code == 302
-
-    assert len(seen) > 4
-    assert not any(seen)
-
-
 @pytest.mark.parametrize("site", ["postgres", "mariadb", "redis", "redis_five"], indirect=True)
 def test_it_is_the_same_on_every_server(
     site: None, account: Account, ada: Client, bob: Client, chief: Client
@@ -700,23 +582,3 @@ def test_an_object_with_a_key_of_two_columns_is_edited(monkeypatch: pytest.Monke
     finally:
         with connections["default"].schema_editor() as editor:
             editor.delete_model(Line)
-
-
-def test_a_page_without_its_ticket_is_told_of_changes_beside_its_own_errors(
-    account: Account, ada: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Short(ModelForm):  # type: ignore[type-arg]
-        def clean(self) -> None:
-            if len(self.cleaned_data["name"]) > 10:
-                raise ValidationError("too long")
-
-    monkeypatch.setattr(edit_site.AccountAdmin, "form", Short)
-    opened = {**fields_of(ada.get(page_of(account))), "distlock_edit": "of another user"}
-    Account.objects.filter(pk=account.pk).update(balance=50)
-
-    page = ada.post(page_of(account), {**opened, "name": "A much too long name"})
-
-    changed, own = errors(page)
-    assert (changed.startswith("Not saved yet. It was changed"), own) == (True, "too long")
-    assert "50.00" in page.text
-    assert ada.post(page_of(account), {**fields_of(page), "name": "short"}).status_code == 302

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from django.contrib.auth.models import Permission, User
-from django.db import connections, transaction
-from django.forms import modelform_factory
+from django.db import connections
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
@@ -29,7 +28,6 @@ from .test_editing import (
     chief,
     held,
     name_of,
-    opened_by_me,
     page_of,
     post,
     site,
@@ -61,20 +59,6 @@ def test_an_admin_with_a_get_form_of_its_own_is_edited(boss: Client) -> None:
 
     user.refresh_from_db()
     assert user.first_name == "Grace"
-
-
-def test_a_page_of_ones_own_keeps_what_its_form_does_not_have(account: Account) -> None:
-    request = post(distlock_edit=opened_by_me(account), name="Lovelace")
-    edit = editing.edit_lock(request, account)
-    form = modelform_factory(Account, fields=["name"])(request.POST, instance=account)
-    Account.objects.filter(pk=account.pk).update(balance=1)
-
-    with transaction.atomic():
-        assert edit.accepts(form)
-        form.save()
-
-    account.refresh_from_db()
-    assert (account.name, account.balance) == ("Lovelace", Decimal(1))
 
 
 @pytest.mark.parametrize("site", ["postgres"], indirect=True)
@@ -189,14 +173,3 @@ def test_what_is_edited_is_not_deleted_with_something_else(account: Account, ada
 
     assert f"Being edited by {name_of(boss)}" in page.content.decode()
     assert Fee.objects.filter(pk=fee.pk).exists()
-
-
-def test_users_who_are_not_logged_in_are_told_apart_by_their_browsers(account: Account) -> None:
-    url = reverse("rename", args=[account.pk])
-    first, second = Client(), Client()
-    first.get(url)
-
-    assert "Save" in first.get(url).content.decode()
-    page = second.get(url).content.decode()
-    assert "Being edited by somebody since" in page
-    assert "Save" not in page

@@ -11,7 +11,7 @@ from django.conf import settings
 from django.core.management import call_command
 
 from django_distlock.management.base import BUSY, LOST, NO_SERVER, WRONG_ARGUMENTS
-from tests.fixtures.eventually import eventually, never
+from tests.fixtures.eventually import eventually
 from tests.fixtures.pgbouncer import PgBouncer
 from tests.fixtures.pods import WAITS, Pods, execute, new_database
 from tests.fixtures.postgres import PostgreSQL
@@ -160,20 +160,6 @@ def test_an_engine_prepares_its_database_under_the_lock(pods: Pods) -> None:
     assert pods.began(2) == [first] * 2  # the extension and the first migration
 
 
-def test_a_database_that_cannot_be_read_while_somebody_migrates_is_waited_for(pods: Pods) -> None:
-    # As a large migration on SQLite does: it keeps readers out.
-    pods.databases["default"]["OPTIONS"] = {"timeout": 0.1, "transaction_mode": "EXCLUSIVE"}
-    pods.migrate()
-    pods.began()
-    second = pods.migrate()
-    eventually(lambda: WAITS in pods.output(second) or second.poll() is not None, 60)
-
-    pods.let_go()
-
-    assert pods.wait() == [0, 0], pods.output(second)
-    assert len(pods.began()) == 1
-
-
 @pytest.mark.parametrize("pods", ["postgres"], indirect=True)
 def test_after_its_lock_is_lost_no_further_migration_begins(
     pods: Pods, postgres: PostgreSQL
@@ -191,26 +177,6 @@ def test_after_its_lock_is_lost_no_further_migration_begins(
     assert pod.wait(60) == LOST
     assert pods.output(pod).splitlines()[-1].startswith("CommandError: Lock 'migrate:")
     assert pods.applied(pod) == 1
-
-
-@pytest.mark.usefixtures("postgres")
-def test_a_server_that_is_started_again_is_waited_for(pods: Pods) -> None:
-    with PostgreSQL() as server:
-        known = {"NAME": "distlock", "USER": "distlock", "HOST": server.host, "PORT": server.port}
-        pods.databases["default"] = {"ENGINE": "django.db.backends.postgresql", **known}
-        first = pods.migrate()
-        pods.began()
-        second = pods.migrate("--wait", "2m")
-        eventually(lambda: WAITS in pods.output(second), 60)
-
-        server.stop()
-        never(lambda: second.poll() is not None, 3)
-        server.start()
-
-        assert pods.began(2)[1] == second.pid
-        pods.let_go()
-        assert second.wait(60) == 0, pods.output(second)
-        assert first.wait(60) == 1
 
 
 def test_a_pooler_is_refused_and_an_alias_beside_it_has_the_lock(

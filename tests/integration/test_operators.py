@@ -8,8 +8,6 @@ import pty
 import re
 import sys
 import uuid
-from argparse import ArgumentTypeError
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +19,6 @@ from django_distlock import NotSupported, force_release, lock
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.conf import LONGEST
 from django_distlock.engine.values import Held, LockState
-from django_distlock.ground.naming import LONGEST_NAME, printable
 from django_distlock.management.base import (
     INTERRUPTED,
     NO_SERVER,
@@ -159,26 +156,6 @@ def test_programs_get_an_object(name: str) -> None:
     assert report["failed"] == []
 
 
-def test_on_a_terminal_it_is_a_table_and_names_are_no_markup(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    put("default", f"{name}:[red]x[/red]", LockState.HELD)
-    out = Terminal()
-
-    call_command("list_locks", f"--name={name}*", stdout=out)
-
-    assert "[red]x[/red]" in "".join(part.strip(" │┃\n") for part in _cells(out, 2))
-    assert "remaining" in out.getvalue()
-    assert out.getvalue().endswith("┘\n")
-
-
-def _cells(out: Terminal, column: int) -> Iterator[str]:
-    for line in out.getvalue().splitlines():
-        if line.startswith("│"):
-            yield line.split("│")[column + 1]
-
-
 def test_an_alias_that_is_down_or_wrong_does_not_hide_the_others(settings: Any, name: str) -> None:
     settings.DISTLOCK = {"default": {}, "down": DOWN, "wrong": {"BACKEND": "redis"}, "dummy": DUMMY}
     put("default", name, LockState.HELD)
@@ -192,21 +169,6 @@ def test_an_alias_that_is_down_or_wrong_does_not_hide_the_others(settings: Any, 
     assert "DISTLOCK['down']" in err.getvalue()
     assert "DISTLOCK['wrong']" in err.getvalue()
     assert "dummy" not in err.getvalue()
-
-
-def test_an_alias_that_cannot_list_says_so_if_it_is_asked(settings: Any) -> None:
-    settings.DISTLOCK = {"default": {}, "dummy": DUMMY}
-    out, err = io.StringIO(), io.StringIO()
-
-    with pytest.raises(CommandError, match="Not listed: dummy"):
-        call_command("list_locks", "--using=dummy", "--json", stdout=out, stderr=err)
-
-    told = err.getvalue().removeprefix("dummy: ").removesuffix("\n")
-    assert "does not support listing" in told
-    assert json.loads(out.getvalue()) == {
-        "locks": [],
-        "failed": [{"alias": "dummy", "error": told}],
-    }
 
 
 def test_an_unknown_alias_is_a_wrong_argument() -> None:
@@ -268,35 +230,6 @@ def test_a_time_can_be_written_in_units(text: str, seconds: float) -> None:
     assert patience(" Forever ") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (
-            "soon",
-            "is not a time: write seconds, or a number with s, m, h, d or w, such as 12h.",
-        ),
-        (f"{LONGEST + 1:.0f}", f"is too long: at most {LONGEST:.0f} seconds."),
-    ],
-)
-def test_what_is_no_time_is_told(text: str, problem: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=f"^'{text}' {re.escape(problem)}$"):
-        duration(text)
-
-
-def test_a_name_of_any_length_is_cut_in_a_table_and_complete_in_json(name: str) -> None:
-    longest = name.ljust(LONGEST_NAME, "x")
-    put("default", longest, LockState.HELD)
-    report, released = io.StringIO(), io.StringIO()
-
-    [row] = listed(f"--name={name}*")
-    call_command("list_locks", "--json", f"--name={name}*", stdout=report)
-    call_command("release_lock", longest, "--yes", stdout=released)
-
-    assert row[2] == printable(longest)
-    assert json.loads(report.getvalue())["locks"][0]["name"] == longest
-    assert released.getvalue().startswith(f"{printable(longest)}: held")
-
-
 def test_a_lock_is_released_and_its_holder_is_told(name: str) -> None:
     lease = lock(name).acquire()
     assert lease
@@ -337,16 +270,6 @@ def test_a_lock_that_is_held_on_another_alias_is_told(name: str) -> None:
         f"Nobody holds '{name}'.",
         "It is held on the alias memory: add --using memory.",
     ]
-
-
-def test_programs_are_told_how_many_were_released(name: str) -> None:
-    out = io.StringIO()
-
-    readers = [lock(name, using="memory", shared=True, reentrant=False).acquire() for _ in range(2)]
-    call_command("release_lock", name, "--using=memory", "--yes", "--json", stdout=out)
-
-    assert [reader and reader.lost for reader in readers] == [True, True]
-    assert json.loads(out.getvalue()) == {"released": 2}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.utils import timezone
 
-from django_distlock import Lease, NotSupported, StaleFencingToken, lock, locks
+from django_distlock import Lease, NotSupported, lock, locks
 from django_distlock.backends.database import DatabaseBackend
 from django_distlock.backends.database.purge import LARGEST_BATCH
 from django_distlock.engine.values import Busy, LockState
@@ -229,16 +229,6 @@ def test_new_holding_of_a_purged_name_has_a_higher_token(
         assert lease.fencing_token > row.fencing_token
 
 
-def test_holder_whose_lock_was_purged_is_refused_by_guard(database: str, prefix: str) -> None:
-    lease = taken("x")
-    age(database, prefix, is_held=True)
-    assert deleted(purge()) == 1
-
-    with transaction.atomic(using=database), pytest.raises(StaleFencingToken):
-        lease.guard(using=database)
-    lease.abandon()
-
-
 # How it goes about it
 
 
@@ -263,16 +253,6 @@ def test_batches_are_bounded_and_pass_no_row_twice(
 def rows_of_all(database: str) -> int:
     """Return how many rows there are, whoever's they may be."""
     return sum(model.objects.using(database).count() for model in (MethodLock, LockWaiter))
-
-
-def test_caller_who_rolls_back_takes_nothing_back(server_database: str, prefix: str) -> None:
-    put_old(server_database, "x", method_name=f"{prefix}|x")
-
-    with transaction.atomic(using=server_database):
-        assert deleted(purge()) == 1
-        transaction.set_rollback(True, using=server_database)
-
-    assert names(server_database, prefix) == set()
 
 
 @pytest.fixture(params=SERVERS)
@@ -338,16 +318,6 @@ def test_lock_taken_after_the_look_is_not_deleted(
     assert names(database, prefix) == {"x"}
     leases[0].extend()
     leases[0].release()
-
-
-def test_waiter_that_comes_after_the_look_keeps_the_lock(
-    database: str, prefix: str, old: Callable[..., MethodLock]
-) -> None:
-    with once_it_has_looked(lambda: put_waiter(database, row)):
-        row = old("x", LockState.STALE)
-        assert deleted(purge()) == 0
-
-    assert names(database, prefix) == {"x"}
 
 
 def test_counter_that_guard_holds_is_left_and_not_waited_for(
@@ -475,24 +445,6 @@ def test_command_says_what_it_deleted(
     assert names(database, prefix) == set()
 
 
-def test_command_purges_each_alias_that_can_be_and_names_those_that_failed(
-    prefix: str, settings: Settings, capsys: pytest.CaptureFixture[str]
-) -> None:
-    put_old("default", "x", method_name=f"{prefix}|x")
-    settings.DISTLOCK = {
-        "broken": {"BACKEND": "no.such.Backend"},
-        **settings.DISTLOCK,
-        "memory": MEMORY,
-    }
-
-    with pytest.raises(CommandError, match=r"Not purged: broken\.") as failure:
-        run()
-
-    assert failure.value.returncode == 1
-    assert "broken: DISTLOCK['broken']: BACKEND 'no.such.Backend'" in capsys.readouterr().err
-    assert names("default", prefix) == set()
-
-
 def test_rows_of_all_tenants_are_purged_whoever_asks(prefix: str, settings: Settings) -> None:
     settings.DISTLOCK = {ALIAS: {"KEY_PREFIX": tenancy.PREFIX}}
     with tenant("north"), lock(f"{prefix}:held", using=ALIAS):
@@ -505,23 +457,6 @@ def test_rows_of_all_tenants_are_purged_whoever_asks(prefix: str, settings: Sett
     left = MethodLock.objects.filter(method_name__contains=prefix)
     assert {row.method_name for row in left} == {f"north|{prefix}:held", f"row|{prefix}|x"}
     left.delete()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--using=nope"], "DISTLOCK has no alias 'nope'; it has purge."),
-        (["--older-than=5"], "^--older-than must be 10 seconds or more"),
-        (["--batch-size=0"], "^--batch-size must be from 1"),
-        (["--older-than=soon"], "'soon' is not a time"),
-        (["--older-than=-1d"], "not a time"),
-    ],
-)
-def test_command_refuses_wrong_arguments(arguments: list[str], complaint: str) -> None:
-    with pytest.raises(CommandError, match=complaint) as refusal:
-        run(*arguments)
-
-    assert refusal.value.returncode in {1, 2}
 
 
 def test_command_without_verbosity_says_nothing_but_errors(

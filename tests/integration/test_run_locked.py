@@ -145,20 +145,6 @@ def test_while_it_runs_others_are_refused_with_a_line_and_a_code_of_its_own(
     assert first.wait() == 128 + signal.SIGTERM
 
 
-def test_with_a_limit_so_many_run_and_each_knows_its_place(start: Start, name: str) -> None:
-    children = [start(f"echo place $DISTLOCK_PLACE; {TICK}", limit=2) for _ in range(2)]
-    for child in children:
-        pid_of_command(child)
-
-    assert start("true", limit=2).wait() == BUSY
-
-    said = {child.stderr.partition("\n")[0] for child in children}
-    assert said == {"place 0", "place 1"}
-    for child in children:
-        child.terminate()
-        assert child.wait() == 128 + signal.SIGTERM
-
-
 def test_it_waits_as_long_as_it_is_told(start: Start, name: str) -> None:
     with lock(name):
         waiter = start("echo done", timeout=30)
@@ -181,19 +167,6 @@ def test_a_daemon_waits_for_ever_and_runs_again_after_a_loss(start: Start, name:
     assert daemon.wait() == 128 + signal.SIGTERM
     assert not lock(name).locked()
     assert len(pids(daemon)) == 2
-
-
-def test_a_daemon_that_was_to_end_is_not_run_again_after_a_loss(start: Start, name: str) -> None:
-    goes_on = f"trap 'echo heard' TERM; {TICK}"
-    daemon = start(goes_on, timeout="forever", restart=True, ttl=1, grace=0.2)
-    first = pid_of_command(daemon)
-    daemon.terminate()
-    eventually(lambda: "heard" in daemon.stderr)
-
-    free(name)
-
-    assert daemon.wait() == LOST
-    assert pids(daemon) == [first]
 
 
 def test_of_two_daemons_one_runs_until_it_is_killed(start: Start, name: str) -> None:
@@ -225,19 +198,6 @@ def test_a_daemon_that_waits_ends_at_once_and_leaves_nothing(
     assert not lock(name).locked()
 
 
-def test_a_daemon_lets_others_run_after_max_hold(start: Start, name: str) -> None:
-    first = start(TICK, timeout="forever", restart=True, max_hold=2, grace=1)
-    pid_of_command(first)
-    second = start(TICK, timeout="forever", restart=True)
-
-    pid_of_command(second)
-
-    eventually(lambda: has_ended(pids(first)[0]))
-    for daemon in (first, second):
-        daemon.terminate()
-    assert {first.wait(), second.wait()} == {128 + signal.SIGTERM}
-
-
 @pytest.mark.parametrize("options", [{}, {"max_hold": "1h"}])
 @pytest.mark.parametrize("code", [3, LOST])
 def test_a_daemon_that_ends_by_itself_is_not_run_again(
@@ -258,16 +218,6 @@ def test_signals_reach_the_command_and_it_decides(start: Start, number: signal.S
 
     assert child.wait() == 5
     assert child.stderr.endswith("told\n")
-
-
-@pytest.mark.parametrize("leaves", ["setsid", "timeout 300"])
-def test_signals_reach_a_command_that_has_left_the_group(start: Start, leaves: str) -> None:
-    child = start(f"exec {leaves} sh -c \"trap 'exit 5' TERM; {QUOTED}\"")
-    pid_of_command(child)
-
-    child.terminate()
-
-    assert child.wait() == 5
 
 
 def test_what_was_ignored_by_the_caller_is_ignored_by_the_command(spawn: Spawn, name: str) -> None:
@@ -403,18 +353,6 @@ def test_a_command_that_hangs_is_ended_while_its_lock_is_held(start: Start, name
     assert "told" in child.stderr
     assert "--max-hold is over" in child.stderr
     assert not lock(name).locked()
-
-
-def test_one_that_does_not_end_is_killed_before_others_get_the_lock(
-    start: Start, name: str
-) -> None:
-    child = start(f"trap '' TERM; {TICK}", grace=1, **{"max-hold": 4})
-    pid = pid_of_command(child)
-
-    with lock(name, timeout=20):
-        assert has_ended(pid)
-
-    assert child.wait() == LOST
 
 
 def test_a_server_that_hangs_at_the_release_leaves_the_commands_own_code(

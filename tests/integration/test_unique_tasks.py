@@ -11,14 +11,11 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from celery import chain, shared_task
-from celery.app.task import Context
+from celery import chain, group, shared_task
 from celery.app.trace import trace_task
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostError
-from celery.signals import task_revoked
-from celery.states import FAILURE, IGNORED, RETRY
+from celery.states import IGNORED, RETRY
 from celery.utils import uuid
-from django.core.exceptions import SynchronousOnlyOperation
 from django.db import transaction
 from kombu.exceptions import OperationalError
 
@@ -204,16 +201,6 @@ def test_a_task_that_could_not_be_sent_is_free(
     assert is_free(diary)
 
 
-def test_a_task_whose_lease_could_not_be_handed_over_is_free(
-    monkeypatch: pytest.MonkeyPatch, diary: Diary
-) -> None:
-    with monkeypatch.context() as patch, pytest.raises(LockBackendError):
-        patch.setattr(locks["redis"], "extend", is_down)
-        send_to("nobody-works-here", "once", diary)
-
-    assert is_free(diary)
-
-
 def test_a_task_that_could_not_be_sent_is_free_when_its_server_is_back(
     monkeypatch: pytest.MonkeyPatch, diary: Diary
 ) -> None:
@@ -300,47 +287,20 @@ def test_so_do_those_of_a_retry(worker: CeleryWorker, diary: Diary, what: Any) -
     assert first.get(timeout=30) == "done"
 
 
+def test_so_do_those_of_a_step_that_waits(worker: CeleryWorker, diary: Diary) -> None:
+    task = unique_tasks.with_arguments
+    first = task.apply_async((diary.page, (1, 2)), queue=worker.queue)
+    began(diary, 1)
+
+    step = group(task.si(diary.page, (1, 2)).set(queue=worker.queue)).apply_async()
+
+    never(lambda: len(events(diary)) > 1, 6)  # it is sent again within 5 seconds
+    diary.let_go(2)
+    assert [first.get(timeout=30), *step.get(timeout=30)] == ["done", "done"]
+    assert events(diary) == ["began", "ended"] * 2
+
+
 # What never runs.
-
-
-def test_a_message_that_expires_keeps_the_name_no_longer(diary: Diary) -> None:
-    later = datetime.now(UTC) + timedelta(seconds=40)
-    for number, expires in enumerate((40, later, later.isoformat())):
-        page = f"{diary.page}:{number}"
-        unique_tasks.once_for_an_hour.apply_async(
-            (page,), queue="nobody-works-here", expires=expires
-        )
-
-        [held] = [each for each in locks["redis"].held() if each.name == f"once:{page}"]
-        assert held.remaining == pytest.approx(40, abs=20)
-
-
-def test_a_task_that_could_not_take_its_lease_over_is_free_when_its_server_is_back(
-    monkeypatch: pytest.MonkeyPatch, diary: Diary
-) -> None:
-    lease = lock(f"once:{diary.page}", using="redis").acquire()
-    assert lease
-    headers = handover(lease, ttl=60)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(locks["redis"], "take_over", is_down)
-        assert arrive(uuid(), diary, **headers) == FAILURE
-
-    eventually(lambda: is_free(diary), 10)
-
-
-def test_a_revoked_task_is_free_when_its_server_is_back(
-    monkeypatch: pytest.MonkeyPatch, diary: Diary
-) -> None:
-    lease = lock(f"once:{diary.page}", using="redis").acquire()
-    assert lease
-    request = Context(headers=handover(lease, ttl=60))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(locks["redis"], "take_over", is_down)
-        task_revoked.send(sender=unique_tasks.once, request=request)
-
-    eventually(lambda: is_free(diary), 10)
 
 
 def test_a_lost_message_frees_the_name_within_its_lease(diary: Diary) -> None:
@@ -462,22 +422,6 @@ def test_of_those_no_two_run_at_once_and_no_change_is_missed(
     eventually(lambda: is_free(diary) and not is_running(diary))
 
 
-def test_one_whose_worker_was_killed_lets_the_next_run(
-    start_workers: StartWorkers, diary: Diary
-) -> None:
-    [worker] = start_workers(children=2, include=TASKS)
-    send_to(worker, "once_more", diary)
-    [entry] = began(diary, 1)
-    second = send_to(worker, "once_more", diary)
-
-    os.kill(entry.pid, signal.SIGKILL)
-
-    began(diary, 2)
-    diary.let_go()
-    assert second.get(timeout=60) == "done"
-    worker.stop()
-
-
 def test_a_name_that_is_free_at_the_start_lets_several_run(
     worker: CeleryWorker, diary: Diary
 ) -> None:
@@ -527,19 +471,6 @@ def test_a_retry_keeps_the_name_and_finds_itself_not_busy(
     diary.let_go()
     assert first.get(timeout=30) == "done"
     eventually(lambda: is_free(diary))
-
-
-def test_a_retry_that_cannot_hand_its_lock_over_is_sent_without_it(
-    monkeypatch: pytest.MonkeyPatch, diary: Diary, caplog: pytest.LogCaptureFixture
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(locks["redis"], "extend", is_down)
-        assert arrive(uuid(), diary, "retried") == RETRY
-
-    assert "is sent again without its lock: DISTLOCK['redis']: it is down" in caplog.text
-    with app.connection_for_write() as connection:
-        messages = connection.default_channel.client.lrange("nobody-works-here", 0, -1)
-    assert sum(message.count(diary.page.encode()) > 0 for message in messages) == 1
 
 
 def test_a_killed_child_frees_the_name_within_its_lease(worker: CeleryWorker, diary: Diary) -> None:
@@ -648,51 +579,6 @@ def test_what_is_sent_while_a_copy_is_left_out_is_sent(diary: Diary) -> None:
     assert not is_free(diary)
 
 
-def test_where_results_cannot_be_read_a_message_runs_and_another_one_is_not_sent(
-    monkeypatch: pytest.MonkeyPatch, diary: Diary, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise ConnectionError("the results are gone")
-
-    monkeypatch.setattr(app.backend, "get_task_meta", fail)
-    diary.let_go()
-
-    assert arrive(uuid(), diary) is None
-
-    assert events(diary) == ["began", "ended"]
-    first = send_to("nobody-works-here", "once", diary)
-    assert send_to("nobody-works-here", "once", diary).id == first.id
-    assert caplog.text.count("cannot be read: the results are gone") == 2
-
-
-def test_a_copy_that_comes_when_a_later_one_runs_is_left_out_too(
-    worker: CeleryWorker, diary: Diary
-) -> None:
-    diary.let_go()
-    first = send_to(worker, "once", diary)
-    assert first.get(timeout=30) == "done"
-    eventually(lambda: is_free(diary))
-    send_to("nobody-works-here", "once", diary)
-
-    assert arrive(first.id, diary) == IGNORED
-    assert first.get() == "done"
-
-
-def test_a_text_that_cannot_be_read_is_a_lease_that_has_ended(
-    worker: CeleryWorker, diary: Diary, settings: Settings
-) -> None:
-    settings.SECRET_KEY = "one that the worker does not have"
-    diary.let_go()
-    result = send_to(worker, "once", diary)
-
-    assert result.get(timeout=40) == "done"
-
-    assert events(diary) == ["began", "ended"]
-    told = [line for line in worker.log.splitlines() if "SECRET_KEY_FALLBACKS" in line]
-    assert len(told) == 1
-    assert "WARNING" in told[0]
-
-
 def test_a_hard_time_limit_frees_the_name_within_its_lease(
     worker: CeleryWorker, diary: Diary
 ) -> None:
@@ -750,6 +636,20 @@ def test_a_chain_goes_on_over_a_task_that_is_under_way(worker: CeleryWorker, dia
     assert end.get(timeout=30) == "after done"
 
 
+def test_the_last_of_a_chain_and_each_of_a_group_have_their_results(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    diary.let_go(3)
+    step = unique_tasks.step.si(diary.page).set(queue=worker.queue)
+
+    both = group(step, step).apply_async()
+    last = chain(unique_tasks.after.si("it").set(queue=worker.queue), step).apply_async()
+
+    assert both.get(timeout=40) == ["done", "done"]
+    assert last.get(timeout=40) == "done"
+    assert events(diary) == ["began", "ended"] * 3
+
+
 # How it is called.
 
 
@@ -775,19 +675,6 @@ def test_on_commit_it_is_locked_at_the_commit(worker: CeleryWorker, diary: Diary
     assert events(diary) == ["began", "ended"]
 
 
-def test_a_task_that_sends_itself_is_itself(worker: CeleryWorker, diary: Diary) -> None:
-    result = send_to(worker, "sends_itself", diary)
-
-    assert result.get(timeout=30) == result.id
-
-
-async def test_in_async_code_a_lock_in_the_database_says_what_to_write(diary: Diary) -> None:
-    task = unique_tasks.in_the_database
-
-    with pytest.raises(SynchronousOnlyOperation, match=r"sync_to_async\(in_the_database.delay\)"):
-        task.delay(diary.page)
-
-
 @pytest.fixture
 def eager() -> Iterator[None]:
     app.conf.task_always_eager = True
@@ -800,15 +687,6 @@ def test_in_eager_mode_it_runs_at_once(diary: Diary) -> None:
     diary.let_go(2)
 
     assert unique_tasks.once.delay(diary.page).get() == "done"
-    assert is_free(diary)
-
-
-@pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("task", [unique_tasks.retried, unique_tasks.retried_by_itself])
-def test_in_eager_mode_too_it_is_retried(diary: Diary, task: Any) -> None:
-    diary.let_go()
-
-    assert task.delay(diary.page).get() == "done"
     assert is_free(diary)
 
 

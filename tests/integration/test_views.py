@@ -474,15 +474,6 @@ async def test_django_refuses_async_views_under_atomic_requests_as_ever(
     assert not await lock(NAME).alocked()
 
 
-@pytest.mark.usefixtures("atomic_requests")
-async def test_an_async_view_marked_non_atomic_is_served_under_atomic_requests(
-    async_client: AsyncClient,
-) -> None:
-    answer = await async_client.get("/non-atomic-async/")
-
-    assert answer.json() == {"held": True}
-
-
 @pytest.mark.parametrize("url", ASYNC_KINDS)
 async def test_an_async_view_holds_the_lock_while_it_runs(
     async_client: AsyncClient, url: str
@@ -555,15 +546,6 @@ def test_a_streaming_response_closed_unread_releases_the_lock(
     assert not lock(f"fee:{account.pk}").locked()
 
 
-def test_a_stream_that_breaks_releases_the_lock(client: Client) -> None:
-    answer = client.get("/broken-stream/")
-
-    with pytest.raises(ZeroDivisionError):
-        list(content(answer))
-
-    assert not lock(NAME).locked()
-
-
 async def test_an_async_stream_holds_the_lock_until_its_last_line(
     async_client: AsyncClient,
 ) -> None:
@@ -585,17 +567,6 @@ def test_the_body_of_a_stream_holds_the_lock_of_its_view(client: Client) -> None
     assert lock(NAME).acquire(timeout=0) is None
     assert list(lines) == []
     assert not lock(NAME).locked()
-
-
-@pytest.mark.parametrize("url", ["/locking/1/", "/locking-async/1/"])
-async def test_the_body_of_an_async_stream_holds_the_lock_of_its_view(
-    async_client: AsyncClient, url: str
-) -> None:
-    answer = await async_client.get(url)
-
-    assert isinstance(answer, StreamingHttpResponse)
-    assert [line async for line in answer] == [b"True True\n"] * 3
-    assert not await lock(NAME).alocked()
 
 
 # Refusals.

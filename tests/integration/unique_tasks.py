@@ -30,11 +30,6 @@ def once_within_a_minute(page: str) -> str:
     return body(page)
 
 
-@unique(lease=3600)
-def once_for_an_hour(page: str) -> str:
-    return body(page)
-
-
 @unique(again=True)
 def once_more(page: str) -> str:
     return body(page)
@@ -76,12 +71,6 @@ def hung(page: str) -> str:
 @unique(soft_time_limit=1)
 def told_to_end(page: str) -> str:
     return body(page)
-
-
-@unique(bind=True)
-def sends_itself(self: Any, page: str) -> str:
-    again = self.apply_async((page,), countdown=1)
-    return str(again.id)
 
 
 @unique()

@@ -15,7 +15,6 @@ from django_distlock.engine import background as module
 from django_distlock.engine.background import WORKERS, Background
 from django_distlock.ground import clock
 from tests.fixtures.eventually import eventually, never
-from tests.fixtures.threads import refuse_first_thread
 
 
 @pytest.fixture
@@ -162,16 +161,6 @@ def test_what_stops_the_start_of_a_thread_does_not_stop_the_clock(
     assert ("can't start new thread" in caplog.text) == has_no_thread
 
 
-def test_a_job_that_found_no_thread_is_tried_again_by_itself(
-    background: Background, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, done = refuse_first_thread(monkeypatch, "distlock-io"), threading.Event()
-    background.submit("a", done.set)
-
-    assert done.wait(8)
-    assert asked
-
-
 def test_the_exit_of_the_interpreter_waits_for_what_is_under_way() -> None:
     program = """
 import time
@@ -214,23 +203,3 @@ def test_drain_waits_for_what_is_under_way_but_not_for_long(background: Backgrou
 
     assert 0.05 < clock.lease_time() - began < 7
     assert not background._lanes
-
-
-def test_drain_gives_up_on_what_hangs(background: Background) -> None:
-    over = threading.Event()
-    background.submit("hung", lambda: over.wait(10))
-    eventually(lambda: not background._free())
-    began = clock.lease_time()
-
-    background.drain(0.2)
-
-    assert 0.2 <= clock.lease_time() - began < 8
-    over.set()
-
-
-def test_threads_end_when_there_is_nothing_to_do_and_come_back(background: Background) -> None:
-    for _ in range(2):
-        done = threading.Event()
-        background.submit("a", done.set, delay=0.01)
-        assert done.wait(8)
-        eventually(lambda: not _threads(), 15)

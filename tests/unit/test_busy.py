@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 from collections.abc import AsyncGenerator, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,23 +97,6 @@ def test_an_argument_of_the_call_may_have_any_name(busy: str, name: str) -> None
     assert answer.status_code == 409
     with pytest.raises(LockNotAcquired):
         distributed_lock(busy, timeout=0, on_busy=retry())(work)(**given)
-
-
-async def test_a_coroutine_function_may_be_the_policy_of_one(busy: str) -> None:
-    async def instead(error: LockNotAcquired) -> str:
-        await asyncio.sleep(0)
-        return error.name
-
-    @distributed_lock(busy, timeout=0, on_busy=instead)
-    async def work() -> str:
-        pytest.fail("held by another thread")
-
-    @distributed_lock(busy, timeout=0, on_busy=skip("later"))
-    async def skipped() -> str:
-        pytest.fail("held by another thread")
-
-    assert await work() == busy
-    assert await skipped() == "later"
 
 
 async def test_the_policy_of_a_generator_is_told_of_the_call(busy: str) -> None:
@@ -225,17 +206,6 @@ def _refusal(remaining: float | None = None) -> LockNotAcquired:
     return LockNotAcquired("busy", 1.0, None, remaining)
 
 
-def test_respond_says_the_same_to_people_and_to_programs() -> None:
-    requests = RequestFactory()
-
-    to_people = respond()(_refusal(), requests.get("/"))
-    to_programs = respond()(_refusal(), requests.get("/", headers={"accept": "application/json"}))
-
-    said = "Somebody else is already working on this; try again later."
-    assert to_people.content.decode() == said
-    assert json.loads(to_programs.content) == {"type": "about:blank", "title": said, "status": 409}
-
-
 @pytest.mark.parametrize(
     ("remaining", "later"), [(0.2, "1"), (1.0, "1"), (1.2, "2"), (9.0, "5"), (None, None)]
 )
@@ -243,12 +213,6 @@ def test_respond_rounds_the_time_to_wait_up(remaining: float | None, later: str 
     response = respond()(_refusal(remaining), RequestFactory().get("/"))
 
     assert response.get("Retry-After") == later
-
-
-def test_respond_says_when_a_reservation_ends() -> None:
-    busy = LockNotAcquired("busy", 0.0, None, 59.2, datetime.now(UTC))
-
-    assert respond()(busy, RequestFactory().get("/"))["Retry-After"] == "60"
 
 
 def test_a_request_is_the_first_argument_of_a_view_or_the_second_of_a_method() -> None:
@@ -312,12 +276,6 @@ def test_retry_does_not_wait_longer_than_the_lease(monkeypatch: pytest.MonkeyPat
     assert _countdown(monkeypatch, 6, _refusal(3.0)) == 3.0
 
 
-def test_retry_waits_for_the_end_of_a_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
-    busy = LockNotAcquired("busy", 0.0, None, 600.0, datetime.now(UTC))
-
-    assert _countdown(monkeypatch, 0, busy) == 600.0
-
-
 @pytest.mark.parametrize("thrown", [(), KeyError, (KeyError, ValueError), (TimeoutError,)])
 @pytest.mark.parametrize("on_busy", [None, retry()])
 def test_a_busy_task_is_logged_in_one_line(
@@ -338,17 +296,3 @@ def test_a_busy_task_is_logged_in_one_line(
     assert [record.exc_info for record in logged] == [None, None]
     assert f"raised expected: {results[0]!r}" in logged[0].message
     assert str(work.throws).count("LockNotAcquired") == (thrown != (TimeoutError,))
-
-
-def test_other_errors_of_a_task_keep_their_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    app = pytest.importorskip("celery").Celery(set_as_current=False)
-
-    @app.task(shared=False)  # type: ignore[untyped-decorator]  # of Celery, found at run time
-    @distributed_lock("free")
-    def work() -> None:
-        raise KeyError("x")
-
-    work.apply()
-
-    [logged] = [record for record in caplog.records if record.name == "celery.app.trace"]
-    assert logged.exc_info

@@ -193,28 +193,6 @@ async def test_of_two_locks_the_lost_one_ends_its_own_block() -> None:
     assert not lock("inner").locked()
 
 
-async def test_a_block_that_has_ended_cancels_nothing_more() -> None:
-    loop, told, errors = asyncio.get_running_loop(), asyncio.Event(), list[object]()
-    loop.set_exception_handler(lambda _, error: errors.append(error))
-    with pytest.raises(LockLost):
-        async with lock("a") as lease:
-            async with lock("a", cancel_when_lost=True):
-                pass
-            lease.on_lost(lambda _: loop.call_soon_threadsafe(told.set))
-            await lose()
-            await told.wait()
-    assert not errors
-
-
-async def test_several_locks_are_cancelled_by_the_loss_of_any() -> None:
-    with pytest.raises(LockLost, match="'b'"):
-        async with lock_all("a", "b", "c", cancel_when_lost=True):
-            losing = asyncio.create_task(lose("b"))
-            await for_ever()
-    await losing
-    assert not any(lock(name).locked() for name in "abc")
-
-
 async def test_a_coroutine_function_is_cancelled_as_well() -> None:
     @distributed_lock("a", cancel_when_lost=True, on_busy=skip())
     async def work() -> None:

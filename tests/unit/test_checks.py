@@ -8,21 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from django.core.checks import WARNING, Error, Warning as CheckWarning, run_checks
 from django.core.management import (
-    CommandError,
     call_command,
     execute_from_command_line,
 )
 from django.core.management.base import SystemCheckError
 from django.core.management.commands import check, migrate
 from django.db import connections
-from django.test import Client
 from django.utils.module_loading import import_string
 from pytest_django.fixtures import Settings
 
@@ -34,7 +31,6 @@ from django_distlock.contrib.once import Once
 from django_distlock.exceptions import DOCS
 from django_distlock.handler import BACKENDS, EXTRAS
 from django_distlock.management.commands import migrate_locked
-from tests.fixtures.garbage import collect_garbage
 
 LOCMEM = "django_distlock.backends.locmem.LocMemBackend"
 ROWLOCK = "django_distlock.backends.rowlock.RowLockBackend"
@@ -118,21 +114,6 @@ def test_a_typo_in_one_alias_is_the_problem_of_this_alias_alone(settings: Settin
             id="distlock.E001",
         )
     ]
-
-
-def test_the_admin_and_the_purge_go_on_past_an_alias_with_a_typo(
-    settings: Settings, admin_client: Client
-) -> None:
-    settings.DISTLOCK = {"typo": TYPO, "default": {}}
-    out, err = StringIO(), StringIO()
-
-    page = admin_client.get("/admin/django_distlock/methodlock/")
-    with pytest.raises(CommandError, match="Not purged: typo"):
-        call_command("purge_stale_locks", stdout=out, stderr=err)
-
-    assert page.status_code == 200
-    assert "default: " in out.getvalue()
-    assert "unknown key 'TLL'" in err.getvalue()
 
 
 def test_no_default_alias_is_a_warning(settings: Settings) -> None:
@@ -328,37 +309,11 @@ def test_each_server_of_redlock_that_is_down_is_told(settings: Settings) -> None
     ]
 
 
-SQLITE: dict[str, dict[str, Any]] = {
-    "driver": {"NAME": "x.sqlite3", "OPTIONS": {"nonsense": 1}},
-    "folder": {"NAME": "/nowhere/x.sqlite3"},
-    "file": {"NAME": __file__},
-}
 WRONG = {
     "driver": "Correct the settings: the driver refuses one of them.",
     "folder": "Correct the name of the file; its folder must exist, and this process must be able to write there.",
     "file": "Correct the name of the file; its folder must exist, and this process must be able to write there.",
 }
-
-
-# Where SQLite finds out at once that a file is no database (3.53), Django's own connection to it stays open.
-@pytest.mark.filterwarnings("ignore:unclosed database:ResourceWarning")
-def test_a_database_that_cannot_be_opened_is_told_and_stops_no_other(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for alias, known in SQLITE.items():
-        engine = {"ENGINE": "django.db.backends.sqlite3", **known}
-        database = connections.configure_settings({"default": {}, alias: engine})[alias]
-        monkeypatch.setitem(connections.settings, alias, database)
-    settings.DISTLOCK = {alias: {"OPTIONS": {"using": alias}} for alias in ["default", *SQLITE]}
-
-    messages = check_servers(databases=["default", *SQLITE])
-
-    told = {error.msg.split("'")[1]: str(error.hint).partition(" See ")[0] for error in messages}
-    assert told == WRONG
-    locks.reset()
-    for alias in SQLITE:
-        del connections[alias]
-    collect_garbage()  # here, where its complaint is expected
 
 
 class Deploy(migrate.Command):
@@ -387,12 +342,6 @@ class Wrapper:
 
 
 Wrapper.__module__ = property(lambda _: "a.module")  # type: ignore[assignment]  # as there
-
-
-def test_servers_are_asked_below_a_method_in_a_wrapper(settings: Settings) -> None:
-    settings.DISTLOCK = {"default": {"BACKEND": LOCMEM}}
-
-    assert Wrapper().check() == []
 
 
 @pytest.fixture
@@ -433,25 +382,6 @@ def test_a_migrate_that_takes_no_lock_is_told(settings: Settings) -> None:
     ]
     settings.INSTALLED_APPS = [CONTRIB, OWN]
     assert check_migrate() == []
-
-
-def test_two_apps_with_a_command_migrate_are_told(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    commands = tmp_path / "tenants" / "management" / "commands"
-    commands.mkdir(parents=True)
-    (tmp_path / "tenants" / "__init__.py").touch()
-    (commands / "migrate.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    settings.INSTALLED_APPS = [CONTRIB, OWN, "tenants"]
-
-    assert check_migrate() == [
-        CheckWarning(
-            f"{OWN!r}, 'tenants' have a command migrate each: only that of {OWN!r} is run.",
-            hint=f"Write one command that does what they do, in an app before them. See {PAGE}#distlock-w004",
-            id="distlock.W004",
-        )
-    ]
 
 
 def test_a_kind_of_database_that_keeps_no_locks_is_an_error(

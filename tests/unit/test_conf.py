@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from django.core.checks import CheckMessage, Error, run_checks
 from django.db import connection, transaction
-from django.test import override_settings
 from pytest_django.fixtures import Settings
 
 from django_distlock import (
@@ -256,23 +255,6 @@ def test_a_function_that_returns_no_text_is_told_when_a_lock_is_asked_for(
         lock("x", using="a").locked()
 
 
-def test_there_is_one_backend_for_each_alias(settings: Settings) -> None:
-    settings.DISTLOCK = {"a": {"BACKEND": LOCMEM}, "b": {"BACKEND": LOCMEM}}
-
-    assert locks["a"] is locks["a"]
-    assert locks["a"] is not locks["b"]
-
-
-def test_changed_settings_make_new_backends() -> None:
-    with override_settings(DISTLOCK={"default": {"BACKEND": LOCMEM}}):
-        inside = locks["default"]
-        with override_settings(DISTLOCK={"default": {"BACKEND": LOCMEM, "TTL": 5}}):
-            assert locks["default"] is not inside
-            assert locks["default"].ttl == 5
-
-    assert not isinstance(locks["default"], DummyBackend | LocMemBackend)
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(1, 1.0), (0.25, 0.25), (timedelta(milliseconds=1500), 1.5), (1e9, 1e9)],
@@ -464,23 +446,3 @@ def test_alias_used_before_tests_run_is_swapped_and_put_back(
 
     with recipe as lease:
         assert isinstance(lease.backend, DatabaseBackend)
-
-
-def test_each_test_begins_without_locks(
-    settings: Settings, tests_run: Callable[[str], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    settings.DISTLOCK = {"default": {}, "own": {"TEST": {"BACKEND": None}}}
-    tests_run("one")
-    left = [lock("left", using=alias).acquire() for alias in settings.DISTLOCK]
-    lock("handed on").acquire().detach()  # type: ignore[union-attr]  # a lease
-
-    tests_run("two")
-
-    assert all(lock("left", using=alias, timeout=0).acquire() for alias in settings.DISTLOCK)
-    assert lock("handed on", timeout=0).acquire()
-    assert [lease.reason for lease in left if lease] == ["the test that took it is over"] * 2
-    # By this thread: what other tests have left may be given back in the background.
-    told = [each.message for each in caplog.records if each.thread == threading.get_ident()]
-    assert told == ["Lock left was lost: the test that took it is over"] * 2
-    tests_run("three")
-    locks["default"]

@@ -42,18 +42,6 @@ def test_dispatch_of_a_view_holds_it() -> None:
     assert not _is_held("a")
 
 
-def test_a_lock_may_decorate_dispatch_too() -> None:
-    @method_decorator([lock("a"), distributed_lock("{number}", on_busy=respond())], name="dispatch")
-    class Held(View):
-        def get(self, request: HttpRequest, number: int) -> HttpResponse:
-            return HttpResponse(f"{_is_held('a')} {_is_held('7')}")
-
-    response = Held.as_view()(RequestFactory().get("/"), number=7)
-
-    assert isinstance(response, HttpResponse)
-    assert response.content == b"True True"
-
-
 def test_a_view_may_be_an_object() -> None:
     class Latest(Feed):  # type: ignore[type-arg]  # Django's has no types
         title = link = description = "latest"
@@ -97,18 +85,6 @@ async def test_dispatch_of_an_asynchronous_view_holds_it() -> None:
             return HttpResponse(str(await lock("a").alocked()))
 
     response = await Held.as_view()(AsyncRequestFactory().get("/"))  # type: ignore[misc]  # a coroutine
-
-    assert response.content == b"True"
-    assert not await lock("a").alocked()
-
-
-async def test_a_decorated_asynchronous_view_holds_it() -> None:
-    class Held(View):
-        async def get(self, request: HttpRequest) -> HttpResponse:
-            return HttpResponse(str(await lock("a").alocked()))
-
-    view = distributed_lock("a")(Held.as_view())
-    response = await view(AsyncRequestFactory().get("/"))  # type: ignore[misc]  # a coroutine
 
     assert response.content == b"True"
     assert not await lock("a").alocked()

@@ -10,8 +10,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from django.core import signing
-from django.core.exceptions import SynchronousOnlyOperation
 from django.db import connection, transaction
 from django.utils import timezone
 
@@ -268,19 +266,6 @@ def test_the_holder_is_the_task_and_when_it_runs_its_id(task: Any) -> None:
     assert held.holder.purpose == task.module_path
 
 
-def test_a_task_gets_its_context() -> None:
-    result = with_context.enqueue(7)
-
-    assert result.return_value == [result.id, 7]
-    assert with_context.using(backend="queue").enqueue(7)
-    assert with_context.enqueue(number=7) is None
-
-
-def test_a_unique_task_that_failed_is_free() -> None:
-    assert failing.enqueue(7).errors[0].exception_class is OSError
-    assert not lock("once:7").locked()
-
-
 def test_a_lock_that_no_such_task_holds_is_no_silence() -> None:
     with lock("once:7"), pytest.raises(LockNotAcquired):
         once.enqueue(7)
@@ -298,13 +283,6 @@ async def test_a_task_that_could_not_be_sent_is_free() -> None:
     assert not lock("once:8").locked()
 
 
-async def test_in_async_code_a_lock_in_a_database_says_what_to_write(settings: Settings) -> None:
-    settings.DISTLOCK = {"default": {}}
-
-    with pytest.raises(SynchronousOnlyOperation, match=r"write await task.aenqueue\("):
-        once.enqueue(7)
-
-
 @pytest.mark.parametrize(
     "what", [(1, 2), {"a": (1, 2)}, b"x"], ids=["tuple", "tuple in a dict", "bytes"]
 )
@@ -317,18 +295,6 @@ def test_arguments_that_json_changes_keep_their_name(what: Any) -> None:
     assert in_queue.enqueue(what) is None
     assert run(queued()[0]) is True
     assert with_arguments.enqueue(what, distlock=handed_over(f"any:{what}")).return_value is True
-
-
-def test_a_worker_of_an_earlier_release_can_read_the_lease() -> None:
-    in_queue = once.using(backend="queue")
-    in_queue.enqueue(7)
-    in_queue.enqueue(8, distlock=handed_over("once:8"))
-
-    for sent in queued():
-        text = sent.kwargs["distlock"]
-        # Those of the first candidate take this text, whole, and refuse a field that they do not know.
-        assert "key" not in signing.loads(text, salt="django_distlock.lease")
-        Lease.attach(text).release()
 
 
 def handed_over(name: str) -> str:
@@ -440,17 +406,6 @@ def test_what_a_savepoint_has_rolled_back_is_free_and_the_rest_is_not() -> None:
     assert lock("once:9").locked()
 
 
-def test_what_is_committed_is_not_free_though_a_function_for_the_commit_fails() -> None:
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), transaction.atomic():
-        transaction.on_commit(fail)
-        once.using(backend="queue").enqueue(7)
-
-    never(lambda: not lock("once:7").locked(), 0.5)
-
-
 def test_without_autocommit_too_what_is_rolled_back_is_free_and_what_is_committed_is_not() -> None:
     task = once.using(backend="queue")
     transaction.set_autocommit(False)
@@ -492,15 +447,3 @@ def test_a_lock_that_ends_with_its_process_is_refused(settings: Settings) -> Non
 
     with pytest.raises(NotSupported, match="unique_task"):
         bound.enqueue(7)
-
-
-@pytest.mark.parametrize("task", [once, aonce])
-def test_a_text_that_cannot_be_read_is_a_lease_that_has_ended(
-    task: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    result = task.enqueue(7, distlock="signed by a key that is gone")
-
-    assert result.return_value is True
-    [told] = [each.getMessage() for each in caplog.records if each.name == "django_distlock"]
-    assert "SECRET_KEY_FALLBACKS" in told
-    assert "lock once:7" in told

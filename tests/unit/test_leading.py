@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
-from typing import Any, Never
+from typing import Never
 
 import pytest
 
@@ -21,7 +21,6 @@ from django_distlock import (
 )
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine import waiting
-from django_distlock.engine.values import Request
 from django_distlock.signals import lock_busy
 from tests.contract.crew import elsewhere, held_in_thread, start, waiting_for
 from tests.fixtures.eventually import aeventually, eventually, never
@@ -142,44 +141,6 @@ def test_a_server_that_fails_is_asked_again(
     assert len(tries) > tried + 1
 
 
-def test_after_a_loss_it_leads_again_though_its_server_could_not_be_told(
-    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    is_down = threading.Event()
-    acquire, release = memory.try_acquire, memory.release
-
-    def fail_once(*args: Any, **how: Any) -> Any:
-        if is_down.is_set():
-            is_down.clear()
-            raise LockBackendError("default", "it is down")
-        return acquire(*args, **how)
-
-    def fail(request: Request) -> Any:
-        if is_down.is_set():
-            raise LockBackendError("default", "it is down")
-        return release(request)
-
-    monkeypatch.setattr(memory, "try_acquire", fail_once)
-    monkeypatch.setattr(memory, "release", fail)
-    led: list[Lease] = []
-
-    def work(lease: Lease) -> str:
-        led.append(lease)
-        if len(led) == 1:
-            is_down.set()
-            eventually(lambda: lease.lost)
-            return "lost"
-        return "done"
-
-    assert lead("poller", work, ttl=0.2, renew=False) == "done"
-
-    async def awork(lease: Lease) -> str:
-        return work(lease)  # it ends by itself before it can be cancelled
-
-    led.clear()
-    assert asyncio.run(alead("poller", awork, ttl=0.2, renew=False)) == "done"
-
-
 async def test_a_task_is_cancelled_at_a_loss_and_leads_again() -> None:
     led: list[Lease] = []
 
@@ -267,24 +228,6 @@ def test_a_group_with_another_error_comes_out() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         asyncio.run(alead("poller", awork, ttl=0.3, renew=False))
     assert caught.group_contains(RuntimeError)
-
-
-def test_the_result_is_kept_if_only_the_release_fails(
-    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(request: Request) -> Never:
-        raise LockBackendError("default", "it is down")
-
-    async def work(lease: Lease) -> str:
-        return "done"
-
-    monkeypatch.setattr(memory, "release", fail)
-
-    assert lead("poller", lambda lease: "done") == "done"
-    assert asyncio.run(alead("consumer", work)) == "done"
-
-    told = [each.getMessage() for each in caplog.records if "Leaving lock" in each.getMessage()]
-    assert [text.split(":")[0] for text in told] == ["Leaving lock poller", "Leaving lock consumer"]
 
 
 async def test_it_waits_for_ever_so_a_timeout_is_an_error() -> None:

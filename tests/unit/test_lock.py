@@ -130,17 +130,6 @@ def test_lock_all_takes_names_and_no_list_of_them() -> None:
         lock_all(names)
 
 
-def test_lock_all_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one name"):
-        lock_all()
-
-
-def test_an_alias_that_is_no_text_is_refused(memory: LocMemBackend) -> None:
-    for alias in (None, 42, ["default"]):
-        with pytest.raises((InvalidLockBackend, TypeError)):
-            lock("a", using=alias).acquire()  # type: ignore[arg-type]  # under test
-
-
 def test_leaving_a_with_twice_is_an_error(memory: LocMemBackend) -> None:
     mine = lock("a")
     with mine:
@@ -343,30 +332,6 @@ def test_who_leaves_while_another_one_enters_leaves_its_own_lease(memory: LocMem
     recipe.__exit__(None, None, None)
 
 
-def test_who_releases_while_others_do_releases_its_own_lease(memory: LocMemBackend) -> None:
-    recipe = lock("a", shared=True)
-    lease = recipe.acquire()
-    assert lease
-    others = [elsewhere(recipe.acquire) for _ in range(2)]
-
-    def hold_again() -> None:  # what has ended is forgotten at the next acquire
-        assert recipe.acquire()
-        recipe.release()
-
-    def let_others_go() -> None:
-        for other in others:
-            assert other
-            other.release()
-        elsewhere(hold_again)
-
-    meanwhile = Meanwhile("call is_of_caller", let_others_go)
-
-    meanwhile.in_the(recipe.release)
-
-    assert meanwhile.has_come
-    assert not lease.held
-
-
 @pytest.mark.parametrize("terms", [{"shared": True}, {"limit": 2}])
 def test_who_leaves_in_another_function_leaves_its_own_lease(
     memory: LocMemBackend, terms: LockTerms
@@ -397,18 +362,6 @@ def test_who_leaves_in_another_function_leaves_its_own_lease(
 def _resize(function: Any, more: int) -> None:
     code = function.__code__
     function.__code__ = code.replace(co_stacksize=10 + more)
-
-
-def test_a_generator_that_is_closed_leaves_its_own_place(memory: LocMemBackend) -> None:
-    places = lock("a", limit=2, reentrant=False)
-    generator = _holding(places)
-    lease = next(generator)
-
-    with places as other:
-        generator.close()
-
-        assert not lease.held
-        other.check()
 
 
 def test_a_generator_that_has_lost_its_lease_leaves_no_later_one(memory: LocMemBackend) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from django_distlock import LockNotAcquired, distributed_lock, lock
 from django_distlock.backends.locmem import LocMemBackend
-from django_distlock.engine.registry import registry
 from django_distlock.engine.values import Busy, first_to_end
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import line_key, line_of, place_key, place_of, server_key
 from django_distlock.testing import held_elsewhere
-from tests.contract.crew import start
-from tests.fixtures.eventually import aeventually, eventually
 
 
 @pytest.mark.parametrize("name", ["a", "a~", "a~3", "~", "x" * 10_000, "Ärger"])
@@ -66,29 +62,6 @@ def test_a_limit_may_depend_on_the_call(memory: LocMemBackend) -> None:
         lock("a", limit=lambda: 1)  # only a function has calls
 
 
-def test_places_that_come_free_together_let_as_many_in(
-    memory: LocMemBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory, "waiting", replace(memory.waiting, look_again=60.0))
-    recipe = lock("a", limit=2, timeout=60, reentrant=False)
-    leases = [recipe.acquire() for _ in range(2)]
-    waiters = [start(recipe.acquire) for _ in range(2)]
-    eventually(
-        lambda: sum(not (each.is_granted or each.is_asking) for each in registry.leases()) == 2
-    )
-
-    # The first one is woken twice: no waiter gets on in between.
-    with memory._memory.mutex:
-        for lease in leases:
-            assert lease
-            lease.release()
-
-    for waiter in waiters:
-        lease = waiter.result(10)
-        assert lease
-        lease.release()
-
-
 # The rest is tried on the semaphores of Python too.
 
 
@@ -98,29 +71,6 @@ def three(request: pytest.FixtureRequest, memory: LocMemBackend) -> Any:
     if request.param == "ours":
         return lock("a", limit=3, timeout=None, reentrant=False)
     return threading.Semaphore(3)
-
-
-def test_a_release_lets_one_waiter_in(three: Any) -> None:
-    for _ in range(3):
-        three.acquire()
-    inside: list[int] = []
-
-    def wait(number: int) -> None:
-        with three:
-            inside.append(number)
-            leave.acquire()
-
-    leave = threading.Semaphore(0)
-    waiters = [start(lambda number=number: wait(number)) for number in range(4)]  # type: ignore[misc]
-    three.release()
-    eventually(lambda: len(inside) == 1)
-    three.release()
-    three.release()
-    eventually(lambda: len(inside) == 3)
-    for _ in waiters:
-        leave.release()
-    for waiter in waiters:
-        waiter.result(10)
 
 
 class Two:
@@ -140,24 +90,3 @@ def two(request: pytest.FixtureRequest, memory: LocMemBackend) -> Two:
         return Two(lambda: lock("a", limit=2, timeout=None), lambda: memory.queue.waiters(line))
     semaphore = asyncio.Semaphore(2)
     return Two(lambda: semaphore, lambda: len(semaphore._waiters or ()))
-
-
-async def test_tasks_come_in_the_order_in_which_they_waited(two: Two) -> None:
-    order: list[int] = []
-    leave = [asyncio.Event() for _ in range(8)]
-
-    async def work(number: int) -> None:
-        async with two():
-            order.append(number)
-            await leave[number].wait()
-
-    tasks = []
-    for number in range(8):
-        tasks.append(asyncio.create_task(work(number)))
-        await aeventually(lambda: len(order) + two.waiting() == len(tasks))
-    for number in range(8):
-        leave[number].set()
-        await aeventually(lambda: len(order) == min(number + 3, 8))  # noqa: B023 - awaited at once
-    await asyncio.gather(*tasks)
-
-    assert order == [*range(8)]

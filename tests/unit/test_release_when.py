@@ -36,7 +36,7 @@ from django_distlock.signals import lock_released
 from django_distlock.testing import reset_locks
 from testproject.models import Account
 from tests.contract.crew import held_in_thread
-from tests.fixtures.eventually import eventually, never
+from tests.fixtures.eventually import eventually
 from tests.unit.conftest import LOCMEM
 
 pytestmark = pytest.mark.usefixtures("memory")
@@ -163,19 +163,6 @@ def test_it_is_free_after_a_commit_whose_functions_fail() -> None:
     assert is_free()
 
 
-def test_nor_is_one_whose_functions_roll_back_transactions_of_their_own() -> None:
-    def fail_in_a_block() -> None:
-        with pytest.raises(RolledBack), transaction.atomic():
-            raise RolledBack
-
-    with transaction.atomic():
-        transaction.on_commit(fail_in_a_block)
-        with lock("a", min_hold=60, free_on_error=True):
-            pass
-
-    never(is_free, 0.3)
-
-
 def test_another_thread_that_is_refused_to_close_the_connection_does_not_free_it() -> None:
     with ThreadPoolExecutor(1) as pool, transaction.atomic():
         by_with()
@@ -228,13 +215,6 @@ def test_a_rollback_is_an_error_after_which_no_min_hold_counts() -> None:
 
     assert is_free("a")
     assert not is_free("b")
-
-
-def test_a_transaction_that_begins_and_ends_inside_it_keeps_nothing() -> None:
-    with lock("a"), transaction.atomic(durable=True):
-        pass
-
-    assert is_free()
 
 
 def test_without_autocommit_it_is_kept_until_the_next_commit() -> None:
@@ -311,27 +291,12 @@ def test_who_is_inside_at_the_commit_stays_inside() -> None:
     assert is_free()
 
 
-def test_one_that_must_not_be_entered_twice_still_waits_for_itself() -> None:
-    with transaction.atomic():
-        by_with()
-        with lock("a"):
-            assert lock("a", reentrant=False, timeout=0).acquire() is None
-
-
 def test_a_reader_that_becomes_a_writer_is_told_why_it_cannot() -> None:
     with transaction.atomic():
         with lock("a", shared=True):
             pass
         with pytest.raises(LockDeadlock, match="holds it shared, until its transaction ends"):
             lock("a", timeout=5).acquire()
-    assert is_free()
-
-
-def test_the_end_of_an_inner_entry_keeps_nothing_if_the_outer_one_goes_on() -> None:
-    with lock("a"):
-        with transaction.atomic():
-            by_with()
-        assert not is_free()
     assert is_free()
 
 
@@ -538,18 +503,6 @@ def release_early(lease: Lease) -> None:
 def detach_early(lease: Lease) -> None:
     with transaction.atomic():
         lease.detach()
-
-
-@pytest.mark.parametrize("leave", [release_early, detach_early])
-def test_one_from_before_that_is_left_inside_is_warned_of(leave: Callable[[Lease], None]) -> None:
-    lease = lock("a").acquire()
-    assert lease
-
-    with pytest.warns(ReleasedBeforeCommit, match="after the commit") as warned:
-        leave(lease)
-
-    assert [each.lineno for each in warned] == [leave.__code__.co_firstlineno + 2]
-    reset_locks()
 
 
 @pytest.mark.parametrize("leave", [release_early, detach_early])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -116,23 +115,6 @@ def test_a_failed_renewal_is_tried_again_soon(watched: Watched) -> None:
     assert len(failed) >= 3
 
 
-@pytest.mark.slow
-def test_a_look_that_fails_is_not_the_last_one(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(leases: object) -> None:
-        failures.append(clock.lease_time())
-        raise ValueError("a bug")
-
-    failures: list[float] = []
-    with lock("a", ttl=6) as lease:
-        with monkeypatch.context() as patch:
-            patch.setattr(registry, "_end_what_is_over", fail)
-            eventually(lambda: failures)
-        eventually(lambda: watched.batches, what="it is renewed all the same")
-        assert lease.held
-
-
 def test_an_extension_that_is_told_late_prolongs_nothing_that_is_over(
     watched: Watched, put_forward: PutForward
 ) -> None:
@@ -160,17 +142,6 @@ def test_a_renewal_that_answers_after_the_deadline_is_a_loss(
     lease.confirm(start + 9, 10)
 
     assert lease.lost
-
-
-@pytest.mark.slow
-def test_a_callback_that_exits_ends_no_renewal(watched: Watched) -> None:
-    lost = lock("lost", ttl=0.3, renew=False).acquire()
-    assert lost
-    lost.on_lost(sys.exit)
-
-    with lock("a", ttl=4.5) as lease:
-        eventually(lambda: watched.batches, what="the other lease is renewed")
-        lease.check()
 
 
 def test_a_lease_is_not_due_while_it_is_being_granted(

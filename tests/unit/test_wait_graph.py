@@ -50,10 +50,6 @@ def world() -> Iterator[World]:
     assert not world.graph._waiting
 
 
-def test_who_comes_later_has_a_later_number(world: World) -> None:
-    assert 0 < world.graph.arrive() < world.graph.arrive()
-
-
 def test_who_closes_a_circle_is_told_and_waits_no_more(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,18 +87,6 @@ def test_what_ones_own_transaction_holds_is_waited_for_in_vain(
     world.graph.end(waiter)
 
 
-def test_readers_wait_for_no_reader(world: World) -> None:
-    world.hold(A, world.me, shared=True)
-    world.hold(B, world.other)
-    reader, writer = world.waiter(A, world.other, shared=True), world.waiter(B, world.me)
-
-    world.graph.begin(reader)
-    world.graph.begin(writer)
-
-    world.graph.end(reader)
-    world.graph.end(writer)
-
-
 def test_a_reader_waits_for_a_writer_that_the_server_lets_no_later_reader_pass(
     world: World,
 ) -> None:
@@ -128,16 +112,3 @@ def test_a_reader_waits_for_a_writer_that_the_server_lets_no_later_reader_pass(
     with pytest.raises(LockDeadlock):
         world.graph.begin(after)
     world.graph.end(writer)
-
-
-def test_a_wait_that_is_over_is_in_no_circle(world: World) -> None:
-    world.hold(A, world.me)
-    world.hold(B, world.other)
-    gave_up = world.waiter(A, world.other, wait=Wait(0))
-    waiter = world.waiter(B, world.me)
-    world.graph.begin(gave_up)
-
-    world.graph.begin(waiter)
-
-    world.graph.end(gave_up)
-    world.graph.end(waiter)
