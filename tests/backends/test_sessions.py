@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 import time
@@ -324,16 +323,15 @@ def test_a_wait_on_a_server_that_hangs_is_an_error_in_time_and_a_lease_is_lost(
 
 
 @pytest.mark.parametrize("using", ["locks", "leases"])
-@pytest.mark.parametrize("verb", ["acquire", "locked"])
 def test_a_server_that_is_cut_off_is_an_error_within_four_seconds(
-    proxy: Proxy, name: str, using: str, verb: str
+    proxy: Proxy, name: str, using: str
 ) -> None:
     lately = lock(name, using=using, timeout=0)
 
     def ask() -> None:
         proxy.black_hole()
         with pytest.raises(LockBackendError):
-            getattr(lately, verb)()
+            lately.acquire()
         proxy.pass_through()
 
     # The connections of this one have stood idle.
@@ -537,9 +535,9 @@ def test_an_exception_from_outside_as_a_session_is_opened_takes_no_place(
 
 
 @pytest.mark.usefixtures("is_never_hung")
-@pytest.mark.parametrize("way", ["thread", "task", "waits on the server"])
+@pytest.mark.parametrize("is_queued", [False, True], ids=["tries", "waits on the server"])
 def test_a_connection_that_breaks_as_it_is_opened_is_opened_once_more(
-    proxy: Proxy, name: str, way: str
+    proxy: Proxy, name: str, is_queued: bool
 ) -> None:
     replies = _replies_of_opening(proxy, rival(name))
     assert replies > 1
@@ -548,11 +546,7 @@ def test_a_connection_that_breaks_as_it_is_opened_is_opened_once_more(
         request = rival(f"{name}:{number}")
         locks.close()
         proxy.drop_reply(after=number)
-        if way == "task":
-            answer = asyncio.run(backend().atry_acquire(request, queued=False))
-        else:
-            is_queued = way == "waits on the server"
-            answer = backend().try_acquire(request, queued=is_queued, left=10)
+        answer = backend().try_acquire(request, queued=is_queued, left=10)
         assert isinstance(answer, Grant)
         assert backend().release(request) is Release.RELEASED
         assert number or not proxy.replies_to_drop

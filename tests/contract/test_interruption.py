@@ -217,6 +217,7 @@ def test_an_exception_at_any_step_of_an_acquire_goes_up_and_leaves_nothing(
         other.leaves()
 
 
+@needs("typical")
 @pytest.mark.parametrize("kind", [*LEFT, *LEFT_BY_A_TASK])
 def test_an_exception_at_any_step_of_leaving_goes_up_and_leaves_nothing(
     using: str, name: str, rival: Rivals, monkeypatch: pytest.MonkeyPatch, kind: str

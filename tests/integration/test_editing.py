@@ -66,7 +66,7 @@ with isolate_apps("testproject"):
 EDITOR = ("view_account", "change_account", "delete_account", "view_fee", "add_fee", "change_fee")
 
 
-@pytest.fixture(autouse=True, params=["database", "memory"])
+@pytest.fixture(autouse=True, params=["database"])
 def site(request: pytest.FixtureRequest, settings: Any) -> Iterator[None]:
     kind = request.param
     settings.ROOT_URLCONF = edit_site.addresses()
@@ -490,7 +490,9 @@ def test_an_alias_that_holds_no_locks_for_pages_is_refused(
         ada.get(reverse("rename", args=[account.pk]))
 
 
-@pytest.mark.parametrize("site", ["postgres", "mariadb", "redis", "redis_five"], indirect=True)
+@pytest.mark.parametrize(
+    "site", ["memory", "postgres", "mariadb", "redis", "redis_five"], indirect=True
+)
 def test_it_is_the_same_on_every_server(
     site: None, account: Account, ada: Client, bob: Client, chief: Client
 ) -> None:
