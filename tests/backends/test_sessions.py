@@ -29,13 +29,16 @@ from django_distlock.ground.holder import Holder
 from django_distlock.models import FencingCounter
 from tests.backends.conftest import apart
 from tests.contract.crew import start, together
+from tests.fixtures.databases import migrate
 from tests.fixtures.eventually import eventually, in_time, never
+from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
 
 from .session_tools import BOTH, SITES, aliases, ask, backend, end_session, session_number, waiters
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import FrameType
 
     from pytest_django.fixtures import Settings
