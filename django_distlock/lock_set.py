@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from asgiref.sync import markcoroutinefunction
@@ -12,6 +13,7 @@ from .engine.registry import Awaited
 from .engine.waiting import Wait
 from .exceptions import LockError, LockLost, LockNotAcquired, LockNotHeld
 from .ground.caller import Caller
+from .ground.naming import printable
 from .lock import EnteredWith, Lock, LockTerms, Terms, lists_terms, nothing_to_cancel
 
 if TYPE_CHECKING:
@@ -26,15 +28,22 @@ _Left = tuple[Lock, EnteredWith, object]
 
 
 class LockSet:
-    """Several locks, acquired in the order of their names, so two sets never deadlock."""
+    """Several locks, acquired in the order of their names and aliases, so two sets never deadlock."""
 
-    def __init__(self, names: tuple[str | Model, ...], terms: Terms) -> None:
-        """Raise ValueError if there are no *names*."""
-        if not names:
+    def __init__(self, wanted: tuple[str | Model | Lock, ...], terms: Terms) -> None:
+        """*terms* are those of names, and their timeout is that of all; ValueError if locks do not go together."""
+        if not wanted:
             raise ValueError("lock_all() takes at least one name.")
-        named = [terms.lock(name) for name in names]
+        self._timeout = terms.timeout
+        of_names = replace(terms, timeout=-1)
+        named = [each if isinstance(each, Lock) else of_names.lock(each) for each in wanted]
         self.names = tuple(lock.name for lock in named)
-        self._locks = {lock.name: lock for lock in sorted(named, key=lambda lock: lock.name)}
+        first_of = {_identity(lock): lock for lock in reversed(named)}
+        #: In the order that was written, and in which they are acquired.
+        self._as_written = [first_of[_identity(lock)] for lock in named]
+        self._locks = [first_of[identity] for identity in sorted(first_of)]
+        for lock, first in zip(named, self._as_written, strict=True):
+            _check_together(lock, first)
 
     def acquire(self) -> tuple[Lease, ...] | None:
         """Return the leases in the order of the names, or None if a lock was busy until the timeout.
@@ -52,16 +61,15 @@ class LockSet:
     @markcoroutinefunction
     def aacquire(self) -> Coroutine[Any, Any, tuple[Lease, ...] | None]:
         """As acquire(). The locks belong to the caller, even if another task awaits the result."""
-        in_order = [self._locks[name] for name in self.names]
-        awaited = [Awaited(lock.terms.using, lock.key()) for lock in in_order]
+        awaited = [Awaited(lock.terms.using, lock.key()) for lock in self._as_written]
         return self._aacquire(Caller(), awaited)
 
     async def _aacquire(self, caller: Caller, awaited: list[Awaited]) -> tuple[Lease, ...] | None:
         try:
-            for lock in self._locks.values():
+            for lock in self._locks:
                 if lock.terms.cancel_when_lost:
                     raise nothing_to_cancel("acquire()")
-            keys = {name: each.key for name, each in zip(self.names, awaited, strict=True)}
+            keys = {lock: each.key for lock, each in zip(self._as_written, awaited, strict=True)}
             leases = await self._aenter(caller, keys)
             self._keep_acquired(leases)
             for each, lease in zip(awaited, leases, strict=True):
@@ -98,7 +106,7 @@ class LockSet:
         """Return what this caller acquired last, and forget it; and an error for each lock that it does not hold."""
         leases: list[Lease] = []
         missing: list[LockNotHeld] = []
-        for lock in self._locks.values():
+        for lock in self._locks:
             try:
                 leases.append(lock.recall())
             except LockNotHeld as error:
@@ -106,13 +114,13 @@ class LockSet:
         return leases, missing
 
     def __enter__(self) -> tuple[Lease, ...]:
-        wait = Wait(self._timeout())
+        wait = Wait(self._patience())
         while True:
             try:
                 with ExitStack() as stack:
                     leases = {}
-                    for name, lock in self._locks.items():
-                        leases[name] = lock.enter(wait.left)
+                    for lock in self._locks:
+                        leases[lock] = lock.enter(wait.left)
                         stack.push(lock.leave_at_once)
                     return self._all_held(leases, stack)
             except LockLost:  # one ended while another was waited for: all are free again
@@ -124,7 +132,7 @@ class LockSet:
         try:
             left = self._to_leave()
             stack = ExitStack()
-            for lock in self._locks.values():
+            for lock in self._locks:
                 stack.push(lock)
             stack.__exit__(*error)
         except LockError:
@@ -137,16 +145,16 @@ class LockSet:
         return await self._aenter()
 
     async def _aenter(
-        self, caller: Caller | None = None, keys: dict[str, str] | None = None
+        self, caller: Caller | None = None, keys: dict[Lock, str] | None = None
     ) -> tuple[Lease, ...]:
-        wait = Wait(self._timeout())
+        wait = Wait(self._patience())
         while True:
             try:
                 async with AsyncExitStack() as stack:
                     leases = {}
-                    for name, lock in self._locks.items():
-                        leases[name] = await lock.aenter(
-                            wait.left, caller=caller, key=keys[name] if keys else ""
+                    for lock in self._locks:
+                        leases[lock] = await lock.aenter(
+                            wait.left, caller=caller, key=keys[lock] if keys else ""
                         )
                         stack.push_async_exit(lock)
                     return self._all_held(leases, stack)
@@ -159,7 +167,7 @@ class LockSet:
         try:
             left = self._to_leave()
             stack = AsyncExitStack()
-            for lock in self._locks.values():
+            for lock in self._locks:
                 stack.push_async_exit(lock)
             await stack.__aexit__(*error)
         except (LockError, asyncio.CancelledError, GeneratorExit):
@@ -169,7 +177,7 @@ class LockSet:
             raise
 
     def _to_leave(self) -> list[_Left]:
-        blocks = [(lock, lock.innermost()) for lock in self._locks.values()]
+        blocks = [(lock, lock.innermost()) for lock in self._locks]
         return [(lock, block, block.lease.entries) for lock, block in blocks]
 
     def _finish_leaving(self, left: list[_Left]) -> None:
@@ -178,40 +186,65 @@ class LockSet:
             lock.finish_leaving(block, entries)
 
     def __repr__(self) -> str:
-        return f"<LockSet {list(self._locks.values())!r}>"
+        return f"<LockSet {self._locks!r}>"
 
     def _keep_acquired(self, leases: tuple[Lease, ...]) -> None:
         try:
-            for lease in {*leases}:
-                self._locks[lease.name].keep_acquired(lease)
+            for lock, lease in dict(zip(self._as_written, leases, strict=True)).items():
+                lock.keep_acquired(lease)
         except BaseException:  # asynchronous: nobody will have the leases
             for lease in {*leases}:
                 lease.release_later()
             raise
 
     def _all_held(
-        self, leases: dict[str, Lease], stack: ExitStack | AsyncExitStack
+        self, leases: dict[Lock, Lease], stack: ExitStack | AsyncExitStack
     ) -> tuple[Lease, ...]:
         """Return *leases* in the order of the names, and keep *stack* from releasing them; LockLost if one has ended."""
         for lease in leases.values():
             lease.check()
-        in_order = tuple(leases[name] for name in self.names)
+        in_order = tuple(leases[lock] for lock in self._as_written)
         stack.pop_all()  # last: an asynchronous exception must find them in it
         return in_order
 
-    def _timeout(self) -> float | None:
-        return next(iter(self._locks.values())).default_timeout()
+    def _patience(self) -> float | None:
+        """Return how long to wait for all: without a timeout, the shortest one of the aliases."""
+        if self._timeout != -1:
+            return self._timeout
+        limits = [lock.default_timeout() for lock in self._locks]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _identity(lock: Lock) -> tuple[str, str, bool]:
+    """Return what makes a lock another one; sorted by the name first, as two aliases may be of one server."""
+    return lock.name, lock.terms.using, lock.terms.limit is not None
+
+
+def _check_together(lock: Lock, first: Lock) -> None:
+    """Raise ValueError if *lock* has a timeout of its own, or other terms than *first*, the same lock."""
+    if lock.terms.timeout != -1:
+        msg = f"lock_all() waits for all within one timeout: give it timeout=..., and the lock {printable(lock.name)!r} none."
+        raise ValueError(msg)
+    if lock.terms != first.terms:
+        msg = f"lock_all() got the lock {printable(lock.name)!r} twice, with different arguments; give it once."
+        raise ValueError(msg)
 
 
 @lists_terms
-def lock_all(*names: str | Model, **terms: Unpack[LockTerms]) -> LockSet:
+def lock_all(*names: str | Model | Lock, **terms: Unpack[LockTerms]) -> LockSet:
     """Return an object that acquires all locks or none, within one timeout.
 
     The block begins only while all of them are held: if a lease ends while another lock is waited
     for, all are released and acquired again; LockLost if no time is left for that.
     ``with lock_all("account:1", "account:2") as leases:`` gives one lease for each name, in order.
+    Beside names, it takes locks with *terms* of their own: ``lock_all("a", lock("b", shared=True))``.
     """
     for several in names:
         if isinstance(several, (list, tuple, set, frozenset)):
             raise TypeError("lock_all() takes one argument for each name; write lock_all(*names).")
-    return LockSet(names, Terms.of(terms, "lock_all()"))
+    checked = Terms.of(terms, "lock_all()")
+    if names and all(isinstance(each, Lock) for each in names):
+        for word in sorted(terms.keys() - {"timeout"}):
+            msg = f"lock_all() has only locks, which have arguments of their own; write lock(..., {word}=...)."
+            raise TypeError(msg)
+    return LockSet(names, checked)

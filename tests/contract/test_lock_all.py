@@ -191,3 +191,109 @@ def test_the_block_begins_only_while_all_are_held(
     other.leaves()
 
     assert taking.result(30) == [True, True]
+
+
+def test_each_lock_has_terms_of_its_own(using: str, names: list[str], rival: Rivals) -> None:
+    first, second, third = names
+    mixed = lock_all(
+        lock(third, using=using, limit=2),
+        lock(second, using=using, purpose="its own"),
+        first,
+        using=using,
+        purpose="that of names",
+        timeout=0,
+    )
+
+    with mixed as leases:
+        assert [lease.name for lease in leases] == [third, second, first]
+        assert [lease.holder.purpose for lease in leases[1:]] == ["its own", "that of names"]
+        assert leases[0].place in {0, 1}
+        assert rival(of=third, limit=2).tries()
+        assert not rival(of=third, limit=2).tries()
+        assert not rival(of=first).tries()
+
+    assert not any(lease.held for lease in leases)
+
+
+@needs("shared")
+def test_a_reader_and_a_writer_go_together(using: str, names: list[str], rival: Rivals) -> None:
+    read, written = names[:2]
+    reader = rival(of=read, shared=True)
+    reader.takes()
+
+    with lock_all(lock(read, using=using, shared=True), written, using=using, timeout=0) as leases:
+        assert [lease.shared for lease in leases] == [True, False]
+    reader.leaves()
+
+    assert rival(of=read).tries()
+    assert rival(of=written).tries()
+
+
+async def test_a_place_that_is_busy_leaves_a_task_none(using: str, names: list[str]) -> None:
+    first, last = names[:2]
+    place = await lock(last, using=using, limit=1, reentrant=False).aacquire()
+    assert place
+    both = lock_all(
+        lock(last, using=using, limit=1, reentrant=False), first, using=using, timeout=0
+    )
+
+    assert await both.aacquire() is None
+    assert not await lock(first, using=using).alocked()
+    await place.arelease()
+    leases = await both.aacquire()
+    assert leases
+    await both.arelease()
+
+    assert [lease.place for lease in leases] == [0, None]
+    assert not any(lease.held for lease in leases)
+
+
+def test_a_lock_with_a_limit_is_another_one_than_that_without(using: str, name: str) -> None:
+    with lock_all(name, lock(name, using=using, limit=2), using=using) as (whole, part):
+        assert whole is not part
+        assert [whole.place, part.place in {0, 1}] == [None, True]
+
+
+def test_a_name_on_two_aliases_is_two_locks(using: str, name: str, rival: Rivals) -> None:
+    both = lock_all(lock(name, using="prefixed"), name, using=using, timeout=0)
+
+    with both as (there, here):
+        assert [there.using, here.using] == ["prefixed", using]
+        assert not rival().tries()
+    other = rival(site="prefixed")
+    other.takes()
+    assert both.acquire() is None
+    assert not lock(name, using=using).locked()
+    other.leaves()
+    leases = both.acquire()
+
+    assert leases
+    both.release()
+    assert not any(lease.held for lease in leases)
+
+
+def test_two_aliases_share_one_timeout(using: str, name: str, rival: Rivals, tick: float) -> None:
+    rival(site="prefixed").takes()
+    both = lock_all(lock(name, using="prefixed"), lock(name, using=using), timeout=4 * tick)
+    began = time.monotonic()
+
+    with pytest.raises(LockNotAcquired) as caught, both:
+        pytest.fail("one of them is held by somebody else")
+
+    assert caught.value.name == name
+    assert time.monotonic() - began >= 4 * tick
+    assert not lock(name, using=using).locked()
+
+
+def test_aliases_of_one_server_do_not_deadlock(sites: list[str], names: list[str]) -> None:
+    here, there = sites[:2]
+    first, second = names[:2]
+
+    def work(one: str, other: str) -> int:
+        for _ in range(10):
+            with lock_all(lock(first, using=one), lock(second, using=other), timeout=30):
+                pass
+        return 10
+
+    pairs = [(here, there), (there, here)] * 2
+    assert together(*(partial(work, *pair) for pair in pairs)) == [10] * 4

@@ -115,6 +115,8 @@ def take_a_lock(account: Account) -> None:
     assert_type(lock_all("a", "b"), LockSet)
     assert_type(lock_all("a").acquire(), tuple[Lease, ...] | None)
     lock_all("a").release()
+    with lock_all("a", lock("b", shared=True), lock("c", limit=20), timeout=5) as leases:
+        assert_type(leases, tuple[Lease, ...])
     assert_type(current_lease(), Lease | None)
     assert_type(current_lease("a"), Lease | None)
     transaction_lock("a", using="default", timeout=5)

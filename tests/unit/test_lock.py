@@ -22,6 +22,7 @@ from django_distlock import (
     InvalidLockBackend,
     Lease,
     Lock,
+    LockNotAcquired,
     LockNotHeld,
     current_lease,
     force_release,
@@ -30,7 +31,7 @@ from django_distlock import (
 )
 from django_distlock.backends.locmem import LocMemBackend
 from django_distlock.engine.registry import registry
-from tests.contract.crew import elsewhere, length_of_line
+from tests.contract.crew import elsewhere, held_in_thread, length_of_line
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -128,6 +129,49 @@ def test_lock_all_takes_names_and_no_list_of_them() -> None:
 
     with pytest.raises(TypeError, match=r"write lock_all\(\*names\)"):
         lock_all(names)
+
+
+def test_lock_all_has_one_timeout_for_locks_too(memory: LocMemBackend) -> None:
+    with pytest.raises(ValueError, match=r"give it timeout=..., and the lock 'b' none"):
+        lock_all("a", lock("b", timeout=5))
+
+
+def test_lock_all_refuses_arguments_that_no_name_is_there_for() -> None:
+    with pytest.raises(TypeError, match=r"has only locks, .* write lock\(\.\.\., ttl=\.\.\.\)"):
+        lock_all(lock("a"), lock("b"), timeout=5, ttl=30)
+
+
+@pytest.mark.parametrize(
+    "again", [lock("a", shared=True), lock("a", ttl=5), lock("a", purpose="b")]
+)
+def test_lock_all_refuses_one_lock_on_two_terms(again: Lock) -> None:
+    with pytest.raises(ValueError, match="got the lock 'a' twice, with different arguments"):
+        lock_all("a", "b", again)
+    with pytest.raises(ValueError, match="twice"):
+        lock_all(lock("c", limit=2), lock("c", limit=3))
+
+
+def test_one_lock_on_the_same_terms_is_locked_once(memory: LocMemBackend) -> None:
+    with lock_all("a", lock("a"), lock("a"), timeout=0) as leases:
+        assert len({*leases}) == 1
+    assert not lock("a").locked()
+
+
+def test_lock_all_without_a_timeout_waits_as_long_as_the_shortest_of_the_aliases(
+    settings: Any,
+) -> None:
+    memory = {"BACKEND": "django_distlock.backends.locmem.LocMemBackend"}
+    settings.DISTLOCK = {
+        "default": {**memory, "TIMEOUT": 20},
+        "patient": {**memory, "TIMEOUT": None, "KEY_PREFIX": "patient"},
+        "brief": {**memory, "TIMEOUT": 0.02, "KEY_PREFIX": "brief"},
+    }
+    three = lock_all("a", lock("a", using="brief"), lock("a", using="patient"))
+
+    with held_in_thread(lock("a")):
+        with pytest.raises(LockNotAcquired) as caught, three:
+            pytest.fail("one of them is held by somebody else")
+        assert caught.value.waited < 10
 
 
 def test_leaving_a_with_twice_is_an_error(memory: LocMemBackend) -> None:
