@@ -6,7 +6,7 @@ import logging
 import random
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal, Never, overload
 
 from celery import Task, current_task, shared_task
 from celery.contrib.django.task import DjangoTask
@@ -33,6 +33,7 @@ from .once import (
     checked_task,
     free,
     free_text,
+    is_decorated,
     packed,
     refuse_event_loop,
     task_id,
@@ -55,8 +56,11 @@ LOOK_AGAIN = 5.0
 SETTLES = 2.0
 
 
+@overload
+def unique_task(function: Callable[..., Any], /) -> Any: ...
+@overload
 def unique_task(
-    name: str | Callable[..., str],
+    name: str | Callable[..., str] | None = None,
     /,
     *,
     lease: float | timedelta = LEASE,
@@ -64,11 +68,22 @@ def unique_task(
     until: Literal["start", "end"] = "end",
     again: bool = False,
     **options: Any,
-) -> Callable[[Callable[..., Any]], Any]:
+) -> Callable[[Callable[..., Any]], Any]: ...
+def unique_task(
+    name: Any = None,
+    /,
+    *,
+    lease: float | timedelta = LEASE,
+    using: str = DEFAULT_ALIAS,
+    until: Literal["start", "end"] = "end",
+    again: bool = False,
+    **options: Any,
+) -> Any:
     """Make a shared task that is under way once: it is locked when it is sent, and until it has ended.
 
     Sending it again meanwhile returns the AsyncResult of the one that is under way. *name* may have
-    fields for arguments, ``"import:{shop_id}"``, or be a lambda that is called with them. *lease*: seconds
+    fields for arguments, ``"import:{shop_id}"``, or be a lambda that is called with them; without *name*,
+    the lock has the name of the function and all its arguments. *lease*: seconds
     for which a message that is never run keeps the name, counted from its eta; while the task runs, its
     lease is renewed. *options* are those of ``shared_task()``.
 
@@ -76,20 +91,21 @@ def unique_task(
     then, too, but the next body waits until this one has ended: what is sent meanwhile runs after it, once.
     """
     seconds = checked_lease(name, lease, options)
+    named = None if is_decorated(name) else name
 
     def decorate(function: Callable[..., Any]) -> Any:
         if isinstance(function, (Proxy, Task)):
             msg = "unique_task() makes the task itself; leave @shared_task out and give its arguments to unique_task()."
             raise TypeError(msg)
         is_bound = bool(options.get("bind"))
-        once = Once(function, name, seconds, using, is_bound=is_bound, until=until, again=again)
+        once = Once(function, named, seconds, using, is_bound=is_bound, until=until, again=again)
         base = options.get("base")
         kind = type("UniqueTask", (UniqueTask, base), {}) if base else UniqueTask
         # Celery logs errors in `throws` in one line, without a traceback.
         throws = (*options.get("throws", ()), LockNotAcquired)
         return shared_task(**{**options, "base": kind, "throws": throws}, once=once)(function)
 
-    return decorate
+    return decorate(name) if is_decorated(name) else decorate
 
 
 class _QueueLock(Lock):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
+from uuid import UUID
 
 from django.core import signing
 from django.core.signing import BadSignature
+from django.db.models import Model
 from django.utils.asyncio import async_unsafe
 
 from django_distlock.conf import checked_ttl, flag
@@ -32,14 +38,16 @@ from django_distlock.ground.naming import (
     checked_name,
     log_fields,
     printable,
+    signature_of,
     title_of,
     warn,
 )
+from django_distlock.ground.objects import object_name
 from django_distlock.handler import declared, locks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from datetime import timedelta
+    from inspect import Signature
 
     from django_distlock.backends.base import BaseLockBackend
     from django_distlock.lock import Lock
@@ -54,6 +62,8 @@ HEADER = "distlock"
 SALT = "django_distlock.task"
 #: Seconds that a message may wait in the queue, unless the task says otherwise.
 LEASE = 3600.0
+#: Characters of a name with all arguments before it is cut, and ends with its digest.
+LONGEST_CALL = 200
 #: What to write instead of arguments of lock(), which the decorator of a task would drop or refuse.
 _AT_A_TIME = "put @distributed_lock below the decorator of the task"
 _INSTEAD = {
@@ -74,10 +84,15 @@ def checked_lease(name: object, lease: float | timedelta, options: dict[str, Any
     for word in options:
         if word in _INSTEAD:
             raise TypeError(f"unique_task() has no {word!r}; {_INSTEAD[word]}.")
-    if not isinstance(name, str) and getattr(name, "__name__", "") != "<lambda>":
-        msg = f'unique_task() needs a name, such as "import:{{shop_id}}" or a lambda, not {name!r}.'
+    if not (name is None or isinstance(name, str) or callable(name)):
+        msg = f'The name must be text, such as "import:{{shop_id}}", or a lambda, not {name!r}.'
         raise TypeError(msg)
     return checked_ttl(lease, "lease")
+
+
+def is_decorated(name: object) -> bool:
+    """Return whether *name*, which stands first in unique_task(), is the function itself: there is no name."""
+    return callable(name) and getattr(name, "__name__", "") != "<lambda>"
 
 
 class Once:
@@ -86,7 +101,7 @@ class Once:
     def __init__(
         self,
         function: Callable[..., Any],
-        name: Name,
+        name: Name | None,
         lease: float,
         using: str,
         *,
@@ -94,7 +109,7 @@ class Once:
         until: str = "end",
         again: bool = False,
     ) -> None:
-        """Fields of *name* are arguments of *function*, except the first one if it *is_bound*.
+        """Fields of *name* are arguments of *function*, except the first one if it *is_bound*; None: all of them.
 
         TypeError or ValueError if *until* and *again* do not go together.
         """
@@ -107,9 +122,12 @@ class Once:
             )
         #: Whether the name is free while the body runs; and whether bodies then wait for each other.
         self.frees_at_start, self.again = again or until == "start", again
-        if isinstance(name, str):
-            # The sender of the task passes no first argument.
-            called = MethodType(function, object()) if is_bound else function
+        # The sender of the task passes no first argument.
+        called = MethodType(function, object()) if is_bound else function
+        self._name_for: Callable[[tuple[Any, ...], dict[str, Any]], str]
+        if name is None:
+            self._name_for = partial(_name_of_call, self.title, signature_of(called))
+        elif isinstance(name, str):
             self._name_for = NameTemplate(name, called).name_for
         else:
             self._name_for = lambda args, kwargs: name(*args, **kwargs)
@@ -164,6 +182,37 @@ class Once:
         logger.info(
             "Lock %s is held by %s: not sent", printable(name), printable(holder), extra=fields
         )
+
+
+def _name_of_call(
+    title: str, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """Return the name for one call of the function *title*, with all its arguments; TypeError if one has no text."""
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments.items()
+    try:
+        told = ", ".join(
+            f"{word}={json.dumps(value, sort_keys=True, default=_as_text)}" for word, value in given
+        )
+    except (TypeError, ValueError) as problem:
+        msg = (
+            f"unique_task() cannot name {title}() by all its arguments ({problem}); give it a name."
+        )
+        raise TypeError(msg) from problem
+    name = f"{title}({told})"
+    if len(name) <= LONGEST_CALL:
+        return name
+    return f"{name[:LONGEST_CALL]}...#{hashlib.sha256(name.encode()).hexdigest()}"
+
+
+def _as_text(value: object) -> str:
+    """Return the text of an argument that JSON does not know, the same in every process."""
+    if isinstance(value, Model):
+        return object_name(value)
+    if isinstance(value, (date, time, timedelta, Decimal, UUID)):
+        return str(value)
+    raise TypeError(f"{value.__class__.__name__} has no text that is the same in every process")
 
 
 def packed(text: str, name: str) -> str:

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import fields
 from functools import partial, wraps
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Literal, Never
+from typing import TYPE_CHECKING, Any, Literal, Never, overload
 
 from asgiref.sync import sync_to_async
 from django.dispatch import receiver
@@ -26,6 +26,7 @@ from .once import (
     Once,
     checked_lease,
     free,
+    is_decorated,
     packed,
     refuse_event_loop,
     task_id,
@@ -50,8 +51,11 @@ if TYPE_CHECKING:
 _started: ContextVar[tuple[object, str]] = ContextVar("distlock_started", default=(None, ""))
 
 
+@overload
+def unique_task(function: Callable[..., Any], /) -> Any: ...
+@overload
 def unique_task(
-    name: str | Callable[..., str],
+    name: str | Callable[..., str] | None = None,
     /,
     *,
     lease: float | timedelta = LEASE,
@@ -59,11 +63,22 @@ def unique_task(
     until: Literal["start", "end"] = "end",
     again: bool = False,
     **options: Any,
-) -> Callable[[Callable[..., Any]], UniqueTask]:
+) -> Callable[[Callable[..., Any]], UniqueTask]: ...
+def unique_task(
+    name: Any = None,
+    /,
+    *,
+    lease: float | timedelta = LEASE,
+    using: str = DEFAULT_ALIAS,
+    until: Literal["start", "end"] = "end",
+    again: bool = False,
+    **options: Any,
+) -> Any:
     """Make a task that is under way once: it is locked when it is enqueued, and until it has ended.
 
     Enqueuing it again meanwhile sends nothing and returns None. *name* may have fields for arguments,
-    ``"import:{shop_id}"``, or be a lambda that is called with them. *lease*: seconds for which a message
+    ``"import:{shop_id}"``, or be a lambda that is called with them; without *name*, the lock has the name
+    of the function and all its arguments. *lease*: seconds for which a message
     that is never run keeps the name, counted from its ``run_after``; while the task runs, its lease is
     renewed. *options* are those of ``django.tasks.task()``.
 
@@ -72,13 +87,14 @@ def unique_task(
     runs after it, once.
     """
     seconds = checked_lease(name, lease, options)
+    named = None if is_decorated(name) else name
 
     def decorate(function: Callable[..., Any]) -> UniqueTask:
         if isinstance(function, Task):
             msg = "unique_task() makes the task itself; leave @task out and give its arguments to unique_task()."
             raise TypeError(msg)
         has_context = bool(options.get("takes_context"))
-        once = Once(function, name, seconds, using, is_bound=has_context, until=until, again=again)
+        once = Once(function, named, seconds, using, is_bound=has_context, until=until, again=again)
 
         def arriving(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Lock]:
             """Take the text of a lease, maybe empty, out of *kwargs*; return it and the lock of the call."""
@@ -117,7 +133,7 @@ def unique_task(
         unique: UniqueTask = kind(**{each.name: getattr(made, each.name) for each in fields(made)})
         return unique
 
-    return decorate
+    return decorate(name) if is_decorated(name) else decorate
 
 
 class UniqueTask(Task):  # type: ignore[type-arg]  # only its stubs are generic

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from django_distlock import Lease, Lock, LockNotAcquired, LockNotHeld, lock_all
+from django_distlock import Lease, Lock, LockNotAcquired, LockNotHeld, lock, lock_all
 from django_distlock.backends.base import BaseLockBackend
 from tests.fixtures.clocks import PutForward
 from tests.fixtures.eventually import eventually

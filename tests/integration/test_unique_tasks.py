@@ -245,6 +245,34 @@ def test_sent_again_and_again_right_after_its_end_it_is_never_left_out(
     assert len({each.id for each in results}) == 30
 
 
+def test_without_a_name_it_is_unique_by_all_its_arguments(
+    worker: CeleryWorker, diary: Diary
+) -> None:
+    first = send_to(worker, "by_all_arguments", diary)
+    began(diary, 1)
+
+    task, queue = unique_tasks.by_all_arguments, "nobody-works-here"
+    again = task.apply_async((), {"day": "today", "page": diary.page}, queue=queue)
+    other = task.apply_async((diary.page, "tomorrow"), queue=queue)
+
+    assert again.id == first.id != other.id
+    name = f'{unique_tasks.__name__}.by_all_arguments(page="{diary.page}", day="today")'
+    assert lock(name, using="redis").locked()
+    diary.let_go()
+    assert first.get(timeout=30) == "done"
+    eventually(lambda: not lock(name, using="redis").locked())
+
+
+def test_without_brackets_it_is_a_task_too() -> None:
+    @unique_task
+    def task(shop_id: int) -> bool:
+        return lock(f"{__name__}.{task.__qualname__}(shop_id={shop_id})").locked()
+
+    assert task(7)
+    with pytest.raises(TypeError, match=r"object has no text .*; give it a name"):
+        task(object())
+
+
 # What JSON does to arguments.
 
 
@@ -759,8 +787,8 @@ def test_wrong_terms_are_refused() -> None:
 
     with pytest.raises(ValueError, match="field 'shop'"):
         unique_task("import:{shop}")(task)
-    with pytest.raises(TypeError, match="needs a name"):
-        unique_task(task)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="must be text"):
+        unique_task(42)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="lease"):
         unique_task("import:{shop_id}", lease=0)
     with pytest.raises(ValueError, match="field 'self'"):

@@ -78,6 +78,11 @@ def step(page: str, *_: Any) -> str:
     return body(page)
 
 
+@unique_task(using="redis", lease=LEASE)
+def by_all_arguments(page: str, day: str = "today") -> str:
+    return body(page)
+
+
 @unique_task("once:{page}", lease=LEASE)
 def in_the_database(page: str) -> str:
     return body(page)

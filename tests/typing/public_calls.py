@@ -200,6 +200,24 @@ def import_orders(shop_id: int) -> str:
     return str(shop_id)
 
 
+@unique_task
+def import_prices(shop_id: int) -> None: ...
+
+
+@unique_task(lease=60)
+def import_all() -> None: ...
+
+
+@tasks.unique_task
+def count_prices(shop_id: int) -> int:
+    return shop_id
+
+
+@tasks.unique_task()
+def count_all() -> int:
+    return 7
+
+
 @unique_task(lambda shop_id: f"import:{shop_id}", bind=True)
 def go_on(self: Any, shop_id: int) -> None:
     with attached(self) as lease:
@@ -213,6 +231,7 @@ def count_orders(shop_id: int) -> int:
 
 def enqueue_a_task() -> None:
     assert_type(count_orders, tasks.UniqueTask)
+    assert_type(count_all, tasks.UniqueTask)
     if result := count_orders.enqueue(7):
         assert_type(result.id, str)
 

@@ -184,6 +184,16 @@ async def afree_at_start(number: int) -> list[bool]:
     return [await lock(f"once:{number}{part}").alocked() for part in ("", ":running")]
 
 
+@unique_task
+def by_all_arguments(number: int, month: str = "May") -> bool:
+    return lock(f'{__name__}.by_all_arguments(number={number}, month="{month}")').locked()
+
+
+@unique_task(takes_context=True)
+async def aby_all_arguments(context: Any, number: int) -> bool:
+    return await lock(f"{__name__}.aby_all_arguments(number={number})").alocked()
+
+
 def run(message: Any) -> Any:
     """Do what a worker does with a message of the queue."""
     return message.task.call(*message.args, **message.kwargs)
@@ -218,6 +228,16 @@ def test_while_it_waits_it_is_not_sent_again(caplog: pytest.LogCaptureFixture) -
     assert f"({__name__}.once): not sent" in caplog.text
     assert run(queued()[0]) is True
     assert task.enqueue(7)
+
+
+@pytest.mark.parametrize("task", [by_all_arguments, aby_all_arguments])
+def test_without_a_name_it_is_unique_by_all_its_arguments(task: Any) -> None:
+    assert task.enqueue(7).return_value is True
+    waiting = task.using(backend="queue")
+
+    assert waiting.enqueue(7)
+    assert waiting.enqueue(7) is waiting.enqueue(number=7) is None
+    assert waiting.enqueue(8)
 
 
 @pytest.mark.parametrize(
@@ -426,8 +446,8 @@ def test_what_unique_task_cannot_use_is_refused() -> None:
     plain = once.func.__wrapped__
     with pytest.raises(TypeError, match="leave @task out"):
         unique_task("x")(tasks.task(plain))
-    with pytest.raises(TypeError, match="needs a name"):
-        unique_task(plain)
+    with pytest.raises(TypeError, match="must be text"):
+        unique_task(42)
     with pytest.raises(ValueError, match="lease"):
         unique_task("x", lease=0)
     with pytest.raises(ValueError, match="field 'shop'"):
