@@ -56,9 +56,10 @@ class Combination:
         return self.profile.fixtures
 
     @property
-    def is_concurrent(self) -> bool:
-        """Whether one worker process has several requests at a time."""
-        return self.kind not in {"gunicorn-sync", "uwsgi", "uwsgi-lazy"}
+    def is_cooperative(self) -> bool:
+        """Whether requests of a worker process share one thread: greenlets or tasks."""
+        kinds = {"gunicorn-gevent", "uwsgi-gevent", "eventlet", "uvicorn", "uvicorn-uvloop"}
+        return self.kind in kinds
 
 
 def combinations(*pairs: tuple[str, str]) -> list[Any]:
@@ -130,8 +131,8 @@ def over(*pairs: tuple[str, str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("combination", combinations(*pairs), scope="module")
 
 
-over_concurrent = pytest.mark.parametrize(
-    "combination", [each for each in ALL if each.values[0].is_concurrent], scope="module"
+over_cooperative = pytest.mark.parametrize(
+    "combination", [each for each in ALL if each.values[0].is_cooperative], scope="module"
 )
 
 
@@ -178,7 +179,7 @@ def test_all_workers_renew_their_leases_exclude_each_other_and_lose_no_update(
     assert (audit(account.pk).made, audit(account.pk).lost) == (CHARGES, 0)
 
 
-@over_concurrent
+@over_cooperative
 def test_a_wait_keeps_a_worker_from_nothing(
     start_site: StartSite, name: str, combination: Combination
 ) -> None:
