@@ -502,12 +502,6 @@ def first(alias: str, name: str) -> None:
         read(alias)
 
 
-def outside(alias: str, name: str) -> None:
-    read(alias)
-    with lock(name, using=alias), transaction.atomic(using=alias):
-        read(alias)
-
-
 def again(alias: str, name: str) -> None:
     with lock(name, using=alias), transaction.atomic(using=alias):
         read(alias)

@@ -137,11 +137,3 @@ def test_outside_of_one_a_historical_row_is_refused(
             with pytest.raises(TransactionManagementError, match="as in a migration"):
                 lease.claim(target)
     assert not lock(row, using=database).locked()
-
-
-def earlier() -> ProjectState:
-    """Return the state of a project whose migrations are older than FenceField."""
-    state = ProjectState.from_apps(apps)
-    old = models.BigIntegerField(default=0, db_default=0, editable=False)
-    state.alter_field("testproject", "account", "fence", old, preserve_default=True)
-    return state

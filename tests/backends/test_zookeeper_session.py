@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +19,6 @@ from django_distlock.ground import clock
 from tests.fixtures.certificate import tls_server
 from tests.fixtures.eventually import eventually, never
 from tests.fixtures.garbage import collect_garbage
-from tests.fixtures.processes import Child
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.zookeeper import Ensemble
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
 
     from tests.fixtures.zookeeper import Member
 
-Start = Callable[..., Child]
 #: Seconds of the sessions here; a second later at the latest the ensemble has freed what they held.
 SESSION = 4.0
 

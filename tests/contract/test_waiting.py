@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from concurrent.futures import wait
 from functools import partial
 
@@ -16,9 +15,6 @@ from tests.fixtures.eventually import aeventually, eventually
 
 from .crew import held_in_thread, length_of_line, start, take_and_release
 from .profiles import needs
-from .rivals import Rival
-
-Rivals = Callable[..., Rival]
 
 
 class TestInOneProcess:

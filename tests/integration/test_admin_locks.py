@@ -31,7 +31,6 @@ from .staff import addresses, client_of
 
 LIST = reverse("admin:django_distlock_heldlock_changelist")
 FORCE = reverse("admin:django_distlock_heldlock_force_release")
-HISTORY = reverse("admin:django_distlock_methodlock_changelist")
 REDIS = "django_distlock.backends.redis.RedisBackend"
 HOSTILE = "<script>alert('1')</script>/../?q=ü&\u202e\n"
 

@@ -21,7 +21,6 @@ from testproject.services import open_account
 from tests.fixtures.browser import OpenBrowser
 from tests.fixtures.eventually import eventually
 
-JSON = {"accept": "application/json"}
 Send = Callable[..., Any]
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from tests.protections.listed import Protection, protections
 
-#: Seconds. pytest cuts a test at 60; code without its protection may hang where nothing is cut.
+#: Seconds. pytest cuts a test at 120; code without its protection may hang where nothing is cut.
 LONGEST_RUN = 600.0
 
 

@@ -309,13 +309,6 @@ def test_each_server_of_redlock_that_is_down_is_told(settings: Settings) -> None
     ]
 
 
-WRONG = {
-    "driver": "Correct the settings: the driver refuses one of them.",
-    "folder": "Correct the name of the file; its folder must exist, and this process must be able to write there.",
-    "file": "Correct the name of the file; its folder must exist, and this process must be able to write there.",
-}
-
-
 class Deploy(migrate.Command):
     """A command of a project that is built on ``migrate``."""
 

@@ -148,20 +148,10 @@ def with_context(context: Any, number: int) -> Any:
     return [context.task_result.id, number]
 
 
-@unique_task(lambda number, **_: f"once:{number}")
-def named_by_a_function(number: int, **others: Any) -> Any:
-    return others
-
-
 @unique_task("any:{what}")
 def with_arguments(what: Any) -> bool:
     [held] = locks["default"].held()
     return held.name.startswith("any:")
-
-
-@unique_task("once:{number}")
-def failing(number: int) -> None:
-    raise OSError(number)
 
 
 @unique_task("once:{number}", again=True)

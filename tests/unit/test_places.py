@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -63,14 +62,6 @@ def test_a_limit_may_depend_on_the_call(memory: LocMemBackend) -> None:
 
 
 # The rest is tried on the semaphores of Python too.
-
-
-@pytest.fixture(params=["ours", "threading's"])
-def three(request: pytest.FixtureRequest, memory: LocMemBackend) -> Any:
-    """At most three at once."""
-    if request.param == "ours":
-        return lock("a", limit=3, timeout=None, reentrant=False)
-    return threading.Semaphore(3)
 
 
 class Two:

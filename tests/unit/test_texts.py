@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,6 @@ from django.core import signing
 from django.http import HttpResponse
 from django.test import RequestFactory
 
-import django_distlock
 from django_distlock import (
     Lease,
     LockBackendError,
@@ -47,8 +45,6 @@ if TYPE_CHECKING:
 
     from django_distlock.backends.locmem import LocMemBackend
 
-PACKAGE = Path(django_distlock.__file__).parent
-LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 HOSTILE = "x\nCRITICAL \x1b[2J\u202e\u2066\u200f\u061c\u2028\ud800" * 500
 TOO_LONG = "x" * (LONGEST_NAME + 1)
 
