@@ -1,55 +1,40 @@
-"""Locks in the admin: who holds which, of every alias, and the rows of the database as history."""
+"""Locks in the admin: who holds which, of every alias, and which are free in the databases."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections import defaultdict
-from contextlib import suppress
-from functools import reduce
 from math import inf
-from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import django
 from django.contrib import admin, messages
 from django.contrib.admin.models import LogEntry
-from django.contrib.admin.utils import quote, unquote
+from django.contrib.admin.utils import unquote
 from django.contrib.auth.decorators import permission_required
 from django.contrib.contenttypes.models import ContentType
-from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
 from django.db import (
     DatabaseError,
-    InterfaceError,
-    OperationalError,
-    connections,
     router,
     transaction,
 )
-from django.db.models import Q
-from django.forms.utils import to_current_timezone
 from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
-from django.utils import formats, timezone
 from django.utils.text import Truncator
 from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
-from .backends.database import DatabaseBackend, records
 from .engine.values import LockState
-from .exceptions import InvalidLockBackend, LockError, LockOutcomeUnknown, first_line
-from .ground.naming import LONGEST_LISTED, printable
+from .exceptions import LockError, LockOutcomeUnknown, first_line
+from .ground.naming import printable
 from .handler import locks
-from .models import LONGEST_SHOWN, HeldLock, MethodLock
-from .operators import Row, forget_late, look_up, read_value, survey
+from .models import LONGEST_SHOWN, HeldLock
+from .operators import Row, forget_late, free_locks, look_up, read_value, survey
 from .transactions import never_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from datetime import datetime
+    from collections.abc import Callable
 
-    from django.db.models import QuerySet
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
 
@@ -63,13 +48,6 @@ PAGE = 100
 FRAGMENT = "X-Distlock-Fragment"
 #: Whether Django's own pages have their breadcrumbs in a list.
 HAS_LISTED_BREADCRUMBS = django.VERSION >= (6, 1)
-#: What all pages of the history have.
-HISTORY = {
-    "history_title": gettext_lazy("History of the locks"),
-    "has_listed_breadcrumbs": HAS_LISTED_BREADCRUMBS,
-}
-#: The keys of locks that a session holds: they alone have a kind in front of prefix and name.
-SESSION_KEY = r"^[^|]+\|[^|]*\|"
 #: The columns of the list: their headings, and what they are sorted by.
 COLUMNS: dict[str, tuple[Any, Callable[[Row], Any]]] = {
     "name": (gettext_lazy("name"), lambda row: row.held.name.casefold()),
@@ -83,22 +61,18 @@ COLUMNS: dict[str, tuple[Any, Callable[[Row], Any]]] = {
 #: The choices of the filter by state, and what each of them shows.
 STATES: dict[str, tuple[Any, set[str]]] = {
     "": (gettext_lazy("held and stale"), {LockState.HELD, LockState.STALE}),
-    **{
-        state: (state.label, {state})
-        for state in (LockState.HELD, LockState.STALE, LockState.RESERVED)
-    },
-    "all": (gettext_lazy("all"), {LockState.HELD, LockState.STALE, LockState.RESERVED}),
+    **{state: (state.label, {state}) for state in LockState},
+    "all": (gettext_lazy("all"), {*LockState}),
 }
 #: What Django's admin says where nothing is selected; it has the translations.
 NOTHING_SELECTED = (
     "Items must be selected in order to perform actions on them. No items have been changed."
 )
-#: Fields that no query may filter by: their values could be guessed letter by letter.
-SECRETS = {"owner", "last_owner"}
 
 
-class ReadOnly(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
-    """An admin whose rows only the backends add, change and delete: a deletion would free a lock unfenced."""
+@admin.register(HeldLock)
+class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no argument at run time
+    """Shows who holds which lock, of every alias that can tell; users with the permission can free them."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
@@ -108,11 +82,6 @@ class ReadOnly(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes no a
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
-
-
-@admin.register(HeldLock)
-class HeldLockAdmin(ReadOnly):
-    """Shows who holds which lock, of every alias that can tell; users with the permission can free them."""
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return request.user.has_perm(VIEW)
@@ -135,8 +104,12 @@ class HeldLockAdmin(ReadOnly):
         """Show the locks of all aliases, or the part of the page that its script refreshes."""
         wanted = {name: request.GET.get(name, "") for name in ("q", "state", "alias", "host")}
         aliases = list(locks)
-        rows, problems = survey([wanted["alias"]] if wanted["alias"] in aliases else aliases)
+        chosen = [wanted["alias"]] if wanted["alias"] in aliases else aliases
+        rows, problems = survey(chosen)
         states = STATES.get(wanted["state"], STATES[""])[1]
+        if LockState.FREE in states:
+            free, unread = free_locks(chosen, wanted["q"])
+            rows, problems = rows + free, unread | problems
         host, text = wanted["host"], wanted["q"].casefold()
         found = [
             row
@@ -294,200 +267,6 @@ class HeldLockAdmin(ReadOnly):
             **context,
         }
         return TemplateResponse(request, f"admin/django_distlock/{name}.html", context)
-
-
-class StateFilter(admin.SimpleListFilter):
-    """Filters by state: held, stale, reserved, or free, by the server's current time."""
-
-    title = gettext_lazy("state")
-    parameter_name = "state"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return LockState.choices
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset.filter(state=self.value()) if self.value() else queryset
-
-
-@admin.register(MethodLock)
-class MethodLockAdmin(ReadOnly):
-    """Shows the rows of the locks in one database, as history; HeldLockAdmin shows who holds what now.
-
-    To show the locks of another database too, register a subclass with another *using*, on
-    another admin site or for a proxy model.
-    """
-
-    change_list_template = "admin/django_distlock/history.html"
-    change_form_template = "admin/django_distlock/change_form.html"
-
-    #: The alias in DATABASES; None: the one of the first database backend in DISTLOCK.
-    using: str | None = None
-
-    list_display = (
-        "name",
-        "state",
-        "held_by",
-        "since",
-        "remaining",
-        "fencing_token",
-        "waiters",
-        "alias",
-    )
-    list_filter = (StateFilter,)
-    search_fields = ("description", "method_name")
-    ordering = ("method_name",)
-    show_full_result_count = False
-    fields = readonly_fields = ("full_name", "key", *list_display[1:], "last_change")
-
-    @admin.display(description=gettext_lazy("name"), ordering="description")
-    def name(self, lock: MethodLock) -> str:
-        return str(lock)
-
-    @admin.display(description=gettext_lazy("name"))
-    def full_name(self, lock: MethodLock) -> str:
-        return printable(lock.name, LONGEST_LISTED)
-
-    @admin.display(description=gettext_lazy("key"))
-    def key(self, lock: MethodLock) -> str:
-        return printable(lock.method_name, LONGEST_LISTED)
-
-    @admin.display(description=gettext_lazy("state"), ordering="state")
-    def state(self, lock: Any) -> str:
-        return str(LockState(lock.state).label)
-
-    @admin.display(description=gettext_lazy("holder"))
-    def held_by(self, lock: MethodLock) -> str:
-        return str(records.holder_of(lock) or self.get_empty_value_display())
-
-    @admin.display(description=gettext_lazy("since"), ordering="acquired_at")
-    def since(self, lock: Any) -> str:
-        if lock.owner is None or lock.acquired_at is None:
-            return self.get_empty_value_display()
-        return _here(lock.acquired_at, lock.server_now)
-
-    @admin.display(description=gettext_lazy("last change"))
-    def last_change(self, lock: Any) -> str:
-        return _here(lock.updated_at, lock.server_now)
-
-    @admin.display(description=gettext_lazy("remaining"), ordering="available_at")
-    def remaining(self, lock: Any) -> str:
-        if lock.state == LockState.FREE:
-            return self.get_empty_value_display()
-        return Row(records.as_held(lock), ()).remaining
-
-    @admin.display(description=gettext_lazy("waiters"), ordering="waiters")
-    def waiters(self, lock: Any) -> Any:
-        return lock.waiters
-
-    @admin.display(description=gettext_lazy("alias"))
-    def alias(self, lock: MethodLock) -> str:
-        """Return the aliases of DISTLOCK that have this lock; if there are none, its kind and prefix."""
-        prefix = lock.method_name.rpartition("|")[0]
-        return (
-            ", ".join(self._aliases_of(lock)) or printable(prefix) or self.get_empty_value_display()
-        )
-
-    def has_module_permission(self, request: HttpRequest) -> bool:
-        return False  # the page of the locks has a link
-
-    def lookup_allowed(self, lookup: str, value: Any, request: HttpRequest) -> bool:
-        field = lookup.partition("__")[0]
-        return field not in SECRETS and super().lookup_allowed(lookup, value, request)
-
-    def get_queryset(self, request: HttpRequest) -> QuerySet[MethodLock]:
-        rows = records.described(self.database).order_by(*self.ordering)
-        # Row locks and advisory locks write no history: their rows say nothing of who holds them.
-        rows = rows.exclude(method_name__regex=SESSION_KEY)
-        backends = self._backends()
-        if all(isinstance(backend.key_prefix, str) for backend in backends):
-            return rows
-        # A function makes the prefix: no tenant sees the locks of another.
-        heads = {backend.key_of("x").removesuffix("x") for backend in backends}
-        begins = [Q(method_name__regex=rf"^{re.escape(head)}[^|]+$") for head in heads]
-        return rows.filter(reduce(or_, begins))
-
-    @property
-    def database(self) -> str:
-        """The database whose locks are shown."""
-        first = next((backend.options.using for backend in _database_backends()), None)
-        return self.using or first or router.db_for_write(MethodLock)
-
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
-        """Search for names in the form in which their column stores them."""
-        if not search_term.isascii():
-            search_term = json.dumps(search_term)[1:-1]
-        return super().get_search_results(request, queryset, search_term)
-
-    def _aliases_of(self, lock: MethodLock) -> tuple[str, ...]:
-        return tuple(
-            backend.alias for backend in self._backends() if backend.keeps(lock.method_name)
-        )
-
-    def _backends(self) -> list[DatabaseBackend]:
-        database = self.database
-        return [each for each in _database_backends() if each.options.using == database]
-
-    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        context = {**HISTORY, "title": HISTORY["history_title"], **(extra_context or {})}
-        return self._page(super().changelist_view, request, context)
-
-    def changeform_view(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
-        return self._page(super().changeform_view, request, *args, **kwargs)
-
-    def _page(
-        self, view: Callable[..., HttpResponse], request: HttpRequest, *args: Any, **kwargs: Any
-    ) -> HttpResponse:
-        """Show a page on a working connection; without one, show an error on the index page."""
-        connection = connections[self.database]
-        if connection.connection and not (connection.in_atomic_block or connection.is_usable()):
-            connection.close()
-        try:
-            return view(request, *args, **kwargs)
-        except (OperationalError, InterfaceError) as error:
-            text = _("The database “%(database)s” cannot be read: %(error)s")
-            facts = {"database": self.database, "error": printable(first_line(error))}
-            self.message_user(request, text % facts, messages.ERROR)
-            return HttpResponseRedirect(reverse("admin:index", current_app=self.admin_site.name))
-
-    def history_view(
-        self, request: HttpRequest, object_id: str, extra_context: Any = None
-    ) -> HttpResponse:
-        """Show the page of the lock, if the site has it: it lists the forced releases."""
-        if not self.admin_site.is_registered(HeldLock):
-            return super().history_view(request, object_id, extra_context)
-        lock = self.get_object(request, object_id)
-        if not self.has_view_permission(request, lock):
-            raise PermissionDenied
-        key = quote(lock.method_name if lock else object_id)
-        url = reverse(
-            "admin:django_distlock_heldlock_change", args=[key], current_app=self.admin_site.name
-        )
-        return HttpResponseRedirect(url)
-
-    def render_change_form(
-        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> HttpResponse:
-        context.update(HISTORY)
-        lock = context["original"]
-        if (aliases := self._aliases_of(lock)) and lock.state != LockState.FREE:
-            context["row"] = Row(records.as_held(lock), aliases)
-        return super().render_change_form(request, context, *args, **kwargs)
-
-
-def _database_backends() -> Iterator[DatabaseBackend]:
-    for alias in locks:
-        # An alias with wrong settings must not hide the locks of the others.
-        with suppress(InvalidLockBackend):
-            if isinstance(backend := locks[alias], DatabaseBackend):
-                yield backend
-
-
-def _here(instant: datetime, server_now: datetime) -> str:
-    """Return a time of the server by the clock and in the time zone of this machine."""
-    here = to_current_timezone(timezone.now() - (server_now - instant))
-    return formats.date_format(here, "SHORT_DATETIME_FORMAT")
 
 
 def _known(number: float | None, instead: float) -> float:

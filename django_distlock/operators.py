@@ -148,13 +148,17 @@ def force_release(name: str | Model, using: str = DEFAULT_ALIAS) -> int:
 class Listing:
     """The locks of *alias*, or only those with *keys*, read by a thread of its own; *held* grows meanwhile.
 
-    *before*: an earlier complete listing, to be shown until this one is complete.
+    *before*: an earlier complete listing, to be shown until this one is complete. *free*: the free locks with this text.
     """
 
     def __init__(
-        self, alias: str, keys: Iterable[str] | None = None, before: Listing | None = None
+        self,
+        alias: str,
+        keys: Iterable[str] | None = None,
+        before: Listing | None = None,
+        free: str | None = None,
     ) -> None:
-        self.alias, self.keys, self.before = alias, keys, before
+        self.alias, self.keys, self.before, self.free = alias, keys, before, free
         self.held: list[Held] = []
         self.error: Exception | None = None
         self.is_read = Event()
@@ -192,6 +196,9 @@ class Listing:
         backend = self._backend
         keys = [None] if self.keys is None else filter(backend.keeps, self.keys)
         self.held.clear()
+        if self.free is not None:
+            self.held.extend(backend.free_locks(self.free))
+            return
         for key in keys:
             self.held.extend(backend.held(key))
 
@@ -219,7 +226,15 @@ def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
 
 def look_up(keys: Mapping[str, Iterable[str]]) -> tuple[list[Row], dict[str, str]]:
     """Return the locks with these *keys* of each alias, and the problem of each alias that failed."""
-    listings = [Listing(alias, each) for alias, each in keys.items()]
+    return _read([Listing(alias, each) for alias, each in keys.items()])
+
+
+def free_locks(aliases: Iterable[str], text: str) -> tuple[list[Row], dict[str, str]]:
+    """Return the free locks of *aliases* with *text* in their names or keys, and the problems as look_up()."""
+    return _read([Listing(alias, free=text) for alias in aliases])
+
+
+def _read(listings: list[Listing]) -> tuple[list[Row], dict[str, str]]:
     _wait(listings)
     problems = {each.alias: _unread(each) for each in listings if not each.is_read.is_set()}
     return _rows(listings, problems)

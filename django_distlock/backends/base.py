@@ -192,6 +192,10 @@ class BaseLockBackend(ABC):
         """Return the held locks of this alias, for operators: all of them, or the one with this *key*."""
         raise NotSupported(self.alias, "listing", self.instead)
 
+    def free_locks(self, text: str) -> Iterable[Held]:
+        """Return the locks that were held before and are free, with *text* in their names or keys, if it knows them."""
+        return ()
+
     def end_holding(self, key: str, owner_digest: str) -> bool:
         """End the holding with this *owner_digest*, and no other; return whether there was one."""
         raise NotSupported(self.alias, "force_release()")

@@ -183,7 +183,8 @@ class Held:
 
     *age* is the seconds since it was acquired, None if that is not known. *waiters* is the number of
     places in its queue on the server, None if there is no queue, and for one of several places, as who
-    waits for any of them waits for none of them. *owner_digest* identifies the holding without revealing the owner. *reserved*: see Busy.
+    waits for any of them waits for none of them. *owner_digest* identifies the holding without revealing the owner; it is "" for a free lock, whose
+    *age* counts from its last change. *reserved*: see Busy.
     """
 
     name: str
@@ -216,8 +217,8 @@ class Held:
 
     @property
     def state(self) -> str:
-        if self.reserved:
-            return "reserved"
+        if self.reserved or not self.owner_digest:
+            return "reserved" if self.reserved else "free"
         return "stale" if self.remaining is not None and self.remaining <= 0 else "held"
 
 

@@ -16,11 +16,13 @@ from django.test import Client
 from django.urls import reverse
 
 from django_distlock import LockNotAcquired, lock, locks, transaction_lock
-from django_distlock.admin import MethodLockAdmin
 from django_distlock.backends import rowlock
-from django_distlock.engine.values import Held, digest
+from django_distlock.engine.registry import registry
+from django_distlock.engine.values import Held
 from django_distlock.models import MethodLock
+from tests.contract import crew
 from tests.fixtures.databases import migrate
+from tests.fixtures.eventually import eventually
 from tests.fixtures.mariadb import MariaDB
 from tests.fixtures.postgres import PostgreSQL
 
@@ -37,7 +39,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 }
 #: A character that is in none of these sets, one that is in utf8mb3, and one that is in all.
 BEYOND = "\U0001f512 \u65e5\u672c \u00e9"
-LIST = reverse("admin:django_distlock_methodlock_changelist")
+LIST = reverse("admin:django_distlock_heldlock_changelist")
 
 
 @pytest.fixture(
@@ -107,6 +109,24 @@ async def test_names_purposes_and_tasks_may_have_any_character(using: str, name:
     assert lease.holder.purpose.startswith("GET /")
 
 
+def test_who_waits_for_such_a_name_gets_it(using: str, name: str) -> None:
+    named = f"{name} {BEYOND}"
+    with lock(named, using=using):
+        waiting = crew.start(lambda: lock(named, using="rival", timeout=20).acquire())
+        eventually(lambda: sum(each.name == named for each in registry.leases()) == 2)
+
+    lease = waiting.result(20)
+    assert lease
+    lease.release()
+
+
+def test_a_name_that_is_long_and_beyond_comes_back_whole(using: str, name: str) -> None:
+    named = f"{name} {BEYOND * 100}"
+
+    with lock(named, using=using):
+        assert [held.name for held in locks[using].held()] == [named]
+
+
 def test_a_lock_of_a_transaction_may_have_such_a_name(narrow: str, name: str) -> None:
     with transaction.atomic(using=narrow):
         transaction_lock(f"{name} {BEYOND}", using=narrow)
@@ -140,12 +160,9 @@ class _ToOne:
     db_for_write = db_for_read
 
 
-def test_the_admin_shows_finds_and_frees_them(
-    narrow: str, settings: Settings, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_the_admin_shows_finds_and_frees_them(narrow: str, settings: Settings, name: str) -> None:
     settings.DISTLOCK = {"locks": {"BACKEND": LEASES, "OPTIONS": {"using": narrow}}}
     settings.DATABASE_ROUTERS = [_ToOne(narrow)]
-    monkeypatch.setattr(MethodLockAdmin, "using", narrow)
     operator = User.objects.create_user("operator", is_staff=True)
     operator.user_permissions.set(
         Permission.objects.filter(content_type__app_label="django_distlock")
@@ -157,15 +174,23 @@ def test_the_admin_shows_finds_and_frees_them(
     assert lease
 
     found = client.get(LIST, {"q": "\u65e5\u672c"})
-    [row] = found.context["cl"].result_list
+    [row] = found.context["page"]
     url = reverse("admin:django_distlock_heldlock_force_release")
-    asked = client.get(url, {"lock": f"locks:{digest(row.owner)}:{row.method_name}"})
+    asked = client.get(url, {"lock": row.value})
     confirmed = [found.value for found in asked.context["rows"]]
     freed = client.post(url, {"lock": confirmed}, follow=True)
 
-    assert row.name == named
+    assert row.held.name == named
     assert named in found.content.decode()
     assert "1 lock was released." in freed.content.decode()
     [entry] = LogEntry.objects.all()
     assert name in entry.object_repr
     assert not MethodLock.objects.using(narrow).exclude(owner=None).exists()
+
+
+def test_rows_of_before_are_listed_as_they_are(narrow: str, settings: Settings, name: str) -> None:
+    settings.DISTLOCK = {"locks": {"BACKEND": LEASES, "OPTIONS": {"using": narrow}}}
+    with lock(name, using="locks"):
+        MethodLock.objects.using(narrow).update(description="\u00e9t\u00e9 \\u0041")
+
+        assert [held.name for held in locks["locks"].held()] == ["\u00e9t\u00e9 \\u0041"]

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
+from urllib.parse import quote
 
 import pytest
+from django.contrib.admin.utils import quote as admin_quote
 from django.contrib.auth.models import User
 from django.urls import reverse
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support import expected_conditions as there
 
 from django_distlock import LockNotHeld, lock
-from django_distlock.engine.values import LockState
+from django_distlock.engine.values import LockState, digest
+from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import server_key, stored
 from django_distlock.models import MethodLock
 from tests.fixtures.browser import OpenBrowser
@@ -22,8 +28,14 @@ from tests.fixtures.eventually import eventually
 from .browsing import LIST, Operator
 from .lock_rows import put, put_waiter
 
-HISTORY = reverse("admin:django_distlock_methodlock_changelist")
 FORCE = reverse("admin:django_distlock_heldlock_force_release")
+PICTURE = Path(__file__).parents[2] / "docs" / "_static" / "locks.webp"
+#: Whether what takes a lock away has the colour in which Django deletes.
+IS_RED = """const probe = document.body.appendChild(document.createElement("i"));
+    probe.style.background = "var(--delete-button-bg)";
+    const red = getComputedStyle(probe).backgroundColor;
+    probe.remove();
+    return getComputedStyle(document.querySelector(".distlock-danger")).backgroundColor === red;"""
 #: The next request has no answer, as on a connection that a firewall has forgotten.
 NEVER_ANSWERED = """const send = window.fetch;
     window.fetch = (address, options) => {
@@ -71,24 +83,11 @@ def test_list_shows_the_states_and_runs_no_script_of_a_name(operator: Start, nam
         f"{name}:held": "held",
         f"{name}:stale": "stale",
         f"{name}:reserved": "reserved",
+        f"{name}:free": "free",
         f"{HOSTILE}{name}": "held",
-    }
-    assert not someone.browser.find_elements(By.CSS_SELECTOR, "#result_list script")
-
-    someone.open(f"{HISTORY}?q={name}")
-
-    assert {row[0]: (row[1], row[6]) for row in someone.rows()} == {
-        f"{name}:held": ("held", "0"),
-        f"{name}:stale": ("stale", "0"),
-        f"{name}:reserved": ("reserved", "0"),
-        f"{name}:free": ("free", "0"),
-        f"{HOSTILE}{name}": ("held", "1"),
     }
     assert there.alert_is_present()(someone.browser) is False
     assert not someone.browser.find_elements(By.CSS_SELECTOR, "#result_list script")
-
-    someone.follow("stale")
-    assert [row[0] for row in someone.rows()] == [f"{name}:stale"]
 
 
 def test_lock_is_taken_from_its_holder_after_a_confirmation(operator: Start, name: str) -> None:
@@ -110,11 +109,34 @@ def test_lock_is_taken_from_its_holder_after_a_confirmation(operator: Start, nam
         eventually(lambda: lease.lost, 5, "the holder is told at its next renewal")
 
 
+def test_what_takes_a_lock_away_looks_dangerous(operator: Start, name: str) -> None:
+    with lock(name):
+        mine = operator()
+        mine.open(LIST)
+        assert mine.browser.execute_script(IS_RED)
+        mine.follow(name)
+        assert mine.browser.execute_script(IS_RED)
+        mine.press("a.distlock-danger")
+        assert mine.browser.execute_script(IS_RED)
+
+
+def test_operator_who_changes_his_mind_releases_nothing(operator: Start, name: str) -> None:
+    someone = operator()
+    row = put("default", name, LockState.HELD)
+
+    someone.open(f"{LIST}{name}/change/")
+    someone.follow("Force release")
+    someone.follow("No, take me back")
+
+    assert someone.browser.current_url.endswith(LIST)
+    assert row_of(name).owner == row.owner
+
+
 def test_a_page_of_the_lock_says_all_there_is_to_know(operator: Start, name: str) -> None:
     row = put("default", name + "x" * 300, LockState.HELD)
     someone = operator()
 
-    someone.open(f"{HISTORY}{row.pk}/change/")
+    someone.open(f"{LIST}{quote(row.method_name)}/change/")
 
     page = cast("str", someone.find("#content").text)
     for fact in (
@@ -178,6 +200,23 @@ def test_a_request_that_is_never_answered_does_not_end_the_refreshing(
     eventually(lambda: len(someone.look()["names"]) == 2, 30, "the list is refreshed")
 
 
+def test_refreshing_can_be_paused_and_stays_so(operator: Start, name: str) -> None:
+    put("default", f"{name}:1", LockState.HELD)
+    someone = operator()
+    someone.open(f"{LIST}?q={name}")
+    someone.click("#distlock-pause")
+    someone.follow("NAME")
+
+    put("default", f"{name}:2", LockState.HELD)
+
+    assert someone.find("#distlock-pause").get_attribute("aria-pressed") == "true"
+    someone.look()
+    time.sleep(1)
+    assert len(someone.look()["names"]) == 1
+    someone.click("#distlock-pause")
+    eventually(lambda: len(someone.look()["names"]) == 2, 10, "the list is refreshed")
+
+
 def test_it_says_so_when_the_operator_is_logged_out(operator: Start, name: str) -> None:
     someone = operator()
     someone.open(f"{LIST}?q={name}")
@@ -186,3 +225,51 @@ def test_it_says_so_when_the_operator_is_logged_out(operator: Start, name: str) 
 
     text = "The page is not refreshed any more: load it again."
     eventually(lambda: someone.look()["status"] == text, 10, "the page says so")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_cut_off(
+    operator: Start, name: str, width: int, theme: str, tmp_path: Path
+) -> None:
+    for state in LockState:
+        put("default", f"{name}:{state}", state)
+    row = put("default", name + "x" * 200, LockState.HELD)
+    someone = operator()
+    someone.resize(width, 900)
+    someone.choose(theme)
+    page = reverse("admin:django_distlock_heldlock_change", args=[admin_quote(row.method_name)])
+    value = quote(f"default:{digest(str(row.owner))}:{row.method_name}")
+
+    for path, row_name in (
+        (f"{LIST}?q={name}&state=all", f"{name}:held"),
+        (page, row.description),
+        (f"{FORCE}?lock={value}", row.description[:40]),
+    ):
+        someone.open(path)
+
+        assert row_name in someone.find("#content").text
+        assert someone.find("html").get_attribute("data-theme") == theme
+        assert someone.cut_off() == []
+        someone.browser.save_screenshot(str(tmp_path / f"{len(path)}.png"))
+
+
+def test_the_picture_of_the_readme_is_of_this_page(operator: Start) -> None:
+    """With DISTLOCK_PICTURE=1 in the environment it is taken again."""
+    MethodLock.objects.all().delete()
+    other = Holder("worker-2", 512, "", "reports.tasks.yearly[5d1c]").to_json()
+    for invoice in (4711, 4712):
+        put_waiter("default", put("default", f"invoice:{invoice}", LockState.HELD))
+    put("default", "report:yearly", LockState.HELD, holder=other)
+    put("default", "import:shop-7", LockState.STALE)
+    put("default", "feed:hourly", LockState.RESERVED)
+    someone = operator()
+    someone.resize(1280, 560)
+    someone.open(f"{LIST}?state=all&alias=default")
+
+    taken = someone.picture()
+
+    assert len(taken) < 60_000
+    if os.environ.get("DISTLOCK_PICTURE"):
+        PICTURE.write_bytes(taken)
+    assert 1_000 < PICTURE.stat().st_size < 60_000

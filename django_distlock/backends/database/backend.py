@@ -177,6 +177,10 @@ class DatabaseBackend(BaseDatabaseBackend):
         has_places = self.waiting.queueing is not Queueing.NONE
         return self._insist(records.held, self.keeps, key, has_places)
 
+    def free_locks(self, text: str) -> Iterable[Held]:
+        head = self.key_of("x").removesuffix("x")
+        return self._insist(records.free_locks, head, text)
+
     def end_holding(self, key: str, owner_digest: str) -> bool:
         return self._press(records.force_release, key, owner_digest)
 

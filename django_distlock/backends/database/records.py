@@ -1,13 +1,13 @@
-"""Locks for operators: a queryset for the admin, and listing and forced release on the backend's own cursor."""
+"""Locks for operators: listing and forced release on the backend's own cursor."""
 
 from __future__ import annotations
 
+import json
+import re
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db.models import (
-    Case,
-    CharField,
     Count,
     ExpressionWrapper,
     F,
@@ -17,11 +17,10 @@ from django.db.models import (
     Q,
     Subquery,
     Value,
-    When,
 )
 from django.db.models.functions import Coalesce, Now
 
-from django_distlock.engine.values import Held, LockState, digest, digest_of_reservation
+from django_distlock.engine.values import Held, digest, digest_of_reservation
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import line_of, shown
 
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
     from django_distlock.models import MethodLock
 
+#: How many free locks are listed: a table may have a row for each of a million names.
+MOST_FREE = 1000
 _COLUMNS = ("method_name", "description", "holder", "owner", "fencing_token", "waiters")
 _INSTANTS = ("acquired_at", "expires_at", "available_at")
 _CLEAR_OWNER = f"""
@@ -80,11 +81,6 @@ def rows(using: str) -> QuerySet[MethodLock]:
     return MethodLock.objects.using(using).annotate(server_now=ServerNow())
 
 
-def described(using: str) -> QuerySet[MethodLock]:
-    """Return rows(), each with its *state* and the number of its live *waiters*."""
-    return rows(using).annotate(state=_state(), waiters=_waiters(using))
-
-
 def held(
     cursor: CursorWrapper, is_mine: Callable[[str], bool], key: str | None, has_places: bool
 ) -> list[Held]:
@@ -94,6 +90,26 @@ def held(
     """
     found = _taken(cursor, key, has_places=has_places)
     return [as_held(row) for row in found if is_mine(row.method_name)]
+
+
+def free_locks(cursor: CursorWrapper, head: str, text: str) -> list[Held]:
+    """Return the free locks with *text* in their names or keys, in the order of these, at most MOST_FREE.
+
+    *head*: what their keys have in front of the name.
+    """
+    # In the form in which the column stores names.
+    stored = text if text.isascii() else json.dumps(text)[1:-1]
+    has_text = Q(description__icontains=stored) | Q(method_name__icontains=stored)
+    is_mine = Q(method_name__regex=rf"^{re.escape(head)}[^|]+$")
+    is_free = Q(owner__isnull=True, available_at__lte=ServerNow())
+    found = rows(cursor.db.alias).filter(is_free, is_mine, has_text).order_by("method_name")
+    changed = ExpressionWrapper(F("updated_at"), Field())  # as in _taken()
+    columns = found.values_list("method_name", "description", "fencing_token", changed)[:MOST_FREE]
+    compiler, now = columns.query.get_compiler(connection=cursor.db), server_now(cursor)
+    return [
+        Held(shown(name), key, None, None, token, "", age=max(0.0, (now - then).total_seconds()))
+        for key, name, token, then in compiler.results_iter()
+    ]
 
 
 def _taken(cursor: CursorWrapper, key: str | None, *, has_places: bool = True) -> Iterator[_Taken]:
@@ -110,12 +126,12 @@ def _taken(cursor: CursorWrapper, key: str | None, *, has_places: bool = True) -
 
 
 def is_reserved(row: Any) -> bool:
-    """Return True if min_hold reserves *row*, one of rows() that is not free, and nobody holds it."""
+    """Return True if min_hold reserves *row*, one of _taken(), and nobody holds it."""
     return row.owner is None or row.expires_at <= row.server_now < row.available_at
 
 
 def as_held(row: Any) -> Held:
-    """Return *row*, one of described() that is not free, as Held."""
+    """Return *row*, one of _taken(), as Held."""
     name, key, token = shown(row.description), row.method_name, row.fencing_token
     if is_reserved(row):
         left = (row.available_at - row.server_now).total_seconds()
@@ -192,16 +208,6 @@ def for_update(cursor: CursorWrapper) -> str:
         return ""
     skips = features.has_select_for_update_skip_locked
     return f" {cursor.db.ops.for_update_sql(skip_locked=skips)}"
-
-
-def _state() -> Case:
-    return Case(
-        When(owner__isnull=False, expires_at__gt=ServerNow(), then=Value(LockState.HELD)),
-        When(available_at__gt=ServerNow(), then=Value(LockState.RESERVED)),
-        When(owner__isnull=False, then=Value(LockState.STALE)),
-        default=Value(LockState.FREE),
-        output_field=CharField(),
-    )
 
 
 def _waiters(using: str) -> Coalesce:
