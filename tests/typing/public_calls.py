@@ -54,6 +54,7 @@ from django_distlock import (
 )
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.contrib import tasks
+from django_distlock.contrib.cache import aget_or_compute, get_or_compute
 from django_distlock.contrib.celery import attached, handover, unique_task
 from django_distlock.contrib.editing import EditLock, edit_lock
 from django_distlock.contrib.editing.admin import EditLockMixin
@@ -242,6 +243,29 @@ class AccountAdmin(EditLockMixin, ModelAdmin):  # type: ignore[type-arg]  # as D
 
     def has_take_over_permission(self, request: HttpRequest, obj: Model) -> bool:
         return request.user.is_active and super().has_take_over_permission(request, obj)
+
+
+def compute_a_value() -> str:
+    return "report"
+
+
+async def acompute_a_value() -> int:
+    return 7
+
+
+async def get_a_value() -> None:
+    assert_type(get_or_compute("a", compute_a_value, timeout=60, stale=timedelta(hours=1)), str)
+    assert_type(await aget_or_compute("a", acompute_a_value, timeout=60, stale=0), int)
+    get_or_compute(
+        "a",
+        compute_a_value,
+        timeout=60,
+        stale=60,
+        cache="other",
+        using="redis",
+        wait=None,
+        if_down="compute",
+    )
 
 
 def edit_an_object(request: HttpRequest, account: Account, form: ModelForm[Account]) -> None:

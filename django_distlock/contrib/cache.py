@@ -1,0 +1,162 @@
+"""get_or_compute() and aget_or_compute(): a cached value that one caller computes while the others get the old one."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AsyncExitStack, ExitStack
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from asgiref.sync import iscoroutinefunction
+from django.core.cache import DEFAULT_CACHE_ALIAS, caches
+
+from django_distlock.conf import DEFAULT_ALIAS, seconds
+from django_distlock.exceptions import LockBackendError, LockError, LockNotAcquired
+from django_distlock.ground.naming import warn
+from django_distlock.lock import Lock
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from datetime import timedelta
+
+    from django_distlock.engine.lease import Lease
+
+    Seconds = float | timedelta
+
+_T = TypeVar("_T")
+_Copy = TypeVar("_Copy", bound=tuple[Any, float])
+
+
+def get_or_compute(
+    key: str,
+    compute: Callable[[], _T],
+    *,
+    timeout: Seconds,
+    stale: Seconds,
+    cache: str = DEFAULT_CACHE_ALIAS,
+    using: str = DEFAULT_ALIAS,
+    wait: Seconds | None = -1,
+    if_down: Literal["old", "compute"] = "old",
+) -> _T:
+    """Return the value of *key* in the *cache*; if it is older than *timeout* seconds, one caller computes it.
+
+    Meanwhile the others get the old value, for up to *stale* more seconds. Without an old value they wait for
+    *wait* seconds (-1: TIMEOUT of the alias *using*, None: no limit), then LockNotAcquired is raised.
+    *compute* is called without arguments, under the lock; what it raises comes out, and nothing is stored.
+
+    *if_down*: while the lock server fails, "old" returns the old value, and raises LockBackendError if there is
+    none; "compute" has each caller compute. *key* must be used by this function alone; ``cache.delete(key)`` has the next caller compute.
+    """
+    if iscoroutinefunction(compute):
+        raise TypeError("get_or_compute() calls a function; write await aget_or_compute(...).")
+    entry = _Entry(key, timeout, stale, cache, using, wait, if_down)
+    copy: tuple[_T, float] | None = entry.cache.get(key)
+    if fresh := _fresh(copy):
+        return fresh[0]
+    stack, lease = ExitStack(), None
+    try:
+        lease = stack.enter_context(entry.lock(copy))
+    except (LockNotAcquired, LockBackendError) as problem:
+        if old := entry.instead(copy, problem):
+            return old[0]
+    try:
+        latest: tuple[_T, float] | None = entry.cache.get(key)
+        if fresh := _fresh(latest):  # somebody has just computed it
+            return fresh[0]
+        value = compute()
+        if lease is None or lease.held:
+            entry.cache.set(key, *entry.to_store(value))
+        return value
+    finally:
+        try:
+            stack.close()
+        except LockError as problem:
+            _note(lease, problem)
+
+
+async def aget_or_compute(
+    key: str,
+    compute: Callable[[], Awaitable[_T]],
+    *,
+    timeout: Seconds,
+    stale: Seconds,
+    cache: str = DEFAULT_CACHE_ALIAS,
+    using: str = DEFAULT_ALIAS,
+    wait: Seconds | None = -1,
+    if_down: Literal["old", "compute"] = "old",
+) -> _T:
+    """Do what get_or_compute() does; *compute* is a coroutine function without arguments."""
+    entry = _Entry(key, timeout, stale, cache, using, wait, if_down)
+    copy: tuple[_T, float] | None = await entry.cache.aget(key)
+    if fresh := _fresh(copy):
+        return fresh[0]
+    stack, lease = AsyncExitStack(), None
+    try:
+        lease = await stack.enter_async_context(entry.lock(copy))
+    except (LockNotAcquired, LockBackendError) as problem:
+        if old := entry.instead(copy, problem):
+            return old[0]
+    try:
+        latest: tuple[_T, float] | None = await entry.cache.aget(key)
+        if fresh := _fresh(latest):
+            return fresh[0]
+        value = await compute()
+        if lease is None or lease.held:
+            await entry.cache.aset(key, *entry.to_store(value))
+        return value
+    finally:
+        try:
+            await stack.aclose()
+        except LockError as problem:
+            _note(lease, problem)
+
+
+class _Entry:
+    """The arguments of get_or_compute(), checked."""
+
+    def __init__(  # noqa: PLR0917 - all of get_or_compute()
+        self,
+        key: str,
+        timeout: Seconds,
+        stale: Seconds,
+        cache: str,
+        using: str,
+        wait: Seconds | None,
+        if_down: str,
+    ) -> None:
+        self.cache = caches[cache]
+        self._timeout, self._stale = seconds(timeout, "timeout"), seconds(stale, "stale", zero=True)
+        if if_down not in {"old", "compute"}:
+            raise ValueError(f'if_down must be "old" or "compute", not {if_down!r}.')
+        self._computes_if_down = if_down == "compute"
+        # With the prefix and version of the cache: the key of another tenant is another one.
+        self._name = f"cache:{self.cache.make_key(key)}"
+        self._terms: dict[str, Any] = {"using": using, "reentrant": False}
+        if wait != -1:
+            self._terms["timeout"] = wait
+
+    def lock(self, copy: object) -> Lock:
+        """Return the lock of the computation, which is not waited for if there is a *copy*."""
+        return Lock(self._name, **(self._terms | {"timeout": 0} if copy else self._terms))
+
+    def instead(self, copy: _Copy | None, problem: LockError) -> _Copy | None:
+        """Return the *copy* to take because of *problem*, or None to compute without the lock; else raise *problem*."""
+        if self._computes_if_down and isinstance(problem, LockBackendError):
+            return None
+        if copy is None:
+            raise problem
+        return copy
+
+    def to_store(self, value: object) -> tuple[tuple[object, float], float]:
+        """Return what to store for *value*, and for how many seconds."""
+        return (value, time.time() + self._timeout), self._timeout + self._stale
+
+
+def _fresh(copy: _Copy | None) -> _Copy | None:
+    """Return *copy*, a value and the time.time() until which it is fresh, if it is that still."""
+    return copy if copy is not None and time.time() < copy[1] else None
+
+
+def _note(lease: Lease | None, problem: LockError) -> None:
+    """Log that *lease* was lost or could not be released: the value was computed all the same."""
+    if lease is not None:
+        warn("Leaving lock %s: %s", lease.name, problem, of=lease, token=lease.fencing_token)
