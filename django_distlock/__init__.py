@@ -69,12 +69,45 @@ __all__ = [
 ]
 
 
+#: Names that are looked for here, by the submodule that has them.
+_ELSEWHERE = {
+    "backends": ("BaseLockBackend",),
+    "contrib.celery": ("attached", "handover", "unique_task"),
+    "contrib.debug_toolbar": ("LocksPanel",),
+    "contrib.editing": ("EditLock", "edit_lock", "edit_lock_view"),
+    "contrib.editing.admin": ("EditLockMixin",),
+    "contrib.opentelemetry": ("instrument", "uninstrument"),
+    "contrib.tasks": ("unique_task",),
+    "models": ("FenceField", "FencedModel"),
+    "signals": (
+        *("backend_failed", "lock_acquired", "lock_busy", "lock_detached"),
+        *("lock_extended", "lock_forced", "lock_lost", "lock_released"),
+    ),
+    "testing": (
+        "assert_held",
+        "assert_not_held",
+        "held_elsewhere",
+        "override_locks",
+        "reset_locks",
+    ),
+}
+
+
 def __getattr__(name: str) -> Any:
     """Load transaction_lock() at its first use: it brings the backends of databases."""
-    if name != "transaction_lock":
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
-    from .backends.rowlock import transaction_lock
+    if name == "transaction_lock":
+        from .backends.rowlock import transaction_lock
 
-    globals()[name] = transaction_lock
-    return transaction_lock
+        globals()[name] = transaction_lock
+        return transaction_lock
+    ways = [
+        f"from {__name__}.{module} import {name}"
+        for module, names in _ELSEWHERE.items()
+        if name in names
+    ]
+    if ways:
+        # The import statement would replace the text of an AttributeError by its own.
+        msg = f"{__name__} has no {name!r}; write: {', or '.join(ways)}"
+        raise ImportError(msg)
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)

@@ -22,7 +22,7 @@ from .conf import BackendSettings, read_alias, read_settings
 from .engine import handover
 from .engine.background import background
 from .engine.registry import registry
-from .exceptions import InvalidLockBackend
+from .exceptions import DOCS, InvalidLockBackend
 from .ground import clock
 from .ground.caller import forks
 from .ground.naming import warn
@@ -264,7 +264,8 @@ def check_threads() -> None:
     if type(threading.Lock()) is not _MUTEX:
         raise InvalidLockBackend(
             "gevent took the place of threads after django_distlock was imported, and locks would "
-            "hang. Patch first of all: gunicorn without --preload, uWSGI with --gevent-early-monkey-patch."
+            "hang. Patch first of all: gunicorn without --preload, uWSGI with --gevent-early-monkey-patch. "
+            f"See {DOCS}howto/with-your-stack.html#stack-gunicorn"
         )
     _warn_of_no_threads(os.getpid())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from django_distlock import (
     transaction_lock,
 )
 from django_distlock.checks import check_servers
+from django_distlock.exceptions import DOCS
 from django_distlock.ground.holder import Holder
 from tests.contract.crew import start
 from tests.fixtures.eventually import eventually
@@ -99,10 +101,11 @@ def test_a_pooler_that_keeps_notifications_is_named_by_check_and_in_the_log(
 
 def test_statement_mode_is_named(postgres: PostgreSQL, settings: Settings, name: str) -> None:
     told = "transaction blocks not allowed in statement pooling mode: set pool_mode of PgBouncer to transaction or session"
+    told += f" (see {DOCS}howto/with-your-stack.html#stack-poolers)"
     with through(postgres, "statement"):
         settings.DISTLOCK = {"leases": {"OPTIONS": {"using": "by_statement"}}}
         with lock(name, using="leases"):
-            with pytest.raises(LockBackendError, match=told) as refused:
+            with pytest.raises(LockBackendError, match=re.escape(told)) as refused:
                 force_release(name, using="leases")
         [message] = check_servers(databases=["by_statement"])
 

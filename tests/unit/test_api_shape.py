@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import subprocess
 import sys
@@ -154,3 +155,18 @@ def test_the_example_of_a_backend_imports_from_the_door_alone() -> None:
     ours = {module for module in modules if module and module.startswith("django_distlock")}
     assert ours == {"django_distlock.backends"}
     assert all(name in dir(backends) for name in backends.__all__)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(module, name) for module, names in django_distlock._ELSEWHERE.items() for name in names],
+)
+def test_a_name_that_is_elsewhere_is_an_error_that_says_where(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(f"django_distlock.{module}"), name)
+
+    with pytest.raises(ImportError, match=rf"from django_distlock\.{module} import {name}\b"):
+        exec(f"from django_distlock import {name}")
+
+
+def test_any_other_name_is_an_attribute_error() -> None:
+    assert not hasattr(django_distlock, "unique_tusk")

@@ -46,6 +46,7 @@ BACKENDS = sorted((DOCS / "reference" / "backends").glob("*.md"))
 PACKAGE = ROOT / "django_distlock"
 API = DOCS / "reference" / "api.md"
 ERRORS = DOCS / "reference" / "errors.md"
+NAMES = DOCS / "reference" / "names.md"
 SETTINGS = DOCS / "reference" / "settings.md"
 PURGE = DOCS / "howto" / "purge.md"
 WRITE = DOCS / "howto" / "write-a-backend.md"
@@ -65,6 +66,29 @@ def test_every_public_name_is_in_the_reference() -> None:
     )
 
     assert sorted(documented) == sorted(django_distlock.__all__)
+
+
+def test_names_of_submodules_are_listed_with_where_they_are() -> None:
+    listed = table(NAMES, "## Imports")
+
+    assert {
+        columns[0].strip("`"): set(re.findall(r"`(\w+)`", f"`{names}`"))
+        for names, columns in listed.items()
+    } == {
+        f"django_distlock.{module}": set(names)
+        for module, names in django_distlock._ELSEWHERE.items()
+    }
+
+
+def test_extras_and_commands_are_listed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = re.findall(r"`([\w-]+)`", "".join(f"`{row}`" for row in table(NAMES, "## Extras")))
+    commands = {row.split()[0] for row in table(NAMES, "## Commands")}
+
+    assert sorted(extras) == sorted(project["optional-dependencies"])
+    assert commands == {
+        path.stem for path in (PACKAGE / "management" / "commands").glob("[a-z]*.py")
+    }
 
 
 def test_terms_are_listed_with_their_defaults() -> None:
@@ -225,7 +249,6 @@ FACTS = [
         "README.md",
         f"a ttl of {TTL:g} seconds, and the default timeout for a lock is {TIMEOUT:g} seconds",
     ),
-    ("README.md", f"?ttl={TTL:g}&timeout={TIMEOUT:g}"),
     ("README.md", "Python 3.11 or later and Django 5.2 or later"),
     ("docs/tutorial.md", f"the lock is yours for {TTL:g} seconds"),
     ("docs/tutorial.md", f"in seconds, but at most {decorators.LONGEST_RETRY_AFTER},"),

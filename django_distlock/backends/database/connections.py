@@ -25,6 +25,7 @@ from django_distlock.engine.background import NoThreadError, background, start_d
 from django_distlock.engine.bells import ThreadBell
 from django_distlock.engine.waiting import Wait
 from django_distlock.exceptions import (
+    DOCS,
     Contended,
     LockBackendError,
     LockError,
@@ -417,7 +418,8 @@ def _close_quietly(connection: BaseDatabaseWrapper) -> None:
 def _explained(error: Exception, database: str) -> str:
     text = first_line(error)
     if "pooling mode" in text:
-        return f"{text}: set pool_mode of PgBouncer to transaction or session"
+        page = f"{DOCS}howto/with-your-stack.html#stack-poolers"
+        return f"{text}: set pool_mode of PgBouncer to transaction or session (see {page})"
     if isinstance(error, (ProgrammingError, OperationalError)) and not _NO_RIGHT.search(text):
         return f"{text}: is the app migrated? {how_to_migrate(database)}"
     return text

@@ -16,6 +16,7 @@ from django_distlock.backends.database.connections import Unusable
 from django_distlock.backends.database.dialect import COUNTER, CREATE, LOCK
 from django_distlock.backends.database.postgresql import MICROSECONDS, PostgreSQL, sqlstate
 from django_distlock.engine.values import Busy, Grant, digest
+from django_distlock.exceptions import DOCS
 from django_distlock.ground.naming import stored
 
 from .occupants import Occupant, as_held, busy
@@ -145,7 +146,8 @@ ON CONFLICT (method_name) DO NOTHING"""
         if not connection.distlock_is_ours:
             problem = (
                 f"the database {connection.alias!r} is reached through a pooler such as PgBouncer, where a session "
-                "does not stay with its holder: give an alias of DATABASES that is direct (OPTIONS 'using')"
+                "does not stay with its holder: give an alias of DATABASES that is direct (OPTIONS 'using'; see "
+                f"{DOCS}howto/with-your-stack.html#stack-poolers)"
             )
             advice = "Let OPTIONS 'using' name an alias of DATABASES that connects to the server directly."
             raise Unusable(problem, advice)
