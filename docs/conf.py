@@ -17,7 +17,7 @@ author = "The django-distlock authors"
 copyright = author  # noqa: A001 - the name that Sphinx reads
 version = release = installed_version("django-distlock")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 nitpicky = True
 
@@ -28,6 +28,11 @@ myst_heading_anchors = 3
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 
+# What is copied is what is typed: no prompts, and no output of the commands behind them.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
 html_theme = "furo"
 html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 html_title = f"django-distlock {release}"
