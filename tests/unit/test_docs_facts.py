@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import tomllib
 from dataclasses import asdict, fields
 from pathlib import Path
 
