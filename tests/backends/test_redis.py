@@ -141,7 +141,7 @@ def test_the_scripts_of_a_lock_that_nobody_else_wants_call_few_commands(
     with own.monitor() as monitor, lock(name):
         pass
 
-    assert len(monitor.in_scripts) == 9
+    assert len(monitor.in_scripts) == 8
 
 
 def test_a_waiter_costs_a_try_a_wait_and_a_try(

@@ -443,10 +443,13 @@ class Schedule(Watch):
                 if key.endswith(b":h"):
                     owners = [owner for owner, ends in value.items() if ends > now]
                 elif isinstance(value, dict):
-                    # Of Redlock, or of Redis.
-                    ends = value.get(b"ends") or value.get(b"since", 0)
-                    if int(ends) + int(value.get(b"lasts", 0)) > now:
-                        owners = [value[b"owner"]]
+                    # Of Redis, or of Redlock.
+                    if lease := value.get(b"lease"):
+                        since, lasts, owner = lease.split(b" ")
+                    else:
+                        since, lasts, owner = value.get(b"ends", 0), 0, value.get(b"owner", b"")
+                    if int(since) + int(lasts) > now:
+                        owners = [owner]
                 for owner in owners:
                     votes[key.decode(), owner] = votes.get((key.decode(), owner), 0) + 1
         return [key for (key, _), count in votes.items() if count > self.plan.servers // 2]

@@ -2,20 +2,26 @@
 
 Redis 6.0 or later, or Valkey. Instants are microseconds of the server's clock (TIME). A lock has
 
-- *record*, a hash: ``token`` the last one given, ``mode`` x (exclusive) or s (shared), ``available``
-  the instant from which others may have it, if min_hold reserved it, ``name``, ``ended`` the last owners that gave it back,
-  ``revoked`` the last ones that are refused from now on; ``owner``, ``since`` and ``lasts``, the instant from which its lease
-  lasts so many microseconds, and ``holder``: "token acquired holder", of who has it alone; and ``h:OWNER``, as ``holder``, of each who shares it;
+- *record*, a hash: ``token`` the last one given, ``lease`` of who has it alone: "since lasts owner", from which instant it
+  lasts so many microseconds, and ``holder``: "token acquired holder"; ``h:OWNER``, as ``holder``, of each who shares it;
+  ``available`` the instant from which others may have it, if min_hold reserved it, ``name``, ``ended`` the last owners
+  that gave it back, ``revoked`` the last ones that are refused from now on;
 - *readers*, a sorted set: those who share it, by the instant the lease ends;
 - *queue*, a sorted set: waiter (mode and position) by ticket; *alive*: waiter by the end of its patience;
-- a *doorbell* for each waiter, the list ``BELLS`` + position, which it blocks on.
+- a *doorbell* for each waiter, the list *bells* + position, which it blocks on.
 
-A position is that of a process, whose callers wait in it one after the other.
+A position is that of a process, whose callers wait in it one after the other. A mode is x (exclusive) or s (shared).
 
 Each place of a lock with a limit has a record of its own; the queue, ``alive`` and the doorbells are those of all its places.
 
 The record outlives its lock by RETENTION: so tokens rise though the clock may step back, and an
 answer can be given twice.
+
+Each command costs a script about a microsecond, and each field, argument and text that it reads or makes a tenth of it.
+
+A cluster that is moving the slot refuses a script before it has begun, by its KEYS, but a key that a script has emptied is
+an error: ``redis.pcall`` where that may be. Doorbells are not among KEYS, as only the server knows who waits: one that cannot be
+reached at that moment does not ring.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ from typing import NamedTuple
 
 #: Seconds for which what is known of a free lock is kept.
 RETENTION = 2 * 3600
-#: Letters of an owner by which it is known as one of the last.
+#: Letters of an owner by which it is known as one of the last: no two owners have the same ones.
 MARK = 16
 #: Letters of a list of the last eight owners, as many readers may give back at once, and ask again.
 LAST = 8 * (MARK + 1)
@@ -33,335 +39,295 @@ LAST = 8 * (MARK + 1)
 PATIENCE = 0.5
 #: Seconds of silence after which a waiter loses its place for good.
 FORGOTTEN = 10.0
+#: How many waiters are looked at: those behind so many that have died within ten seconds find out by themselves.
+FIRST = 64
 
-_CLOCK = """
+#: The server's clock, and numbers from and to text.
+CLOCK = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
-"""
-# Commands are given numbers as they are; joined to text, Lua itself would write 1.76e+15.
-_NUMBERS = """
 local function text(number) return string.format('%.0f', number) end
 local function number(value) return tonumber(value or 0) or 0 end
 """
-#: The server's clock, and numbers from and to text.
-CLOCK = _CLOCK + _NUMBERS
-
-# KEYS: record, readers, queue, alive. ARGV[1]: what the names of doorbells begin with. A cluster that is moving the slot
-# refuses a script before it has begun, by its KEYS; doorbells are not among them, as only the server knows who waits: one
-# that cannot be reached at that moment does not ring.
-_OF_LOCK = f"""{_CLOCK}
-local record, readers, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
-"""
-
-# Each command takes about a microsecond, and each function is defined again in each run. So if nobody is in the way,
-# scripts return before they come to these functions.
-_FUNCTIONS = f"""{_NUMBERS}
-local function keep(key, ends)
-  local left = math.max(0, math.ceil((ends - now) / 1000)) + {RETENTION * 1000}
-  -- Nearly as long is long enough, and saves a write.
-  if redis.call('PTTL', key) < left - 600000 then redis.call('PEXPIRE', key, left) end
-end
-
--- When the lease of this owner ends, 0 if it has none, and the field that describes it.
-local function lease_of(owner)
-  local known = redis.call('HMGET', record, 'mode', 'owner', 'since', 'lasts')
-  local ends, field = known[2] == owner and number(known[3]) + number(known[4]) or 0, 'holder'
-  if known[1] == 's' then
-    ends, field = readers and number(redis.call('ZSCORE', readers, owner)) or 0, 'h:' .. owner
-  end
-  return ends > now and ends or 0, field
-end
-
-local function hold(owner, ends, field)
-  if field == 'holder' then
-    redis.call('HSET', record, 'owner', owner, 'since', now, 'lasts', ends - now)
-  else
-    redis.call('ZADD', readers, ends, owner)
-    keep(readers, ends)
-  end
-  keep(record, ends)
-end
-
-local function forget(owner, field)
-  if field == 'holder' then
-    redis.call('HDEL', record, 'since')
-  else
-    redis.call('ZREM', readers, owner)
-    redis.call('HDEL', record, field)
-  end
-end
-
-local function expire()
-  for _, owner in ipairs(redis.call('ZRANGEBYSCORE', readers, '-inf', now)) do
-    forget(owner, 'h:' .. owner)
-  end
-end
-
-local function described(field)
-  local known = redis.call('HGET', record, field) or ''
-  local token, acquired, holder = string.match(known, '^(%d+) (%d+) (.*)$')
-  return number(token), number(acquired), holder or ''
-end
-
--- Which lease ends last, x or s for how it is held, and the field that describes it; 0 if nobody has the lock.
-local function last_lease()
-  local known = redis.call('HMGET', record, 'mode', 'since', 'lasts')
-  local ends, field = number(known[2]) + number(known[3]), 'holder'
-  if known[1] == 's' then
-    -- With its last holder the key is gone, which a cluster that is moving the slot reports as an error.
-    local last = redis.pcall('ZREVRANGE', readers, 0, 0, 'WITHSCORES')
-    ends, field = number(last[2]), 'h:' .. (last[1] or '')
-  end
-  return ends > now and ends or 0, known[1], field
-end
-
-local function hold_back(instant)
-  if instant > now and instant > number(redis.call('HGET', record, 'available')) then
-    redis.call('HSET', record, 'available', instant)
-    keep(record, instant)
-  end
-end
-
--- Calls visit(mode, position) for each waiter that is alive, in the order of tickets, until it says true.
-local function each_waiter(visit)
-  local first = 0
-  repeat
-    local some = redis.call('ZRANGE', queue, first, first + 15)
-    for _, waiter in ipairs(some) do
-      local patience = number(redis.call('ZSCORE', alive, waiter))
-      if patience > now and visit(string.sub(waiter, 1, 1), string.sub(waiter, 2)) then return end
-    end
-    first = first + 16
-  until #some < 16
-end
-
-local function ring(position)
-  local bell = bells .. position
-  if redis.pcall('EXISTS', bell) == 0 then
-    redis.call('RPUSH', bell, 1)
-    redis.call('PEXPIRE', bell, 10000)
-  end
-end
-
--- Wakes the first writer, or all readers before the first writer; with readers inside, no writer.
-local function wake()
-  if redis.call('EXISTS', queue) == 0 then return end
-  local ends, mode = last_lease()
-  if ends > 0 and mode == 'x' then return end
-  local is_first = true
-  each_waiter(function(other, position)
-    if other == 'x' then
-      if is_first and ends == 0 then ring(position) end
-      return true
-    end
-    is_first = false
-    ring(position)
-  end)
-end
-
-local function leave(position)
-  local left = redis.call('ZREM', queue, 'x' .. position, 's' .. position)
-  if left > 0 then redis.call('ZREM', alive, 'x' .. position, 's' .. position) end
-  redis.pcall('DEL', bells .. position)
-  return left
-end
-
-local function busy()
-  local ends, _, field = last_lease()
-  local holder = ends > 0 and select(3, described(field)) or ''
-  ends = math.max(ends, number(redis.call('HGET', record, 'available')))
-  return {{holder, ends > now and ends - now or -1}}
-end
-"""
-
-# Gives *waiter* (mode and position) a place at the end of the queue, or keeps the one that it has.
-_QUEUE = f"""
-  local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
-  redis.call('ZADD', queue, 'NX', math.max(number(last[2]) + 1, now), waiter)
-  redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, waiter)
-  for _, gone in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', now - {FORGOTTEN * 1e6:.0f})) do
-    redis.call('ZREM', queue, gone)
-    redis.call('ZREM', alive, gone)
-  end
-  redis.call('PEXPIRE', queue, 60000)
-  redis.call('PEXPIRE', alive, 60000)
-"""
-
-# Grants a free lock to this owner. *known*: the record's token, mode, and more.
-_GRANT = f"""
-  -- To join text, and to say two that are at hand, costs less than to format a number.
-  local instant = clock[1] .. string.sub('00000' .. clock[2], -6)
-  local token, left = instant, ttl
-  if (known[1] or 0) - now >= 0 then token = string.format('%.0f', known[1] + 1) end
-  local holder = token .. ' ' .. instant .. ' ' .. ARGV[7]
-  if known[2] ~= mode then redis.call('HSET', record, 'mode', mode, 'name', ARGV[6], 'since', 0) end
-  if mode == 'x' then
-    redis.call('HSET', record, 'token', token, 'owner', owner, 'since', instant, 'lasts', ttl, 'holder', holder)
-  else
-    redis.call('HSET', record, 'token', token, 'h:' .. owner, holder)
-    redis.call('ZADD', readers, now + ttl, owner)
-  end
-  if mode == 'x' and min_hold ~= '0' then
-    redis.call('HSET', record, 'available', now + min_hold)
-    left = math.max(ttl, min_hold)
-  end
-  left = math.ceil(left / 1000) + {RETENTION * 1000}
-  -- Nearly as long is long enough, and saves a write.
-  if redis.call('PTTL', record) < left - 600000 then redis.call('PEXPIRE', record, left) end
-  if mode == 's' and redis.call('PTTL', readers) < left - 600000 then redis.call('PEXPIRE', readers, left) end
-"""
 
 # Asks for the lock, once.
+# KEYS: record, readers, queue, alive.
 # ARGV: bells, owner, mode, ttl, min_hold (microseconds), name, holder, '1' to have a place in the queue if it is
 # refused, '1' if the first in the queue is always served first, its position in the queue, '1' if it is for a place.
 # Returns the token as text, which costs less than a table; or, if it is refused, {holder of the lease that ends last,
 # microseconds left or -1}. The same owner again: the same token. An owner that was given back for good: refused.
 # nil: it was given back before.
 _ACQUIRE = f"""
-local owner, mode, ttl, min_hold = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local known = redis.call('HMGET', record, 'token', 'mode', 'available', 'since', 'lasts', 'revoked', 'ended')
+local record, readers, queue, owner, mode, ttl, min_hold = KEYS[1], KEYS[2], KEYS[3], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local clock = redis.call('TIME')
+local instant = clock[1] .. string.sub('00000' .. clock[2], -6)
+local now = instant + 0
+local known = redis.call('HMGET', record, 'token', 'lease', 'available', 'revoked', 'ended')
+local latest, lease, available = known[1] or 0, known[2] or '', known[3] or 0
 local mark = string.sub(owner, 1, {MARK})
-local is_revoked = known[6] and string.find(known[6], mark, 1, true)
-local is_late = known[7] and string.find(known[7], mark, 1, true)
-local is_taken = (known[3] or 0) - now > 0 or (known[4] or 0) + (known[5] or 0) - now > 0
+local is_revoked = known[4] and string.find(known[4], mark, 1, true)
+local is_late = known[5] and string.find(known[5], mark, 1, true)
+local token, acquired = instant, instant
+if latest - now >= 0 then token = string.format('%.0f', latest + 1) end
+latest = token
 
--- Nearly always there are neither holders nor waiters.
-if not is_revoked and not is_late and not is_taken and redis.call('EXISTS', readers, queue) == 0 then
-  {_GRANT}
-  return token
-end
-{_FUNCTIONS}
-if known[2] == 's' then expire() end
-local ends, field = lease_of(owner)
-if ends > 0 then
-  hold(owner, math.max(ends, now + ttl), field)
-  return text((described(field)))
-end
-if is_revoked then return busy() end
-if is_late then return false end
-
-local is_free = not is_taken and (known[2] ~= 's' or mode == 's' or redis.call('EXISTS', readers) == 0)
-
-local function is_behind()
-  if mode == 'x' and ARGV[9] == '' then return false end
-  local behind = false
-  each_waiter(function(other, who)
-    if who == ARGV[10] then return true end
-    behind = mode == 'x' or other == 'x'
-    return behind
-  end)
-  return behind
-end
-
-if is_free and not is_behind() then
-  {_GRANT}
-  if redis.call('EXISTS', queue) == 1 then
-    leave(ARGV[10])
-    -- Several places may be free: each one that is taken rings the next waiter.
-    if ARGV[11] ~= '' then each_waiter(function(_, who) ring(who) return true end) end
+-- Nearly always nobody holds the lock or waits for it.
+if is_revoked or is_late or lease ~= '' or available - now > 0 or redis.call('EXISTS', readers, queue) > 0 then
+  local alive, bells, position = KEYS[4], ARGV[1], ARGV[10]
+  -- When the lease of this owner ends, and that which ends last, with the field that describes its holder.
+  local since, lasts, holder = string.match(lease, '^(%d+) (%d+) (.*)$')
+  local mine, ends, field = 0, (since or 0) + (lasts or 0), 'holder'
+  if ends > now then
+    mine = holder == owner and ends or 0
+  else
+    for _, gone in ipairs(redis.call('ZRANGEBYSCORE', readers, '-inf', instant)) do
+      redis.call('ZREM', readers, gone)
+      redis.call('HDEL', record, 'h:' .. gone)
+    end
+    local last = redis.pcall('ZREVRANGE', readers, 0, 0, 'WITHSCORES')
+    ends, field = (last[2] or 0) + 0, 'h:' .. (last[1] or '')
+    mine = last[1] and redis.call('ZSCORE', readers, owner) or 0
   end
-  return token
+  local is_alone = ends > now and field == 'holder'
+
+  if mine - now > 0 then
+    -- It is asked again: no lease becomes shorter.
+    mode, field = is_alone and 'x' or 's', is_alone and 'holder' or 'h:' .. owner
+    token, acquired = string.match(redis.call('HGET', record, field), '^(%d+) (%d+)')
+    latest, ttl, min_hold = known[1], string.format('%.0f', math.max(mine - now, ttl)), '0'
+  elseif is_late and not is_revoked then
+    return false
+  else
+    local is_refused = is_revoked or available - now > 0 or is_alone or ends > now and mode == 'x'
+    -- Readers do not pass a writer; writers pass anybody, unless the order counts.
+    if not is_refused and (mode == 's' or ARGV[9] ~= '') then
+      for _, waiter in ipairs(redis.call('ZRANGE', queue, 0, {FIRST - 1})) do
+        if string.sub(waiter, 2) == position then break end
+        if (mode == 'x' or string.sub(waiter, 1, 1) == 'x') and (redis.call('ZSCORE', alive, waiter) or 0) - now > 0 then
+          is_refused = true
+          break
+        end
+      end
+    end
+    if is_refused then
+      if ARGV[8] ~= '' and not is_revoked then
+        -- As in ENQUEUE.
+        local waiter, last = mode .. position, redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
+        redis.call('ZADD', queue, 'NX', math.max((last[2] or 0) + 1, now), waiter)
+        redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, waiter)
+        for _, gone in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', now - {FORGOTTEN * 1e6:.0f})) do
+          redis.call('ZREM', queue, gone)
+          redis.call('ZREM', alive, gone)
+        end
+        redis.call('PEXPIRE', queue, 60000)
+        redis.call('PEXPIRE', alive, 60000)
+      end
+      holder = ends > now and string.match(redis.call('HGET', record, field) or '', '^%d+ %d+ (.*)$') or ''
+      ends = math.max(ends, available)
+      return {{holder, ends > now and ends - now or -1}}
+    end
+    if redis.call('EXISTS', queue) == 1 then
+      redis.call('ZREM', queue, 'x' .. position, 's' .. position)
+      redis.call('ZREM', alive, 'x' .. position, 's' .. position)
+      redis.pcall('DEL', bells .. position)
+      -- Several places may be free: each one that is taken rings the next waiter.
+      for _, waiter in ipairs(ARGV[11] == '1' and redis.pcall('ZRANGE', queue, 0, {FIRST - 1}) or {{}}) do
+        if (redis.call('ZSCORE', alive, waiter) or 0) - now > 0 then
+          local bell = bells .. string.sub(waiter, 2)
+          if redis.pcall('EXISTS', bell) == 0 then
+            redis.call('RPUSH', bell, 1)
+            redis.call('PEXPIRE', bell, 10000)
+          end
+          break
+        end
+      end
+    end
+  end
 end
 
-if ARGV[8] ~= '' then
-  local waiter = mode .. ARGV[10]
-  {_QUEUE}
+-- It is granted. Texts are joined, as to format a number takes as long as a command.
+local described = token .. ' ' .. acquired .. ' ' .. ARGV[7]
+if mode == 'x' then
+  redis.call('HSET', record, 'token', latest, 'lease', instant .. ' ' .. ttl .. ' ' .. owner, 'holder', described)
+  if min_hold ~= '0' then redis.call('HSET', record, 'available', now + min_hold) end
+else
+  redis.call('HSET', record, 'token', latest, 'lease', '', 'h:' .. owner, described)
+  redis.call('ZADD', readers, now + ttl, owner)
 end
-return busy()
+if not known[1] then redis.call('HSET', record, 'name', ARGV[6]) end
+-- It is kept longer, so that one grant in ten minutes need say so.
+if mode == 's' or min_hold ~= '0' or ttl - 6e8 > 0 or math.floor((known[1] or 0) / 6e8) ~= math.floor(now / 6e8) then
+  local left = math.ceil(math.max(ttl, min_hold) / 1000) + {(RETENTION + 1200) * 1000}
+  for i = 1, mode == 's' and 2 or 1 do
+    if redis.call('PTTL', KEYS[i]) < left - 600000 then redis.call('PEXPIRE', KEYS[i], left) end
+  end
+end
+return token
 """
 
 # Takes a position in the queue for any place of a lock, or keeps it.
-# ARGV: bells, position.
+# KEYS: record, readers, queue, alive. ARGV: bells, position.
 _ENQUEUE = f"""
-local waiter = 'x' .. ARGV[2]
-{_QUEUE}
+local queue, alive, waiter = KEYS[3], KEYS[4], 'x' .. ARGV[2]
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local last = redis.call('ZRANGE', queue, -1, -1, 'WITHSCORES')
+redis.call('ZADD', queue, 'NX', math.max((last[2] or 0) + 1, now), waiter)
+redis.call('ZADD', alive, now + {PATIENCE * 1e6:.0f}, waiter)
+for _, gone in ipairs(redis.call('ZRANGEBYSCORE', alive, '-inf', now - {FORGOTTEN * 1e6:.0f})) do
+  redis.call('ZREM', queue, gone)
+  redis.call('ZREM', alive, gone)
+end
+redis.call('PEXPIRE', queue, 60000)
+redis.call('PEXPIRE', alive, 60000)
 return 1
 """
 
 # Gives back what an owner holds, and wakes who is next.
-# ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late,
-# min_hold (microseconds). Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
+# KEYS: record, readers, queue, alive.
+# ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late, min_hold (microseconds); the last two may
+# be left out. Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
 _RELEASE = f"""
+local record, readers, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local owner, is_final = ARGV[2], ARGV[3] == '1'
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local known = redis.call('HMGET', record, 'lease', 'ended')
+local since, lasts, holder = string.match(known[1] or '', '^(%d+) (%d+) (.*)$')
 local mark = string.sub(owner, 1, {MARK})
-local known = redis.call('HMGET', record, 'owner', 'since', 'lasts', 'ended')
-local ended = string.sub(mark .. ' ' .. (known[4] or ''), 1, {LAST})
+local ended = string.sub(mark .. ' ' .. (known[2] or ''), 1, {LAST})
+local is_alone, answer, field, last = (since or 0) + (lasts or 0) - now > 0, 0, 'holder', {{}}
 
--- Nearly always nobody waits, and the lease has not ended.
-if not is_final and ARGV[4] == '0' and known[1] == owner and (known[2] or 0) + (known[3] or 0) - now > 0
-    and redis.call('EXISTS', queue) == 0 then
-  -- Redis refuses this when its memory is full.
-  if type(redis.pcall('HSET', record, 'since', '0', 'ended', ended)) == 'number' then return 1 end
-end
-{_FUNCTIONS}
-local revoked = redis.call('HGET', record, 'revoked') or ''
-local is_new = is_final and not string.find(revoked, mark, 1, true)
-revoked = string.sub(mark .. ' ' .. revoked, 1, {LAST})
-local ends, field = lease_of(owner)
-if ends > 0 then
-  local _, acquired = described(field)
-  -- First, as Redis refuses to begin with HSET when its memory is full.
-  forget(owner, field)
-  if ARGV[4] ~= '0' then hold_back(acquired + ARGV[4]) end
+if is_alone and holder == owner then
+  answer, is_alone = 1, false
+  -- Redis refuses to begin with HSET when its memory is full.
+  if type(redis.pcall('HSET', record, 'lease', '', 'ended', ended)) ~= 'number' then
+    redis.call('HDEL', record, 'lease')
+    redis.call('HSET', record, 'ended', ended)
+  end
+elseif not is_alone and (redis.call('ZSCORE', readers, owner) or 0) - now > 0 then
+  answer, field = 1, 'h:' .. owner
+  redis.call('ZREM', readers, owner)
   redis.call('HSET', record, 'ended', ended)
-  if is_new then redis.call('HSET', record, 'revoked', revoked) end
-  wake()
-  return 1
 end
-expire()
-local answer = last_lease() > 0 and 2 or 0
-if string.find(known[4] or '', mark, 1, true) then answer = 1 end
-if is_new then
-  redis.call('HSET', record, 'revoked', revoked)
-  keep(record, now)
+if answer == 1 and (ARGV[4] or '0') ~= '0' then
+  local available = string.match(redis.call('HGET', record, field), '^%d+ (%d+)') + ARGV[4]
+  if available > math.max(now, redis.call('HGET', record, 'available') or 0) then
+    redis.call('HSET', record, 'available', available)
+    local left = math.ceil((available - now) / 1000) + {RETENTION * 1000}
+    if redis.call('PTTL', record) < left - 600000 then redis.call('PEXPIRE', record, left) end
+  end
 end
-if answer == 0 or is_final then wake() end
+if field ~= 'holder' then redis.call('HDEL', record, field) end
+if is_final then
+  local revoked = redis.call('HGET', record, 'revoked') or ''
+  if not string.find(revoked, mark, 1, true) then
+    redis.call('HSET', record, 'revoked', string.sub(mark .. ' ' .. revoked, 1, {LAST}))
+    if redis.call('PTTL', record) < {(RETENTION - 600) * 1000} then redis.call('PEXPIRE', record, {RETENTION * 1000}) end
+  end
+end
+-- Nearly always nobody waits.
+local has_waiters = redis.call('EXISTS', queue) == 1
+if answer == 1 and not has_waiters then return 1 end
+
+if not is_alone then last = redis.pcall('ZREVRANGE', readers, 0, 0, 'WITHSCORES') end
+local is_shared = (last[2] or 0) - now > 0
+if answer == 0 then
+  answer = (is_alone or is_shared) and 2 or 0
+  if string.find(known[2] or '', mark, 1, true) then answer = 1 end
+end
+if is_alone or not has_waiters then return answer end
+-- Rings the first writer, or all readers before the first writer; with readers inside, no writer.
+for _, waiter in ipairs(redis.call('ZRANGE', queue, 0, {FIRST - 1})) do
+  if (redis.call('ZSCORE', alive, waiter) or 0) - now > 0 then
+    local bell, is_writer = bells .. string.sub(waiter, 2), string.sub(waiter, 1, 1) == 'x'
+    if is_writer and is_shared then break end
+    if redis.pcall('EXISTS', bell) == 0 then
+      redis.call('RPUSH', bell, 1)
+      redis.call('PEXPIRE', bell, 10000)
+    end
+    if is_writer then break end
+    is_shared = true
+  end
+end
 return answer
 """
 
 # Lets leases live longer, never shorter, if they are still their owner's.
 # KEYS: of each lock the record, and the readers if it is shared: if it is not, they are not there, and a cluster that is
 # moving the slot would refuse it. ARGV of each: owner, ttl (microseconds), mode. Returns 1 or 0 for each.
-_EXTEND = f"""{_CLOCK}
-local record, readers
-{_FUNCTIONS}
+_EXTEND = f"""
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
 local kept, key = {{}}, 1
 -- Redis refuses to begin with HSET, not to go on with it, when its memory is full: this needs none.
 redis.call('HDEL', KEYS[1], '')
 for i = 1, #ARGV - 2, 3 do
-  local owner, ends, is_shared = ARGV[i], now + ARGV[i + 1], ARGV[i + 2] == 's'
-  record, readers = KEYS[key], is_shared and KEYS[key + 1] or nil
-  key = key + (is_shared and 2 or 1)
-  local last, field = lease_of(owner)
-  kept[#kept + 1] = last > 0 and 1 or 0
-  if last > 0 and last < ends then hold(owner, ends, field) end
+  local owner, ttl, keys = ARGV[i], ARGV[i + 1], {{KEYS[key], ARGV[i + 2] == 's' and KEYS[key + 1] or nil}}
+  local record, readers = keys[1], keys[2]
+  key = key + #keys
+  local since, lasts, holder = string.match(redis.call('HGET', record, 'lease') or '', '^(%d+) (%d+) (.*)$')
+  local is_alone = holder == owner
+  local ends = is_alone and since + lasts or readers and redis.call('ZSCORE', readers, owner) or 0
+  kept[#kept + 1] = ends - now > 0 and 1 or 0
+  if ends - now > 0 and now + ttl - ends > 0 then
+    if is_alone then
+      redis.call('HSET', record, 'lease', string.format('%.0f', now) .. ' ' .. ttl .. ' ' .. owner)
+    else
+      redis.call('ZADD', readers, now + ttl, owner)
+    end
+    local left = math.ceil(ttl / 1000) + {RETENTION * 1000}
+    for _, each in ipairs(keys) do
+      -- Nearly as long is long enough, and saves a write.
+      if redis.call('PTTL', each) < left - 600000 then redis.call('PEXPIRE', each, left) end
+    end
+  end
 end
 return kept
 """
 
 # Has an owner hold what another one holds, with the same token, for its own ttl from now.
-# ARGV: bells, new owner, former owner, ttl (microseconds), holder.
+# KEYS: record, readers, queue, alive. ARGV: bells, new owner, former owner, ttl (microseconds), holder.
 # Returns 1 if it is the new owner's now (also when asked again: what is written then waits for replicas and the disk
 # again), or 0. An owner that was given back for good: 0.
 _TAKE_OVER = f"""
-local owner, former, ends = ARGV[2], ARGV[3], now + ARGV[4]
-local revoked = redis.call('HGET', record, 'revoked') or ''
-if string.find(revoked, string.sub(owner, 1, {MARK}), 1, true) then return 0 end
-expire()
-local last, field = lease_of(owner)
-if last > 0 then
-  -- As in EXTEND.
-  redis.call('HDEL', record, '')
-  hold(owner, math.max(last, ends), field)
-  return 1
+local record, readers, owner, former, ttl = KEYS[1], KEYS[2], ARGV[2], ARGV[3], ARGV[4]
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local known = redis.call('HMGET', record, 'lease', 'revoked')
+if string.find(known[2] or '', string.sub(owner, 1, {MARK}), 1, true) then return 0 end
+
+-- When the leases of both end, and the fields that describe them.
+local since, lasts, holder = string.match(known[1] or '', '^(%d+) (%d+) (.*)$')
+local ends, mine, theirs, my_field, their_field = (since or 0) + (lasts or 0), 0, 0, 'holder', 'holder'
+local is_alone = ends > now
+if is_alone then
+  mine, theirs = holder == owner and ends or 0, holder == former and ends or 0
+else
+  mine, theirs = redis.call('ZSCORE', readers, owner) or 0, redis.call('ZSCORE', readers, former) or 0
+  my_field, their_field = 'h:' .. owner, 'h:' .. former
 end
-last, field = lease_of(former)
-if last == 0 then return 0 end
-local token, acquired = described(field)
-forget(former, field)
-if field ~= 'holder' then field = 'h:' .. owner end
-hold(owner, ends, field)
-redis.call('HSET', record, field, table.concat({{text(token), text(acquired), ARGV[5]}}, ' '))
+-- As in EXTEND.
+redis.call('HDEL', record, '')
+if mine - now > 0 then
+  ttl = string.format('%.0f', math.max(mine - now, ttl))
+elseif theirs - now > 0 then
+  local described = string.match(redis.call('HGET', record, their_field), '^%d+ %d+ ') .. ARGV[5]
+  if not is_alone then redis.call('HDEL', record, their_field) end
+  redis.call('HSET', record, my_field, described)
+else
+  return 0
+end
+if is_alone then
+  redis.call('HSET', record, 'lease', string.format('%.0f', now) .. ' ' .. ttl .. ' ' .. owner)
+else
+  redis.call('ZADD', readers, now + ttl, owner)
+  if mine - now <= 0 then redis.call('ZREM', readers, former) end
+end
+local left = math.ceil(ttl / 1000) + {RETENTION * 1000}
+for i = 1, is_alone and 1 or 2 do
+  if redis.call('PTTL', KEYS[i]) < left - 600000 then redis.call('PEXPIRE', KEYS[i], left) end
+end
 return 1
 """
 
@@ -369,53 +335,86 @@ return 1
 # Returns for each nil if it is free, or {name, token, microseconds until min_hold is over or less than 0, waiters, mode}
 # and then of each who holds it: owner, microseconds left, microseconds since it was acquired, holder.
 _LOOK = """
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
 local answers = {}
 for i = 1, #KEYS, 3 do
-  record, readers, alive = KEYS[i], KEYS[i + 1], KEYS[i + 2]
-  local known = redis.call('HMGET', record, 'name', 'token', 'available', 'mode', 'owner', 'since', 'lasts')
-  local answer = {known[1] or '', number(known[2]), number(known[3]) - now, 0, known[4] or 'x'}
-  local found = {known[5] or '', number(known[6]) + number(known[7])}
-  if known[4] == 's' then found = redis.call('ZRANGE', readers, 0, -1, 'WITHSCORES') end
+  local record, readers, alive = KEYS[i], KEYS[i + 1], KEYS[i + 2]
+  local known = redis.call('HMGET', record, 'name', 'token', 'available', 'lease')
+  local since, lasts, holder = string.match(known[4] or '', '^(%d+) (%d+) (.*)$')
+  local found, mode = {holder, (since or 0) + (lasts or 0)}, 'x'
+  if found[2] <= now then
+    found = redis.call('ZRANGE', readers, 0, -1, 'WITHSCORES')
+    mode = found[1] and 's' or 'x'
+  end
+  local answer = {known[1] or '', (known[2] or 0) + 0, (known[3] or 0) - now, 0, mode}
   for j = 1, #found, 2 do
-    local left = number(found[j + 1]) - now
+    local left = found[j + 1] - now
     if left > 0 then
-      local _, acquired, holder = described(known[4] == 's' and 'h:' .. found[j] or 'holder')
-      answer[#answer + 1] = found[j]
-      answer[#answer + 1] = left
-      answer[#answer + 1] = now - acquired
-      answer[#answer + 1] = holder
+      local described = redis.call('HGET', record, mode == 's' and 'h:' .. found[j] or 'holder') or ''
+      local acquired, holder = string.match(described, '^%d+ (%d+) (.*)$')
+      for _, each in ipairs({found[j], left, now - (acquired or 0), holder or ''}) do answer[#answer + 1] = each end
     end
   end
   local is_free = #answer == 5 and answer[3] <= 0
-  if not is_free then answer[4] = redis.call('ZCOUNT', alive, '(' .. text(now), '+inf') end
+  if not is_free then answer[4] = redis.call('ZCOUNT', alive, string.format('(%.0f', now), '+inf') end
   answers[#answers + 1] = not is_free and answer
 end
 return answers
 """
 
-# Ends a holding for its operator: with a higher token, and free for others now, whatever min_hold it had.
+# Ends a holding for its operator: with a higher token, and free for others now, whatever min_hold it had. Rings nobody.
+# KEYS: record, readers, queue, alive.
 # ARGV: bells, owner, token: with no owner, what the holding with this token has reserved.
 # Returns 1 if it was there, or 0.
-_FORCE = """
-expire()
-local ends, field = lease_of(ARGV[2])
-local token = redis.call('HGET', record, 'token')
-local is_reserved = ARGV[2] == '' and last_lease() == 0 and token == ARGV[3]
-if ends == 0 and not is_reserved then return 0 end
-forget(ARGV[2], field)
-redis.call('HSET', record, 'token', math.max(number(token) + 1, now))
-if last_lease() == 0 then redis.call('HDEL', record, 'available') end
-keep(record, now)
-wake()
+_FORCE = f"""
+local record, readers, owner = KEYS[1], KEYS[2], ARGV[2]
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local known = redis.call('HMGET', record, 'lease', 'token')
+local since, lasts, holder = string.match(known[1] or '', '^(%d+) (%d+) (.*)$')
+local is_alone = (since or 0) + (lasts or 0) - now > 0
+if is_alone and holder == owner then
+  redis.call('HDEL', record, 'lease')
+elseif not is_alone and (redis.call('ZSCORE', readers, owner) or 0) - now > 0 then
+  redis.call('ZREM', readers, owner)
+  redis.call('HDEL', record, 'h:' .. owner)
+elseif is_alone or (redis.call('ZREVRANGE', readers, 0, 0, 'WITHSCORES')[2] or 0) - now > 0 or owner ~= '' or known[2] ~= ARGV[3] then
+  return 0
+end
+redis.call('HDEL', record, 'available')
+redis.call('HSET', record, 'token', math.max((known[2] or 0) + 1, now))
+if redis.call('PTTL', record) < {(RETENTION - 600) * 1000} then redis.call('PEXPIRE', record, {RETENTION * 1000}) end
 return 1
 """
 
-# Gives up a position in the queue; who is next may have been passed over.
-# ARGV: bells, position. Returns 1 if there was one, or 0.
-_LEAVE = """
-local left = leave(ARGV[2])
-expire()
-wake()
+# Gives up a position in the queue, if the text is not empty, and wakes who is next, who may have been passed over.
+# KEYS: record, readers, queue, alive. ARGV: bells, position. Returns 1 if there was one, or 0.
+_LEAVE = f"""
+local record, readers, queue, alive, bells, position = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1], ARGV[2]
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local left = redis.call('ZREM', queue, 'x' .. position, 's' .. position)
+if left > 0 then redis.call('ZREM', alive, 'x' .. position, 's' .. position) end
+redis.pcall('DEL', bells .. position)
+local since, lasts = string.match(redis.call('HGET', record, 'lease') or '', '^(%d+) (%d+)')
+if (since or 0) + (lasts or 0) - now > 0 then return left end
+
+-- Rings as RELEASE does.
+local last = redis.call('ZREVRANGE', readers, 0, 0, 'WITHSCORES')
+local is_shared = (last[2] or 0) - now > 0
+for _, waiter in ipairs(redis.pcall('ZRANGE', queue, 0, {FIRST - 1})) do
+  if (redis.call('ZSCORE', alive, waiter) or 0) - now > 0 then
+    local bell, is_writer = bells .. string.sub(waiter, 2), string.sub(waiter, 1, 1) == 'x'
+    if is_writer and is_shared then break end
+    if redis.pcall('EXISTS', bell) == 0 then
+      redis.call('RPUSH', bell, 1)
+      redis.call('PEXPIRE', bell, 10000)
+    end
+    if is_writer then break end
+    is_shared = true
+  end
+end
 return left
 """
 
@@ -428,14 +427,14 @@ class Script:
         self.sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
-ACQUIRE = Script("acquire", _OF_LOCK + _ACQUIRE)
-ENQUEUE = Script("enqueue", _OF_LOCK + _NUMBERS + _ENQUEUE)
-RELEASE = Script("release", _OF_LOCK + _RELEASE)
+ACQUIRE = Script("acquire", _ACQUIRE)
+ENQUEUE = Script("enqueue", _ENQUEUE)
+RELEASE = Script("release", _RELEASE)
 EXTEND = Script("extend", _EXTEND)
-TAKE_OVER = Script("take_over", _OF_LOCK + _FUNCTIONS + _TAKE_OVER)
-LOOK = Script("look", _OF_LOCK + _FUNCTIONS + _LOOK)
-FORCE = Script("force", _OF_LOCK + _FUNCTIONS + _FORCE)
-LEAVE = Script("leave", _OF_LOCK + _FUNCTIONS + _LEAVE)
+TAKE_OVER = Script("take_over", _TAKE_OVER)
+LOOK = Script("look", _LOOK)
+FORCE = Script("force", _FORCE)
+LEAVE = Script("leave", _LEAVE)
 SCRIPTS = (ACQUIRE, ENQUEUE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE)
 
 

@@ -100,11 +100,11 @@ class _LockRecord:
         self.record = keys[0]
         self.now = int(time[0]) * 1_000_000 + int(time[1])
         self.fields = dict(_pairs(fields))
-        self.is_shared = self.fields.get(b"mode") == b"s"
-        ends = {owner.decode(): int(float(end)) for owner, end in _pairs(readers)}
-        if not self.is_shared:
-            owner = self.fields.get(b"owner", b"").decode()
-            ends = {owner: self.number("since") + self.number("lasts")}
+        since, lasts, owner = (self.fields.get(b"lease") or b"0 0 ").decode().split(" ", 2)
+        ends = {owner: int(since) + int(lasts)}
+        self.is_shared = ends[owner] <= self.now and bool(readers)
+        if self.is_shared:
+            ends = {owner.decode(): int(float(end)) for owner, end in _pairs(readers)}
         self.holders = {owner: end for owner, end in ends.items() if end > self.now}
         #: Milliseconds for which the record is kept.
         self.kept = kept
@@ -123,13 +123,15 @@ class _LockRecord:
             ends = max(self.holders.get(last, 0), available)
             return [self.described(last)[2], ends - self.now if ends > self.now else -1]
         token = max(self.number("token") + 1, self.now)
-        self.set(mode=mode, name=name, token=token, holder=f"{token} {self.now} {holder}")
+        if b"token" not in self.fields:
+            self.set(name=name)
+        self.set(token=token, holder=f"{token} {self.now} {holder}")
         self.hold(owner, ttl)
         return b"%d" % token
 
-    def release(self, owner: str, is_final: str, _min_hold: int) -> int:
+    def release(self, owner: str, is_final: str = "", _min_hold: int = 0) -> int:
         if was_held := owner in self.holders:
-            self.writes.append(("HDEL", self.record, "since"))
+            self.writes.append(("HDEL", self.record, "lease"))
             self.note("ended", owner)
         if is_final and not self.is_noted("revoked", owner):
             self.note("revoked", owner)
@@ -143,7 +145,7 @@ class _LockRecord:
         return 1
 
     def look(self) -> list[Any] | None:
-        mode, available = self.fields.get(b"mode", b"x"), self.number("available") - self.now
+        mode, available = b"s" if self.is_shared else b"x", self.number("available") - self.now
         answer = [self.fields.get(b"name", b""), self.number("token"), available, None, mode]
         for owner, ends in self.holders.items():
             _, acquired, holder = self.described(owner)
@@ -166,7 +168,7 @@ class _LockRecord:
     def hold(self, owner: str, ttl: int) -> None:
         """Extend the holding until *ttl* from now, and never shorten it."""
         ends = max(self.holders.get(owner, 0), self.now + ttl)
-        self.set(owner=owner, since=self.now, lasts=ends - self.now)
+        self.set(lease=f"{self.now} {ends - self.now} {owner}")
         self.keep(ends)
 
     def keep(self, ends: int) -> None:

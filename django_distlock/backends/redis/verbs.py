@@ -168,7 +168,7 @@ class RedisVerbs:
             "1" if queued else "",
             self._is_fair,
             request.waiter,
-            "" if request.place is None else "1",
+            *(() if request.place is None else "1"),
         )
         answer, *replicas = yield from self._answers(call, *self._after)
         if answer is None:
@@ -242,6 +242,8 @@ class RedisVerbs:
                 call = Call(scripts.FORCE, keys.all, (keys.bells, owner, f"{shown.token}"))
                 (answer,) = yield from self._answers(call)
                 is_ended |= answer == 1
+        if is_ended and self._has_scripts:  # rings who is next
+            yield from self._answers(Call(scripts.LEAVE, keys.all, (keys.bells, "")))
         return is_ended
 
     def enqueue(self, request: Request) -> Conversation[None]:
@@ -291,7 +293,9 @@ class RedisVerbs:
             return error
 
     def _release_call(self, request: Request, is_final: str) -> Call:
-        return self._call(scripts.RELEASE, request, is_final, microseconds(request.min_hold))
+        min_hold = microseconds(request.min_hold)
+        more = (is_final, min_hold) if is_final or min_hold else ()
+        return self._call(scripts.RELEASE, request, *more)
 
     def _call(self, script: Script, request: Request, *args: Any) -> Call:
         keys = keys_of(request.key)
