@@ -209,14 +209,14 @@ def counted_statements(alias: str) -> Iterator[list[str]]:
         connection.execute_wrappers.append(count)
         before.append((connection, connection.distlock_cursor))
         if not isinstance(before[-1][1], CursorWrapper):
-            connection.distlock_cursor = _Counted(before[-1][1], note)
+            connection.distlock_cursor = Counted(before[-1][1], note)
     yield statements
     for connection, cursor in before:
         connection.execute_wrappers.clear()
         connection.distlock_cursor = cursor
 
 
-class _Counted:
+class Counted:
     """A driver's cursor that notes its statements."""
 
     def __init__(self, cursor: Any, note: Callable[[str], None]) -> None:

@@ -185,7 +185,7 @@ def transaction_at(now: int, call: Call) -> Conversation[list[Any]]:
 def contents(client: driver.Redis, keys: Keys) -> tuple[Any, ...]:
     """Return the record, with when its lease ends in place of what tells it, and the readers."""
     record, readers, *_ = keys.all
-    fields: dict[str, str] = client.hgetall(record)
+    fields: Any = client.hgetall(record)
     since, lasts, owner = (fields.pop("lease", "") or "0 0 ").split(" ")
     return fields, int(since) + int(lasts), owner, client.zrange(readers, 0, -1, withscores=True)
 
