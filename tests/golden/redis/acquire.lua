@@ -1,6 +1,6 @@
 local record, readers, queue, owner, mode, ttl, min_hold = KEYS[1], KEYS[2], KEYS[3], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 local clock = redis.call('TIME')
-local instant = clock[1] .. string.sub('00000' .. clock[2], -6)
+local instant = clock[1] .. (#clock[2] == 6 and clock[2] or string.sub('00000' .. clock[2], -6))
 local now = instant + 0
 local known = redis.call('HMGET', record, 'token', 'lease', 'available', 'revoked', 'ended')
 local latest, lease, available = known[1] or 0, known[2] or '', known[3] or 0
