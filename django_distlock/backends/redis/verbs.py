@@ -293,9 +293,8 @@ class RedisVerbs:
             return error
 
     def _release_call(self, request: Request, is_final: str) -> Call:
-        min_hold = microseconds(request.min_hold)
-        more = (is_final, min_hold) if is_final or min_hold else ()
-        return self._call(scripts.RELEASE, request, *more)
+        more = is_final, microseconds(request.min_hold)
+        return self._call(scripts.RELEASE, request, *(more if any(more) else ()))
 
     def _call(self, script: Script, request: Request, *args: Any) -> Call:
         keys = keys_of(request.key)
