@@ -113,8 +113,10 @@ class _LockRecord:
     def acquire(self, owner: str, mode: str, ttl: int, *more: Any) -> bytes | list[Any] | None:
         _, name, holder, *_ = more
         if owner in self.holders:
+            token, acquired, _ = self.described(owner)
+            self.set(holder=f"{token} {acquired} {holder}")
             self.hold(owner, ttl)
-            return b"%d" % self.described(owner)[0]
+            return b"%d" % token
         available, is_revoked = self.number("available"), self.is_noted("revoked", owner)
         if self.is_noted("ended", owner) and not is_revoked:
             return None

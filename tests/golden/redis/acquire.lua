@@ -4,7 +4,7 @@ local instant = clock[1] .. (#clock[2] == 6 and clock[2] or string.sub('00000' .
 local now = instant + 0
 local known = redis.call('HMGET', record, 'token', 'lease', 'available', 'revoked', 'ended')
 local latest, lease, available = known[1] or 0, known[2] or '', known[3] or 0
-local mark = string.sub(owner, 1, 10)
+local mark = string.sub(owner, 1, 16)
 local is_revoked = known[4] and string.find(known[4], mark, 1, true)
 local is_late = known[5] and string.find(known[5], mark, 1, true)
 local token, acquired = instant, instant

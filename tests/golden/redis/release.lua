@@ -4,8 +4,8 @@ local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local known = redis.call('HMGET', record, 'lease', 'ended')
 local since, lasts, holder = string.match(known[1] or '', '^(%d+) (%d+) (.*)$')
-local mark = string.sub(owner, 1, 10)
-local ended = string.sub(mark .. ' ' .. (known[2] or ''), 1, 88)
+local mark = string.sub(owner, 1, 16)
+local ended = string.sub(mark .. ' ' .. (known[2] or ''), 1, 136)
 local is_alone, answer, field, last = (since or 0) + (lasts or 0) - now > 0, 0, 'holder', {}
 
 if is_alone and holder == owner then
@@ -32,7 +32,7 @@ if field ~= 'holder' then redis.call('HDEL', record, field) end
 if is_final then
   local revoked = redis.call('HGET', record, 'revoked') or ''
   if not string.find(revoked, mark, 1, true) then
-    redis.call('HSET', record, 'revoked', string.sub(mark .. ' ' .. revoked, 1, 88))
+    redis.call('HSET', record, 'revoked', string.sub(mark .. ' ' .. revoked, 1, 136))
     if redis.call('PTTL', record) < 6600000 then redis.call('PEXPIRE', record, 7200000) end
   end
 end

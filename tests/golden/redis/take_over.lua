@@ -2,7 +2,7 @@ local record, readers, owner, former, ttl = KEYS[1], KEYS[2], ARGV[2], ARGV[3], 
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local known = redis.call('HMGET', record, 'lease', 'revoked')
-if string.find(known[2] or '', string.sub(owner, 1, 10), 1, true) then return 0 end
+if string.find(known[2] or '', string.sub(owner, 1, 16), 1, true) then return 0 end
 
 -- When the leases of both end, and the fields that describe them.
 local since, lasts, holder = string.match(known[1] or '', '^(%d+) (%d+) (.*)$')
