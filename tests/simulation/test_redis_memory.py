@@ -40,6 +40,8 @@ def redis_question(random: Random, key: str) -> Question:
         (scripts.LOOK.text, [key, f"{key}:h", f"{key}:a"], []),
         (scripts.FORCE.text, lock, [bells, owner, "0"]),
         (scripts.LEAVE.text, lock, [bells, owner]),
+        (scripts.RAISE.text, lock, [bells, owner, 2_000_000_000_000_000 + random.randrange(100)]),
+        (scripts.RELEASE.text, lock, ["", owner, "1", 0]),
     ]
     return random.choice(questions)
 

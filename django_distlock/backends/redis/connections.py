@@ -95,7 +95,8 @@ def ask(command: Command) -> Conversation[Any]:
     return answer
 
 
-def _words(command: Command) -> tuple[str | int | bytes, ...]:
+def words_of(command: Command) -> tuple[str | int | bytes, ...]:
+    """Return the words of *command* as they are sent."""
     return command.by_sha if isinstance(command, Call) else command
 
 
@@ -136,7 +137,7 @@ class _Connection:
 
     def _packed(self, commands: Sequence[Command]) -> Any:
         self.is_whole = False
-        words = map(_words, commands)
+        words = map(words_of, commands)
         # Three times as fast as the driver, which looks at the type of each word first.
         return [b"".join(map(_pack, words))] if _pack else self.driver.pack_commands(words)
 
@@ -598,7 +599,7 @@ def _followed(command: Command) -> Steps[Any, Any]:
     wait = Wait(MOVING if is_patient else 0.0)
     while True:
         try:
-            return (yield _words(command))
+            return (yield words_of(command))
         except ClusterError as error:
             if wait.is_over or not _is_on_the_move(error):
                 raise

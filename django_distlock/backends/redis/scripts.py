@@ -185,8 +185,8 @@ return 1
 
 # Gives back what an owner holds, and wakes who is next.
 # KEYS: record, readers, queue, alive.
-# ARGV: bells, owner, '1' to refuse this owner from now on, whatever arrives late, min_hold (microseconds); the last two may
-# be left out. Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
+# ARGV: bells ('': nobody is woken), owner, '1' to refuse this owner from now on, whatever arrives late, min_hold
+# (microseconds); the last two may be left out. Returns 1 released (also when asked again), 0 it was gone, 2 gone and somebody else has it.
 _RELEASE = f"""
 local record, readers, queue, alive, bells = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
 local owner, is_final = ARGV[2], ARGV[3] == '1'
@@ -236,7 +236,7 @@ if answer == 0 then
   answer = (is_alone or is_shared) and 2 or 0
   if string.find(known[2] or '', mark, 1, true) then answer = 1 end
 end
-if is_alone or not has_waiters then return answer end
+if bells == '' or is_alone or not has_waiters then return answer end
 -- Rings the first writer, or all readers before the first writer; with readers inside, no writer.
 for _, waiter in ipairs(redis.call('ZRANGE', queue, 0, {FIRST - 1})) do
   if (redis.call('ZSCORE', alive, waiter) or 0) - now > 0 then
@@ -418,6 +418,21 @@ end
 return left
 """
 
+# Gives the holding of one who has the lock alone another token, for Redlock: every later one that this server gives is higher.
+# KEYS: record, readers, queue, alive. ARGV: bells, owner, token.
+# Returns 1 if this owner holds the lock here, or 0, and then nothing is written.
+_RAISE = f"""
+local clock = redis.call('TIME')
+local now = clock[1] * 1000000 + clock[2]
+local known = redis.call('HMGET', KEYS[1], 'token', 'lease', 'holder')
+local since, lasts, owner = string.match(known[2] or '', '^(%d+) (%d+) (.*)$')
+if owner ~= ARGV[2] or since + lasts - now <= 0 then return 0 end
+local acquired, holder = string.match(known[3], '^%d+ (%d+) (.*)$')
+local latest = string.format('%.0f', math.max(known[1], ARGV[3]))
+redis.call('HSET', KEYS[1], 'token', latest, 'holder', ARGV[3] .. ' ' .. acquired .. ' ' .. holder)
+return 1
+"""
+
 
 class Script:
     """A script by its name; Redis knows it by *sha*."""
@@ -435,7 +450,8 @@ TAKE_OVER = Script("take_over", _TAKE_OVER)
 LOOK = Script("look", _LOOK)
 FORCE = Script("force", _FORCE)
 LEAVE = Script("leave", _LEAVE)
-SCRIPTS = (ACQUIRE, ENQUEUE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE)
+RAISE = Script("raise", _RAISE)
+SCRIPTS = (ACQUIRE, ENQUEUE, RELEASE, EXTEND, TAKE_OVER, LOOK, FORCE, LEAVE, RAISE)
 
 
 class Call(NamedTuple):

@@ -186,9 +186,21 @@ class RedisVerbs:
                 raise
         return Grant(int(answer))
 
-    def release(self, request: Request) -> Conversation[Release]:
-        (answer,) = yield from self._answers(self._release_call(request, ""))
+    def release(self, request: Request, *, for_good: bool = False) -> Conversation[Release]:
+        """Release the lock; *for_good*: later requests of this owner are refused."""
+        (answer,) = yield from self._answers(self._release_call(request, "1" if for_good else ""))
         return _RELEASES[answer]
+
+    def give_back(self, request: Request) -> Conversation[Release]:
+        """Release the lock for good, and wake nobody, as the caller asks for it again."""
+        call = Call(scripts.RELEASE, keys_of(request.key).all, ("", request.owner, "1", 0))
+        (answer,) = yield from self._answers(call)
+        return _RELEASES[answer]
+
+    def raise_token(self, request: Request, token: int) -> Conversation[bool]:
+        """Give the holding this *token*, and higher ones to later holdings; return False if the lock is not held."""
+        (answer,) = yield from self._answers(self._call(scripts.RAISE, request, token))
+        return bool(answer == 1)
 
     def revoke(self, requests: Sequence[Request]) -> Conversation[list[Release | Exception]]:
         """Release the locks for good: later requests of these owners are refused."""
