@@ -519,6 +519,9 @@ class Attempt:
     def _note_refusal(self, busy: Busy, *, queued: bool) -> None:
         self.on_server, self.busy = OnServer.PLACE if queued else OnServer.NOTHING, busy
         self.waited_for = busy.holder or self.waited_for
+        if self._waiting.new_owners:
+            self.lease.queue_as(self.request.waiter)
+            self.lease.change_owner()
         if self.lease.in_line_as is not None:
             self.backend.queue.refused(self._line, busy, self._limit)
 

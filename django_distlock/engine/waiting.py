@@ -71,12 +71,16 @@ class Waiting:
     #: Seconds after which a waiter that was not woken looks again; None: after growing pauses. With ON_SERVER: the
     #: longest wait on the server; None: no limit.
     look_again: float | None = None
+    #: Whether the server ends the owner of a try that it refuses, so that the next try needs a new one.
+    new_owners: bool = False
     #: Whether a reader that comes after a writer with a place on the server is served after that writer.
     writers_first: bool = False
 
     def for_places(self) -> Waiting:
         """Return how waiters wait for any place of a lock with a limit: no server can wait for several locks."""
-        return replace(self, queueing=Queueing.ENQUEUE) if self.queues_places else _POLLING
+        if self.queues_places:
+            return replace(self, queueing=Queueing.ENQUEUE)
+        return replace(_POLLING, new_owners=self.new_owners)
 
     @property
     def polls(self) -> bool:

@@ -21,7 +21,7 @@ class Rival:
         self.request = request
         self.token: int | None = None
         self.refused = Busy()
-        self._has_left = False
+        self._has_ended = False
 
     @classmethod
     def of(
@@ -41,16 +41,17 @@ class Rival:
         return cls(backend, request)
 
     def tries(self) -> bool:
-        """Ask once, and tell whether it is ours. Whoever has left asks as another owner: the old one is refused."""
-        if self._has_left:
+        """Ask once, and tell whether it is ours; as another owner, if the server has ended the old one."""
+        if self._has_ended:
             self.request = dataclasses.replace(self.request, owner=new_owner())
-            self._has_left = False
+            self._has_ended = False
         for each in self.request.holdings:
             answer = self._backend.try_acquire(each, queued=False)
             if isinstance(answer, Grant):
                 self.token, self.request = answer.token, each
                 return True
             self.refused = answer
+        self._has_ended = self._backend.waiting.new_owners
         return False
 
     def takes(self, within: float = 5.0) -> None:
@@ -65,5 +66,5 @@ class Rival:
     def leaves(self) -> Release:
         """Give it back."""
         answer = self._backend.release(self.request)
-        self._has_left = answer is Release.RELEASED
+        self._has_ended = answer is Release.RELEASED
         return answer
