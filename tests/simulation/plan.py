@@ -10,6 +10,8 @@ from typing import Any, Self
 
 #: Faults that may let two in at once, as the table of faults in the docs says.
 WIPE, FORWARD = "wipe", "forward"
+#: A restart without its data, behind a proxy that keeps the connections.
+UNSEEN_WIPE = "unseen_wipe"
 #: Faults of callers: all else is as if nothing had happened.
 OF_CALLERS = frozenset({"interrupt", "cancel", "kill"})
 #: Faults of which callers learn nothing: the others, and one message that is lost, since it is sent again.
@@ -79,12 +81,13 @@ class Plan:
     @property
     def promises_exclusion(self) -> bool:
         kinds = {fault.kind for fault in self.faults}
-        return FORWARD not in kinds and (WIPE not in kinds or self.servers > 1)
+        is_told = not {FORWARD, UNSEEN_WIPE} & kinds
+        return is_told and (WIPE not in kinds or self.servers > 1)
 
     @property
     def keeps_leases(self) -> bool:
         """Whether no server forgets a lease before its time."""
-        return not {WIPE, FORWARD} & {fault.kind for fault in self.faults}
+        return not {WIPE, UNSEEN_WIPE, FORWARD} & {fault.kind for fault in self.faults}
 
     @property
     def has_fencing(self) -> bool:
@@ -169,7 +172,7 @@ def plan_of(seed: int) -> Plan:
 def _faults(random: Random, plan: Plan) -> Iterator[Fault]:
     kinds = [
         "interrupt", "interrupt", "cancel", "kill", "drop", "drop", "freeze", "cut", "reset", "lossy", "lossy", "slow", "hang", "restart",
-        "back", WIPE if plan.servers > 1 else random.choice((WIPE, FORWARD)),
+        "back", UNSEEN_WIPE, WIPE if plan.servers > 1 else random.choice((WIPE, FORWARD)),
     ]  # fmt: skip
     count = random.choice((0, 1, 1, 2, 3))
     for kind in random.sample(kinds, count):

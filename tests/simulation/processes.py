@@ -108,7 +108,6 @@ def simulated(here: World, watch: Watch) -> Iterator[None]:
         (redlock_servers, "ConnectionPool", DriverPool),
         (redlock_servers, "socket", Socket),
         (redlock_servers, "_selector", Selector),
-        (redlock_servers, "token_hex", tokens),
         (background, "ThreadPoolExecutor", Pool),
         (sys.modules["django_distlock.backends.base"], "token_hex", tokens),
         (sys.modules["django_distlock.engine.values"].secrets, "token_hex", tokens),

@@ -317,7 +317,7 @@ class RedisInMemory:
     def do_time(self) -> list[bytes]:
         return [b"%d" % part for part in divmod(self.clock(), 1_000_000)]
 
-    def do_info(self, section: bytes) -> bytes:
+    def do_info(self) -> bytes:
         up = self.clock() // 1_000_000 - self.started // 1_000_000
         return b"uptime_in_seconds:%d\r\naof_enabled:0\r\n" % up
 

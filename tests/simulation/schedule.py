@@ -205,6 +205,9 @@ class Schedule(Watch):
     def _wipe(self, fault: Fault, server: Server, process: Process) -> None:
         self._restart(fault, server, process, keeps_data=False)
 
+    def _unseen_wipe(self, fault: Fault, server: Server, process: Process) -> None:
+        server.start_again(keeps_data=False)
+
     def _back(self, fault: Fault, server: Server, process: Process) -> None:
         server.skew -= fault.length
 
@@ -442,12 +445,8 @@ class Schedule(Watch):
                 owners: list[bytes] = []
                 if key.endswith(b":h"):
                     owners = [owner for owner, ends in value.items() if ends > now]
-                elif isinstance(value, dict):
-                    # Of Redis, or of Redlock.
-                    if lease := value.get(b"lease"):
-                        since, lasts, owner = lease.split(b" ")
-                    else:
-                        since, lasts, owner = value.get(b"ends", 0), 0, value.get(b"owner", b"")
+                elif isinstance(value, dict) and (lease := value.get(b"lease")):
+                    since, lasts, owner = lease.split(b" ")
                     if int(since) + int(lasts) > now:
                         owners = [owner]
                 for owner in owners:
@@ -589,6 +588,11 @@ async def _use_lock_async(one: Round, work: Callable[[Lease], Awaitable[object]]
                     _check_same(lease, again)
             elif one.how == "extend":
                 await lease.aextend()
+
+
+def _ends(record: dict[bytes, Any]) -> int:
+    """Return when the exclusive lease in *record* ends, 0 if there is none."""
+    return int(record.get(b"since", 0)) + int(record.get(b"lasts", 0))
 
 
 def _excludes(other: Lease | None, lease: Lease, process: Process) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -13,7 +13,6 @@ import pytest
 import redis as driver
 
 from django_distlock.backends.redis import scripts
-from django_distlock.backends.redlock import scripts as redlock
 from tests.fixtures.redis import Redis
 
 from .redis_memory import RedisInMemory, from_wire, to_wire
@@ -23,7 +22,7 @@ OWNERS = ("11111111", "22222222", "33333333")
 Question = tuple[str, list[str], list[str | int]]
 
 
-def redis_question(random: Random, key: str) -> Question:
+def question_of(random: Random, key: str) -> Question:
     owner, other = random.sample(OWNERS, 2)
     lock = [key, f"{key}:h", f"{key}:q", f"{key}:a"]
     bells, mode, queued, fair = f"{key}:b:", random.choice("xxs"), *random.choices(("", "1"), k=2)
@@ -46,34 +45,15 @@ def redis_question(random: Random, key: str) -> Question:
     return random.choice(questions)
 
 
-def redlock_question(random: Random, key: str) -> Question:
-    owner, other = random.sample(OWNERS, 2)
-    sent, channel = random.randrange(100), random.choice(("", "channel"))
-    questions: list[Question] = [
-        (redlock.ACQUIRE, [key], [owner, sent, TTL, "name", "{}", 0, "", channel]),
-        (redlock.ACQUIRE, [key], [owner, sent, TTL, "name", "{}", 10**9, "", channel]),
-        (redlock.RELEASE, [key], [owner, sent, channel]),
-        (redlock.EXTEND, [key], [owner, 2 * TTL]),
-        (redlock.TAKE_OVER, [key], [owner, other, TTL, "{}", sent]),
-        (redlock.RAISE, [key], [owner, 2_000_000_000_000_000 + sent]),
-        (redlock.LOOK, [key], []),
-        (redlock.FORCE, [key], [owner]),
-    ]
-    return random.choice(questions)
-
-
-@pytest.mark.parametrize("question", [redis_question, redlock_question])
 @pytest.mark.parametrize("seed", range(10))
-def test_scripts_are_answered_alike(
-    question: Callable[[Random, str], Question], seed: int, redis: Redis
-) -> None:
+def test_scripts_are_answered_alike(seed: int, redis: Redis) -> None:
     random, key = Random(seed), f"{{{uuid.uuid4()}}}"
     memory = RedisInMemory(lambda: int(time.time() * 1e6))
     real: Any = driver.Redis(host=redis.host, port=redis.port)
 
     with real.client() as client:
         for _ in range(150):
-            text, keys, arguments = question(random, key)
+            text, keys, arguments = question_of(random, key)
             words = ["EVAL", text, len(keys), *keys, *arguments]
             theirs = client.execute_command(*words)
             ours = memory.carry_out([str(word).encode() for word in words], print)

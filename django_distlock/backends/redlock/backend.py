@@ -24,9 +24,10 @@ from django_distlock.engine.steps import arun, run
 from django_distlock.engine.values import Busy, Held, Request
 from django_distlock.engine.waiting import Queueing, Wait, Waiting, Way
 from django_distlock.exceptions import LockBackendError
+from django_distlock.ground.naming import printable
 
-from .quorum import RedlockOptions, RedlockVerbs, Verb
-from .servers import Servers
+from .quorum import RedlockOptions, RedlockVerbs, Verb, seconds_up
+from .servers import Servers, no_greeting
 from .votes import LONGEST, LONGEST_CONNECTING
 
 _T = TypeVar("_T")
@@ -50,7 +51,7 @@ class RedlockBackend(StepsBackend):
     supports_listing = True
     supports_detach = True
     kind = "redlock"
-    waiting = _RandomPauses(way=Way.LISTEN, queueing=Queueing.ENQUEUE, position_is_grant=True)
+    waiting = _RandomPauses(way=Way.LISTEN, queueing=Queueing.BY_TRYING, new_owners=True)
 
     def __init__(self, settings: BackendSettings) -> None:
         super().__init__(settings)
@@ -91,18 +92,18 @@ class RedlockBackend(StepsBackend):
 
     # The verbs.
 
-    def enqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
-        """Register *bell*; the next try tells the servers about the waiter."""
-        self._servers.listen(request.owner, bell)
-
     def dequeue(self, request: Request) -> None:
-        self.release(request)
+        self._run(self._verbs.leave(request))
+
+    def sleep(self, request: Request, bell: ThreadBell, seconds: float) -> None:
+        self._listen(request, bell, seconds)
+        bell.wait(seconds)
 
     def held(self, key: str | None = None) -> Iterable[Held]:
-        return self._run(self._verbs.held(key, self.keeps, self.label()))
+        return self._run(self._verbs.held(key, self.seen_from_here().keeps, self.label()))
 
     def end_holding(self, key: str, owner_digest: str) -> bool:
-        return self._run(self._verbs.force(key, owner_digest))
+        return self._run(self._verbs.end_holding(key, owner_digest))
 
     def check(self, databases: Sequence[str] | None = None) -> list[CheckMessage]:
         where = f"DISTLOCK[{self.alias!r}]"
@@ -117,7 +118,10 @@ class RedlockBackend(StepsBackend):
             with closing(PoolLink(self.alias, source)) as link:
                 try:
                     facts = link.converse(ask_facts())
-                    found += check_facts(at, facts, allow_eviction=options.allow_eviction)
+                    if isinstance(facts, Exception) and self._guard:
+                        found.append(_no_uptime(at, facts))
+                    else:
+                        found += check_facts(at, facts, allow_eviction=options.allow_eviction)
                     found += _check_disk(at, link) if options.durable else []
                     found += _check_twice(where, source.where, facts, runs)
                 except LockBackendError as error:
@@ -134,14 +138,23 @@ class RedlockBackend(StepsBackend):
 
     # Their twins for asyncio.
 
-    async def aenqueue(self, request: Request, bell: ThreadBell | TaskBell) -> None:
-        self._servers.listen(request.owner, bell)
+    async def adequeue(self, request: Request) -> None:
+        await self._arun(self._verbs.leave(request))
+
+    async def asleep(self, request: Request, bell: TaskBell, seconds: float) -> None:
+        self._listen(request, bell, seconds)
+        await bell.wait(seconds)
 
     async def _arun(self, steps: Verb[_T]) -> _T:
         return await arun(steps, self._servers.aask)
 
+    def _listen(self, request: Request, bell: ThreadBell | TaskBell, seconds: float) -> None:
+        if request.limit is None:  # else nothing rings
+            self._servers.listen(self._verbs.doorbells(request), bell, seconds)
+
     def _open(self) -> None:
-        self._servers = Servers(self.alias, self.sources)
+        greet = partial(seconds_up, durable=self.options.durable) if self._guard else no_greeting
+        self._servers = Servers(self.alias, self.sources, greet)
         self._run = partial(run, carry_out=self._servers.ask)
         self._verbs: RedlockVerbs = RedlockVerbs(
             self.alias,
@@ -171,6 +184,12 @@ class RedlockBackend(StepsBackend):
             msg = f"'servers': the cache {server!r} is no single server, but several that share their data."
             raise ValueError(msg)
         return source
+
+
+def _no_uptime(where: str, refusal: Exception) -> CheckMessage:
+    text = f"{where}: it grants no lock, since it refused INFO, by which the restart guard learns when it was started: {printable(str(refusal))}"
+    hint = "Let its user run INFO: ACL SETUSER <user> +info."
+    return Error(text, hint=hint, id="distlock.E032")
 
 
 def _check_disk(where: str, link: PoolLink) -> list[CheckMessage]:

@@ -1,38 +1,41 @@
-"""The verbs of Redlock and its OPTIONS: the requests to all servers, and the result of their answers.
+"""The verbs of Redlock and its OPTIONS: the verbs of Redis on all servers, and the result of their answers.
 
 No I/O, but to ask again in the background.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
-from django_distlock.backends.redis.sources import check_connection_options
-from django_distlock.backends.redis.verbs import BATCH, key_space, microseconds, split_label
+from redis.exceptions import ResponseError
+
+from django_distlock.backends.redis.backend import ask_facts
+from django_distlock.backends.redis.connections import Conversation, ask
+from django_distlock.backends.redis.sources import RedisSettings, check_connection_options
+from django_distlock.backends.redis.verbs import (
+    BATCH,
+    RedisVerbs,
+    key_space,
+    keys_of,
+    split_label,
+)
 from django_distlock.conf import check_values, checked_ttl
 from django_distlock.engine.leftovers import until_done
 from django_distlock.engine.steps import Steps
-from django_distlock.engine.values import (
-    Busy,
-    Grant,
-    Held,
-    Release,
-    Request,
-    SecretBytes,
-    batches,
-    digest,
-)
+from django_distlock.engine.values import Busy, Grant, Held, Release, Request, batches
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, root_cause
 from django_distlock.ground import clock
-from django_distlock.ground.holder import Holder
-from django_distlock.ground.naming import LONGEST_LISTED, printable, with_label
+from django_distlock.ground.naming import with_label
 
 from . import votes
-from .scripts import ACQUIRE, EXTEND, FORCE, LOOK, RAISE, RELEASE, TAKE_OVER
-from .servers import Servers, packed
+from .servers import Servers
 from .votes import Count, Election, Question
 
 _T = TypeVar("_T")
@@ -77,7 +80,7 @@ class RedlockOptions:
 
 
 class RedlockVerbs:
-    """The verbs of one alias on its *servers*.
+    """The verbs of one alias on its *servers*: those of Redis on each of them, and what a majority answers.
 
     *guard*: seconds that a server must have been up before it may grant; 0: no guard.
     """
@@ -97,68 +100,62 @@ class RedlockVerbs:
         self._guard = guard
         self._most = votes.majority(len(servers.places))
         self._everybody = range(len(servers.places))
+        self._redis = RedisVerbs(alias, RedisSettings(), batch=BATCH)
 
     def acquire(self, request: Request, *, queued: bool) -> Verb[Grant | Busy]:
-        """Try to acquire the lock on a majority; without one, release at once what was granted."""
-        calls = self._calls(
-            self._everybody,
-            ACQUIRE,
-            [request.key],
-            request.owner,
-            _sent(),
-            microseconds(request.ttl),
-            printable(request.name, LONGEST_LISTED),
-            request.holder.to_json(),
-            f"{self._guard:.3f}",
-            "1" if self._options.durable else "",
-            self._servers.subscribed_channel() if queued else "",
-        )
-        ballot: Count = yield self._question(calls, request.ttl, Count.is_elected)
+        """Try to acquire the lock on a majority. What a refused try was granted is given back for good."""
+        verb = partial(self._redis.acquire, queued=queued)
+        question = self._question(verb, request, Count.is_elected)
+        question.guard = self._guard
+        ballot: Count = yield question
         outcome = ballot.election()
         if outcome is Election.WON:
             return (yield from self._fence(request, ballot))
+        if outcome is Election.UNREACHABLE and ballot.unsure:
+            self._fail(ballot)  # the same owner may ask again
         yield from self._give_back(request, ballot)
         if outcome is Election.UNREACHABLE:
-            self._fail(ballot, were_votes=True)
+            self._fail(ballot)
         return ballot.busy()
 
     def _fence(self, request: Request, ballot: Count) -> Verb[Grant | Busy]:
         """Write the token to a majority before it is used, so that no later token is lower."""
         if not self._options.fencing:
             return Grant(None)
-        if known := ballot.agreed_token():
-            return Grant(known)
-        token = max(ballot.answers[server][1] for server in ballot.where(votes.YES))
-        voters = ballot.where(votes.YES) | ballot.pending
+        granted = ballot.of(Grant)
+        token = max(ballot.answers[server].token for server in granted)
         # Servers that grant the lock later write the token as well.
-        calls = self._calls(voters, RAISE, [request.key], request.owner, token)
-        count: Count = yield self._question(calls, request.ttl, _has_agreed)
+        voters, verb = granted | ballot.pending, partial(self._redis.raise_token, token=token)
+        count: Count = yield self._question(verb, request, _has_agreed, voters)
         if count.says_yes():
             return Grant(token)
+        if count.unsure:
+            self._need_most(count)  # the same owner may ask again
         yield from self._give_back(request, ballot)
         self._need_most(count)
         return Busy()
 
     def release(self, request: Request) -> Verb[Release]:
-        """Release the lock on all servers. It was lost only if a majority says so. A waiter leaves the queues."""
-        args = request.owner, _sent(), self._servers.channel
-        calls = self._calls(self._everybody, RELEASE, [request.key], *args)
-        count: Count = yield self._question(calls, request.ttl, _has_agreed)
+        """Release the lock on all servers. It was lost only if a majority says so."""
+        # For good: a server that hung may get a request to acquire it after this one.
+        verb = partial(self._redis.release, for_good=True)
+        count: Count = yield self._question(verb, request, _has_agreed)
         if count.says_yes() is False:
-            return Release.TAKEN if count.where(votes.TAKEN) else Release.GONE
+            is_taken = Release.TAKEN in count.answers.values()
+            return Release.TAKEN if is_taken else Release.GONE
         self._need_most(count)
         return Release.RELEASED
 
     def extend(self, requests: Sequence[Request]) -> Verb[list[bool]]:
         kept: list[bool] = []
         for some in batches(requests, BATCH):
-            args: list[str | int] = []
-            for each in some:
-                args += each.owner, microseconds(each.ttl)
-            calls = self._calls(self._everybody, EXTEND, [each.key for each in some], *args)
-            ttl = min(request.ttl for request in some)
-            count: Count = yield self._question(
-                calls, ttl, lambda c: bool(c.answers) and None not in c.says_kept()
+            count: Count = yield self._ask(
+                {
+                    server: self._redis.extend([_at(server, each) for each in some])
+                    for server in self._everybody
+                },
+                lambda count: bool(count.answers) and None not in count.says_kept(),
+                min(request.ttl for request in some),
             )
             said = count.says_kept()
             if not said or None in said:
@@ -168,28 +165,26 @@ class RedlockVerbs:
 
     def take_over(self, request: Request, former: str) -> Verb[bool]:
         """Take the lease over on a majority; without one, release what was taken over."""
-        ttl, holder = microseconds(request.ttl), request.holder.to_json()
-        calls = self._calls(
-            self._everybody, TAKE_OVER, [request.key], request.owner, former, ttl, holder, _sent()
-        )
-        count: Count = yield self._question(calls, request.ttl, _has_agreed)
+        verb = partial(self._redis.take_over, former=former)
+        count: Count = yield self._question(verb, request, _has_agreed)
         said = count.says_yes()
         if said:
             return True
+        if said is None and count.unsure:
+            self._fail(count)  # the same owner may ask again
         yield from self._give_back(request, count)
         if said is None:
             self._fail(count)
         return False
 
     def probe(self, request: Request) -> Verb[Busy | None]:
-        calls = self._calls(self._everybody, LOOK, [request.key])
-        count: Count = yield self._question(calls, request.ttl, Count.is_seen)
+        count: Count = yield self._question(self._redis.probe, request, Count.is_seen)
         self._need_most(count)
         seen = count.favourite()
-        # Servers that failed may know the same owner.
+        # Servers that failed may know the same holder.
         if not seen or len(seen) + len(count.failures) < self._most:
             return None
-        return Busy(Holder.from_json(seen[0][2]), max(answer[1] for answer in seen) / 1e6)
+        return votes.longest(seen)
 
     def probe_all(self, requests: Sequence[Request]) -> Verb[list[Busy | None]]:
         found: list[Busy | None] = []
@@ -198,128 +193,118 @@ class RedlockVerbs:
             found.append(busy)
         return found
 
-    def force(self, key: str, owner_digest: str) -> Verb[bool]:
-        count: Count = yield self._question(self._calls(self._everybody, LOOK, [key]))
-        owners = {answer[0] for (answer,) in count.answers.values() if answer}
-        ended = 0
-        for owner in owners:
-            if digest(owner.decode()) == owner_digest:
-                calls = self._calls(self._everybody, FORCE, [key], owner)
-                count = yield self._question(calls)
-                ended += len(count.where(votes.YES))
+    def leave(self, request: Request) -> Verb[None]:
+        """Give up the position in the queues."""
+        count: Count = yield self._question(
+            self._redis.leave, request, lambda count: len(count.answers) >= self._most
+        )
         self._need_most(count)
-        return ended > 0
+
+    def doorbells(self, request: Request) -> list[str]:
+        """Return the key of the doorbell of *request* on each server."""
+        keys = (_key_on(server, request.key) for server in self._everybody)
+        return [keys_of(key).bell(request.waiter) for key in keys]
+
+    def end_holding(self, key: str, owner_digest: str) -> Verb[bool]:
+        count: Count = yield self._ask(
+            {
+                server: self._redis.end_holding(_key_on(server, key), owner_digest)
+                for server in self._everybody
+            }
+        )
+        self._need_most(count)
+        return any(count.answers.values())
 
     def held(self, key: str | None, is_ours: Callable[[str], bool], label: str) -> Verb[list[Held]]:
         """Return the locks that a majority has: all with the *label* that one *is_ours*, or the one with this *key*."""
-        lost = Count(len(self._places), frozenset())
-        keys = {server: [key or ""] for server in self._everybody}
-        if key is None:
-            keys = yield from self._keys(is_ours, label, lost)
-        seen: dict[tuple[str, bytes], list[list[Any]]] = {}
-        for first in range(0, max(map(len, keys.values())), BATCH):
-            some = {server: each[first : first + BATCH] for server, each in keys.items()}
-            calls = {
-                server: self._calls([server], LOOK, each)[server]
-                for server, each in some.items()
-                if each and server not in lost.failures
-            }
-            if calls:
-                count: Count = yield self._question(calls)
-                lost.add_failures(count)
-                for server, answers in count.answers.items():
-                    for each, answer in zip(some[server], answers, strict=True):
-                        if answer:
-                            seen.setdefault((each, answer[0]), []).append(answer)
-        self._need_most(lost)
-        return [_held(*lock, seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= self._most]
+        count: Count = yield self._ask(
+            {server: self._held_on(server, key, is_ours, label) for server in self._everybody}
+        )
+        self._need_most(count)
+        seen: dict[tuple[str, str], list[Held]] = {}
+        for each in chain(*count.answers.values()):
+            seen.setdefault((each.key, each.owner_digest), []).append(each)
+        return [self._agreed(seen[lock]) for lock in sorted(seen) if len(seen[lock]) >= self._most]
 
-    def _keys(
-        self, is_ours: Callable[[str], bool], label: str, lost: Count
-    ) -> Verb[dict[int, list[str]]]:
-        spaces = [key_space(_of_server(server, label)) for server in self._everybody]
-        # SCAN may return a key twice.
-        keys: dict[int, dict[str, None]] = {server: {} for server in self._everybody}
-        cursors = dict.fromkeys(self._everybody, b"0")
-        while cursors:
-            calls = {
-                server: packed("SCAN", at, "MATCH", spaces[server].pattern, "COUNT", 1000)
-                for server, at in cursors.items()
-            }
-            count: Count = yield self._question(calls)
-            lost.add_failures(count)
-            found = count.answers.items()
-            cursors = {server: cursor for server, (cursor, _) in found if cursor != b"0"}
-            for server, (_, records) in found:
-                texts = (record.decode(errors="backslashreplace") for record in records)
-                found_here = filter(None, map(spaces[server].key_of, texts))
-                all_keys = (with_label(label, each) for each in found_here)
-                keys[server] |= dict.fromkeys(filter(is_ours, all_keys))
-        return {server: list(found) for server, found in keys.items()}
+    def _held_on(
+        self, server: int, key: str | None, is_ours: Callable[[str], bool], label: str
+    ) -> Conversation[list[Held]]:
+        keys = [key] if key else (yield from _keys_on(server, is_ours, label))
+        found: list[Held] = []
+        for some in batches(keys, BATCH):
+            on_server = {_key_on(server, each): each for each in some}
+            shown = yield from self._redis.held([*on_server])
+            found += (replace(each, key=on_server[each.key]) for each in shown)
+        return found
+
+    def _agreed(self, seen: Sequence[Held]) -> Held:
+        tokens = Counter(each.token for each in seen)
+        return replace(
+            max(seen, key=attrgetter("remaining")),
+            token=tokens.most_common(1)[0][0] if self._options.fencing else None,
+            waiters=max(each.waiters or 0 for each in seen),
+            age=max(each.age or 0.0 for each in seen),
+        )
 
     def _give_back(self, request: Request, ballot: Count) -> Verb[None]:
         """Release the lock on all servers that granted it or may have; wait for the answers of the former only.
 
         Servers that granted it, or whose vote was lost, are asked again in the background until they answer.
-        Places in queues are kept.
         """
-        granted = ballot.where(votes.YES)
+        granted = {server for server, answer in ballot.answers.items() if _is_grant(answer)}
         if servers := granted | ballot.pending | ballot.unsure:
-            calls = self._calls(servers, RELEASE, [request.key], request.owner, _sent(), "")
             count: Count = yield self._question(
-                calls, request.ttl, lambda count: not granted & count.pending
+                self._redis.give_back,
+                request,
+                lambda count: not granted & count.pending,
+                servers,
             )
             if silent := (granted | ballot.unsure) - count.answers.keys():
-                # Of the same instant: it leaves alone what its owner is granted later.
-                again = {server: calls[server] for server in silent}
-                job = partial(self._insist, again, request.ttl)
+                job = partial(self._insist, request, silent)
                 until_done(self._alias, job, clock.lease_time() + request.ttl)
 
-    def _insist(self, calls: dict[int, bytes], ttl: float) -> None:
-        """Send *calls*, which all servers must answer, from a thread of the background."""
-        count = self._servers.ask(self._question(calls, ttl))
+    def _insist(self, request: Request, servers: Iterable[int]) -> None:
+        """Give back what all *servers* may have granted, from a thread of the background."""
+        count = self._servers.ask(
+            self._question(self._redis.give_back, request, lambda _: False, servers)
+        )
         if count.failures:
             self._fail(count)
 
     def _question(
         self,
-        calls: dict[int, bytes],
-        ttl: float = UNHURRIED,
+        verb: Callable[[Request], Conversation[Any]],
+        request: Request,
+        is_decided: Callable[[Count], bool],
+        servers: Iterable[int] | None = None,
+    ) -> Question:
+        """Return the question that *verb* asks *servers*, by default all of them."""
+        asked = self._everybody if servers is None else servers
+        conversations = {server: verb(_at(server, request)) for server in asked}
+        return self._ask(conversations, is_decided, request.ttl)
+
+    def _ask(
+        self,
+        conversations: Mapping[int, Conversation[Any]],
         is_decided: Callable[[Count], bool] = lambda _: False,
+        ttl: float = UNHURRIED,
     ) -> Question:
         """Return a question that ends when *is_decided*; by default it waits for all servers."""
         within = votes.server_timeout(ttl, self._options.server_timeout)
         connecting = votes.connect_timeout(ttl, self._options.connect_timeout)
-        return Question(calls, is_decided, within, connecting)
-
-    def _calls(
-        self, servers: Iterable[int], script: str, keys: Sequence[str], *args: str | bytes | int
-    ) -> dict[int, bytes]:
-        # By the records on a server, which may be the same on all.
-        made: dict[tuple[str, ...], bytes] = {}
-        calls = {}
-        for server in servers:
-            records = tuple(_record_on(server, key) for key in keys)
-            if records not in made:
-                made[records] = SecretBytes(packed("EVAL", script, len(keys), *records, *args))
-            calls[server] = made[records]
-        return calls
+        return Question(conversations, is_decided, within, connecting)
 
     def _need_most(self, count: Count) -> None:
         """Raise the error if so many servers failed that the others are no majority."""
         if len(self._places) - len(count.failures) < self._most:
             self._fail(count)
 
-    def _fail(self, count: Count, *, were_votes: bool = False) -> NoReturn:
+    def _fail(self, count: Count) -> NoReturn:
         """Raise LockBackendError, or LockOutcomeUnknown if a server may have carried the request out."""
         said = dict.fromkeys(count.answers, "it answered")
-        failures = dict(count.failures)
-        if were_votes:
-            said |= dict.fromkeys(count.where(votes.YES), "it granted the lock, and had it back")
-            said |= dict.fromkeys(count.where(votes.NO), "it refused: somebody has the lock")
-            for server in count.where(votes.GUARDED):
-                left = count.answers[server][1]
-                failures[server] = f"it started lately, and grants nothing for {left} s more"
+        said |= dict.fromkeys(count.of(Grant), "it granted the lock, and has or had it back")
+        said |= dict.fromkeys(count.of(Busy), "it refused: somebody has the lock")
+        failures = count.failures
         said |= failures
         good, total, errors = len(self._places) - len(failures), len(self._places), count.errors
         causes = {
@@ -334,10 +319,16 @@ class RedlockVerbs:
         )
 
 
+def _at(server: int, request: Request) -> Request:
+    """Return *request* with the key that it has on one *server*."""
+    key = _key_on(server, request.key)
+    return request if key is request.key else replace(request, key=key)
+
+
 @lru_cache(1024)
-def _record_on(server: int, key: str) -> str:
+def _key_on(server: int, key: str) -> str:
     label, rest = split_label(key)
-    return key_space(_of_server(server, label)).record(rest)
+    return with_label(_of_server(server, label), rest) if " " in label else key
 
 
 def _of_server(server: int, label: str) -> str:
@@ -345,24 +336,37 @@ def _of_server(server: int, label: str) -> str:
     return label.split(" ")[server] if " " in label else label
 
 
-def _sent() -> int:
-    """Return a number that orders the requests of one owner, which one machine sends."""
-    return int(clock.wait_time() * 1_000_000)
+def _keys_on(server: int, is_ours: Callable[[str], bool], label: str) -> Conversation[list[str]]:
+    space = key_space(_of_server(server, label))
+    # SCAN may return a key twice.
+    keys: dict[str, None] = {}
+    cursor = b""
+    while cursor != b"0":
+        answer = yield from ask(("SCAN", cursor or b"0", "MATCH", space.pattern, "COUNT", 1000))
+        if isinstance(answer, ResponseError):
+            raise answer
+        cursor, records = answer
+        texts = (record.decode(errors="backslashreplace") for record in records)
+        found = filter(None, map(space.key_of, texts))
+        keys |= dict.fromkeys(filter(is_ours, (with_label(label, each) for each in found)))
+    return [*keys]
+
+
+def seconds_up(*, durable: bool) -> Conversation[float]:
+    """Return for how many seconds the server has been up, or infinity if a restart loses nothing."""
+    facts = yield from ask_facts()
+    if isinstance(facts, Exception):
+        text = f"{facts} (OPTIONS 'restart_guard' needs it: ACL SETUSER <user> +info)"
+        raise ResponseError(text) from facts
+    if durable and facts["aof_enabled"] == "1":
+        return math.inf
+    # It counts whole seconds, of which the first may have been a short one.
+    return int(facts["uptime_in_seconds"]) - 1
 
 
 def _has_agreed(count: Count) -> bool:
     return count.says_yes() is not None
 
 
-def _held(key: str, owner: bytes, answers: Sequence[list[Any]]) -> Held:
-    _, left, holder, name, *_ = max(answers, key=lambda answer: answer[1])
-    return Held(
-        name=name.decode(errors="backslashreplace"),
-        key=key,
-        holder=Holder.from_json(holder),
-        remaining=left / 1e6,
-        token=max(answer[4] for answer in answers) or None,
-        owner_digest=digest(owner.decode(errors="backslashreplace")),
-        waiters=max(answer[6] for answer in answers),
-        age=max(answer[5] for answer in answers) / 1e6,
-    )
+def _is_grant(answer: Any) -> bool:
+    return answer is True or isinstance(answer, Grant)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
 import selectors
 import socket
 import ssl
@@ -14,24 +15,39 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import call
-from secrets import token_hex
 from typing import Any
-from weakref import WeakValueDictionary
 
 from hiredis import Reader, pack_command
 from redis.connection import ConnectionPool, DefaultParser
-from redis.exceptions import ConnectionError as RedisConnectionError, InvalidResponse, RedisError
+from redis.exceptions import (
+    ConnectionError as RedisConnectionError,
+    InvalidResponse,
+    RedisError,
+    ResponseError,
+)
 
+from django_distlock.backends.redis.connections import (
+    Command,
+    Conversation,
+    ThreadConnection,
+    words_of,
+)
 from django_distlock.backends.redis.sources import Source
 from django_distlock.engine.background import NoThreadError, start_daemon
 from django_distlock.engine.bells import Bell, TaskBell, ThreadBell
 from django_distlock.engine.steps import Steps, arun, run
-from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, first_line
+from django_distlock.engine.values import SecretBytes
+from django_distlock.exceptions import (
+    LockBackendError,
+    LockOutcomeUnknown,
+    first_line,
+    root_cause,
+)
 from django_distlock.ground import clock
 from django_distlock.ground.mutexes import this_thread
 from django_distlock.ground.naming import log_fields
 
-from .votes import LONGEST, LONGEST_CONNECTING, Count, Question, majority
+from .votes import LONGEST_CONNECTING, Count, Question
 
 logger = logging.getLogger("django_distlock")
 
@@ -43,8 +59,10 @@ NOT_YET = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 CHUNK = 65536
 #: A connection is closed after so many seconds without an answer, or with more than so many answers missing.
 DEBT_SECONDS, DEBT = 1.0, 64
-#: Seconds between two checks that the servers can still wake the waiters of this process.
-CHECK = 1.0
+#: Seconds for which a server is asked to wait for doorbells; those of new waiters are heard after that.
+LISTEN = 0.1
+#: Seconds after which a server that was asked to wait so long gives no answer.
+DEAF = 1.0
 #: Seconds that the thread may be late with an answer, beyond the time limits of the servers.
 LATE = 10.0
 #: Seconds by which the thread looks too late for answers, when it was held up: it had no processor, or much to do.
@@ -59,20 +77,26 @@ IN_THE_THREAD = (
 TOO_LATE = "the thread that talks to the servers is held up: it has not told their answers"
 
 
-def packed(*words: str | int | bytes) -> bytes:
-    """Return a command as it is sent."""
-    sent: bytes = pack_command(words)  # type: ignore[arg-type] # declared for commands of one word
-    return sent
-
-
 class Query:
-    """The part of a question that goes to one server."""
+    """The conversation with one server that is part of a question. It goes on when the question is over."""
 
-    __slots__ = ("deadline", "question", "sent_at", "server")
+    __slots__ = (
+        "_answers",
+        "_conversation",
+        "deadline",
+        "missing",
+        "question",
+        "sent_at",
+        "server",
+    )
 
     def __init__(self, question: Question, server: int, deadline: float) -> None:
         self.question = question
         self.server = server
+        self._conversation = question.conversations[server]
+        self._answers: Any = None
+        #: How many answers have not come to what was sent last.
+        self.missing = 0
         #: Of the connection; once the query is sent, of the answer.
         self.deadline = deadline
         self.sent_at = 0.0
@@ -83,26 +107,60 @@ class Query:
         is_known = self.server in count.answers or self.server in count.failures
         return not (self.question.is_over or is_known)
 
-    def answer(self, answer: Any) -> None:
-        if self.is_open:
-            self.question.count.take(self.server, answer)
-            self.question.end_if_decided()
+    def next_step(self) -> bytes:
+        """Return what is to be sent next; nothing at the end of the conversation."""
+        answers, self._answers = self._answers, []
+        try:
+            commands = self._conversation.send(answers)
+        except StopIteration as end:
+            self._end(end.value)
+        except Exception as error:  # noqa: BLE001 - also what an answer leads to that makes no sense
+            self._refuse(root_cause(error))
+        else:
+            self.missing = len(commands)
+            return SecretBytes(b"".join(map(_packed, commands)))
+        return b""
+
+    def take(self, answer: Any) -> None:
+        self._answers.append(answer)
+        self.missing -= 1
 
     def fail(self, what: str, error: Exception | None = None) -> None:
+        """Note that no answer will come."""
+        cause = f"{what}: {first_line(error)}" if error else what
+        self._miss(cause, error, was_asked=self.sent_at > 0)
+
+    def _refuse(self, error: Exception) -> None:
+        self._miss(f"it refused: {first_line(error)}", error, was_asked=False)
+
+    def _end(self, result: Any) -> None:
         if self.is_open:
-            cause = f"{what}: {first_line(error)}" if error else what
-            self.question.count.miss(self.server, cause, error, was_asked=self.sent_at > 0)
+            self.question.count.answers[self.server] = result
             self.question.end_if_decided()
+
+    def _miss(self, cause: str, error: Exception | None, *, was_asked: bool) -> None:
+        if self.is_open:
+            self.question.count.miss(self.server, cause, error, was_asked=was_asked)
+            self.question.end_if_decided()
+
+
+def _packed(command: Command) -> bytes:
+    sent: bytes = pack_command(words_of(command))  # type: ignore[arg-type] # declared for commands of one word
+    return sent
 
 
 class ServerLink:
     """A connection to one server. All queries are sent at once, and answered in that order.
 
     A query is therefore carried out after those that were sent before it, even if nobody waits for them any more.
+    *greet* makes a conversation for each new connection, which returns the seconds that the server has been up.
     """
 
-    def __init__(self, servers: Servers, source: Source) -> None:
+    def __init__(
+        self, servers: Servers, source: Source, greet: Callable[[], Conversation[float]]
+    ) -> None:
         self._servers = servers
+        self._greet = greet
         self._where = source.where
         self._pool = ConnectionPool(**source.connection)
         self._driver: Any = None  # redis-py's connection
@@ -113,8 +171,8 @@ class ServerLink:
         self._unsent = b""
         self._reader: Any = None
         self._heard_at = 0.0
-        #: Whether the server sends messages for waiters on it.
-        self.is_subscribed = False
+        #: Since when the server has been up at the latest.
+        self._up_since = 0.0
 
     def ask(self, query: Query) -> None:
         """Send *query*, now or when there is a connection."""
@@ -154,7 +212,7 @@ class ServerLink:
         self._servers.selector.unregister(self._socket)
         self._driver.disconnect()
         self._driver = self._socket = None
-        self._unsent, self.is_subscribed = b"", False
+        self._unsent = b""
         sent, self._sent = self._sent, deque()
         error = error or RedisConnectionError("the connection was lost")
         for query in sent:
@@ -174,20 +232,24 @@ class ServerLink:
         # Not one of the pool's own: it keeps all that it has ever made.
         driver: Any = self._pool.connection_class(**self._pool.connection_kwargs)
         failed: Exception | None = None
+        up = 0.0
         try:
             driver.connect()
+            up = run(self._greet(), ThreadConnection(driver, 0).exchange)
         except Exception as error:  # noqa: BLE001 - settings may have code of users, for passwords
             driver.disconnect()
             failed = error
-        self._servers.submit(partial(self._use, driver, failed))
+        self._servers.submit(partial(self._use, driver, failed, clock.wait_time() - up))
 
-    def _use(self, driver: Any, failed: Exception | None) -> None:
+    def _use(self, driver: Any, failed: Exception | None, up_since: float) -> None:
         self.is_connecting = False
         waiting, self._waiting = self._waiting, []
         if failed is not None:
+            what = "it refused" if isinstance(failed, ResponseError) else "it cannot be reached"
             for query in waiting:
-                query.fail("it cannot be reached", failed)
+                query.fail(what, failed)
             return
+        self._up_since = up_since
         self._driver, self._socket = driver, driver._sock  # noqa: SLF001 - redis-py waits for one connection only
         self._socket.setblocking(False)
         self._reader = Reader(InvalidResponse, DefaultParser.parse_error)
@@ -200,11 +262,19 @@ class ServerLink:
                 self._send(query)
 
     def _send(self, query: Query) -> None:
-        question, now = query.question, clock.wait_time()
-        query.sent_at, query.deadline = now, now + question.within
-        self._sent.append(query)
+        """Begin the conversation, unless the server has not been up for long enough."""
+        left = self._up_since + query.question.guard - clock.wait_time()
+        if query.question.guard and left > 0:
+            query.fail(f"it started lately, and grants nothing for {math.ceil(left)} s more")
+        elif step := query.next_step():
+            self._sent.append(query)
+            self._send_step(query, step)
+
+    def _send_step(self, query: Query, step: bytes) -> None:
+        now = clock.wait_time()
+        query.sent_at, query.deadline = now, now + query.question.within
         self._servers.watch(self, query)
-        self._unsent += question.calls[query.server]
+        self._unsent += step
         self._go_on_sending()
 
     def _be_ready(self, events: int) -> None:
@@ -247,31 +317,33 @@ class ServerLink:
             is_more = len(data) == CHUNK or getattr(self._socket, "pending", int)() > 0
 
     def _take(self, answer: Any) -> None:
-        kind = answer[0] if isinstance(answer, list) and answer else None
-        if kind == b"message":
-            self._servers.wake(answer[2].decode())
-        elif self._sent:
-            self._sent.popleft().answer(answer)
-            if kind == b"subscribe" and not self.is_subscribed:
-                self.is_subscribed = True
-                self._servers.note_subscription()
+        if not self._sent:
+            return
+        query = self._sent[0]
+        query.take(answer)
+        if not query.missing:
+            self._sent.popleft()
+            if step := query.next_step():
+                self._sent.append(query)
+                self._send_step(query, step)
 
 
 class Servers:
     """All servers. The thread starts with the first question and ends with close(); only it uses connections."""
 
-    def __init__(self, alias: str, sources: Sequence[Source]) -> None:
+    def __init__(
+        self, alias: str, sources: Sequence[Source], greet: Callable[[], Conversation[float]]
+    ) -> None:
         self._alias = alias
         #: The names of the servers in errors.
         self.places = [source.where for source in sources]
         self._total = len(sources)
-        self._connections = [ServerLink(self, source) for source in sources]
-        #: Connections on which messages for waiters arrive.
-        self._subscriptions = [ServerLink(self, source) for source in sources]
-        #: The channel on which servers wake the waiters of this process.
-        self.channel = f"distlock-bells:{token_hex(8)}"
-        self._bells: WeakValueDictionary[str, Bell] = WeakValueDictionary()
-        self._checked_at = -CHECK
+        self._connections = [ServerLink(self, source, greet) for source in sources]
+        #: Connections on which servers wait for the doorbells of waiters, and the questions that they wait by.
+        self._listening = [ServerLink(self, source, no_greeting) for source in sources]
+        self._waits: dict[int, Question] = {}
+        #: By server: the bells of waiters and until when they are rung, by the keys of their doorbells.
+        self._bells: list[dict[str, tuple[Bell, float]]] = [{} for _ in sources]
         #: Held by the thread that talks to the servers.
         self._thread = threading.Lock()
         self._jobs: deque[Callable[[], object]] = deque()
@@ -304,13 +376,10 @@ class Servers:
             raise LockOutcomeUnknown(self._alias, TOO_LATE)
         return question.count
 
-    def listen(self, owner: str, bell: Bell) -> None:
-        self._bells[owner] = bell
-
-    def subscribed_channel(self) -> str:
-        """Return the channel for waiters, and make sure that messages on it arrive."""
-        self.submit(self._subscribe)
-        return self.channel
+    def listen(self, doorbells: Sequence[str], bell: Bell, seconds: float) -> None:
+        """Have *bell* rung with the *doorbells*, one on each server, for so many *seconds* or a bit longer."""
+        until = clock.wait_time() + seconds + LISTEN
+        self.submit(partial(self._listen, doorbells, (bell, until)))
 
     def close(self) -> None:
         """Close connections and end the thread, when nobody waits for an answer; the next question starts it again."""
@@ -336,33 +405,38 @@ class Servers:
     def watch(self, connection: ServerLink, query: Query) -> None:
         heapq.heappush(self._watched, (query.deadline, next(self._numbers), connection, query))
 
-    def wake(self, owner: str) -> None:
-        if (bell := self._bells.get(owner)) is not None:
-            bell.ring()
-
-    def note_subscription(self) -> None:
-        """Wake all waiters when most servers can send messages: earlier ones did not arrive."""
-        if sum(each.is_subscribed for each in self._subscriptions) == majority(self._total):
-            for known in self._bells.valuerefs():
-                if (bell := known()) is not None:
-                    bell.ring()
-
     def _begin(self, question: Question, bell: Bell, connections: Sequence[ServerLink]) -> None:
         question.bell = bell
-        question.count = Count(self._total, frozenset(question.calls))
+        question.count = Count(self._total, frozenset(question.conversations))
         until = clock.wait_time() + question.connecting
-        for server in question.calls:
+        for server in question.conversations:
             connections[server].ask(Query(question, server, until))
         question.end_if_decided()  # a release on servers that hang may need no answer
 
-    def _subscribe(self) -> None:
-        """Subscribe to the channel at all servers; again now and then, as connections may break silently."""
-        now = clock.wait_time()
-        if now >= self._checked_at + CHECK:
-            self._checked_at = now
-            calls = dict.fromkeys(range(self._total), packed("SUBSCRIBE", self.channel))
-            question = Question(calls, lambda _: False, LONGEST, LONGEST_CONNECTING)
-            self._begin(question, ThreadBell(), self._subscriptions)
+    def _listen(self, doorbells: Sequence[str], bell: tuple[Bell, float]) -> None:
+        for server, doorbell in enumerate(doorbells):
+            self._bells[server][doorbell] = bell
+            if server not in self._waits or self._waits[server].is_over:
+                conversations = {server: self._wait(server)}
+                question = Question(
+                    conversations, lambda _: False, LISTEN + DEAF, LONGEST_CONNECTING
+                )
+                self._waits[server] = question
+                self._begin(question, ThreadBell(), self._listening)
+
+    def _wait(self, server: int) -> Conversation[None]:
+        """Wait on a server for the doorbells of all waiters, as long as there are any."""
+        while bells := self._rung_now(server):
+            (answer,) = yield (("BLPOP", *bells, f"{LISTEN:g}"),)
+            if isinstance(answer, ResponseError):
+                raise answer
+            if answer:
+                bells[answer[0].decode()][0].ring()
+
+    def _rung_now(self, server: int) -> dict[str, tuple[Bell, float]]:
+        now, bells = clock.wait_time(), self._bells[server]
+        self._bells[server] = {key: bells[key] for key in bells if bells[key][1] > now}
+        return self._bells[server]
 
     # The thread.
 
@@ -383,7 +457,7 @@ class Servers:
             ends = read_end, self._waker = socket.socketpair()
             self._waker.setblocking(False)
             self.selector.register(read_end, selectors.EVENT_READ, lambda _: read_end.recv(CHUNK))
-        connections = [*self._connections, *self._subscriptions]
+        connections = [*self._connections, *self._listening]
         while (
             not self._is_closing
             or self._jobs
@@ -433,6 +507,11 @@ class Servers:
         if (waker := self._waker) is not None:
             with suppress(OSError):
                 waker.send(b".")
+
+
+def no_greeting() -> Conversation[float]:
+    yield from ()
+    return 0.0
 
 
 def _selector() -> selectors.BaseSelector:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from django_distlock.backends.redis.connections import Conversation
 from django_distlock.engine.bells import Bell
-from django_distlock.engine.values import Busy
-from django_distlock.ground.holder import Holder
+from django_distlock.engine.values import Busy, Grant, Release
 
 #: Seconds: the longest and shortest timeout for a server's answer, and the longest one for a new connection.
 LONGEST, SHORTEST, LONGEST_CONNECTING = 0.05, 0.005, 0.25
@@ -32,8 +32,8 @@ def connect_timeout(ttl: float, wish: float | None = None) -> float:
     return max(SHORTEST, min(LONGEST_CONNECTING, ttl * CONNECTING_PART)) if wish is None else wish
 
 
-#: What a server answers, or what its answer begins with. See scripts.py.
-YES, NO, TAKEN, GUARDED = 1, 0, 2, 2
+#: What a server answers that has carried a request out.
+DONE = (True, Release.RELEASED)
 
 
 class Election(enum.Enum):
@@ -62,6 +62,11 @@ def agreed(servers: int, *, yes: int, no: int) -> bool | None:
     return False if no >= majority(servers) else None
 
 
+def longest(refusals: Sequence[Busy]) -> Busy:
+    """Return the one whose lease ends last."""
+    return max(refusals, key=lambda busy: busy.remaining or 0.0)
+
+
 @dataclass(slots=True)
 class Count:
     """The answers to one question, by the numbers of the servers; some of *total* servers were *asked*.
@@ -81,13 +86,6 @@ class Count:
     def pending(self) -> frozenset[int]:
         return self.asked - self.answers.keys() - self.failures.keys()
 
-    def take(self, server: int, answer: Any) -> None:
-        if isinstance(answer, Exception):
-            self.failures[server] = f"it refused: {answer}"
-            self.errors.append(answer)
-        else:
-            self.answers[server] = answer
-
     def miss(
         self, server: int, cause: str, error: Exception | None = None, *, was_asked: bool
     ) -> None:
@@ -97,54 +95,30 @@ class Count:
         if was_asked:
             self.unsure.add(server)
 
-    def add_failures(self, other: Count) -> None:
-        self.failures |= other.failures
-        self.errors += other.errors
-
-    def where(self, answer: int) -> set[int]:
-        """Return the servers that gave this *answer*, or one that begins with it. See scripts.py."""
-        return {
-            server
-            for server, each in self.answers.items()
-            if (each[0] if isinstance(each, list) else each) == answer
-        }
+    def of(self, kind: type[Grant | Busy]) -> set[int]:
+        """Return the servers that answered a Grant, or a Busy."""
+        return {server for server, each in self.answers.items() if isinstance(each, kind)}
 
     # Who has the lock.
 
     def election(self) -> Election:
-        granted, refused = len(self.where(YES)), len(self.where(NO))
-        failed = len(self.failures) + len(self.where(GUARDED))
-        return election(self.total, granted=granted, refused=refused, failed=failed)
+        granted, refused = len(self.of(Grant)), len(self.of(Busy))
+        return election(self.total, granted=granted, refused=refused, failed=len(self.failures))
 
     def is_elected(self) -> bool:
-        """Whether it is decided who has the lock, and with which token if we have it."""
-        if self.election() is Election.OPEN:
-            return False
-        # If this is asked again after a lost reply, servers that have not answered yet may know the agreed token.
-        return not self.pending or self.agreed_token() != 0
-
-    def agreed_token(self) -> int | None:
-        """Return the token that a majority has noted for this grant; 0 if only a minority has, None if no server."""
-        grants = [self.answers[server] for server in self.where(YES)]
-        tokens = Counter(token for _, token, has_agreed in grants if has_agreed)
-        token, votes = next(iter(tokens.most_common(1)), (None, 0))
-        return token if token is None or votes >= majority(self.total) else 0
+        """Whether it is decided who has the lock."""
+        return self.election() is not Election.OPEN
 
     def busy(self) -> Busy:
-        refusals = [self.answers[server] for server in self.where(NO)]
-        # By owner and try: the votes of several tries, given at several moments, make no majority.
-        tries = Counter((owner, sent) for _, owner, _, _, sent in refusals if owner)
-        for best, votes in tries.most_common(1):
-            if votes >= majority(self.total):
-                seen = [answer for answer in refusals if (answer[1], answer[4]) == best]
-                return Busy(Holder.from_json(seen[0][3]), max(answer[2] for answer in seen) / 1e6)
-        return Busy()  # the votes were split, so it has no holder
+        """Return who has the lock: the holder that a majority names, nobody if the votes were split."""
+        seen = self.favourite()
+        return longest(seen) if len(seen) >= majority(self.total) else Busy()
 
-    def favourite(self) -> list[list[Any]]:
-        """Return the answers to LOOK with the owner that most servers have."""
-        seen = [answer for (answer,) in self.answers.values() if answer]
-        owner, _ = next(iter(Counter(answer[0] for answer in seen).most_common(1)), (b"", 0))
-        return [answer for answer in seen if answer[0] == owner]
+    def favourite(self) -> list[Busy]:
+        """Return the refusals with the holder that most servers name."""
+        seen = [answer for answer in self.answers.values() if isinstance(answer, Busy)]
+        holder, _ = next(iter(Counter(each.holder for each in seen).most_common(1)), (None, 0))
+        return [each for each in seen if each.holder == holder]
 
     def is_seen(self) -> bool:
         """Whether the answers show if the lock is held."""
@@ -156,7 +130,7 @@ class Count:
 
     def says_yes(self) -> bool | None:
         """Whether a majority carried the request out; None while that is open."""
-        done = len(self.where(YES))
+        done = sum(answer in DONE for answer in self.answers.values())
         return agreed(self.total, yes=done, no=len(self.answers) - done)
 
     def says_kept(self) -> list[bool | None]:
@@ -170,15 +144,17 @@ class Count:
 
 @dataclass(eq=False, slots=True)
 class Question:
-    """A request to several servers: a packed command by the server's number. It ends when *is_decided*.
+    """Conversations with several servers, by the server's number. It ends when *is_decided*.
 
-    A server has *within* seconds for its answer, and before that *connecting* seconds for a new connection.
+    A server has *within* seconds for each answer, and before that *connecting* seconds for a new connection.
+    *guard*: seconds that it must have been up before it is asked.
     """
 
-    calls: Mapping[int, bytes]
+    conversations: Mapping[int, Conversation[Any]]
     is_decided: Callable[[Count], bool]
     within: float
     connecting: float
+    guard: float = 0.0
     #: Rings at the end; the count does not change after that.
     bell: Bell = field(init=False)
     count: Count = field(init=False)
