@@ -753,6 +753,25 @@ def test_waiters_whose_process_is_gone_are_passed_over(
 
 
 @pytest.mark.usefixtures("long_pauses")
+def test_a_vote_that_is_given_back_wakes_nobody(
+    servers: list[Redis], using: Callable[..., str], make: Make, name: str
+) -> None:
+    alias, other = using(**PATIENT), make(**PATIENT)
+    held = _take(other, name)
+    _all_voted(servers, name)
+    waiter = start(lambda: _wait_for(alias, name))
+    _made_patient(servers, name, 1)
+    with servers[0].client() as client:
+        client.delete(_record(name))
+
+    assert isinstance(other.try_acquire(_request(other, name), queued=False), Busy)
+
+    never(lambda: _places(servers[:1], name) != [1], 0.5)
+    other.release(held)
+    waiter.result(10)
+
+
+@pytest.mark.usefixtures("long_pauses")
 def test_a_waiter_that_gives_up_leaves_the_queues_and_wakes_the_next_one(
     servers: list[Redis], using: Callable[..., str], make: Make, name: str
 ) -> None:

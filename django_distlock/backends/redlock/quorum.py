@@ -322,7 +322,7 @@ class RedlockVerbs:
 def _at(server: int, request: Request) -> Request:
     """Return *request* with the key that it has on one *server*."""
     key = _key_on(server, request.key)
-    return request if key is request.key else replace(request, key=key)
+    return request if key == request.key else replace(request, key=key)
 
 
 @lru_cache(1024)
@@ -358,7 +358,7 @@ def seconds_up(*, durable: bool) -> Conversation[float]:
     if isinstance(facts, Exception):
         text = f"{facts} (OPTIONS 'restart_guard' needs it: ACL SETUSER <user> +info)"
         raise ResponseError(text) from facts
-    if durable and facts["aof_enabled"] == "1":
+    if durable and facts.get("aof_enabled") == "1":
         return math.inf
     # It counts whole seconds, of which the first may have been a short one.
     return int(facts["uptime_in_seconds"]) - 1

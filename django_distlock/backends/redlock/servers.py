@@ -377,7 +377,7 @@ class Servers:
         return question.count
 
     def listen(self, doorbells: Sequence[str], bell: Bell, seconds: float) -> None:
-        """Have *bell* rung with the *doorbells*, one on each server, for so many *seconds* or a bit longer."""
+        """Ring *bell* when one of the *doorbells* rings, one on each server, for so many *seconds* or a bit longer."""
         until = clock.wait_time() + seconds + LISTEN
         self.submit(partial(self._listen, doorbells, (bell, until)))
 

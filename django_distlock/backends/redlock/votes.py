@@ -102,7 +102,8 @@ class Count:
     # Who has the lock.
 
     def election(self) -> Election:
-        granted, refused = len(self.of(Grant)), len(self.of(Busy))
+        refused = len(self.of(Busy))
+        granted = len(self.answers) - refused
         return election(self.total, granted=granted, refused=refused, failed=len(self.failures))
 
     def is_elected(self) -> bool:
