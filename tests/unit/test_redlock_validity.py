@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+from django_distlock.backends.redlock.quorum import seconds_up
 from django_distlock.backends.redlock.votes import (
     Election,
     agreed,
@@ -76,3 +77,17 @@ def _final(granted: int, answered: int) -> Election:
 )
 def test_what_is_said_takes_a_majority_either_way(yes: int, no: int, said: bool | None) -> None:
     assert agreed(5, yes=yes, no=no) is said
+
+
+@pytest.mark.parametrize(("said", "seconds"), [("31", 30), ("0", 0), ("-3600", 0)])
+def test_a_server_is_guarded_no_longer_than_from_its_start_or_from_now(
+    said: str, seconds: int
+) -> None:
+    """It says less than nothing after its clock was set back."""
+    conversation = seconds_up(durable=False)
+    next(conversation)
+
+    with pytest.raises(StopIteration) as ended:
+        conversation.send([f"uptime_in_seconds:{said}\r\naof_enabled:1\r\n".encode()])
+
+    assert ended.value.value == seconds

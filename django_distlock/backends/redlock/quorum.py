@@ -360,8 +360,8 @@ def seconds_up(*, durable: bool) -> Conversation[float]:
         raise ResponseError(text) from facts
     if durable and facts.get("aof_enabled") == "1":
         return math.inf
-    # It counts whole seconds, of which the first may have been a short one.
-    return int(facts["uptime_in_seconds"]) - 1
+    # It counts whole seconds, of which the first may have been a short one; after its clock was set back, less than none.
+    return max(0, int(facts["uptime_in_seconds"]) - 1)
 
 
 def _has_agreed(count: Count) -> bool:
