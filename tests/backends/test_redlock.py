@@ -131,8 +131,8 @@ def _voters(servers: list[Redis], name: str) -> int:
     found = 0
     for server in servers:
         with server.client() as client:
-            known = client.hmget(_record(name), "since", "lasts")
-            found += sum(int(part or 0) for part in known) > time.time() * 1e6
+            since, lasts, *_ = (client.hget(_record(name), "lease") or "0 0").split()
+            found += int(since) + int(lasts) > time.time() * 1e6
     return found
 
 

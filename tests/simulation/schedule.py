@@ -590,11 +590,6 @@ async def _use_lock_async(one: Round, work: Callable[[Lease], Awaitable[object]]
                 await lease.aextend()
 
 
-def _ends(record: dict[bytes, Any]) -> int:
-    """Return when the exclusive lease in *record* ends, 0 if there is none."""
-    return int(record.get(b"since", 0)) + int(record.get(b"lasts", 0))
-
-
 def _excludes(other: Lease | None, lease: Lease, process: Process) -> bool:
     """Return whether *other*, a lease of *process*, is sure to be held, so that *lease* must not be."""
     if other is None or other._state is not State.HELD or not other.entries:

@@ -421,7 +421,7 @@ return left
 # Gives the holding of one who has the lock alone another token, for Redlock: every later one that this server gives is higher.
 # KEYS: record, readers, queue, alive. ARGV: bells, owner, token.
 # Returns 1 if this owner holds the lock here, or 0, and then nothing is written.
-_RAISE = f"""
+_RAISE = """
 local clock = redis.call('TIME')
 local now = clock[1] * 1000000 + clock[2]
 local known = redis.call('HMGET', KEYS[1], 'token', 'lease', 'holder')

@@ -46,7 +46,7 @@ if answer == 0 then
   answer = (is_alone or is_shared) and 2 or 0
   if string.find(known[2] or '', mark, 1, true) then answer = 1 end
 end
-if is_alone or not has_waiters then return answer end
+if bells == '' or is_alone or not has_waiters then return answer end
 -- Rings the first writer, or all readers before the first writer; with readers inside, no writer.
 for _, waiter in ipairs(redis.call('ZRANGE', queue, 0, 63)) do
   if (redis.call('ZSCORE', alive, waiter) or 0) - now > 0 then
