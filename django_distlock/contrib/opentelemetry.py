@@ -20,6 +20,7 @@ from opentelemetry import metrics, trace
 from opentelemetry.metrics import Observation
 from opentelemetry.trace import Status, StatusCode
 
+from django_distlock.engine.lease import State
 from django_distlock.engine.registry import registry
 from django_distlock.ground.naming import printable
 from django_distlock.signals import (
@@ -91,8 +92,12 @@ class _Instruments:
         self._busy = count("distlock.busy", description="Locks that were not acquired in time")
         self._lost = count("distlock.lost", description="Leases lost before their release")
         self._errors = count("distlock.backend.errors", description="Errors of lock servers")
-        text = "Locks that this process holds"
-        meter.create_observable_gauge("distlock.held", [self._count_held], description=text)
+        for metric, state, text in (
+            ("distlock.held", State.HELD, "Locks that this process holds"),
+            ("distlock.waiting", State.PENDING, "Callers of this process that wait for a lock"),
+        ):
+            count_leases = partial(self._count_leases, state)
+            meter.create_observable_gauge(metric, [count_leases], description=text)
         self._seen: set[tuple[str, ...]] = set()
         # No mutex: a fork while another thread holds it would stop the locks of the child.
         self._spans: WeakKeyDictionary[Lease, tuple[Span, int]] = WeakKeyDictionary()
@@ -162,16 +167,16 @@ class _Instruments:
         if span:
             span.end(end)
 
-    def _count_held(self, _options: CallbackOptions) -> Iterable[Observation]:
+    def _count_leases(self, state: State, _options: CallbackOptions) -> Iterable[Observation]:
         # A meter never removes a gauge, and ignores further ones with the same name.
-        held = Counter(
+        leases = Counter(
             (lease.using, used.label(lease.name, lease.template))
             for used in _used
             if used.provider is self.provider
             for lease in registry.leases()
-            if lease.held
+            if lease.state is state
         )
-        for (using, template), number in held.items():
+        for (using, template), number in leases.items():
             labels = {"distlock.alias": using, "distlock.template": template}
             yield Observation(number, labels)
 

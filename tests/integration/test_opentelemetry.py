@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from django_distlock import (
 from django_distlock.contrib import opentelemetry
 from django_distlock.engine.registry import registry
 from django_distlock.ground import clock
-from tests.contract.crew import elsewhere, held_in_thread
+from tests.contract.crew import elsewhere, held_in_thread, start, take_and_release, waiting_for
 from tests.fixtures.eventually import eventually
 from tests.fixtures.pages import DOCS
 
@@ -116,6 +117,8 @@ def test_every_query_of_the_dashboard_asks_for_what_the_exporter_of_prometheus_t
     try:
         with lock("fee:42"):
             assert elsewhere(lock("fee:42", timeout=0).acquire) is None
+            waiter = start(lock("fee:42", timeout=30).acquire)
+            eventually(lambda: waiting_for(locks["default"], "fee:42"))
             lost = lock("import:7").acquire()
             assert force_release("import:7") == 1
             assert lost
@@ -123,6 +126,7 @@ def test_every_query_of_the_dashboard_asks_for_what_the_exporter_of_prometheus_t
             with pytest.raises(LockBackendError):
                 lock("fee:42", using="down", timeout=0).acquire()
             told = generate_latest().decode()
+        assert waiter.result(30)
     finally:
         opentelemetry.uninstrument()
         provider.shutdown()
@@ -170,6 +174,31 @@ def test_waits_and_holds_are_measured_by_alias_and_template(reader: InMemoryMetr
     }
     assert by_template == {key: {"fee:*": 6, "fee:{account}": 3} for key in by_template}
     assert "distlock.held" not in found
+
+
+def test_those_that_wait_are_counted_until_they_have_the_lock_or_give_up(
+    reader: InMemoryMetricReader,
+) -> None:
+    def waiting() -> list[tuple[int, object]]:
+        return [
+            (point.value, point.attributes) for point in points(reader).get("distlock.waiting", [])
+        ]
+
+    async def wait(number: int) -> None:
+        async with lock(f"fee:{number}", timeout=30):
+            pass
+
+    with lock("fee:1"), lock("fee:2"):
+        waiters: list[Future[Any]] = [start(lambda: asyncio.run(wait(2)))]
+        waiters += [start(lambda: take_and_release("default", "fee:1")) for _ in range(2)]
+        eventually(lambda: waiting() == [(3, LABELS)])
+        with pytest.raises(LockNotAcquired):
+            elsewhere(lock("fee:1", timeout=0.01).__enter__)
+        assert waiting() == [(3, LABELS)]
+    for waiter in waiters:
+        waiter.result(30)
+
+    assert waiting() == []
 
 
 def test_refusals_losses_and_errors_are_counted(
