@@ -58,6 +58,7 @@ from django_distlock.contrib.cache import aget_or_compute, get_or_compute
 from django_distlock.contrib.celery import attached, handover, unique_task
 from django_distlock.contrib.editing import EditLock, edit_lock
 from django_distlock.contrib.editing.admin import EditLockMixin
+from django_distlock.contrib.health_check import Locks
 from django_distlock.engine.values import Held
 from django_distlock.lock_set import LockSet
 from django_distlock.models import FencedModel
@@ -520,6 +521,7 @@ def look_after_locks() -> None:
     assert_type(force_release("a", using="default"), int)
     locks.close()
     preload()
+    Locks(using="redis").run()
 
 
 def receive(sender: type[BaseLockBackend], *, name: str, using: str, **facts: Any) -> None: ...

@@ -50,24 +50,43 @@ def _check(alias: str) -> dict[str, Any]:
     """Return the milliseconds of each step that worked, and the *error* of the step that failed."""
     report: dict[str, Any] = {"alias": alias, "milliseconds": {}, "cannot": []}
     try:
-        _try_out(alias, report)
+        report["cannot"] = [
+            each for each in FEATURES if not getattr(locks[alias], f"supports_{each}")
+        ]
+        try_out(alias, report["milliseconds"])
     except (LockError, InvalidLockBackend) as error:
         report["error"] = str(error)
     return report
 
 
-def _try_out(alias: str, report: dict[str, Any]) -> None:
+class StepFailed(LockError):
+    """A *step* of check_locks failed."""
+
+    def __init__(self, step: str, problem: str) -> None:
+        self.step, self.problem = step, problem
+        super().__init__(step, problem)
+
+    def __str__(self) -> str:
+        return f"{self.step}: {self.problem}"
+
+
+def try_out(alias: str, milliseconds: dict[str, float] | None = None) -> None:
+    """Acquire, contend for, extend, list and release a lock on *alias*; note how many *milliseconds* each step took.
+
+    StepFailed for the first step that fails, InvalidLockBackend for wrong settings.
+    """
+    spent = {} if milliseconds is None else milliseconds
+
     @contextmanager
     def timed(step: str) -> Iterator[None]:
         began = clock.wait_time()
         try:
             yield
         except LockError as error:
-            raise LockError(f"{step}: {error}") from error
-        report["milliseconds"][step] = round((clock.wait_time() - began) * 1000, 2)
+            raise StepFailed(step, str(error)) from error
+        spent[step] = round((clock.wait_time() - began) * 1000, 2)
 
     backend = locks[alias]
-    report["cannot"] = [each for each in FEATURES if not getattr(backend, f"supports_{each}")]
     name = f"{PURPOSE}:{uuid.uuid4().hex}"
     with ExitStack() as stack:
         with timed("acquire"):
