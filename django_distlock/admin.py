@@ -21,6 +21,7 @@ from django.db import (
 from django.http import HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import path, reverse
+from django.utils.http import url_has_allowed_host_and_scheme
 from django.utils.text import Truncator
 from django.utils.translation import gettext as _, gettext_lazy, ngettext
 
@@ -29,14 +30,19 @@ from .exceptions import LockError, LockOutcomeUnknown, first_line
 from .ground.naming import printable
 from .handler import locks
 from .models import LONGEST_SHOWN, HeldLock
-from .operators import Row, forget_late, free_locks, look_up, read_value, survey
+from .operators import Row, forget_late, free_locks, look_up, look_up_names, read_value, survey
 from .transactions import never_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from django.db.models import Model
     from django.http import HttpRequest, HttpResponse
     from django.urls import URLPattern
+
+    _Admin = admin.ModelAdmin[Any]
+else:
+    _Admin = object
 
 VIEW = "django_distlock.view_methodlock"
 FORCE_RELEASE = "django_distlock.force_release_methodlock"
@@ -197,10 +203,18 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
             refusal = _("Select at most %d held locks.") % MOST_AT_ONCE
             self.message_user(request, refusal, messages.ERROR)
         else:
-            context = {"title": _("Force release"), "rows": selected}
+            context = {"title": _("Force release"), "rows": selected, "next": self._next(request)}
             return self._page(request, "force_release", context)
+        return HttpResponseRedirect(self._next(request))
+
+    def _next(self, request: HttpRequest) -> str:
+        """Return the page to go to after the release: that of an object with the button, or the list."""
+        asked = request.POST.get("next") or request.GET.get("next")
+        host, is_secure = {request.get_host()}, request.is_secure()
+        if asked and url_has_allowed_host_and_scheme(asked, host, require_https=is_secure):
+            return asked
         url = "admin:django_distlock_heldlock_changelist"
-        return HttpResponseRedirect(reverse(url, current_app=self.admin_site.name))
+        return reverse(url, current_app=self.admin_site.name)
 
     def _force(self, request: HttpRequest, value: str, row: Row | None) -> bool:
         """Free the lock if it still has the holder that was shown; else show a message."""
@@ -267,6 +281,39 @@ class HeldLockAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # Django takes
             **context,
         }
         return TemplateResponse(request, f"admin/django_distlock/{name}.html", context)
+
+
+class ObjectLocksMixin(_Admin):
+    """Mixin, before ModelAdmin in the bases: the page of an object shows who holds its locks.
+
+    Users need the permission ``django_distlock.view_methodlock`` to see them, and
+    ``django_distlock.force_release_methodlock`` for the button that frees one.
+    """
+
+    #: The aliases of DISTLOCK that are asked; None: all.
+    object_locks_using: Iterable[str] | None = None
+
+    def get_object_locks(self, request: HttpRequest, obj: Model) -> Iterable[str | Model]:
+        """Return the names of the locks that are shown with *obj*; by default, that of ``lock(obj)``."""
+        return [obj]
+
+    def render_change_form(
+        self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        response: Any = super().render_change_form(request, context, *args, **kwargs)
+        obj = context.get("original")
+        if obj is not None and request.user.has_perm(VIEW):
+            aliases = locks if self.object_locks_using is None else self.object_locks_using
+            rows, problems = look_up_names(self.get_object_locks(request, obj), aliases)
+            response.context_data |= {
+                "distlock_rows": rows,
+                "distlock_problems": problems,
+                "distlock_may_force": request.user.has_perm(FORCE_RELEASE),
+                # Around the page that would be shown, whose template may be the project's.
+                "distlock_page": response.resolve_template(response.template_name),
+            }
+            response.template_name = "admin/django_distlock/object_locks.html"
+        return response
 
 
 def _known(number: float | None, instead: float) -> float:

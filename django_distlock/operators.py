@@ -240,6 +240,22 @@ def _read(listings: list[Listing]) -> tuple[list[Row], dict[str, str]]:
     return _rows(listings, problems)
 
 
+def look_up_names(
+    names: Iterable[str | Model], aliases: Iterable[str]
+) -> tuple[list[Row], dict[str, str]]:
+    """Return what look_up() does for the locks with these *names*, without the places of locks with a limit."""
+    wanted = [checked_name(name) for name in names]
+    keys: dict[str, list[str]] = {}
+    problems: dict[str, str] = {}
+    for alias in aliases:
+        try:
+            keys[alias] = [locks[alias].key_of(name) for name in wanted]
+        except Exception as error:  # noqa: BLE001 - of wrong settings, or of a function for the prefix
+            problems[alias] = first_line(error).removeprefix(f"DISTLOCK[{alias!r}]: ")
+    rows, more = look_up(keys)
+    return rows, problems | more
+
+
 def forget_late(aliases: Iterable[str]) -> None:
     """Read the locks of *aliases* again: a late listing still has a lock that was freed."""
     for alias in aliases:

@@ -52,6 +52,7 @@ from django_distlock import (
     skip,
     transaction_lock,
 )
+from django_distlock.admin import ObjectLocksMixin
 from django_distlock.backends.base import BaseLockBackend
 from django_distlock.contrib import tasks
 from django_distlock.contrib.cache import aget_or_compute, get_or_compute
@@ -244,6 +245,13 @@ class AccountAdmin(EditLockMixin, ModelAdmin):  # type: ignore[type-arg]  # as D
 
     def has_take_over_permission(self, request: HttpRequest, obj: Model) -> bool:
         return request.user.is_active and super().has_take_over_permission(request, obj)
+
+
+class ShopAdmin(ObjectLocksMixin, ModelAdmin):  # type: ignore[type-arg]  # as above
+    object_locks_using = ("redis",)
+
+    def get_object_locks(self, request: HttpRequest, obj: Model) -> list[str | Model]:
+        return [obj, f"fee:{obj.pk}"]
 
 
 def compute_a_value() -> str:
