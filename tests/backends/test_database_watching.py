@@ -73,7 +73,7 @@ def test_a_waiter_has_the_lock_soon_though_it_looks_seldom_itself(watched: str, 
 
         delays.append(taking.result(20) - released)
 
-    assert statistics.median(delays) < 0.25
+    assert statistics.median(delays) < 2
 
 
 @pytest.mark.usefixtures("patient_waiters")

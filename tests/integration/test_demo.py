@@ -93,7 +93,7 @@ def server(environment: Environment, tmp_path: Path) -> Iterator["subprocess.Pop
     with (tmp_path / "log").open("w") as log:
         command = [sys.executable, "-m", "testproject", "serve", "--port", port]
         process = launch(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
-    eventually(lambda: process.poll() is not None or is_listening(int(port)), seconds=20)
+    eventually(lambda: process.poll() is not None or is_listening(int(port)), seconds=60)
     assert process.poll() is None, (tmp_path / "log").read_text()
     yield process
     process.kill()

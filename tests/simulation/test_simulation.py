@@ -1,4 +1,4 @@
-"""A thousand schedules of the real engine, each decided by a seed; `make simulate` runs more.
+"""Three hundred schedules of the real engine, each decided by a seed; `make simulate` runs more.
 
 They run in processes of their own, as they replace the threads and clocks of the package.
 """
@@ -17,7 +17,7 @@ from .search import mutants
 if TYPE_CHECKING:
     from tests.fixtures.processes import Spawn
 
-SCHEDULES, CHUNK = 1000, 125
+SCHEDULES, CHUNK = 300, 75
 #: On a machine that is busy, what takes seconds of a processor takes long.
 PATIENCE = 600
 
