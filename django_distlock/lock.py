@@ -658,7 +658,7 @@ class Lock:
 
 
 class TryLock:
-    """What try_lock() returns: it stands after one ``with`` or ``async with``."""
+    """The object that try_lock() returns, for one ``with`` or ``async with``."""
 
     def __init__(self, lock: Lock) -> None:
         self._lock = lock
