@@ -42,6 +42,7 @@ from django_distlock.lock import LockTerms, Terms
 from django_distlock.management.commands.purge_stale_locks import Command as PurgeCommand
 from tests.contract.profiles import PROFILES, TRAITS
 from tests.fixtures.pages import DOCS, ROOT, prose, table
+from tests.fixtures.workers import KINDS
 
 BACKENDS = sorted((DOCS / "reference" / "backends").glob("*.md"))
 PACKAGE = ROOT / "django_distlock"
@@ -236,6 +237,18 @@ def test_what_each_backend_can_do_is_what_it_says() -> None:
             can = {trait in kind.traits for kind in kinds}
             # What depends on the OPTIONS or on the server has words of its own.
             assert {"yes": {True}, "no": {False}}.get(cell, {True, False}) == can
+
+
+def test_each_stack_is_said_to_be_tested_only_if_it_is() -> None:
+    parts = re.split(r"^### ", (DOCS / "howto/with-your-stack.md").read_text(), flags=re.MULTILINE)
+    said = {part.splitlines()[0]: part.splitlines()[2] for part in parts[1:]}
+    servers = {kind.partition("-")[0].lower() for kind in KINDS}
+    tested = " ".join(name for name, first in said.items() if first.startswith("Tested")).lower()
+    web = said.keys() & {"gunicorn", "uvicorn, hypercorn, daphne", "granian", "waitress", "uWSGI"}
+
+    assert all(re.match(r"Tested|Tried|Not tried|Beat is tested", first) for first in said.values())
+    assert servers == {server for name in web for server in name.lower().split(", ")}
+    assert [server for server in servers if server not in tested] == []
 
 
 def test_the_profile_of_the_example_is_that_of_the_contract() -> None:
