@@ -66,6 +66,23 @@ def test_a_server_that_excludes_nobody_is_not_well(settings: Settings) -> None:
     )
 
 
+def test_a_probe_closes_no_connection_that_others_use(redis: Redis, settings: Settings) -> None:
+    address = f"redis://127.0.0.1:{redis.port}"
+    settings.DISTLOCK = {
+        "redis": {
+            "BACKEND": "django_distlock.backends.redis.RedisBackend",
+            "OPTIONS": {"location": address},
+        }
+    }
+    probe = Locks("redis")
+    probe.run()
+
+    with redis.client() as client:
+        before = client.info("stats")["total_connections_received"]
+        probe.run()
+        assert client.info("stats")["total_connections_received"] == before
+
+
 def test_it_leaves_nothing(settings: Settings) -> None:
     settings.DISTLOCK = {"default": MEMORY}
     Locks().run()

@@ -50,10 +50,11 @@ def _check(alias: str) -> dict[str, Any]:
     """Return the milliseconds of each step that worked, and the *error* of the step that failed."""
     report: dict[str, Any] = {"alias": alias, "milliseconds": {}, "cannot": []}
     try:
-        report["cannot"] = [
-            each for each in FEATURES if not getattr(locks[alias], f"supports_{each}")
-        ]
+        backend = locks[alias]
+        report["cannot"] = [each for each in FEATURES if not getattr(backend, f"supports_{each}")]
         try_out(alias, report["milliseconds"])
+        if not any(each.backend is backend for each in registry.leases()):
+            backend.close()  # the first lock after a change of the backend begins a new session
     except (LockError, InvalidLockBackend) as error:
         report["error"] = str(error)
     return report
@@ -107,8 +108,6 @@ def try_out(alias: str, milliseconds: dict[str, float] | None = None) -> None:
                     raise LockError("the lock is held, and the list does not have it")
         with timed("release"):
             stack.close()
-    if not any(each.backend is backend for each in registry.leases()):
-        backend.close()  # the first lock after a change of the backend begins a new session
 
 
 def _cells(report: dict[str, Any]) -> list[str]:
