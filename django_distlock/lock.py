@@ -658,33 +658,45 @@ class Lock:
 
 
 class TryLock:
-    """The object that try_lock() returns, for one ``with`` or ``async with``."""
+    """The object that try_lock() returns, for one ``with`` or ``async with``; a second one raises RuntimeError."""
 
     def __init__(self, lock: Lock) -> None:
-        self._lock = lock
-        self._is_busy = False
+        # A list changes by single steps, which no other thread divides.
+        self._unused = [lock]
+        self._entered: Lock | None = None
 
     def __enter__(self) -> Lease | None:
+        lock = self._use()
         try:
-            return self._lock.__enter__()
+            lease = lock.__enter__()
         except LockNotAcquired:
-            self._is_busy = True
             return None
+        self._entered = lock
+        return lease
 
     def __exit__(self, *error: Any) -> None:
-        if not self._is_busy:
-            self._lock.__exit__(*error)
+        if self._entered is not None:
+            self._entered.__exit__(*error)
 
     async def __aenter__(self) -> Lease | None:
+        lock = self._use()
         try:
-            return await self._lock.__aenter__()
+            lease = await lock.__aenter__()
         except LockNotAcquired:
-            self._is_busy = True
             return None
+        self._entered = lock
+        return lease
 
     async def __aexit__(self, *error: Any) -> None:
-        if not self._is_busy:
-            await self._lock.__aexit__(*error)
+        if self._entered is not None:
+            await self._entered.__aexit__(*error)
+
+    def _use(self) -> Lock:
+        try:
+            return self._unused.pop()
+        except IndexError:
+            msg = "What try_lock() returns is for one block: call it for each."
+            raise RuntimeError(msg) from None
 
 
 @lists_terms

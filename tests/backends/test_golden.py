@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import django
 import psycopg
 import pymysql
 import pytest
@@ -87,9 +88,14 @@ def readable(statement: str) -> str:
     """Return *statement* without the texts and numbers that differ from run to run."""
     statement = re.sub(r"\{\"host\".*?\}", "HOLDER", statement)
     statement = re.sub(r"\b[0-9a-f]{12,64}\b", "HEX", statement)
+    # A list asks for each lock that was left by other tests.
+    statement = re.sub(r"(IS_USED_LOCK\(%s\))(, IS_USED_LOCK\(%s\))+", r"\1", statement)
     return re.sub(r"\b\d{10,}\b", "NUMBER", statement).strip()
 
 
+@pytest.mark.skipif(
+    django.VERSION[:2] != (5, 2), reason="another Django begins a session otherwise"
+)
 @pytest.mark.parametrize(
     ("server", "kind"),
     [

@@ -171,11 +171,9 @@ def test_many_extensions_wait_for_the_disk_once(server: Redis, use: object, name
     assert server.calls()["waitaof"] - before["waitaof"] == 1
 
 
-@scripted
 def test_a_lease_that_the_disk_has_not_cannot_be_attached(
-    server: Redis, use: Callable[..., None], name: str, *, scripting: bool
+    server: Redis, use: object, name: str
 ) -> None:
-    use(scripting=scripting)
     text = take(name, ttl=LONG).detach()
 
     with frozen_disk(server):
@@ -183,11 +181,9 @@ def test_a_lease_that_the_disk_has_not_cannot_be_attached(
             Lease.attach(text)
 
 
-@scripted
 def test_who_asks_again_after_a_lost_reply_waits_for_what_was_written_the_first_time(
-    server: Redis, use: Callable[..., None], name: str, *, scripting: bool
+    server: Redis, use: object, name: str
 ) -> None:
-    use(scripting=scripting)
     with frozen_disk(server):
         first, second, third = ask(name), ask(name), ask(name)
         assert isinstance(backend("direct").try_acquire(first, queued=False), Grant)

@@ -49,9 +49,11 @@ class TestWhileSomebodyElseHoldsIt:
         assert lock(name, using=using).acquire(timeout=0) is None
         assert time.monotonic() - began < LATE
 
-    async def test_the_block_of_try_lock_runs_without_a_lease(self, using: str, name: str) -> None:
+    def test_the_block_of_try_lock_runs_without_a_lease(self, using: str, name: str) -> None:
         with try_lock(name, using=using) as lease:
             assert lease is None
+
+    async def test_so_does_that_of_a_task(self, using: str, name: str) -> None:
         async with try_lock(name, using=using) as lease:
             assert lease is None
 

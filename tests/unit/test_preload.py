@@ -61,6 +61,11 @@ from django.conf import settings
 settings.configure(**json.loads(sys.argv[1]))
 """
 A_SERVER = """
+try:
+    import MySQLdb
+except ImportError:
+    import pymysql
+    pymysql.install_as_MySQLdb()
 import django
 django.setup()
 from django_distlock import LockError, lock, locks, preload

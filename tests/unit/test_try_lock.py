@@ -52,3 +52,13 @@ def test_an_error_of_the_block_goes_up_and_leaves_nothing() -> None:
 
     with held_elsewhere("nightly"), pytest.raises(ZeroDivisionError), try_lock("nightly"):
         raise ZeroDivisionError
+
+
+def test_it_is_for_one_block() -> None:
+    nightly = try_lock("nightly")
+    with held_elsewhere("nightly"), nightly as lease:
+        assert lease is None
+
+    with pytest.raises(RuntimeError, match="for one block"), nightly:
+        pass
+    assert not lock("nightly").locked()
