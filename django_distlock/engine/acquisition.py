@@ -457,7 +457,7 @@ class Attempt:
         if busy is None and not self._waiting.is_in_order:
             self.lease.leave_line()  # it asks without the turn
             return
-        if busy is None and answer is not None:
+        if busy is None and answer and answer.limit and self._limit and answer.limit < self._limit:
             # A place is free that the first caller does not want: its limit is lower.
             busy, self._limit = answer.busy, answer.limit
         self.busy = busy or self.busy
@@ -590,6 +590,8 @@ class Attempt:
             answer = yield from self._ask(this, answer, queued=False)
             if isinstance(answer, Grant):
                 return answer
+        if isinstance(answer, Busy) and self._waiting.new_owners:
+            self.lease.change_owner()
         had_place, line = self.on_server is OnServer.PLACE, self.request.at(None)
         self.lease.ask_for(None)
         found: list[Busy | None] = yield from self._settled(

@@ -12,6 +12,7 @@ from asyncio import _get_running_loop
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any, Never, Self, TypeVar
 
 from django_distlock import transactions
@@ -50,6 +51,10 @@ LATE = 0.5
 _M = TypeVar("_M", bound="Model | QuerySet[Any]")
 
 _BACKGROUND: set[asyncio.Task[Any]] = set()
+
+
+#: A server forgets who has released: asked again much later, it may say that somebody else has the lock.
+_is_released = partial(is_, Release.RELEASED)
 
 
 class State(enum.Enum):
@@ -631,7 +636,7 @@ class Lease(metaclass=_Shown):
         try:
             self._lose_if_over()
             began = clock.lease_time()
-            outcome = settled(partial(self.backend.release, self.request))
+            outcome = settled(partial(self.backend.release, self.request), is_sure=_is_released)
             self._conclude(began, outcome)
         except LockNotHeld:
             raise
@@ -660,7 +665,7 @@ class Lease(metaclass=_Shown):
             self.caller = current_caller()  # as in _leaves_reentry()
             self._lose_if_over()
             began = clock.lease_time()
-            outcome = await asettled(partial(self.backend.arelease, self.request))
+            outcome = await asettled(partial(self.backend.arelease, self.request), _is_released)
             self._conclude(began, outcome)
         except LockNotHeld:
             raise

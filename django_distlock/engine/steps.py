@@ -74,11 +74,16 @@ def asking_again(ask: _Ask, failed: LockBackendError) -> Steps[_Ask, Any]:
         raise LockOutcomeUnknown(*error.args) from failed
 
 
-def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
+def settled(
+    ask: Callable[[], _T],
+    within: float | None = None,
+    is_sure: Callable[[_T], bool] = lambda _: True,
+) -> _T:
     """Call *ask*, a verb that may be carried out twice, and repeat it if its reply is lost.
 
     Raise LockOutcomeUnknown if both replies are lost. *within*: there is no repetition if the first call
-    took more seconds than that, on a new connection; SETTLE by default.
+    took more seconds than that, on a new connection; SETTLE by default. *is_sure*: whether to believe an answer
+    although the first call may have been carried out a whole time limit before it.
     """
     began = clock.lease_time()
     try:
@@ -87,10 +92,14 @@ def settled(ask: Callable[[], _T], within: float | None = None) -> _T:
         if not is_worth_asking_again(lost, began, within):
             raise
         answer: _T = run(asking_again(ask, lost), lambda again: again())
+        if lost.was_idle and not is_sure(answer):
+            raise
         return answer
 
 
-async def asettled(ask: Callable[[], Awaitable[_T]]) -> _T:
+async def asettled(
+    ask: Callable[[], Awaitable[_T]], is_sure: Callable[[_T], bool] = lambda _: True
+) -> _T:
     began = clock.lease_time()
     try:
         return await ask()
@@ -98,4 +107,6 @@ async def asettled(ask: Callable[[], Awaitable[_T]]) -> _T:
         if not is_worth_asking_again(lost, began):
             raise
         answer: _T = await arun(asking_again(ask, lost), lambda again: again())
+        if lost.was_idle and not is_sure(answer):
+            raise
         return answer

@@ -60,7 +60,7 @@ from django_distlock.exceptions import (
 )
 from django_distlock.ground import clock
 
-from .scripts import FORCE, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
+from .scripts import ENQUEUE, FORCE, LEAVE, LOOK, RELEASE, TAKE_OVER, Call
 from .sources import Source
 
 try:
@@ -83,7 +83,7 @@ AT_ONCE = 64
 HELD_UP, ROUNDS = 0.05, 3
 #: Seconds for which these scripts wait while a cluster moves a lock's slot. Callers repeat the others themselves.
 MOVING = 5.0
-_PATIENT = frozenset({RELEASE, TAKE_OVER, LOOK, FORCE, LEAVE})
+_PATIENT = frozenset({ENQUEUE, RELEASE, TAKE_OVER, LOOK, FORCE, LEAVE})
 #: The errors that drivers raise.
 BROKEN = (RedisError, RedisClusterException, OSError)
 #: A client of a Sentinel in the text of an error: its host and its port.

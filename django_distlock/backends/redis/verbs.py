@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -254,8 +255,10 @@ class RedisVerbs:
                 call = Call(scripts.FORCE, keys.all, (keys.bells, owner, f"{shown.token}"))
                 (answer,) = yield from self._answers(call)
                 is_ended |= answer == 1
-        if is_ended and self._has_scripts:  # rings who is next
-            yield from self._answers(Call(scripts.LEAVE, keys.all, (keys.bells, "")))
+        if is_ended and self._has_scripts:
+            # Rings who is next; whoever is not rung looks again.
+            with suppress(LockBackendError):
+                yield from self._answers(Call(scripts.LEAVE, keys.all, (keys.bells, "")))
         return is_ended
 
     def enqueue(self, request: Request) -> Conversation[None]:
@@ -345,7 +348,7 @@ class RedisVerbs:
         return answers
 
     def _checked(self, answer: Any) -> Any:
-        if not isinstance(answer, ResponseError):
+        if not isinstance(answer, Exception):  # LOADING is no ResponseError
             return answer
         text = str(answer)
         if "non local key" in text:  # a script has emptied a key of a slot that is being moved

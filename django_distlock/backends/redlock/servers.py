@@ -124,6 +124,7 @@ class Query:
     def take(self, answer: Any) -> None:
         self._answers.append(answer)
         self.missing -= 1
+        self.question.answered += 1
 
     def fail(self, what: str, error: Exception | None = None) -> None:
         """Note that no answer will come."""
@@ -371,9 +372,12 @@ class Servers:
             raise LockBackendError(self._alias, IN_THE_THREAD)
         self._is_closing = False  # a thread that is about to end goes on
         self.submit(partial(self._begin, question, bell, self._connections))
-        yield partial(bell.wait, question.connecting + question.within + LATE)
-        if not question.is_over:
-            raise LockOutcomeUnknown(self._alias, TOO_LATE)
+        seen = -1
+        while not question.is_over:
+            if question.answered == seen:
+                raise LockOutcomeUnknown(self._alias, TOO_LATE)
+            seen = question.answered
+            yield partial(bell.wait, question.connecting + question.within + LATE)
         return question.count
 
     def listen(self, doorbells: Sequence[str], bell: Bell, seconds: float) -> None:
@@ -415,7 +419,8 @@ class Servers:
 
     def _listen(self, doorbells: Sequence[str], bell: tuple[Bell, float]) -> None:
         for server, doorbell in enumerate(doorbells):
-            self._bells[server][doorbell] = bell
+            bells = self._rung_now(server)  # without those whose time is over
+            bells[doorbell] = bell
             if server not in self._waits or self._waits[server].is_over:
                 conversations = {server: self._wait(server)}
                 question = Question(

@@ -160,6 +160,8 @@ class Question:
     bell: Bell = field(init=False)
     count: Count = field(init=False)
     is_over: bool = field(default=False, init=False)
+    #: How many commands were answered: a list takes many, one after the other.
+    answered: int = field(default=0, init=False)
 
     def end_if_decided(self) -> None:
         try:

@@ -12,7 +12,9 @@ elseif not is_alone and (redis.call('ZSCORE', readers, owner) or 0) - now > 0 th
 elseif is_alone or (redis.call('ZREVRANGE', readers, 0, 0, 'WITHSCORES')[2] or 0) - now > 0 or owner ~= '' or known[2] ~= ARGV[3] then
   return 0
 end
-redis.call('HDEL', record, 'available')
+-- What the others reserved by min_hold stays.
+local last = redis.pcall('ZREVRANGE', readers, 0, 0, 'WITHSCORES')
+if (last[2] or 0) - now <= 0 then redis.call('HDEL', record, 'available') end
 redis.call('HSET', record, 'token', math.max((known[2] or 0) + 1, now))
 if redis.call('PTTL', record) < 6600000 then redis.call('PEXPIRE', record, 7200000) end
 return 1
