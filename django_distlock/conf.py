@@ -170,7 +170,7 @@ def check_values(options: Any) -> None:
         if kind == "float" or (kind == "float | None" and value is not None):
             seconds(value, f"{option.name!r}")
         if kind == "str | None" and value is not None:
-            _of_type(repr(option.name), value, str)
+            _of_type(repr(option.name), value, str, shown=option.repr)
 
 
 def read_alias(alias: str, values: object) -> BackendSettings:
@@ -241,7 +241,9 @@ def _key_prefix(where: str, value: object) -> str | Callable[[], str]:
     return found  # type: ignore[no-any-return]
 
 
-def _of_type(what: str, value: object, kind: type[Any]) -> Any:
+def _of_type(what: str, value: object, kind: type[Any], *, shown: bool = True) -> Any:
+    """Return *value* if it is a *kind*; otherwise raise TypeError, which shows a secret by its class only."""
     if isinstance(value, kind):
         return value
-    raise TypeError(f"{what} must be a {kind.__name__}, not {value!r}.")
+    given = repr(value) if shown else type(value).__name__
+    raise TypeError(f"{what} must be a {kind.__name__}, not {given}.")

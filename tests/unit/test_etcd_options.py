@@ -54,6 +54,7 @@ def test_endpoints_are_text_or_a_list(endpoints: Any, members: list[str]) -> Non
         ({"namespace": ""}, "'namespace' must be text"),
         ({"namespace": "/locks"}, "'namespace' must be text"),
         ({"namespace": 1}, "'namespace' must be text"),
+        ({"user": "shop", "password": b"secret"}, "'password' must be a str, not bytes"),
         ({"user": "shop"}, "'user' and 'password' belong together"),
         ({"ca_cert": "ca.pem"}, "'ca_cert' is of use only with an endpoint"),
         ({"cert": "cert.pem"}, "'cert' is of use only with an endpoint"),
