@@ -17,6 +17,11 @@ REDIS_OPTIONS = {
     "fair", "scripting", "wait_replicas", "wait_disk", "cluster", "allow_eviction",
     "connect_timeout", "io_timeout",
 }  # fmt: skip
+#: The options of all backends that are text, also if they look like a number.
+TEXTS = {
+    "acl", "ca", "ca_cert", "cache", "cert", "certfile", "endpoints", "hosts", "key", "key_password", "keyfile",
+    "keyfile_password", "namespace", "password", "root", "server", "user", "using",
+}  # fmt: skip
 #: By other names of servers: what to write.
 _MEANT = {
     "database": "postgres postgresql postgis mysql mariadb sqlite sqlite3 db pgsql psycopg",
@@ -29,9 +34,10 @@ _MEANT = {
 }
 _WORDS = {"true": True, "false": False, "none": None}
 _NUMBER = re.compile(r"\d+(\.\d+)?")
-# Several hosts with commas between them, which urlsplit() takes for one.
+# Several hosts with commas between them, which urlsplit() takes for one. Behind them is no @: what stands before it
+# may be the rest of a password.
 _URL = re.compile(
-    r"(?P<scheme>[a-z][a-z0-9+]*)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)(/(?P<path>[^?#]*))?(\?(?P<query>[^#]*))?",
+    r"(?P<scheme>[a-z][a-z0-9+]*)://((?P<login>[^/?#]*)@)?(?P<hosts>[^/?#@]*)(/(?P<path>[^?#@]*))?(\?(?P<query>[^#@]*))?",
     re.IGNORECASE,
 )
 
@@ -48,7 +54,11 @@ class Address(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """The options of the backend in the query."""
-        return {word: _value(text) for word, text in self.query.items() if word not in _TERMS}
+        return {
+            word: text if word in TEXTS else _value(text)
+            for word, text in self.query.items()
+            if word not in _TERMS
+        }
 
     @property
     def user(self) -> tuple[str, str]:
@@ -66,7 +76,7 @@ def from_url(text: str) -> dict[str, Any]:
     """Return the keys of the alias that *text* names; ValueError, without its password, if it names none."""
     known = _URL.fullmatch(text)
     if known is None and "://" in text:
-        quoted = "%23 stands for #, %2F for /, %3F for ?"
+        quoted = "%23 stands for #, %2F for /, %3F for ?, %40 for @"
         raise ValueError(f"is a URL with a character that must be quoted: {quoted}.")
     if known is None:
         [begin] = re.findall(r"^[\w+.]+", text) or [""]
@@ -115,10 +125,8 @@ def _redlock(url: Address) -> dict[str, Any]:
 
 
 def _memcached(url: Address) -> dict[str, Any]:
-    if "," in url.hosts:
-        raise ValueError(
-            "has several servers of memcached, which do not know each other's locks. Name one."
-        )
+    if url.login:
+        raise ValueError("has a user or a password, which locks on memcached do not send.")
     server = url.hosts or (f"unix:/{unquote(url.path)}" if url.path else "127.0.0.1:11211")
     return {"cache": None, "server": server, **url.options}
 

@@ -22,7 +22,7 @@ from pymemcache.exceptions import (
     MemcacheUnknownError,
 )
 
-from django_distlock.conf import BackendSettings, check_values
+from django_distlock.conf import BackendSettings, check_values, must
 from django_distlock.engine.values import Busy, Grant, Release, Request, SecretBytes
 from django_distlock.exceptions import LockBackendError, LockOutcomeUnknown, root_cause
 from django_distlock.ground import clock
@@ -74,6 +74,12 @@ class MemcachedOptions:
 
     def __post_init__(self) -> None:
         check_values(self)
+        must(self.server or self.cache is not None, "'server' is needed with 'cache' None.")
+        is_one = not {",", ";"}.intersection(self.server or "")
+        must(
+            is_one,
+            "'server' names several servers of memcached, which do not know each other's locks. Name one.",
+        )
 
 
 class CacheMemcachedBackend(CacheKeyBackend):

@@ -544,6 +544,26 @@ def test_several_servers_are_refused_unless_one_is_chosen(
     locks.close()
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"cache": None}, "'server' is needed with 'cache' None"),
+        ({"cache": None, "server": "one:1;two:2"}, "'server' names several servers of memcached"),
+        ({"server": "one:1,two:2"}, "'server' names several servers of memcached"),
+    ],
+)
+def test_one_server_is_named(settings: Settings, options: dict[str, Any], text: str) -> None:
+    settings.DISTLOCK = {
+        "locks": {
+            "BACKEND": "django_distlock.backends.memcached.CacheMemcachedBackend",
+            "OPTIONS": options,
+        }
+    }
+
+    with pytest.raises(InvalidLockBackend, match=text):
+        locks["locks"]
+
+
 def test_a_server_that_cannot_be_reached_has_its_locks_looked_for_on_no_other(
     settings: Settings, name: str, server: Memcached, memcached: Memcached
 ) -> None:

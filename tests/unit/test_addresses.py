@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from django.utils.module_loading import import_string
 from pytest_django.fixtures import Settings
 
 from django_distlock import addresses, lock
@@ -64,6 +65,16 @@ RIGHT: dict[str, tuple[str, dict[str, Any]]] = {
             "session_timeout": 20,
         },
     ),
+    "etcds://one?user=7&password=0123&namespace=7&verify_certs=false": (
+        "etcd.EtcdBackend",
+        {
+            "endpoints": ["https://one"],
+            "user": "7",
+            "password": "0123",
+            "namespace": "7",
+            "verify_certs": False,
+        },
+    ),
     "etcds://one": ("etcd.EtcdBackend", {"endpoints": ["https://one"]}),
     "zookeeper://me:secret@one,two:2182/locks": (
         "zookeeper.ZooKeeperBackend",
@@ -106,6 +117,7 @@ def test_the_query_also_has_the_terms_of_the_alias() -> None:
         "valkeys://cache",
         "memcached://cache:11211",
         "etcd://one,two/shop",
+        "etcds://one?user=root&password=12345&namespace=7",
         "zookeeper://one,two/shop",
         "redlock+redis://a,b,c?fencing=true",
         "database://default",
@@ -126,15 +138,26 @@ WRONG = {
     ),
     "redis:secret@cache": "DISTLOCK['a'] must be a dict or a URL. Write redis://.",
     "redis://u:se#cret@cache": "DISTLOCK['a'] is a URL with a character that must be quoted: %23 stands for #",
-    "redis://u:se/cret@cache": "DISTLOCK['a']: OPTIONS: a Redis is named by a URL",
-    "etcd://u:se/cret@one": "DISTLOCK['a']: OPTIONS: 'endpoints' must be like",
+    **dict.fromkeys(
+        (
+            "redis://u:se/cret@cache",
+            "redis://:cret/def@cache:6379/0",
+            "redis://u:p@se/cret@cache",
+            "etcd://u:se/cret@one",
+            "etcd://root:ab?cret@one:2379/ns",
+            "etcd://one?user=root&password=cret@ab",
+            "zookeeper://u:ab/cret@one",
+        ),
+        "DISTLOCK['a'] is a URL with a character that must be quoted: %23 stands for #",
+    ),
     "postgres://u:secret@db/shop": (
         "DISTLOCK['a'] has a URL that begins with postgres://. "
         "Write database://, with an alias of DATABASES behind it."
     ),
     "zk://one": "DISTLOCK['a'] has a URL that begins with zk://. Write zookeeper://.",
     "rediz://:secret@cache": "DISTLOCK['a'] has a URL that begins with rediz://. Write redis://.",
-    "memcached://one,two": "DISTLOCK['a'] has several servers of memcached",
+    "memcached://one,two": "DISTLOCK['a']: OPTIONS: 'server' names several servers of memcached",
+    "memcached://u:secret@one": "DISTLOCK['a'] has a user or a password, which locks on memcached",
     "memory://?ttl=soon": "DISTLOCK['a']: TTL must be a number of seconds",
     "etcd://one?ttk=3": "DISTLOCK['a']: unknown OPTIONS 'ttk'. It takes ",
     "database://othr": "DISTLOCK['a']: OPTIONS: 'using' names 'othr', but DATABASES has ",
@@ -164,6 +187,15 @@ def test_one_url_in_the_place_of_the_aliases_is_told_what_is_right(settings: Set
 
 def test_the_options_of_redis_are_those_of_its_backend() -> None:
     assert {option.name for option in fields(RedisSettings)} == addresses.REDIS_OPTIONS
+
+
+@pytest.mark.parametrize("begin", addresses._MAKE)
+def test_options_that_are_text_stay_text(begin: str) -> None:
+    backend = import_string(OF + addresses._MAKE[begin][0])
+
+    for option in fields(backend.options_class):
+        is_text = str(option.type).startswith("str")
+        assert not is_text or option.name in {*addresses.TEXTS, "location"}
 
 
 def test_locks_are_made_free_for_a_test(settings: Settings) -> None:
