@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,7 @@ from django.db import connections
 from django.utils import timezone
 from django.utils.translation import gettext as _, ngettext
 
+from .backends.base import MOST_FREE
 from .conf import DEFAULT_ALIAS
 from .engine.steps import settled
 from .engine.values import LockState
@@ -33,8 +35,9 @@ PATIENCE = 2.0
 #: Seconds for which a late listing is shown while the next one is read.
 KEPT = 60.0
 
-#: By alias and keys of the caller: the listing that is or was late; while it is read, no second one is started.
-_late: dict[tuple[str, str], Listing] = {}
+#: By alias, keys of the caller and text of free locks: the listing that is or was late; while it is read, no second
+#: one is started.
+_late: dict[tuple[str, str, str | None], Listing] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,21 +206,24 @@ class Listing:
             self.held.extend(backend.held(key))
 
 
-def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
+def survey(aliases: Iterable[str], free: str | None = None) -> tuple[list[Row], dict[str, str]]:
     """Return the locks of *aliases* that can be read in time, and the problem of each alias that has one.
 
-    A late listing is kept for the next call, which shows it with its age.
+    A late listing is kept for the next call, which shows it with its age. *free*: as in Listing.
     """
-    listings = [_listing(alias) for alias in aliases]
+    for known, late in _late.copy().items():
+        if late.is_read.is_set() and late.age > max(KEPT, late.took):
+            _late.pop(known, None)
+    listings = [_listing(alias, free) for alias in aliases]
     _wait(listing for listing in listings if listing.before is None)
     shown, problems = [], {}
     for listing in listings:
         alias = listing.alias
         is_read = listing.is_read.is_set()
         if is_read and listing.took <= PATIENCE:
-            _late.pop(_seen_from_here(alias), None)
+            _late.pop(_seen_from_here(alias, free), None)
         else:
-            _late[_seen_from_here(alias)] = listing
+            _late[_seen_from_here(alias, free)] = listing
             known = listing if is_read else listing.before
             problems[alias] = _of_late(known) if known else _unread(listing)
         shown.append(listing if is_read else listing.before or listing)
@@ -226,18 +232,20 @@ def survey(aliases: Iterable[str]) -> tuple[list[Row], dict[str, str]]:
 
 def look_up(keys: Mapping[str, Iterable[str]]) -> tuple[list[Row], dict[str, str]]:
     """Return the locks with these *keys* of each alias, and the problem of each alias that failed."""
-    return _read([Listing(alias, each) for alias, each in keys.items()])
-
-
-def free_locks(aliases: Iterable[str], text: str) -> tuple[list[Row], dict[str, str]]:
-    """Return the free locks of *aliases* with *text* in their names or keys, and the problems as look_up()."""
-    return _read([Listing(alias, free=text) for alias in aliases])
-
-
-def _read(listings: list[Listing]) -> tuple[list[Row], dict[str, str]]:
+    listings = [Listing(alias, each) for alias, each in keys.items()]
     _wait(listings)
     problems = {each.alias: _unread(each) for each in listings if not each.is_read.is_set()}
     return _rows(listings, problems)
+
+
+def free_locks(aliases: Iterable[str], text: str) -> tuple[list[Row], dict[str, str]]:
+    """Return the free locks of *aliases* with *text* in their names or keys, and the problems as survey()."""
+    rows, problems = survey(aliases, text)
+    for alias, number in Counter(alias for row in rows for alias in row.aliases).items():
+        if number >= MOST_FREE:
+            told = _("At most %d of its free locks are shown. Search by name for others.")
+            problems.setdefault(alias, told % MOST_FREE)
+    return rows, problems
 
 
 def look_up_names(
@@ -257,26 +265,26 @@ def look_up_names(
 
 
 def forget_late(aliases: Iterable[str]) -> None:
-    """Read the locks of *aliases* again: a late listing still has a lock that was freed."""
+    """Read the held locks of *aliases* again: a late listing still has a lock that was freed."""
     for alias in aliases:
         _late.pop(_seen_from_here(alias), None)
 
 
-def _seen_from_here(alias: str) -> tuple[str, str]:
+def _seen_from_here(alias: str, free: str | None = None) -> tuple[str, str, str | None]:
     """Return what tells the caller's listing of *alias* from those of other tenants."""
     with suppress(Exception):  # the listing shows the error
-        return alias, locks[alias].key_of("x")
-    return alias, ""
+        return alias, locks[alias].key_of("x"), free
+    return alias, "", free
 
 
-def _listing(alias: str) -> Listing:
+def _listing(alias: str, free: str | None) -> Listing:
     """Return the late listing of an earlier page, or a new one; so an alias is read at most half of the time."""
-    late = _late.get(_seen_from_here(alias))
+    late = _late.get(_seen_from_here(alias, free))
     if late is None:
-        return Listing(alias)
+        return Listing(alias, free=free)
     if not late.is_read.is_set() or late.age < late.took:
         return late
-    return Listing(alias, before=None if late.error or late.age > KEPT else late)
+    return Listing(alias, before=None if late.error else late, free=free)
 
 
 def _wait(listings: Iterable[Listing]) -> None:

@@ -48,6 +48,8 @@ logger = logging.getLogger("django_distlock")
 
 #: By alias: the locks in the memory of this process, kept here so that a change of settings does not drop held ones.
 memory: dict[str, Any] = {}
+#: How many free locks an alias lists: a table may have a row for each of a million names.
+MOST_FREE = 1000
 #: How many keys a backend caches.
 KEYS = 1024
 _T = TypeVar("_T")
@@ -193,7 +195,7 @@ class BaseLockBackend(ABC):
         raise NotSupported(self.alias, "listing", self.instead)
 
     def free_locks(self, text: str) -> Iterable[Held]:
-        """Return the locks that were held before and are free, with *text* in their names or keys, if it knows them."""
+        """Return at most MOST_FREE free locks that were held before, with *text* in names or keys, if it knows them."""
         return ()
 
     def end_holding(self, key: str, owner_digest: str) -> bool:

@@ -20,7 +20,15 @@ from django.db import connections, transaction
 from django.test import Client
 from django.urls import reverse
 
-from django_distlock import Lease, LockNotAcquired, LockNotHeld, StaleFencingToken, lock, locks
+from django_distlock import (
+    Lease,
+    LockNotAcquired,
+    LockNotHeld,
+    StaleFencingToken,
+    lock,
+    locks,
+    operators,
+)
 from django_distlock.admin import MOST_AT_ONCE
 from django_distlock.backends.database import records
 from django_distlock.backends.database.backend import DatabaseBackend
@@ -204,12 +212,17 @@ def test_search_finds_by_name_and_by_key(database: str, name: str, viewer: Clien
 def test_free_locks_are_as_many_as_a_page_can_show_and_cannot_be_selected(
     database: str, name: str, operator: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "MOST_FREE", 3)
+    for module in (records, operators):
+        monkeypatch.setattr(module, "MOST_FREE", 3)
     rows = [put(database, f"{name}:{number}") for number in range(5)]
 
     page = listed(operator, q=name, state="free", alias=database)
 
     assert [*rows_of(page)] == [row.method_name for row in rows[:3]]
+    told = "At most 3 of its free locks are shown. Search by name for others."
+    assert page.context["problems"] == {database: told}
+    page_of_one = listed(operator, q=f"{name}:4", state="free", alias=database)
+    assert not page_of_one.context["problems"]
     assert {held.token for held in rows_of(page).values()} <= {row.fencing_token for row in rows}
     assert 'name="selected"' not in page.content.decode()
     assert name not in listed(operator, q=name).content.decode().partition("distlock-live")[2]

@@ -240,7 +240,7 @@ class Slow(LocMemBackend):
     """Tells of one lock at once, and of the others when the test allows it."""
 
     may_go_on = threading.Event()
-    listings = 0
+    listings = free_listings = 0
 
     def held(self, key: str | None = None) -> Iterator[Held]:
         first, *others = sorted(super().held(key), key=lambda held: held.name)
@@ -249,6 +249,11 @@ class Slow(LocMemBackend):
             type(self).listings += 1
             assert self.may_go_on.wait(30)
         yield from others
+
+    def free_locks(self, text: str) -> Iterator[Held]:
+        type(self).free_listings += 1
+        assert self.may_go_on.wait(30)
+        yield Held(text, text, None, None, None, "")
 
 
 @pytest.fixture
@@ -262,7 +267,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, settings: Any) -> Iterator[type[Slow]]
     eventually(lambda: "distlock-admin" not in {each.name for each in threading.enumerate()})
     operators.forget_late(["memory"])
     Slow.may_go_on.clear()
-    Slow.listings = 0
+    Slow.listings = Slow.free_listings = 0
 
 
 def test_what_is_read_in_time_is_shown_at_once_and_the_rest_when_it_is_read(
@@ -305,6 +310,25 @@ def test_a_late_listing_is_shown_with_its_age_while_the_next_one_is_read(
     # Once it is listed in time again, nothing is kept.
     slow.may_go_on.set()
     eventually(lambda: not viewer.get(LIST, {"q": name}).context["problems"])
+
+
+def test_free_locks_are_not_read_again_while_an_earlier_page_reads_them(
+    name: str, slow: type[Slow]
+) -> None:
+    for _ in range(3):
+        found = operators.free_locks(["memory"], name)
+        assert found == ([], {"memory": "It did not answer within 0.3 s."})
+
+    assert slow.free_listings == 1
+    assert operators.free_locks(["memory"], f"{name} 2")[0] == []
+    assert slow.free_listings == 2
+    slow.may_go_on.set()
+
+    def found_now() -> bool:
+        rows, problems = operators.free_locks(["memory"], name)
+        return [row.held.name for row in rows] == [name] and not problems
+
+    eventually(found_now)
 
 
 def test_what_is_freed_is_not_shown_by_a_late_listing(

@@ -20,6 +20,7 @@ from django.db.models import (
 )
 from django.db.models.functions import Coalesce, Now
 
+from django_distlock.backends.base import MOST_FREE
 from django_distlock.engine.values import Held, digest, digest_of_reservation
 from django_distlock.ground.holder import Holder
 from django_distlock.ground.naming import line_of, shown
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
 
     from django_distlock.models import MethodLock
 
-#: How many free locks are listed: a table may have a row for each of a million names.
-MOST_FREE = 1000
 _COLUMNS = ("method_name", "description", "holder", "owner", "fencing_token", "waiters")
 _INSTANTS = ("acquired_at", "expires_at", "available_at")
 _CLEAR_OWNER = f"""
