@@ -10,6 +10,7 @@ from django.core.management import CommandError, call_command
 
 from django_distlock import lock
 from django_distlock.backends.locmem import LocMemBackend
+from django_distlock.models import MethodLock
 
 from .aliases import DOWN, DUMMY, MEMORY
 
@@ -47,6 +48,16 @@ def test_programs_get_an_object_with_the_aliases_that_they_name(settings: Any) -
     spent = report["aliases"][0].pop("milliseconds")
     assert report == {"aliases": [{"alias": "memory", "cannot": []}]}
     assert [*spent] == ["acquire", "contend", "extend", "list", "release"]
+
+
+def test_each_check_uses_the_same_row(settings: Any) -> None:
+    settings.DISTLOCK = {"default": {}}
+    rows = []
+    for _ in range(2):
+        call_command("check_locks", stdout=io.StringIO())
+        rows.append(MethodLock.objects.count())
+
+    assert rows[0] == rows[1]
 
 
 def test_what_is_down_or_wrong_does_not_stop_the_others(settings: Any) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import uuid
+import os
+import threading
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,8 @@ def try_out(alias: str, milliseconds: dict[str, float] | None = None) -> None:
         spent[step] = round((clock.wait_time() - began) * 1000, 2)
 
     backend = locks[alias]
-    name = f"{PURPOSE}:{uuid.uuid4().hex}"
+    # The same at each check of a thread: some backends keep a row for each name.
+    name = f"{PURPOSE}:{Holder.current().host}:{os.getpid()}:{threading.get_ident()}"
     with ExitStack() as stack:
         with timed("acquire"):
             own = lock(name, using=alias, timeout=0, renew=False, purpose=PURPOSE)
